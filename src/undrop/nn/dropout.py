@@ -1,0 +1,136 @@
+"""Dropouts that torch lacks: one mask over time, on weights, on whole words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.errors import OptionError
+from undrop.noise import structured_dropout
+
+__all__ = ["EmbeddingDropout", "LockedDropout", "WeightDrop"]
+
+
+def _probability(p: float) -> float:
+    if not 0.0 <= p < 1.0:
+        raise OptionError(f"the drop probability must lie in [0, 1), got {p}.")
+    return p
+
+
+class LockedDropout(nn.Module):
+    """Dropout with one mask over time (variational dropout).
+
+    Args:
+        p: the drop probability.
+        time_dim: the dimension of the input along which the mask is shared.
+    """
+
+    def __init__(self, p: float = 0.5, *, time_dim: int = 0) -> None:
+        super().__init__()
+        self.p = _probability(p)
+        self.time_dim = time_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop whole (example, feature) pairs for the length of the sequence."""
+        return structured_dropout(
+            x,
+            self.p,
+            shared=(self.time_dim,),
+            training=self.training,
+            kind="locked",
+            mask="shared over time",
+        )
+
+    def extra_repr(self) -> str:
+        """The arguments, for printing."""
+        return f"p={self.p}, time_dim={self.time_dim}"
+
+
+class WeightDrop(nn.Module):
+    """DropConnect: dropout on named parameters of any module, drawn once per call.
+
+    The wrapped module keeps its parameters under their own names, and is never changed: each call
+    runs on a shallow replica that sees the dropped weights, so several threads may share it.
+
+    Args:
+        module: the module whose parameters are dropped.
+        names: the parameters' names in it, e.g. ``["weight_hh_l0"]``.
+        p: the drop probability.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str], p: float = 0.5) -> None:
+        super().__init__()
+        missing = [n for n in names if n not in module._parameters]
+        if missing or not names:
+            has = ", ".join(module._parameters) or "none"
+            raise OptionError(
+                f"{type(module).__name__} has no parameter {', '.join(missing) or '(none named)'}: "
+                f"its own parameters are {has}."
+            )
+        self.module = module
+        self.names = list(names)
+        self.p = _probability(p)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module with dropped weights."""
+        replica = self.module._replicate_for_data_parallel()
+        for name in self.names:
+            weight = structured_dropout(
+                getattr(self.module, name),
+                self.p,
+                training=self.training,
+                kind="weight",
+                mask="per weight",
+                per_example=False,
+            )
+            replica._parameters.pop(name, None)
+            replica.__dict__[name] = weight
+        if isinstance(replica, nn.RNNBase):
+            flat = [getattr(replica, n) for n in replica._flat_weights_names]
+            replica.__dict__["_flat_weights"] = flat
+        return replica(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """The arguments, for printing."""
+        return f"names={self.names}, p={self.p}"
+
+
+class EmbeddingDropout(nn.Module):
+    """Dropout of whole words: every occurrence of a dropped word in the batch is zero.
+
+    Args:
+        embedding: the embedding whose rows are dropped.
+        p: the drop probability.
+    """
+
+    def __init__(self, embedding: nn.Embedding, p: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.p = _probability(p)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look the tokens up, with one mask entry per word of the vocabulary."""
+        embedded: Tensor = self.embedding(tokens)
+        if not self.training or self.p == 0.0:
+            return embedded
+        # Scaling the looked-up rows by a mask of one entry per word is the same as dropping rows of
+        # the matrix, without a pass over the whole matrix.
+        ones = torch.ones(
+            self.embedding.num_embeddings, 1, dtype=embedded.dtype, device=embedded.device
+        )
+        scale = structured_dropout(
+            ones,
+            self.p,
+            training=self.training,
+            kind="embedding",
+            mask="per word",
+            per_example=False,
+        )
+        return embedded * scale[tokens]
+
+    def extra_repr(self) -> str:
+        """The arguments, for printing."""
+        return f"p={self.p}"

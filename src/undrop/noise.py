@@ -1,0 +1,112 @@
+"""What η is, and which entries of an activation share it.
+
+Every dropout turns an activation (or a weight) ``h`` into ``h ⊙ (1 + ε·σ·η)`` with
+``σ = sqrt(q / (1 - q))`` and η of zero mean and unit variance. Dropout is ε = 1 with η = -1/σ
+with probability q and η = σ otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from undrop.errors import OptionError
+
+__all__ = ["NOISES", "draw", "mask_shape", "sigma", "structured_dropout"]
+
+
+def sigma(q: float) -> float:
+    """The noise scale of dropout with probability q: σ = sqrt(q / (1 - q))."""
+    return float((q / (1.0 - q)) ** 0.5)
+
+
+def mask_shape(shape: Sequence[int], shared: Sequence[int]) -> tuple[int, ...]:
+    """The shape of η for an activation of ``shape`` whose dimensions ``shared`` share one entry."""
+    dims = {d % len(shape) for d in shared} if shape else set()
+    return tuple(1 if d in dims else n for d, n in enumerate(shape))
+
+
+def _dropout(like: Tensor, q: float, generator: torch.Generator | None) -> Tensor:
+    s = sigma(q)
+    dropped = torch.empty_like(like).bernoulli_(q, generator=generator)
+    return s - dropped * (s + 1.0 / s)
+
+
+def _sign(like: Tensor, q: float, generator: torch.Generator | None) -> Tensor:
+    return torch.empty_like(like).bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)
+
+
+def _gaussian(like: Tensor, q: float, generator: torch.Generator | None) -> Tensor:
+    return torch.empty_like(like).normal_(generator=generator)
+
+
+NOISES: dict[str, Callable[[Tensor, float, torch.Generator | None], Tensor]] = {
+    "dropout": _dropout,
+    "sign": _sign,
+    "gaussian": _gaussian,
+}
+"""The distributions of η by name; each has mean 0 and variance 1."""
+
+
+def draw(
+    noise: str,
+    shape: Sequence[int],
+    q: float,
+    *,
+    like: Tensor,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw η of the given shape, with the dtype and device of ``like``.
+
+    Raises:
+        OptionError: if there is no noise of that name.
+    """
+    if noise not in NOISES:
+        raise OptionError(f"there is no noise {noise!r}: use one of {', '.join(NOISES)}.")
+    return NOISES[noise](like.new_empty(tuple(shape)), q, generator)
+
+
+def structured_dropout(
+    h: Tensor,
+    p: float,
+    *,
+    shared: Sequence[int] = (),
+    training: bool = True,
+    kind: str = "dropout",
+    mask: str = "independent",
+    per_example: bool = True,
+) -> Tensor:
+    """Dropout with one mask entry for all indices of the dimensions ``shared``.
+
+    All of undrop's own dropout modules come down to this function, and it is what undrop intercepts:
+    a module that calls it has a noise site of the named ``kind`` and ``mask`` without further ado.
+
+    Args:
+        h: the activation or weight.
+        p: the probability q of an entry to be dropped.
+        shared: dimensions along which one mask entry is shared, e.g. time for a locked mask.
+        training: whether to drop at all, as in ``F.dropout``.
+        kind: what the site is called in ``undrop.sites``.
+        mask: the mask structure's name there.
+        per_example: False where all examples of a batch share the noise (weights, embedding rows).
+    """
+    if has_torch_function_unary(h):
+        result: Tensor = handle_torch_function(
+            structured_dropout,
+            (h,),
+            h,
+            p,
+            shared=shared,
+            training=training,
+            kind=kind,
+            mask=mask,
+            per_example=per_example,
+        )
+        return result
+    if not training or p == 0.0:
+        return h
+    return h * F.dropout(h.new_ones(mask_shape(h.shape, shared)), p)

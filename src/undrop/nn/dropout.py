@@ -20,6 +20,14 @@ def _probability(p: float) -> float:
     return p
 
 
+def _replica(module: nn.Module) -> nn.Module:
+    """A second face of ``module`` that shares all it holds, and whose parameters can be swapped."""
+    replica = module.__new__(type(module))
+    replica.__dict__ = module.__dict__.copy()
+    replica.__dict__["_parameters"] = module._parameters.copy()
+    return replica
+
+
 class LockedDropout(nn.Module):
     """Dropout with one mask over time (variational dropout).
 
@@ -76,7 +84,7 @@ class WeightDrop(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module with dropped weights."""
-        replica = self.module._replicate_for_data_parallel()
+        replica = _replica(self.module)
         for name in self.names:
             weight = structured_dropout(
                 getattr(self.module, name),
@@ -86,7 +94,7 @@ class WeightDrop(nn.Module):
                 mask="per weight",
                 per_example=False,
             )
-            replica._parameters.pop(name, None)
+            del replica._parameters[name]
             replica.__dict__[name] = weight
         if isinstance(replica, nn.RNNBase):
             flat = [getattr(replica, n) for n in replica._flat_weights_names]

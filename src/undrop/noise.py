@@ -79,11 +79,13 @@ def structured_dropout(
     kind: str = "dropout",
     mask: str = "independent",
     per_example: bool = True,
+    label: str | None = None,
 ) -> Tensor:
     """Dropout with one mask entry for all indices of the dimensions ``shared``.
 
-    All of undrop's own dropout modules come down to this function, and it is what undrop intercepts:
-    a module that calls it has a noise site of the named ``kind`` and ``mask`` without further ado.
+    All of undrop's own dropout modules come down to this function, and it is what undrop
+    intercepts: a module that calls it has a noise site of the named ``kind`` and ``mask`` without
+    further ado.
 
     Args:
         h: the activation or weight.
@@ -92,6 +94,7 @@ def structured_dropout(
         training: whether to drop at all, as in ``F.dropout``.
         kind: what the site is called in ``undrop.sites``.
         mask: the mask structure's name there.
+        label: what the site's name adds to the path of the module that calls.
         per_example: False where all examples of a batch share the noise (weights, embedding rows).
     """
     if has_torch_function_unary(h):
@@ -105,6 +108,7 @@ def structured_dropout(
             kind=kind,
             mask=mask,
             per_example=per_example,
+            label=label,
         )
         return result
     if not training or p == 0.0:

@@ -68,13 +68,31 @@ class Loss(ABC):
         n = self.count(output, target)
         return parts._replace(quadratic=n * parts.directional.square())
 
+    def combined(
+        self,
+        output: Tensor,
+        u: Tensor,
+        target: Tensor,
+        form: str = "hessian",
+        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    ) -> tuple[Tensor, Derivatives]:
+        """The weighted total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, and its three parts without weights or graph.
+
+        Losses that form their gradient in the forward pass need the weights then: they override this.
+        """
+        parts = self.derivatives(output, u, target, form)
+        total = sum(
+            (c * part for c, part in zip(weights, parts, strict=True)), output.new_zeros(())
+        )
+        return total, Derivatives(*(part.detach() for part in parts))
+
     def sampled(
         self, output: Tensor, target: Tensor, form: str, generator: torch.Generator | None
     ) -> Tensor:
         """A scalar S, random where it must be, with E[∇S ∇Sᵀ] = Σ_terms H (or the form asked for).
 
-        For "hessian" S = Σ ℓ_ŷ with labels drawn from the model, ŷ ~ p (the paper's Algorithm 4; the
-        sampling probabilities are not differentiated); for "identity" S = ⟨v, F⟩ with random
+        For "hessian" S = Σ ℓ_ŷ with labels drawn from the model, ŷ ~ p (the paper's Algorithm 4;
+        the sampling probabilities are not differentiated); for "identity" S = ⟨v, F⟩ with random
         signs v; for "loss-jacobian" the total loss itself.
         """
         if form == "loss-jacobian":

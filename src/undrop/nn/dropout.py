@@ -93,6 +93,7 @@ class WeightDrop(nn.Module):
                 kind="weight",
                 mask="per weight",
                 per_example=False,
+                label=name,
             )
             del replica._parameters[name]
             replica.__dict__[name] = weight

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UndropError(Exception):
     """The base of all of undrop's own errors."""
@@ -45,3 +48,24 @@ class EngineError(UndropError):
 
 class OptionError(UndropError, ValueError):
     """An argument outside its range."""
+
+
+class UnknownNameError(OptionError):
+    """A name that nothing has: the nearest one and all there are.
+
+    Args:
+        kind: what the name was to name, e.g. ``"corpus"``.
+        name: the name that was given.
+        known: the names there are.
+        hint: what may be given besides them, as the end of a sentence.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        names = list(known)
+        near = get_close_matches(name, names, n=1)
+        guess = f"did you mean {near[0]!r}? There are" if near else "there are"
+        super().__init__(f"unknown {kind} {name!r}: {guess} {', '.join(names)}{hint}.")
+
+
+class DataError(UndropError):
+    """A corpus that can't be found, fetched, read or kept."""

@@ -69,3 +69,19 @@ class UnknownNameError(OptionError):
 
 class DataError(UndropError):
     """A corpus that can't be found, fetched, read or kept."""
+
+
+class ConfigError(OptionError):
+    """A setting of a training run that is unknown or outside its range."""
+
+
+class RunError(UndropError):
+    """A run's folder that can't be written, read, or is in use."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that was cut short or changed."""
+
+
+class StoppedError(UndropError):
+    """A run that was asked to stop: its state is saved."""

@@ -1,0 +1,281 @@
+"""Softmax cross-entropy along an output tangent, in closed form.
+
+With p = softmax(z), u = ∂z/∂ε, v = u - Σ_k p_k u_k and t the target's distribution (one-hot, or
+smoothed), a row's loss is ``ℓ = -Σ t log p``, and ``uᵀHu = Σ p v²``, ``∂ℓ/∂ε = Σ p u - Σ t u``.
+For the total ``c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε`` the gradients are
+
+    d/dz = c₀(p - t) + c₁ p(v² - Σ p v²) + c₂ p v,    d/du = 2c₁ p v + c₂ (p - t).
+
+Everything is done in chunks of rows whose scratch stays in cache: passes over memory, and fresh
+pages above all, are what costs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = [
+    "Coefficients",
+    "Rule",
+    "cross_entropy_combined",
+    "cross_entropy_derivatives",
+    "loss_rows",
+    "tangent_rows",
+    "working_dtype",
+]
+
+_CHUNK_ELEMENTS = 1 << 19  # of one scratch buffer: a few of them fit into the cache of a core
+
+
+class Coefficients(NamedTuple):
+    """What the total is made of: ``loss·ℓ + quadratic·uᵀHu + directional·∂ℓ/∂ε``."""
+
+    loss: float
+    quadratic: float
+    directional: float
+
+    def over(self, n: int) -> Coefficients:
+        """The coefficients of the sums over n rows that make up their means."""
+        return Coefficients(*(c / max(n, 1) for c in self))
+
+
+class Rule(NamedTuple):
+    """How rows are to be treated."""
+
+    smoothing: float = 0.0  # of labels, as in torch
+    form: str = "hessian"  # or "identity": ‖u‖² in place of uᵀHu
+    coefficients: Coefficients | None = None  # None: no gradient is wanted
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which softmax is taken: half precision is not enough for sums over classes."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _softmax(z: Tensor, p: Tensor) -> Tensor:
+    """Write softmax(z) to p; return log Σ exp z = max z - log(max p)."""
+    top = z.amax(-1)
+    torch.softmax(z, -1, out=p)
+    return top.sub_(p.amax(-1).log_())
+
+
+def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """Σ_k t_k x_k of each row."""
+    picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    if smoothing:
+        picked.mul_(1.0 - smoothing).add_(x.mean(-1), alpha=smoothing)
+    return picked
+
+
+def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: float) -> None:
+    """In place: ``x -= scale · t``."""
+    if smoothing:
+        x.sub_(scale * smoothing / x.shape[-1])
+    value = x.new_full((1, 1), -scale * (1.0 - smoothing)).expand(len(target), 1)
+    x.scatter_add_(-1, target.unsqueeze(-1), value)
+
+
+def loss_rows(
+    z: Tensor, target: Tensor, smoothing: float, c_loss: float | None, out: Tensor
+) -> Tensor:
+    """The sum of ℓ over rows; ``out`` becomes d(c_loss·Σℓ)/dz, or scratch where that is None.
+
+    ``out`` may be ``z`` itself.
+    """
+    wanted = _expected(z, target, smoothing)
+    loss = (_softmax(z, out) - wanted).sum()
+    if c_loss is not None:
+        _subtract_target_(out.mul_(c_loss), target, smoothing, c_loss)
+    return loss
+
+
+def tangent_rows(
+    z: Tensor, u: Tensor, target: Tensor, rule: Rule, dz: Tensor, du: Tensor, p: Tensor
+) -> Tensor:
+    """Sums over rows of ℓ, uᵀHu and ∂ℓ/∂ε, as (3,), and the gradients of their weighted total.
+
+    Args:
+        z: logits (rows, classes).
+        u: their tangent.
+        target: class of each row.
+        rule: label smoothing, quadratic form and the total's coefficients.
+        dz: where the gradient in z goes; may be ``u`` itself.
+        du: where the gradient in u goes; may be ``z`` itself.
+        p: scratch.
+    """
+    wanted_z, wanted_u = (_expected(x, target, rule.smoothing) for x in (z, u))
+    norm = u.square().sum() if rule.form == "identity" else None
+    log_sum = _softmax(z, p)
+    mean = torch.mul(p, u, out=du).sum(-1, keepdim=True)
+    v = torch.sub(u, mean, out=dz)
+    pv = torch.mul(p, v, out=du)
+    variance = torch.linalg.vecdot(pv, v)
+    if rule.coefficients is not None:
+        if norm is None:
+            _hessian_gradients_(v, pv, p, variance, rule.coefficients)
+        else:
+            _identity_gradients_(v, pv, p, mean, rule.coefficients)
+        _subtract_target_(dz, target, rule.smoothing, rule.coefficients.loss)
+        _subtract_target_(du, target, rule.smoothing, rule.coefficients.directional)
+    loss = (log_sum - wanted_z).sum()
+    quadratic = variance.sum() if norm is None else norm
+    return torch.stack((loss, quadratic, (mean.squeeze(-1) - wanted_u).sum()))
+
+
+def _hessian_gradients_(
+    v: Tensor, pv: Tensor, p: Tensor, variance: Tensor, c: Coefficients
+) -> None:
+    """In place, but for the target: v to d/dz = p(c₀ - c₁Σpv²) + pv(c₁v + c₂), pv to d/du."""
+    torch.add(v.new_tensor(c.directional), v, alpha=c.quadratic, out=v).mul_(pv)
+    v.addcmul_(p, (c.loss - c.quadratic * variance).unsqueeze(-1))
+    pv.mul_(2.0 * c.quadratic).add_(p, alpha=c.directional)
+
+
+def _identity_gradients_(v: Tensor, pv: Tensor, p: Tensor, mean: Tensor, c: Coefficients) -> None:
+    """In place, but for the target: v to d/dz = c₀p + c₂pv, pv to d/du = 2c₁u + c₂p."""
+    du = (v + mean).mul_(2.0 * c.quadratic).add_(p, alpha=c.directional)
+    torch.mul(pv, c.directional, out=v).add_(p, alpha=c.loss)
+    pv.copy_(du)
+
+
+def _chunks(z: Tensor) -> Iterator[slice]:
+    rows = max(1, _CHUNK_ELEMENTS // max(z.shape[-1], 1))
+    for start in range(0, len(z), rows):
+        yield slice(start, min(start + rows, len(z)))
+
+
+def _sweep(
+    z: Tensor, u: Tensor, target: Tensor, rule: Rule, gradients: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """``tangent_rows`` over all rows, chunk by chunk; gradients in z and u go where told."""
+    sums = z.new_zeros(3)
+    scratch: Tensor | None = None
+    for rows in _chunks(z):
+        scratch = z.new_empty((3, *z[rows].shape)) if scratch is None else scratch
+        p, dz, du = scratch[:, : rows.stop - rows.start]
+        if gradients is not None:
+            dz, du = gradients[0][rows], gradients[1][rows]
+        sums += tangent_rows(z[rows], u[rows], target[rows], rule, dz, du, p)
+    return sums
+
+
+class _Derivatives(torch.autograd.Function):
+    """Means of ℓ, uᵀHu and ∂ℓ/∂ε.
+
+    The backward starts again from z and u: that costs less than to write out p and v for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, u: Tensor, target: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(z, u, target)
+        ctx.rule = rule
+        loss, quadratic, directional = _sweep(z, u, target, rule) / max(len(target), 1)
+        return loss, quadratic, directional
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, g_loss: Tensor, g_quadratic: Tensor, g_directional: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        z, u, target = ctx.saved_tensors
+        incoming = Coefficients(*torch.stack((g_loss, g_quadratic, g_directional)).tolist())
+        rule = ctx.rule._replace(coefficients=incoming.over(len(target)))
+        gradients = torch.empty_like(z), torch.empty_like(u)
+        _sweep(z, u, target, rule, gradients)
+        return (*gradients, None, None)
+
+
+class _Combined(torch.autograd.Function):
+    """The weighted total, with its gradients formed in the forward, and the three means."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, u: Tensor, target: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor]:
+        coefficients = rule.coefficients
+        assert coefficients is not None
+        n = len(target)
+        gradients = None
+        if any(ctx.needs_input_grad):
+            gradients = torch.empty_like(z), torch.empty_like(u)
+            ctx.save_for_backward(*gradients)
+        scaled = coefficients.over(n) if gradients is not None else None
+        means = _sweep(z, u, target, rule._replace(coefficients=scaled), gradients) / max(n, 1)
+        ctx.mark_non_differentiable(means)
+        return means @ means.new_tensor(coefficients), means
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dz, du = ctx.saved_tensors
+        if g.item() != 1.0:  # as it is wherever the total itself is what is minimised
+            dz, du = dz * g, du * g
+        return dz, du, None, None
+
+
+def _kept(
+    logits: Tensor, u: Tensor, target: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As rows in the working type, without those whose target is ignored."""
+    dtype = working_dtype(logits.dtype)
+    target = target.reshape(-1)
+    z, u = (x.reshape(len(target), logits.shape[-1]).to(dtype) for x in (logits, u))
+    keep = target != ignore_index
+    if not bool(keep.all()):
+        z, u, target = z[keep], u[keep], target[keep]
+    return z, u, target
+
+
+def cross_entropy_derivatives(
+    logits: Tensor,
+    u: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    form: str = "hessian",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of ℓ, uᵀHu and ∂ℓ/∂ε over the targets that are not ignored (0 where all are).
+
+    Differentiable once, in ``logits`` and ``u``. uᵀHu is a variance, hence never negative.
+
+    Args:
+        logits: (..., classes).
+        u: their tangent ∂logits/∂ε, of the same shape.
+        target: classes (...).
+        ignore_index: the target that marks a row as not to be counted.
+        label_smoothing: the share of the target's distribution that is spread over all classes.
+        form: "hessian", or "identity" for ‖u‖² in place of uᵀHu.
+    """
+    rows = _kept(logits, u, target, ignore_index)
+    loss, quadratic, directional = _Derivatives.apply(*rows, Rule(label_smoothing, form))
+    return loss, quadratic, directional
+
+
+def cross_entropy_combined(
+    logits: Tensor,
+    u: Tensor,
+    target: Tensor,
+    c_quadratic: float,
+    c_directional: float,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    form: str = "hessian",
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """``ℓ + c_quadratic·uᵀHu + c_directional·∂ℓ/∂ε``, and the three means without a graph.
+
+    The gradients are formed in the same sweep as the values: the backward only scales them.
+    Arguments as for ``cross_entropy_derivatives``.
+    """
+    rows = _kept(logits, u, target, ignore_index)
+    rule = Rule(label_smoothing, form, Coefficients(1.0, c_quadratic, c_directional))
+    total, (loss, quadratic, directional) = _Combined.apply(*rows, rule)
+    return total, (loss, quadratic, directional)

@@ -76,9 +76,9 @@ def test_combined_is_the_weighted_sum(form, scale):
     logits, u, target = problem()
     parts = cross_entropy_derivatives(logits, u, target, label_smoothing=0.1, form=form)
     total, detached = cross_entropy_combined(
-        logits, u, target, 0.8, -0.3, label_smoothing=0.1, form=form
+        logits, u, target, (0.9, 0.8, -0.3), label_smoothing=0.1, form=form
     )
-    want = parts[0] + 0.8 * parts[1] - 0.3 * parts[2]
+    want = 0.9 * parts[0] + 0.8 * parts[1] - 0.3 * parts[2]
     torch.testing.assert_close(total, want, rtol=1e-12, atol=0)
     torch.testing.assert_close(detached, tuple(x.detach() for x in parts), rtol=1e-12, atol=0)
     assert not any(x.requires_grad for x in detached)
@@ -88,10 +88,10 @@ def test_combined_is_the_weighted_sum(form, scale):
 
 def test_many_chunks_are_one(monkeypatch):
     logits, u, target = problem(shape=(11,), ignored=3)
-    whole = cross_entropy_combined(logits, u, target, 0.5, 1.0)
+    whole = cross_entropy_combined(logits, u, target, (1.0, 0.5, 1.0))
     grads = torch.autograd.grad(whole[0], (logits, u))
     monkeypatch.setattr("undrop.kernels.softmax._CHUNK_ELEMENTS", 3 * 7)
-    parts = cross_entropy_combined(logits, u, target, 0.5, 1.0)
+    parts = cross_entropy_combined(logits, u, target, (1.0, 0.5, 1.0))
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
     torch.testing.assert_close(torch.autograd.grad(parts[0], (logits, u)), grads)
 
@@ -120,7 +120,7 @@ def test_all_targets_ignored_is_zero():
     logits, u, target = problem()
     target.fill_(-100)
     parts = cross_entropy_derivatives(logits, u, target)
-    total, _ = cross_entropy_combined(logits, u, target, 1.0, 1.0)
+    total, _ = cross_entropy_combined(logits, u, target, (1.0, 1.0, 1.0))
     assert [x.item() for x in (*parts, total)] == [0.0] * 4
     for scalar in (sum(parts), total):
         for grad in torch.autograd.grad(scalar, (logits, u)):

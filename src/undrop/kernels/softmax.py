@@ -263,19 +263,18 @@ def cross_entropy_combined(
     logits: Tensor,
     u: Tensor,
     target: Tensor,
-    c_quadratic: float,
-    c_directional: float,
+    weights: tuple[float, float, float],
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     form: str = "hessian",
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """``ℓ + c_quadratic·uᵀHu + c_directional·∂ℓ/∂ε``, and the three means without a graph.
+    """The weighted total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, and its three means without weights or graph.
 
     The gradients are formed in the same sweep as the values: the backward only scales them.
-    Arguments as for ``cross_entropy_derivatives``.
+    ``weights`` are c₀, c₁, c₂; the other arguments are those of ``cross_entropy_derivatives``.
     """
     rows = _kept(logits, u, target, ignore_index)
-    rule = Rule(label_smoothing, form, Coefficients(1.0, c_quadratic, c_directional))
+    rule = Rule(label_smoothing, form, Coefficients(*weights))
     total, (loss, quadratic, directional) = _Combined.apply(*rows, rule)
     return total, (loss, quadratic, directional)

@@ -1,1 +1,19 @@
-"""To be filled."""
+"""What the output tangent u becomes: uᵀHu and ∂ℓ/∂ε, per output loss."""
+
+from undrop.losses.base import FORMS, Derivatives, Loss
+from undrop.losses.bce import BCEWithLogits
+from undrop.losses.cross_entropy import CrossEntropy
+from undrop.losses.generic import Generic
+from undrop.losses.known import as_loss
+from undrop.losses.mse import MSE
+
+__all__ = [
+    "FORMS",
+    "BCEWithLogits",
+    "CrossEntropy",
+    "Derivatives",
+    "Generic",
+    "Loss",
+    "MSE",
+    "as_loss",
+]

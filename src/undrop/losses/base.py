@@ -48,6 +48,10 @@ class Loss(ABC):
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean ℓ."""
 
+    def twice_differentiable_value(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean ℓ again, in ops that have a double backward. A loss that fuses overrides it."""
+        return self.value(output, target)
+
     @abstractmethod
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
         """``derivatives`` for the forms "hessian" and "identity"."""
@@ -96,7 +100,7 @@ class Loss(ABC):
         signs v; for "loss-jacobian" the total loss itself.
         """
         if form == "loss-jacobian":
-            return self.value(output, target) * self.count(output, target)
+            return self.twice_differentiable_value(output, target) * self.count(output, target)
         if form == "identity":
             return self._probe(output, target, generator)
         return self._sampled(output, target, generator)

@@ -1,1 +1,26 @@
-"""To be filled."""
+"""Where noise enters: every dropout of any ``nn.Module``, found, named and driven unchanged."""
+
+from undrop.sites import attention, functional, recurrent  # they register what they stand in for
+from undrop.sites.calling import call, logits_of, unwrapped
+from undrop.sites.discovery import keep_statistics, silent, sites
+from undrop.sites.interception import Field, Handler, Interception, intercepts
+from undrop.sites.site import Selection, Site, Sites
+
+__all__ = [
+    "Field",
+    "Handler",
+    "Interception",
+    "Selection",
+    "Site",
+    "Sites",
+    "attention",
+    "call",
+    "functional",
+    "intercepts",
+    "keep_statistics",
+    "logits_of",
+    "recurrent",
+    "silent",
+    "sites",
+    "unwrapped",
+]

@@ -1,0 +1,44 @@
+"""Binary cross-entropy on logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from undrop.losses.base import Derivatives, Loss
+from undrop.losses.targets import check_like_output
+
+__all__ = ["BCEWithLogits"]
+
+
+class BCEWithLogits(Loss):
+    """ℓ = -y log s - (1-y) log(1-s) with s = sigmoid(F), a mean over all elements.
+
+    The Hessian is diagonal, s(1-s), so uᵀHu = s(1-s)·u²; ∂ℓ/∂ε = (s - y)·u.
+    """
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Probabilities of the output's shape."""
+        check_like_output(output, target, 0.0, 1.0)
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """The number of elements."""
+        return output.new_tensor(float(max(output.numel(), 1)))
+
+    def value(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over elements."""
+        return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
+
+    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        s = torch.sigmoid(output)
+        curvature = s * torch.sigmoid(-output) if form == "hessian" else torch.ones_like(s)
+        return Derivatives(
+            self.value(output, target),
+            (curvature * u.square()).mean(),
+            ((s - target) * u).mean(),
+        )
+
+    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        label = torch.bernoulli(torch.sigmoid(output.detach()), generator=generator)
+        return F.binary_cross_entropy_with_logits(output, label, reduction="sum")

@@ -1,0 +1,95 @@
+"""Softmax cross-entropy, the paper's loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from undrop.errors import OptionError
+from undrop.kernels.softmax import cross_entropy_combined, cross_entropy_derivatives
+from undrop.losses.base import Derivatives, Loss
+from undrop.losses.targets import check_class_indices
+
+__all__ = ["CrossEntropy"]
+
+
+class CrossEntropy(Loss):
+    """ℓ = -log softmax(F)_y, for logits (…, classes) and class indices (…).
+
+    With p = softmax(F) and v = u - Σ_k p_k u_k the quadratic form is uᵀHu = Σ p v², and
+    ∂ℓ/∂ε = Σ p u - u_y. The mean is over targets other than ``ignore_index``.
+
+    Args:
+        ignore_index: targets of this value take no part.
+        label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C. H does not depend on it.
+    """
+
+    def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
+        if not 0.0 <= label_smoothing < 1.0:
+            raise OptionError(f"label_smoothing must lie in [0, 1), got {label_smoothing}.")
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Class indices, one for each row of logits."""
+        check_class_indices(target, tuple(output.shape[:-1]), output.shape[-1], self.ignore_index)
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """The number of targets that are not ignored."""
+        return (target != self.ignore_index).sum().clamp(min=1).to(output.dtype)
+
+    def value(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean cross-entropy; 0 where every target is ignored."""
+        total = F.cross_entropy(
+            *self._rows(output, target),
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            reduction="sum",
+        )
+        return total / self.count(output, target)
+
+    def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
+
+    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        logits, target = self._rows(output, target)
+        parts = cross_entropy_derivatives(
+            logits, u.reshape_as(logits), target, self.ignore_index, self.label_smoothing, form
+        )
+        return Derivatives(*parts)
+
+    def combined(
+        self,
+        output: Tensor,
+        u: Tensor,
+        target: Tensor,
+        form: str = "hessian",
+        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    ) -> tuple[Tensor, Derivatives]:
+        """The weighted total, its gradient formed in the same sweep."""
+        if form == "loss-jacobian":
+            return super().combined(output, u, target, form, weights)
+        logits, target = self._rows(output, target)
+        total, *parts = cross_entropy_combined(
+            logits,
+            u.reshape_as(logits),
+            target,
+            weights,
+            self.ignore_index,
+            self.label_smoothing,
+            form,
+        )
+        return total, Derivatives(*parts)
+
+    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
+        logits, target = self._rows(output, target)
+        p = torch.softmax(logits.detach().float(), -1)
+        label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
+        label = label.masked_fill(target == self.ignore_index, self.ignore_index)
+        return F.cross_entropy(logits, label, ignore_index=self.ignore_index, reduction="sum")
+
+    def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        kept = (target != self.ignore_index).unsqueeze(-1)
+        return super()._probe(output * kept, target, generator)

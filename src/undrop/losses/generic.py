@@ -1,0 +1,67 @@
+"""Any other loss, by differentiating it twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from undrop.errors import TargetError
+from undrop.losses.base import Derivatives, Loss
+
+__all__ = ["Generic"]
+
+
+class Generic(Loss):
+    """Wraps ``function(output, target) -> scalar``, a mean over the batch.
+
+    uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice, so the
+    function must be twice differentiable in torch.
+
+    Args:
+        function: the loss.
+    """
+
+    def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
+        self.function = function
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """The function must give one number."""
+        value = self.function(output.detach(), target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise TargetError(
+                f"the loss {_name(self.function)} must return one number (a mean), got "
+                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
+            )
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """The size of the batch, which the function is taken to average over."""
+        return output.new_tensor(float(max(output.shape[0] if output.dim() else 1, 1)))
+
+    def value(self, output: Tensor, target: Tensor) -> Tensor:
+        """What the function says."""
+        return self.function(output, target).reshape(())
+
+    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        # In the graph, F and u may share ancestors but neither is an ancestor of the other; taking
+        # the inner derivative at a copy of F makes sure that it is of ℓ alone.
+        at = output.clone()
+        loss = self.value(at, target)
+        (gradient,) = torch.autograd.grad(loss, at, create_graph=True)
+        directional = (gradient * u).sum()
+        if form == "identity":
+            quadratic = u.square().sum() / self.count(output, target)
+        elif gradient.requires_grad:
+            (hessian_u,) = torch.autograd.grad(
+                directional, at, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            quadratic = (hessian_u * u).sum()
+        else:
+            quadratic = torch.zeros_like(loss)  # a loss that is linear in F
+        return Derivatives(loss, quadratic, directional)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,42 @@
+"""Squared error."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from undrop.losses.base import Derivatives, Loss
+from undrop.losses.targets import check_like_output
+
+__all__ = ["MSE"]
+
+
+class MSE(Loss):
+    """ℓ = (F - y)², a mean over all elements; uᵀHu = 2u² and ∂ℓ/∂ε = 2(F - y)·u."""
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Finite numbers of the output's shape."""
+        check_like_output(output, target, -math.inf, math.inf)
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """The number of elements."""
+        return output.new_tensor(float(max(output.numel(), 1)))
+
+    def value(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over elements."""
+        return (output - target).square().mean()
+
+    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        error = output - target
+        curvature = 2.0 if form == "hessian" else 1.0
+        return Derivatives(
+            error.square().mean(), curvature * u.square().mean(), 2.0 * (error * u).mean()
+        )
+
+    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Labels from N(F, ½), the model whose negative log-likelihood is ℓ: E[g gᵀ] = 2."""
+        noise = torch.empty_like(output).normal_(generator=generator)
+        label = output.detach() + noise * 0.5**0.5
+        return (output - label).square().sum()

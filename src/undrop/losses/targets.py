@@ -1,0 +1,61 @@
+"""Checks on targets that several losses share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undrop.errors import TargetError
+
+__all__ = ["check_class_indices", "check_like_output"]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def check_class_indices(
+    target: Tensor, leading: tuple[int, ...], classes: int, ignore_index: int
+) -> None:
+    """Class indices of the given leading shape, each within the classes or ``ignore_index``.
+
+    Raises:
+        TargetError: naming what was expected and what was got.
+    """
+    if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise TargetError(f"targets must be class indices of an integer type, got {got}.")
+    if tuple(target.shape) != leading:
+        raise TargetError(
+            f"targets must have shape {leading}, that of the output without its last dimension (the "
+            f"{classes} classes), got {_shape(target)}."
+        )
+    wrong = (target < 0) | (target >= classes)
+    wrong &= target != ignore_index
+    if bool(wrong.any()):
+        value = int(target[wrong][0])
+        raise TargetError(
+            f"targets must lie in 0 … {classes - 1} (or be ignore_index = {ignore_index}), got {value}."
+        )
+
+
+def check_like_output(output: Tensor, target: Tensor, low: float, high: float) -> None:
+    """Floating-point targets of the output's shape with entries in [low, high].
+
+    Raises:
+        TargetError: naming what was expected and what was got.
+    """
+    if not isinstance(target, Tensor) or not target.is_floating_point():
+        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise TargetError(f"targets must be of a floating-point type, got {got}.")
+    if target.shape != output.shape:
+        raise TargetError(
+            f"targets must have the output's shape {_shape(output)}, got {_shape(target)}."
+        )
+    wrong = ~((target >= low) & (target <= high))
+    if bool(wrong.any()):
+        raise TargetError(
+            f"targets must lie in [{low:g}, {high:g}], got {float(target[wrong][0]):g}."
+        )

@@ -1,0 +1,48 @@
+"""Calling a model on the inputs of an objective, and finding in what it returns what the loss sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from undrop.errors import OutputError
+
+__all__ = ["call", "logits_of", "unwrapped"]
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """``model(inputs)``; a tuple or list is spread over positions, a dict over keywords."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The tensor that the loss sees: the output itself, its ``logits``, or its first element.
+
+    Raises:
+        OutputError: if there is none.
+    """
+    if isinstance(output, Tensor):
+        return output
+    logits = (
+        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    )
+    if logits is None and isinstance(output, (tuple, list)) and output:
+        logits = output[0]
+    if isinstance(logits, Tensor):
+        return logits
+    raise OutputError(
+        f"the model returned {type(output).__name__}, in which undrop finds no tensor for the loss: "
+        "return a tensor, a tuple whose first element is one, or something with `logits`."
+    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module behind ``torch.compile``, whose compiled code hides its dropout from view."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model

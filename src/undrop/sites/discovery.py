@@ -1,0 +1,110 @@
+"""Finding every dropout of a model by running it once, and leaving it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.errors import NoDropoutError
+from undrop.sites.calling import call, unwrapped
+from undrop.sites.interception import Interception
+from undrop.sites.site import Site, Sites
+
+__all__ = ["keep_statistics", "silent", "sites"]
+
+
+def silent(site: Site, h: Tensor) -> Tensor:
+    """The field that switches every dropout off: ε = 0."""
+    return h
+
+
+def sites(model: nn.Module, inputs: Any) -> Sites:
+    """List every dropout that a forward pass of the model meets.
+
+    The model is run twice without gradients, in train mode with its dropout switched off, and in
+    eval mode to see which sites are active there. Its mode, its buffers and torch's random state are
+    put back. Dropouts with p = 0 are not sites.
+
+    Args:
+        model: any module.
+        inputs: a tensor, a tuple (positional) or a dict (keyword arguments).
+
+    Returns:
+        A sequence of records with ``name``, ``kind``, ``p``, ``mask``, ``shape`` and
+        ``active_in_eval``; it prints as a table.
+
+    Raises:
+        NoDropoutError: if no active dropout is met.
+    """
+    model = unwrapped(model)
+    with _as_it_was(model):
+        if not model.training:
+            model.train()
+        found = _met(model, inputs)
+        model.eval()
+        active = _met(model, inputs).names
+    if not found:
+        raise NoDropoutError(_nothing_found(model))
+    return found.flagged(active)
+
+
+def _met(model: nn.Module, inputs: Any) -> Sites:
+    with torch.no_grad(), Interception(model, silent) as mode:
+        call(model, inputs)
+    return Sites(mode.sites)
+
+
+def _nothing_found(model: nn.Module) -> str:
+    idle = [
+        f"{name or type(module).__name__} (p = {module.p:g})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd)
+    ]
+    if not idle:
+        hint = "add one, e.g. nn.Dropout(0.1)"
+    else:
+        hint = (
+            f"it has {', '.join(idle[:3])}, but none was active in the pass: check p and its mode"
+        )
+    return f"no active dropout was met in a forward pass of {type(model).__name__}: {hint}."
+
+
+@contextmanager
+def keep_statistics(model: nn.Module) -> Iterator[None]:
+    """Put the running statistics of normalisation layers back on leaving.
+
+    A step of several passes is one step: its statistics move once, in the pass outside of this.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    buffers = [b for m in norms for b in m.buffers(recurse=False)]
+    saved = [b.clone() for b in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=_devices(model)):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    found = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    return sorted(found, key=str)

@@ -1,0 +1,164 @@
+"""Running a model unchanged, with undrop deciding what happens at every dropout it meets.
+
+A ``TorchFunctionMode`` sees the dropout *functions* themselves, so that a dropout is found wherever
+it is called from. Nothing in the model is touched: no hook, no patched function, no replaced module.
+Leaving the ``with`` block, in whatever way, ends it; other threads never see it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from undrop.errors import UnsupportedDropoutError
+from undrop.noise import mask_shape
+from undrop.sites.site import Site
+
+__all__ = ["Field", "Handler", "Interception", "intercepts"]
+
+
+class Field(Protocol):
+    """What happens to h at a site; the answer takes the place of the dropped h."""
+
+    def __call__(self, site: Site, h: Tensor) -> Tensor:
+        """The new h."""
+        ...
+
+
+class Handler(Protocol):
+    """Stands in for an intercepted torch function while an interception runs."""
+
+    def __call__(
+        self,
+        mode: Interception,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compute what ``func(*args, **kwargs)`` would, with the field's say at its sites."""
+        ...
+
+
+SITE_HANDLERS: dict[Callable[..., Any], Handler] = {}
+"""The functions that drop, and what stands in for each; filled by ``@intercepts``."""
+
+
+def intercepts(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
+    """Register a handler for dropping functions. Registering one twice is an error."""
+
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            if function in SITE_HANDLERS:
+                raise ValueError(f"{function} has a handler already.")
+            SITE_HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+class Interception(TorchFunctionMode):
+    """Within ``with Interception(model, field):`` every dropout of the model asks the field.
+
+    Args:
+        model: the model that will be run; its module paths name the sites.
+        field: called with each site and its h.
+        rules: further functions to stand in for, an engine's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        field: Field,
+        rules: Mapping[Callable[..., Any], Handler] | None = None,
+    ) -> None:
+        super().__init__()
+        self.field = field
+        self.sites: list[Site] = []
+        self._handlers = {**SITE_HANDLERS, **(rules or {})}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._calls: Counter[str] = Counter()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand an intercepted function to its handler, and let all others pass."""
+        handler = self._handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, args, kwargs or {})
+
+    def noisy(
+        self,
+        h: Tensor,
+        p: float,
+        *,
+        kind: str,
+        mask: str = "independent",
+        shared: Sequence[int] = (),
+        per_example: bool = True,
+        label: str | None = None,
+    ) -> Tensor:
+        """What the field makes of h at the site that the running module is now at."""
+        site = self.site(
+            h.shape, p, kind=kind, mask=mask, shared=shared, per_example=per_example, label=label
+        )
+        return self.field(site, h)
+
+    def site(
+        self,
+        shape: Sequence[int],
+        p: float,
+        *,
+        kind: str,
+        mask: str = "independent",
+        shared: Sequence[int] = (),
+        per_example: bool = True,
+        label: str | None = None,
+    ) -> Site:
+        """Record the site that the running module is now at.
+
+        Raises:
+            UnsupportedDropoutError: if p = 1, which drops everything and has no finite σ.
+        """
+        name = self._name(kind, label)
+        if not 0.0 < p < 1.0:
+            raise UnsupportedDropoutError(
+                f"the dropout at {name!r} has p = {p:g}: undrop needs 0 < p < 1, since σ = "
+                "sqrt(p / (1 - p)) must be finite."
+            )
+        shape = tuple(shape)
+        site = Site(name, kind, float(p), mask, shape, mask_shape(shape, shared), per_example)
+        self.sites.append(site)
+        return site
+
+    def _name(self, kind: str, label: str | None) -> str:
+        module = self.running_module()
+        path = "" if module is None else self._names[id(module)]
+        base = ".".join(part for part in (path, label) if part) or kind
+        self._calls[base] += 1
+        count = self._calls[base]
+        return base if count == 1 else f"{base}#{count}"
+
+    def running_module(self) -> nn.Module | None:
+        """The innermost module of the model whose method is on the Python stack.
+
+        Reading the stack needs no hooks on the model, hence nothing to put back, and is right in
+        every thread and under every function transform.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in self._names:
+                return owner
+            frame = frame.f_back
+        return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
+from undrop.nn.adaptive import AdaptiveEmbedding
 from undrop.noise import structured_dropout
 
 __all__ = ["EmbeddingDropout", "LockedDropout", "WeightDrop"]
@@ -115,7 +116,7 @@ class EmbeddingDropout(nn.Module):
         p: the drop probability.
     """
 
-    def __init__(self, embedding: nn.Embedding, p: float = 0.1) -> None:
+    def __init__(self, embedding: nn.Embedding | AdaptiveEmbedding, p: float = 0.1) -> None:
         super().__init__()
         self.embedding = embedding
         self.p = _probability(p)

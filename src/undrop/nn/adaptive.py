@@ -1,0 +1,147 @@
+"""Words in clusters of falling frequency: the adaptive softmax, tied to its embedding.
+
+The vocabulary is sorted by frequency and cut into a shortlist S and tails C_1 … C_n, and
+
+    p(w | h) = softmax_{S ∪ {1 … n}}(h)_w                               for w in S,
+    p(w | h) = softmax_{S ∪ {1 … n}}(h)_c · softmax_{C_c}(P_c h)_w      for w in C_c
+
+(Grave et al. 2017), as ``torch.nn.AdaptiveLogSoftmaxWithLoss`` has it. Tied, the rows of each softmax
+and the projections P_c are the embedding's own (Baevski & Auli 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from undrop.errors import OptionError
+from undrop.nn.options import increasing, whole
+
+if TYPE_CHECKING:
+    from undrop.losses.base import Loss
+
+__all__ = ["AdaptiveEmbedding", "AdaptiveHead"]
+
+
+class AdaptiveEmbedding(nn.Module):
+    """One table of rows per cluster: word w of cluster c is ``E_c[w] P_c``.
+
+    The rows of cluster c have ``size // shrink**c`` numbers; without shrinking there are no P. The
+    first table ends with one row per tail, which no token looks up: they are what a tied head
+    picks the tail by, and being rows of that table makes the head's matrix one parameter.
+
+    Args:
+        vocab_size: the number of words, sorted by falling frequency.
+        size: the number of features d.
+        cutoffs: the first word of each tail.
+        shrink: how much shorter the rows of each tail are than those of the cluster before it.
+        std: the standard deviation of the initial rows.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        *,
+        cutoffs: Sequence[int],
+        shrink: int = 1,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = whole("vocab_size", vocab_size)
+        self.cutoffs = increasing("cutoffs", cutoffs, below=vocab_size)
+        tails = len(self.cutoffs)
+        widths = [whole("size", size) // whole("shrink", shrink) ** c for c in range(tails + 1)]
+        if widths[-1] == 0:
+            raise OptionError(
+                f"shrink must leave {tails} tails some of {size} features, got {shrink}."
+            )
+        counts = [b - a for a, b in pairwise((0, *self.cutoffs, vocab_size))]
+        counts[0] += tails
+        self.tables = nn.ModuleList(map(nn.Embedding, counts, widths))
+        self.projections = nn.ParameterList(
+            torch.empty(width, size) for width in (widths[1:] if shrink > 1 else ())
+        )
+        for weight in self.weights():
+            nn.init.normal_(weight, std=std)
+        for projection in self.projections:
+            nn.init.normal_(projection, std=size**-0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed tokens (…) as (…, d).
+
+        Every table looks all tokens up and its own are kept, so that no shape hangs on the data.
+        """
+        embedded: Tensor = self.tables[0](tokens.clamp(max=self.cutoffs[0] - 1))
+        ends = (*self.cutoffs[1:], self.num_embeddings)
+        for start, end, tail in zip(self.cutoffs, ends, range(len(ends)), strict=True):
+            rows = self.tables[tail + 1](tokens.clamp(start, end - 1) - start)
+            projection = self.projection(tail)
+            rows = rows if projection is None else rows @ projection
+            embedded = torch.where((tokens >= start).unsqueeze(-1), rows, embedded)
+        return embedded
+
+    def weights(self) -> list[Tensor]:
+        """The rows (n_c, d_c) of each cluster, those of the tails at the end of the first."""
+        return [table.get_parameter("weight") for table in self.tables]
+
+    def projection(self, tail: int) -> Tensor | None:
+        """P_c (d_c, d) of a tail, or None for the identity."""
+        return self.projections[tail] if len(self.projections) else None
+
+
+class AdaptiveHead(nn.Module):
+    """The adaptive softmax over an embedding's own rows; what it owns are the biases.
+
+    The embedding is handed over at each call, so that one parameter has one owner and one name in
+    ``state_dict``.
+
+    Args:
+        vocab_size: the number of words, sorted by falling frequency.
+        cutoffs: the first word of each tail.
+    """
+
+    def __init__(self, vocab_size: int, *, cutoffs: Sequence[int]) -> None:
+        super().__init__()
+        self.cutoffs = increasing("cutoffs", cutoffs, below=whole("vocab_size", vocab_size))
+        counts = [b - a for a, b in pairwise((0, *self.cutoffs, vocab_size))]
+        counts[0] += len(self.cutoffs)
+        self.biases = nn.ParameterList(torch.zeros(count) for count in counts)
+
+    def forward(self, features: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
+        """The log-probabilities (…, V), which are logits of their own softmax."""
+        return self.log_prob(features, embedding)
+
+    def log_prob(self, features: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
+        """Log-probabilities (…, V) of all words given features (…, d)."""
+        weight, bias, tails = self._layers(embedding)
+        head = F.log_softmax(F.linear(features, weight, bias), dim=-1)
+        shortlist, picks = head.split([self.cutoffs[0], len(tails)], dim=-1)
+        parts = [shortlist]
+        for pick, (projection, rows, offset) in zip(picks.split(1, dim=-1), tails, strict=True):
+            hidden = features if projection is None else F.linear(features, projection)
+            parts.append(pick + F.log_softmax(F.linear(hidden, rows, offset), dim=-1))
+        return torch.cat(parts, dim=-1)
+
+    def loss(self, embedding: AdaptiveEmbedding) -> Loss:
+        """The cross-entropy that takes this head's features."""
+        from undrop.losses import AdaptiveSoftmax
+
+        weight, bias, tails = self._layers(embedding)
+        return AdaptiveSoftmax(weight, bias, tails=tails, cutoffs=list(self.cutoffs))
+
+    def _layers(
+        self, embedding: AdaptiveEmbedding
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor | None, Tensor, Tensor]]]:
+        """W and b of the shortlist's softmax; P_c, W and b of each tail. All are parameters."""
+        (weight, *rows), (bias, *offsets) = embedding.weights(), self.biases
+        tails = [
+            (embedding.projection(tail), row, offset)
+            for tail, (row, offset) in enumerate(zip(rows, offsets, strict=True))
+        ]
+        return weight, bias, tails

@@ -1,0 +1,94 @@
+"""The adaptive softmax against torch's own, and its ties."""
+
+import pytest
+import torch
+
+from undrop.errors import OptionError
+from undrop.nn import AdaptiveEmbedding, AdaptiveHead
+
+VOCABULARY, SIZE, CUTOFFS = 40, 8, (10, 25)
+
+
+def pair(shrink=1):
+    torch.manual_seed(0)
+    embedding = AdaptiveEmbedding(VOCABULARY, SIZE, cutoffs=CUTOFFS, shrink=shrink, std=1.0)
+    head = AdaptiveHead(VOCABULARY, cutoffs=CUTOFFS)
+    for bias in head.biases:
+        torch.nn.init.normal_(bias)
+    return embedding.double(), head.double()
+
+
+def torch_s_own(embedding, head):
+    """torch's adaptive softmax with the same numbers; its tails have no biases."""
+    theirs = torch.nn.AdaptiveLogSoftmaxWithLoss(
+        SIZE, VOCABULARY, list(CUTOFFS), div_value=2.0, head_bias=True
+    ).double()
+    with torch.no_grad():
+        theirs.head.weight.copy_(embedding.weights()[0])
+        theirs.head.bias.copy_(head.biases[0])
+        for i, (down, up) in enumerate(theirs.tail):
+            down.weight.copy_(embedding.projections[i])
+            up.weight.copy_(embedding.weights()[i + 1])
+            head.biases[i + 1].zero_()
+    return theirs
+
+
+def test_it_is_torch_s_own_with_the_embedding_s_rows():
+    embedding, head = pair(shrink=2)
+    theirs = torch_s_own(embedding, head)
+    features = torch.randn(7, SIZE, dtype=torch.double)
+    torch.testing.assert_close(head.log_prob(features, embedding), theirs.log_prob(features))
+
+
+@pytest.mark.parametrize("shrink", [1, 2])
+def test_probabilities_sum_to_one(shrink):
+    embedding, head = pair(shrink)
+    features = torch.randn(3, 4, SIZE, dtype=torch.double)
+    total = head(features, embedding).exp().sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total))
+
+
+@pytest.mark.parametrize("shrink", [1, 2])
+def test_every_word_is_embedded_by_its_own_row(shrink):
+    embedding, _ = pair(shrink)
+    rows = []
+    for start, end, c in ((0, 10, 0), (10, 25, 1), (25, 40, 2)):
+        cluster = embedding.weights()[c][: end - start]
+        projection = embedding.projection(c - 1) if c else None
+        rows.append(cluster if projection is None else cluster @ projection)
+    tokens = torch.randperm(VOCABULARY).view(5, 8)
+    torch.testing.assert_close(embedding(tokens), torch.cat(rows)[tokens])
+
+
+def test_scores_are_against_the_words_own_embeddings():
+    """E_c P_c h both ways: a tail's scores are the embedded words' inner products with h."""
+    embedding, head = pair(shrink=2)
+    words = torch.arange(25, 40)
+    features = torch.randn(SIZE, dtype=torch.double)
+    scores = embedding(words) @ features + head.biases[2]
+    log_prob = head(features, embedding)[25:]
+    torch.testing.assert_close(log_prob.log_softmax(-1), scores.log_softmax(-1))
+
+
+def test_rows_shrink_and_the_first_table_picks_the_tails():
+    embedding, head = pair(shrink=2)
+    assert [tuple(w.shape) for w in embedding.weights()] == [(12, 8), (15, 4), (15, 2)]
+    assert [tuple(p.shape) for p in embedding.projections] == [(4, 8), (2, 8)]
+    assert [len(b) for b in head.biases] == [12, 15, 15]
+    assert len(pair()[0].projections) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cutoffs": [0, 5]}, r"cutoffs must be .* rise strictly within 1 … 39, got \[0, 5\]"),
+        ({"cutoffs": [5, 5]}, r"got \[5, 5\]"),
+        ({"cutoffs": [5, 40]}, r"got \[5, 40\]"),
+        ({"cutoffs": [2.5]}, r"got \[2\.5\]"),
+        ({"cutoffs": [5], "shrink": 0}, "shrink must be a whole number of at least 1, got 0"),
+        ({"cutoffs": [5, 9], "shrink": 3}, "shrink must leave 2 tails some of 8 features, got 3"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(OptionError, match=message):
+        AdaptiveEmbedding(VOCABULARY, SIZE, **options)

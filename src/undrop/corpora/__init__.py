@@ -1,1 +1,22 @@
-"""To be filled."""
+"""Corpora: text on disk or on the net, as memory-mapped tokens with a vocabulary.
+
+>>> from undrop import corpora
+>>> corpus = corpora.load("pydocs")
+>>> corpus.vocabulary.decode(corpus.valid[:3])
+['membership', 'test', 'operations']
+
+Streams and windows for training are in :mod:`undrop.corpora.batching`, which is the only part that
+needs torch.
+"""
+
+from __future__ import annotations
+
+from undrop.corpora.catalogue import CATALOGUE as CATALOGUE
+from undrop.corpora.catalogue import SPLITS as SPLITS
+from undrop.corpora.corpus import Corpus as Corpus
+from undrop.corpora.corpus import load as load
+from undrop.corpora.vocabulary import EOS as EOS
+from undrop.corpora.vocabulary import UNK as UNK
+from undrop.corpora.vocabulary import Vocabulary as Vocabulary
+
+__all__ = ["CATALOGUE", "EOS", "SPLITS", "UNK", "Corpus", "Vocabulary", "load"]

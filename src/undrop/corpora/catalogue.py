@@ -95,14 +95,14 @@ CATALOGUE: Mapping[str, Entry] = {
     for entry in (
         Entry(
             name="pydocs",
-            about="The Python language reference that the running Python carries; no download.",
+            about="The running Python's own language reference; no download.",
             licence="PSF-2.0",
             files={split: f"{split}.txt" for split in SPLITS},
         ),
         Entry(
             name="ptb",
-            about="Penn Treebank: news, pre-processed to 10,000 words.",
-            licence="LDC; free as pre-processed",
+            about="Penn Treebank: news, in 10,000 words.",
+            licence="LDC",
             files={split: f"ptb.{split}.txt" for split in SPLITS},
             downloads=tuple(_ptb(split) for split in SPLITS),
             tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
@@ -111,7 +111,7 @@ CATALOGUE: Mapping[str, Entry] = {
         ),
         Entry(
             name="wikitext-2",
-            about="WikiText-2: 720 good and featured Wikipedia articles.",
+            about="720 good Wikipedia articles.",
             licence="CC BY-SA 3.0",
             files=_WIKITEXT_FILES,
             downloads=(_wikitext("wikitext-2-v1.zip", _WIKITEXT_2_ZIP),),
@@ -124,7 +124,7 @@ CATALOGUE: Mapping[str, Entry] = {
         ),
         Entry(
             name="wikitext-103",
-            about="WikiText-103: 28,595 good and featured Wikipedia articles.",
+            about="28,595 good Wikipedia articles.",
             licence="CC BY-SA 3.0",
             files=_WIKITEXT_FILES,
             downloads=(

@@ -109,7 +109,7 @@ def _texts(
         return entry.name, _named(entry, data_dir, cache, download)
     if data_dir is not None and (Path(data_dir) / path).is_dir():
         path = Path(data_dir) / path
-    if not path.is_dir() and len(path.parts) == 1:
+    if not path.is_dir() and os.fspath(name_or_path) == path.name:
         hint = ", or give a folder with train, valid and test text files"
         raise UnknownNameError("corpus", str(name_or_path), CATALOGUE, hint)
     return path.resolve().name or "corpus", find_splits(path)

@@ -63,9 +63,10 @@ def _retrieve(entry: Entry, download: Download, folder: Path) -> None:
                 continue
             _unpack(file, folder, wanted=set(entry.files.values()))
             return
+    reasons = "; ".join(dict.fromkeys(failures))
     raise DataError(
-        f"{entry.name} could not be downloaded ({'; '.join(failures)}): try again later, or get "
-        "the files yourself and name their folder by --data-dir."
+        f"{entry.name} could not be downloaded ({reasons}): try again later, or get the files "
+        "yourself and name their folder by --data-dir."
     )
 
 

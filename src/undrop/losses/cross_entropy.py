@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,10 +56,15 @@ class CrossEntropy(Loss):
 
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
         logits, target = self._rows(output, target)
-        parts = cross_entropy_derivatives(
-            logits, u.reshape_as(logits), target, self.ignore_index, self.label_smoothing, form
-        )
+        parts = cross_entropy_derivatives(logits, u.reshape_as(logits), target, **self._how(form))
         return Derivatives(*parts)
+
+    def _how(self, form: str) -> dict[str, Any]:
+        return {
+            "ignore_index": self.ignore_index,
+            "label_smoothing": self.label_smoothing,
+            "form": form,
+        }
 
     def combined(
         self,
@@ -71,14 +78,8 @@ class CrossEntropy(Loss):
         if form == "loss-jacobian":
             return super().combined(output, u, target, form, weights)
         logits, target = self._rows(output, target)
-        total, *parts = cross_entropy_combined(
-            logits,
-            u.reshape_as(logits),
-            target,
-            weights,
-            self.ignore_index,
-            self.label_smoothing,
-            form,
+        total, parts = cross_entropy_combined(
+            logits, u.reshape_as(logits), target, weights, **self._how(form)
         )
         return total, Derivatives(*parts)
 

@@ -38,5 +38,5 @@ class MSE(Loss):
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Labels from N(F, ½), the model whose negative log-likelihood is ℓ: E[g gᵀ] = 2."""
         noise = torch.empty_like(output).normal_(generator=generator)
-        label = output.detach() + noise * 0.5**0.5
+        label = output.detach() + noise.mul_(math.sqrt(0.5))
         return (output - label).square().sum()

@@ -1,1 +1,19 @@
-"""To be filled."""
+"""What training minimises. An objective is one file here."""
+
+from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
+from undrop.objectives.base import Objective, Plan
+from undrop.objectives.baselines import L2, NoRegularization
+from undrop.objectives.dropout import Dropout
+from undrop.objectives.step import Step
+
+__all__ = [
+    "L2",
+    "PAPER",
+    "TAYLOR",
+    "Analytic",
+    "Dropout",
+    "NoRegularization",
+    "Objective",
+    "Plan",
+    "Step",
+]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undrop.sites.interception import Interception, intercepts
 
-__all__ = ["AttentionCall", "additive_mask", "probabilities", "spread"]
+__all__ = ["AttentionCall", "additive_mask", "probabilities", "spread", "written_out"]
 
 
 class AttentionCall(NamedTuple):
@@ -44,17 +44,17 @@ def spread(call: AttentionCall) -> AttentionCall:
     return call._replace(key=key, value=value, enable_gqa=False)
 
 
-def probabilities(call: AttentionCall) -> Tensor:
+def probabilities(call: AttentionCall, softmax: Callable[[Tensor, int], Tensor]) -> Tensor:
     """softmax(QKᵀ·scale + mask); rows that are masked everywhere are zero, as in torch."""
     scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale
     scores = (call.query * scale) @ call.key.transpose(-2, -1)
     bias = additive_mask(call)
     if bias is None:
-        return torch.softmax(scores, -1)
+        return softmax(scores, -1)
     empty = (bias == -math.inf).all(-1, keepdim=True)
     # Where nothing is allowed the softmax is taken of zeros, not of -inf, lest NaN come back.
     bias = bias.masked_fill(empty, 0.0)
-    return torch.softmax(scores + bias, -1).masked_fill(empty, 0.0)
+    return softmax(scores + bias, -1).masked_fill(empty, 0.0)
 
 
 def additive_mask(call: AttentionCall) -> Tensor | None:
@@ -70,24 +70,30 @@ def additive_mask(call: AttentionCall) -> Tensor | None:
     )
 
 
+def written_out(
+    mode: Interception,
+    call: AttentionCall,
+    softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
+) -> Tensor:
+    """softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η) V: the mask inside of torch's fused one is invisible."""
+    call = spread(call)
+    p = probabilities(call, softmax)
+    if call.dropout_p > 0.0:
+        p = mode.noisy(
+            p, call.dropout_p, kind="attention", mask="per probability", label="attention"
+        )
+    return p @ call.value
+
+
 @intercepts(F.scaled_dot_product_attention)
 def _attention(
     mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η) V, written out: the mask inside the fused one is invisible."""
     call = AttentionCall(*args, **kwargs)
-    if call.dropout_p == 0.0:
-        out: Tensor = func(*args, **kwargs)
-        return out
-    call = spread(call)
-    noisy = mode.noisy(
-        probabilities(call),
-        call.dropout_p,
-        kind="attention",
-        mask="per probability",
-        label="attention",
-    )
-    return noisy @ call.value
+    if call.dropout_p > 0.0:
+        return written_out(mode, call)
+    out: Tensor = func(*args, **kwargs)
+    return out
 
 
 def _without_overrides(function: types.FunctionType) -> types.FunctionType:

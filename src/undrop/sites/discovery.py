@@ -14,7 +14,7 @@ from undrop.sites.calling import call, unwrapped
 from undrop.sites.interception import Interception
 from undrop.sites.site import Site, Sites
 
-__all__ = ["keep_statistics", "silent", "sites"]
+__all__ = ["Statistics", "keep_statistics", "silent", "sites"]
 
 
 def silent(site: Site, h: Tensor) -> Tensor:
@@ -73,21 +73,31 @@ def _nothing_found(model: nn.Module) -> str:
     return f"no active dropout was met in a forward pass of {type(model).__name__}: {hint}."
 
 
+class Statistics:
+    """A copy of the running statistics of a model's normalisation layers, to be put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        self._saved = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
+
+    def restore(self) -> None:
+        """Put them back."""
+        with torch.no_grad():
+            for buffer, value in self._saved:
+                buffer.copy_(value)
+
+
 @contextmanager
 def keep_statistics(model: nn.Module) -> Iterator[None]:
-    """Put the running statistics of normalisation layers back on leaving.
+    """Put the running statistics back on leaving.
 
     A step of several passes is one step: its statistics move once, in the pass outside of this.
     """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    buffers = [b for m in norms for b in m.buffers(recurse=False)]
-    saved = [b.clone() for b in buffers]
+    statistics = Statistics(model)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
+        statistics.restore()
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""The expectation itself, from full Jacobians: ground truth for tiny nets, nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
+from undrop.engines.draw import Leaves
+from undrop.engines.twice import TWICE_DIFFERENTIABLE
+from undrop.sites import Interception
+
+__all__ = ["Exact"]
+
+
+class Exact(Engine):
+    """E_η[uᵀHu] = Σ_j σ_j² · (∂F/∂z_j)ᵀ H (∂F/∂z_j), over every entry j of every η.
+
+    The implicit part has zero mean, so it is zero here.
+    """
+
+    name = "exact"
+
+    def evaluate(self, request: Request) -> Evaluation:
+        """The weighted total, differentiable once more in the parameters."""
+        field = Leaves(request.draw)
+        with Interception(request.model, field, TWICE_DIFFERENTIABLE):
+            output, logits = request.run()
+        loss = request.loss.value(logits, request.targets)
+        zero = torch.zeros_like(loss)
+        explicit = self._explicit(request, field, logits) if request.weights.explicit else zero
+        total = request.weights.loss * loss + request.weights.explicit * explicit
+        return Evaluation(total, weighted_parts(request.weights, loss, explicit, zero), output)
+
+    def _explicit(self, request: Request, field: Leaves, logits: Tensor) -> Tensor:
+        rows = [
+            torch.autograd.grad(
+                entry, field.leaves, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for entry in logits.flatten()
+        ]
+        explicit = torch.zeros_like(logits[..., 0].sum())
+        for index, site in enumerate(field.sites):
+            jacobian = torch.stack(
+                [row[index].flatten() for row in rows]
+            )  # (outputs, entries of η)
+            for column in jacobian.unbind(1):
+                u = column.view_as(logits) * request.draw.scale(site)
+                explicit = (
+                    explicit
+                    + request.loss.derivatives(logits, u, request.targets, request.form).quadratic
+                )
+        return explicit

@@ -1,0 +1,133 @@
+"""Which ops the tangent may go through.
+
+In torch 2.13 the reverse pass through a forward-mode tangent is silently wrong for some ops (layer,
+batch and instance norm, ``linalg.solve``, …): that an op runs proves nothing. Each op listed here is
+held by a finite-difference test of reverse over forward in ``tests/engines/test_proven.py``; an op
+that is not listed is never trusted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from undrop.engines.rules import TANGENT_RULES
+from undrop.sites import Handler, Interception, Site, call, keep_statistics
+
+__all__ = ["PROVEN", "Tainted", "blocking_op"]
+
+_SHAPES = """view _unsafe_view expand permute transpose t unsqueeze squeeze select slice
+    split split_with_sizes unbind alias clone _to_copy copy_ cat stack repeat flip roll constant_pad_nd
+    index index_select gather masked_fill where tril triu diagonal unfold"""
+_ARITHMETIC = """add sub rsub mul div neg pow reciprocal sqrt rsqrt exp log log1p expm1 abs sin cos
+    maximum minimum clamp clamp_min addcmul lerp add_ mul_ sub_ div_"""
+_ACTIVATIONS = """relu gelu silu tanh sigmoid softplus leaky_relu elu hardtanh hardswish mish
+    log_sigmoid_forward relu_"""
+_PRODUCTS = "mm bmm addmm baddbmm dot mv convolution embedding"
+_REDUCTIONS = "sum mean var amax amin cumsum prod sort topk linalg_vector_norm"
+_POOLING = """max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d
+    upsample_bilinear2d native_group_norm"""
+
+PROVEN = frozenset(
+    " ".join((_SHAPES, _ARITHMETIC, _ACTIVATIONS, _PRODUCTS, _REDUCTIONS, _POOLING)).split()
+)
+"""Names of aten ops whose reverse-over-forward derivative is proven right."""
+
+
+class Tainted(TorchDispatchMode):
+    """Watches which ops meet tensors that depend on a noise site, and the unproven one among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.watching = True
+        self._marked: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def mark(self, tree: Any) -> None:
+        """Declare tensors to depend on a site."""
+        for tensor in _floats(tree):
+            self._marked[id(tensor)] = tensor
+
+    def touches(self, tree: Any) -> bool:
+        """Whether any of the tensors depends on a site."""
+        return any(self._marked.get(id(tensor)) is tensor for tensor in _floats(tree))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the op; what comes of a marked tensor is marked."""
+        out = func(*args, **(kwargs or {}))
+        if self.watching and self.touches((args, kwargs)) and _floats(out):
+            self.ops.append(func.overloadpacket.__name__)
+            self.mark(out)
+        return out
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+_blocking: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
+
+
+def blocking_op(model: nn.Module, inputs: Any) -> str | None:
+    """The first op on the tangent's way through the model that is not proven; None if all are.
+
+    Found by one pass without gradients, the first time that a model is seen.
+    """
+    if model not in _blocking:
+        _blocking[model] = _probe(model, inputs)
+    return _blocking[model]
+
+
+def _probe(model: nn.Module, inputs: Any) -> str | None:
+    tainted = Tainted()
+    found: list[str] = []
+
+    def field(site: Site, h: Tensor) -> Tensor:
+        h = h.clone()
+        tainted.mark(h)
+        return h
+
+    def excused(rule: Handler) -> Handler:
+        """A function that has a rule of ours: whatever torch does inside of it does not matter."""
+
+        def handler(
+            mode: Interception,
+            func: Callable[..., Any],
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> Any:
+            touched = tainted.touches((args, kwargs))
+            tainted.watching = False
+            try:
+                out = rule(mode, func, args, kwargs)
+            finally:
+                tainted.watching = True
+            if touched or mode.sites:
+                tainted.mark(out)
+            return out
+
+        return handler
+
+    rules = {function: excused(rule) for function, rule in TANGENT_RULES.items()}
+    with (
+        torch.no_grad(),
+        keep_statistics(model),
+        torch.random.fork_rng(devices=[]),
+        tainted,
+        Interception(model, field, rules),
+    ):
+        call(model, inputs)
+    found = [op for op in tainted.ops if op not in PROVEN]
+    return f"aten::{found[0]}" if found else None

@@ -1,0 +1,142 @@
+"""The paper's analytic regularizers in dropout's stead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.engines import Draw, Evaluation, Request, Weights, engine_named
+from undrop.errors import OptionError
+from undrop.losses import FORMS, Loss
+from undrop.objectives.base import Objective, Plan
+from undrop.sites import Selection
+
+__all__ = ["PAPER", "TAYLOR", "Analytic"]
+
+PAPER = 1.0
+"""The strength of the paper's experiments, λ₁ = q/(1-q)."""
+TAYLOR = 0.5
+"""The strength that Taylor's formula gives: half of the paper's."""
+
+
+class Analytic(Objective):
+    """ℓ + strength·R_approx + ξ_approx (Algorithm 2), with no dropout at all.
+
+    With u = ∂F/∂ε, the output tangent along the noise that each dropout of the model would make,
+
+    - explicit: ``strength`` · mean uᵀHu, the paper's R_approx (eq. reg_ours) with each site's
+      q/(1-q) folded in; or with the identity in H's place, or the loss Jacobian (R̃_approx);
+    - implicit: mean ∂ℓ/∂ε for the η drawn, whose gradient is ξ_approx (eq. imp_ours), a noise of
+      zero mean. σ is in u, so the paper's λ₂ is 1 here.
+
+    η is ±1: the explicit part is even in it and the implicit one odd, so that one draw serves both
+    and they are uncorrelated.
+
+    Args:
+        explicit: "hessian", "identity", "loss-jacobian", or None for no explicit part.
+        implicit: whether to add the noise.
+        engine: "auto", "tangent", "antithetic", "reverse" or "exact".
+        strength: the factor on the explicit part: 1 is the paper's, 0.5 is Taylor's. A function
+            from the number of the step to a number makes a schedule.
+        fraction: ρ, the share of the batch for which the tangent is carried: cost 1 + ρ. The
+            explicit part is then the mean over that share; the implicit one keeps its covariance.
+        samples: draws of η a step; the explicit part is their mean, the implicit one keeps its
+            covariance (their sum over sqrt(samples)).
+        mask: "as-declared": entries share η as each dropout declares; "independent": each entry has
+            its own, as in the paper.
+        sites: name patterns, or a mapping from pattern to a weight on σ²; dropouts that are not
+            chosen are off.
+        interval: regularize every so many steps only, then so many times as strongly.
+        batch_dim: the batch's dimension in inputs, outputs and targets, for ``fraction``.
+        loss: as for every objective.
+        generator: as for every objective.
+    """
+
+    def __init__(
+        self,
+        *,
+        explicit: str | None = "hessian",
+        implicit: bool = True,
+        engine: str = "auto",
+        strength: float | Callable[[int], float] = PAPER,
+        fraction: float = 1.0,
+        samples: int = 1,
+        mask: str = "as-declared",
+        sites: str | Iterable[str] | Mapping[str, float] | None = None,
+        interval: int = 1,
+        batch_dim: int = 0,
+        loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(loss=loss, generator=generator)
+        _check_options(explicit, implicit, fraction, samples, interval)
+        self.explicit = explicit
+        self.implicit = implicit
+        self.engine = engine_named(engine)
+        self.strength = strength
+        self.fraction = fraction
+        self.samples = samples
+        self.mask = mask
+        self.selection = Selection(sites)
+        self.interval = interval
+        self.batch_dim = batch_dim
+        self._new_draw()  # refuses an unknown mask now, not at the first step
+
+    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
+        """One evaluation a sample of η; between intervals the plain loss."""
+        if self.steps % self.interval:
+            return [partial(self.plain, model, inputs, targets)]
+        run = partial(self._evaluate, model, inputs, targets, self._weights())
+        return [run] * self.samples
+
+    def _weights(self) -> Weights:
+        strength = self.strength(self.steps) if callable(self.strength) else self.strength
+        if not 0.0 <= strength < math.inf:
+            raise OptionError(f"strength must be finite and not negative, got {strength}.")
+        n, every = self.samples, self.interval
+        return Weights(
+            loss=1.0 / n,
+            explicit=strength * every / n if self.explicit else 0.0,
+            implicit=math.sqrt(every / n) if self.implicit else 0.0,
+        )
+
+    def _evaluate(
+        self, model: nn.Module, inputs: Any, targets: Any, weights: Weights
+    ) -> Evaluation:
+        draw = self._new_draw()
+        request = Request(
+            model,
+            inputs,
+            targets,
+            self.loss,
+            self.explicit or "hessian",
+            weights,
+            draw,
+            self.fraction,
+            self.batch_dim,
+        )
+        return self.engine.evaluate(request)
+
+    def _new_draw(self) -> Draw:
+        return Draw("sign", self.mask, self.selection, self.randomness)
+
+
+def _check_options(
+    explicit: str | None, implicit: bool, fraction: float, samples: int, interval: int
+) -> None:
+    if explicit is not None and explicit not in FORMS:
+        raise OptionError(
+            f"explicit must be one of {', '.join(map(repr, FORMS))} or None, got {explicit!r}."
+        )
+    if explicit is None and not implicit:
+        raise OptionError("neither explicit nor implicit: use undrop.NoRegularization() for that.")
+    if not 0.0 < fraction <= 1.0:
+        raise OptionError(f"fraction must lie in (0, 1], got {fraction}.")
+    for name, value in (("samples", samples), ("interval", interval)):
+        if not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name} must be a whole number of at least 1, got {value!r}.")

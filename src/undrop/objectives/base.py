@@ -1,0 +1,188 @@
+"""What all objectives share: checks before a step, and a step that leaves the model as it was."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from undrop.engines import Evaluation
+from undrop.errors import EvalModeError, GradientsDisabledError, NonFiniteError
+from undrop.losses import Loss, as_loss
+from undrop.objectives.randomness import Randomness
+from undrop.objectives.step import Step
+from undrop.sites import (
+    Field,
+    Interception,
+    Selection,
+    Site,
+    Sites,
+    Statistics,
+    call,
+    keep_statistics,
+    logits_of,
+    silent,
+    sites,
+    unwrapped,
+)
+
+__all__ = ["Objective", "Plan"]
+
+Plan: TypeAlias = Sequence[Callable[[], Evaluation]]
+"""The evaluations that a step consists of, not yet run."""
+
+
+class Objective(ABC):
+    """What training minimises. ``objective(model, inputs, targets)`` returns a :class:`Step`.
+
+    An objective is added by one subclass with ``plan``. It keeps a count of its steps and its random
+    generators, and both are in ``state_dict()``.
+
+    Args:
+        loss: a ``Loss``, one of torch's loss modules, or any callable that returns a mean; None is
+            cross-entropy on the model's output.
+        generator: where its noise comes from; None makes one that ``torch.manual_seed`` seeds.
+    """
+
+    needs_dropout = True
+    """Whether a model without dropout is an error."""
+
+    def __init__(
+        self,
+        *,
+        loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.loss = as_loss(loss)
+        self.randomness = Randomness(generator)
+        self.selection = Selection()
+        self.steps = 0
+        self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
+
+    @abstractmethod
+    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
+        """The evaluations of this step; at least one."""
+
+    def __call__(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
+        """Evaluate the objective on a batch.
+
+        Args:
+            model: any module, in train mode. It is left as it was but for running statistics, which
+                move once.
+            inputs: a tensor, a tuple (positional) or a dict (keyword arguments).
+            targets: what the loss compares the output with.
+
+        Raises:
+            UndropError: one of its subclasses, for bad input; then nothing in the model has changed.
+        """
+        model = unwrapped(model)
+        self._check(model, inputs)
+        plan = [self._checked(run, model, inputs) for run in self.plan(model, inputs, targets)]
+        statistics = Statistics(model)
+        try:
+            first = plan[0]()
+        except BaseException:
+            statistics.restore()
+            raise
+        self.steps += 1
+        return Step(first, [_keeping_statistics(run, model) for run in plan[1:]])
+
+    def passed(
+        self, model: nn.Module, inputs: Any, targets: Any, field: Field | None
+    ) -> tuple[Any, Tensor]:
+        """One pass: all that the model returns, and the loss. A field of None is torch's dropout."""
+        with nullcontext() if field is None else Interception(model, field):
+            output = call(model, inputs)
+        logits = logits_of(output)
+        self.loss.check(logits, targets)
+        return output, self.loss.value(logits, targets)
+
+    def plain(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
+        """The loss alone, with every dropout switched off."""
+        output, loss = self.passed(model, inputs, targets, silent)
+        return Evaluation(loss, {"loss": loss.detach()}, output)
+
+    def sites(self, model: nn.Module, inputs: Any) -> Sites:
+        """The model's noise sites, found the first time the model is seen."""
+        if model not in self._sites:
+            found = sites(model, inputs)
+            self.selection.check(found.names)
+            self._sites[model] = found
+        return self._sites[model]
+
+    def _check(self, model: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            raise GradientsDisabledError(
+                "an objective needs gradients: call it outside of torch.no_grad() and "
+                "torch.inference_mode()."
+            )
+        if not model.training:
+            raise EvalModeError(
+                f"{type(model).__name__} is in eval mode, where its dropout is off: call "
+                "model.train() first."
+            )
+        if self.needs_dropout:
+            self.sites(model, inputs)
+
+    def _checked(
+        self, run: Callable[[], Evaluation], model: nn.Module, inputs: Any
+    ) -> Callable[[], Evaluation]:
+        def checked() -> Evaluation:
+            evaluation = run()
+            if not bool(torch.isfinite(evaluation.total.detach())):
+                raise NonFiniteError(_not_finite(evaluation, model, inputs))
+            if not evaluation.total.requires_grad:
+                raise GradientsDisabledError(
+                    f"no parameter of {type(model).__name__} requires a gradient: set "
+                    "requires_grad_(True) on those that are to be trained."
+                )
+            return evaluation
+
+        return checked
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of steps and the state of every generator."""
+        return {"steps": self.steps, "generators": self.randomness.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.steps = int(state["steps"])
+        self.randomness.load_state_dict(state["generators"])
+
+
+def _keeping_statistics(
+    run: Callable[[], Evaluation], model: nn.Module
+) -> Callable[[], Evaluation]:
+    def kept() -> Evaluation:
+        with keep_statistics(model):
+            return run()
+
+    return kept
+
+
+def _not_finite(evaluation: Evaluation, model: nn.Module, inputs: Any) -> str:
+    """Which part is not finite, and the first site that a non-finite activation reaches."""
+    bad = [name for name, value in evaluation.parts.items() if not torch.isfinite(value)]
+    reached: list[str] = []
+
+    def watch(site: Site, h: Tensor) -> Tensor:
+        if not reached and not bool(torch.isfinite(h).all()):
+            reached.append(site.name)
+        return h
+
+    with torch.no_grad(), keep_statistics(model), Interception(model, watch):
+        call(model, inputs)
+    names = " and ".join(bad) or "total"
+    if reached:
+        return (
+            f"the {names} part is not finite: the activation at site {reached[0]!r} is not either."
+        )
+    return (
+        f"the {names} part is not finite, while the activations at every site are: look at the layers "
+        "after the last site, the learning rate, or the inputs."
+    )

@@ -1,0 +1,52 @@
+"""Where an objective's noise comes from: generators that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from undrop.errors import OptionError
+
+__all__ = ["Randomness"]
+
+
+class Randomness:
+    """One generator a device: the user's own, or one made where it is first needed.
+
+    A generator of our own is seeded from torch's global one, so that ``torch.manual_seed`` decides.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self._given = generator
+        self._generators: dict[str, torch.Generator] = {}
+        if generator is not None:
+            self._generators[generator.device.type] = generator
+
+    def __call__(self, device: torch.device) -> torch.Generator:
+        """The generator for a device.
+
+        Raises:
+            OptionError: if the user's generator is for another device.
+        """
+        if device.type not in self._generators:
+            if self._given is not None:
+                raise OptionError(
+                    f"the generator is for {self._given.device.type} but the model runs on "
+                    f"{device.type}: pass torch.Generator({device.type!r})."
+                )
+            seed = int(torch.randint(2**62, ()))
+            self._generators[device.type] = torch.Generator(device).manual_seed(seed)
+        return self._generators[device.type]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of every generator, by device."""
+        return {device: g.get_state() for device, g in self._generators.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state."""
+        for device, value in state.items():
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device)
+            self._generators[device].set_state(value)

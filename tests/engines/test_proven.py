@@ -1,0 +1,186 @@
+"""Reverse over forward, op by op, against finite differences: what the tangent engine may trust."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward
+import torch.nn.functional as F
+
+from undrop.engines.proven import PROVEN, Tainted
+
+D = torch.float64
+
+
+def w(*shape, seed=1):
+    return torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+IDX = torch.tensor([2, 0, 1])
+BOOL = torch.tensor(
+    [[True, False, True, True], [False, True, True, False], [True, True, False, True]]
+)
+
+# name: (function of x, shape of x)
+CASES = {
+    "view": (lambda x: x.view(4, 3) * 2, (3, 4)),
+    "unsafe_view": (lambda x: x @ w(2, 4, 3), (2, 3, 4)),
+    "reshape": (lambda x: x.t().reshape(2, 6), (3, 4)),
+    "reshape_alias": (lambda x: x.unsqueeze(0).expand(2, 3, 4)[:, :2].reshape(2, 8), (3, 4)),
+    "expand": (lambda x: x.expand(2, 3, 4).square(), (3, 4)),
+    "permute": (lambda x: x.permute(2, 0, 1).sin(), (2, 3, 4)),
+    "transpose": (lambda x: x.transpose(0, 1).sin(), (3, 4)),
+    "t": (lambda x: x.t().sin(), (3, 4)),
+    "unsqueeze": (lambda x: x.unsqueeze(1).sin().squeeze(1), (3, 4)),
+    "select": (lambda x: x[1].sin() * x[0], (3, 4)),
+    "slice": (lambda x: x[1:, ::2].sin(), (3, 4)),
+    "split": (lambda x: x.split(2, 1)[0] * x.split(2, 1)[1], (3, 4)),
+    "split_with_sizes": (lambda x: x.split([1, 2], 1)[1] * x[:, :1], (3, 3)),
+    "unbind": (lambda x: x.unbind(0)[0] * x.unbind(0)[1], (2, 4)),
+    "chunk": (lambda x: x.chunk(2, -1)[0].tanh() * x.chunk(2, -1)[1], (3, 4)),
+    "alias": (lambda x: torch.ops.aten.alias(x).sin(), (3, 4)),
+    "clone": (lambda x: x.clone().sin(), (3, 4)),
+    "to_copy": (lambda x: x.to(torch.float64, copy=True).sin(), (3, 4)),
+    "copy_": (lambda x: torch.zeros(3, 4, dtype=D).copy_(x).sin(), (3, 4)),
+    "cat": (lambda x: torch.cat((x, x.square()), 1), (3, 4)),
+    "stack": (lambda x: torch.stack((x, x.square())), (3, 4)),
+    "repeat": (lambda x: x.repeat(2, 1).square(), (3, 4)),
+    "flip": (lambda x: x.flip(0) * x, (3, 4)),
+    "roll": (lambda x: x.roll(1, 0) * x, (3, 4)),
+    "pad": (lambda x: F.pad(x, (1, 2)).sin(), (3, 4)),
+    "index": (lambda x: x[IDX].square(), (3, 4)),
+    "index_select": (lambda x: x.index_select(0, IDX).square(), (3, 4)),
+    "gather": (lambda x: x.gather(1, IDX[:, None]).square(), (3, 4)),
+    "masked_fill": (lambda x: x.masked_fill(BOOL, 0.5).square(), (3, 4)),
+    "where": (lambda x: torch.where(BOOL, x, x.square()), (3, 4)),
+    "tril": (lambda x: x.tril().square(), (3, 4)),
+    "triu": (lambda x: x.triu().square(), (3, 4)),
+    "diagonal": (lambda x: x.diagonal().square(), (4, 4)),
+    "unfold": (lambda x: x.unfold(0, 2, 1).square(), (5, 2)),
+    "add": (lambda x: (x + 1) + x * x, (3, 4)),
+    "sub": (lambda x: x - x * x, (3, 4)),
+    "rsub": (lambda x: torch.rsub(x, 1.0).square(), (3, 4)),
+    "mul": (lambda x: x * x * w(4), (3, 4)),
+    "div": (lambda x: x / (2 + x * x), (3, 4)),
+    "neg": (lambda x: -x * x, (3, 4)),
+    "pow": (lambda x: x.pow(3) + x**2, (3, 4)),
+    "square": (lambda x: x.square(), (3, 4)),
+    "reciprocal": (lambda x: (2 + x * x).reciprocal(), (3, 4)),
+    "sqrt": (lambda x: (1 + x * x).sqrt(), (3, 4)),
+    "rsqrt": (lambda x: (1 + x * x).rsqrt(), (3, 4)),
+    "exp": (lambda x: x.exp(), (3, 4)),
+    "log": (lambda x: (1 + x * x).log(), (3, 4)),
+    "log1p": (lambda x: (x * x).log1p(), (3, 4)),
+    "expm1": (lambda x: x.expm1(), (3, 4)),
+    "abs": (lambda x: x.abs() * x, (3, 4)),
+    "sin": (lambda x: x.sin(), (3, 4)),
+    "cos": (lambda x: x.cos(), (3, 4)),
+    "maximum": (lambda x: torch.maximum(x * x, x), (3, 4)),
+    "minimum": (lambda x: torch.minimum(x * x, x), (3, 4)),
+    "clamp": (lambda x: x.clamp(-0.5, 0.5) * x, (3, 4)),
+    "clamp_min": (lambda x: x.clamp_min(0.1) * x, (3, 4)),
+    "addcmul": (lambda x: torch.addcmul(x, x, x, value=0.3), (3, 4)),
+    "lerp": (lambda x: torch.lerp(x, x * x, 0.3), (3, 4)),
+    "add_": (lambda x: (x * 1).add_(x * x), (3, 4)),
+    "mul_": (lambda x: (x * 1).mul_(w(3, 4)).square(), (3, 4)),
+    "sub_": (lambda x: (x * 1).sub_(x * x), (3, 4)),
+    "div_": (lambda x: (x * 1).div_(2.0).square(), (3, 4)),
+    "relu": (lambda x: x.relu() * x, (3, 4)),
+    "relu_": (lambda x: (x * 1).relu_().square(), (3, 4)),
+    "gelu": (lambda x: F.gelu(x), (3, 4)),
+    "gelu_tanh": (lambda x: F.gelu(x, approximate="tanh"), (3, 4)),
+    "silu": (lambda x: F.silu(x), (3, 4)),
+    "tanh": (lambda x: x.tanh(), (3, 4)),
+    "sigmoid": (lambda x: x.sigmoid(), (3, 4)),
+    "softplus": (lambda x: F.softplus(x), (3, 4)),
+    "leaky_relu": (lambda x: F.leaky_relu(x) * x, (3, 4)),
+    "elu": (lambda x: F.elu(x), (3, 4)),
+    "hardtanh": (lambda x: F.hardtanh(x) * x, (3, 4)),
+    "hardswish": (lambda x: F.hardswish(x), (3, 4)),
+    "mish": (lambda x: F.mish(x), (3, 4)),
+    "log_sigmoid": (lambda x: F.logsigmoid(x), (3, 4)),
+    "mm": (lambda x: (x @ w(4, 5)).square(), (3, 4)),
+    "bmm": (lambda x: torch.bmm(x, x.transpose(1, 2)), (2, 3, 4)),
+    "addmm": (lambda x: torch.addmm(w(5), x, w(4, 5)).square(), (3, 4)),
+    "linear": (lambda x: F.linear(x, w(5, 4), w(5)).square(), (2, 3, 4)),
+    "linear_weight": (lambda x: F.linear(w(3, 4), x, w(5)).square(), (5, 4)),
+    "baddbmm": (lambda x: torch.baddbmm(w(2, 3, 3), x, x.transpose(1, 2)), (2, 3, 4)),
+    "dot": (lambda x: torch.dot(x, x * x), (4,)),
+    "mv": (lambda x: torch.mv(x, w(4)).square(), (3, 4)),
+    "einsum": (lambda x: torch.einsum("bij,bkj->bik", x, x), (2, 3, 4)),
+    "conv1d": (lambda x: F.conv1d(x, w(3, 2, 3), w(3)).square(), (2, 2, 6)),
+    "conv2d": (lambda x: F.conv2d(x, w(3, 2, 3, 3), w(3), padding=1).square(), (2, 2, 5, 5)),
+    "conv_weight": (lambda x: F.conv2d(w(2, 2, 5, 5), x).square(), (3, 2, 3, 3)),
+    "conv_transpose": (lambda x: F.conv_transpose2d(x, w(2, 3, 3, 3)).square(), (1, 2, 4, 4)),
+    "embedding": (lambda x: F.embedding(IDX, x).square(), (3, 4)),
+    "sum": (lambda x: x.square().sum(0) * x.sum(), (3, 4)),
+    "mean": (lambda x: x.square().mean(0) * x.mean(), (3, 4)),
+    "var": (lambda x: x.var(1), (3, 4)),
+    "amax": (lambda x: x.square().amax(1), (3, 4)),
+    "amin": (lambda x: x.square().amin(1), (3, 4)),
+    "cumsum": (lambda x: x.square().cumsum(1), (3, 4)),
+    "prod": (lambda x: x.prod(1), (3, 4)),
+    "sort": (lambda x: x.square().sort(1).values, (3, 4)),
+    "topk": (lambda x: x.square().topk(2, 1).values, (3, 4)),
+    "norm": (lambda x: torch.linalg.vector_norm(x, dim=1), (3, 4)),
+    "max_pool": (lambda x: F.max_pool2d(x.square(), 2), (1, 2, 4, 4)),
+    "avg_pool": (lambda x: F.avg_pool2d(x.square(), 2), (1, 2, 4, 4)),
+    "adaptive_pool": (lambda x: F.adaptive_avg_pool2d(x.square(), 2), (1, 2, 4, 4)),
+    "nearest": (lambda x: F.interpolate(x.square(), scale_factor=2), (1, 2, 3, 3)),
+    "bilinear": (
+        lambda x: F.interpolate(x.square(), scale_factor=2, mode="bilinear"),
+        (1, 2, 3, 3),
+    ),
+    "group_norm": (lambda x: F.group_norm(x, 2, w(4), w(4)), (2, 4, 5)),
+}
+WRONG = {
+    "layer_norm": (lambda x: F.layer_norm(x, (4,)), (3, 4)),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (5, 3)),
+}
+
+
+def ops_of(function, x):
+    """The aten ops that a function's input goes through."""
+    tainted = Tainted()
+    with torch.no_grad(), tainted:
+        x = x.clone()
+        tainted.mark(x)
+        function(x)
+    return tainted.ops
+
+
+def reverse_over_forward_error(function, shape):
+    """The largest relative error of d/dx [⟨a, f(x)⟩ + ⟨b, Df(x)·v⟩] against central differences."""
+    x, v = w(*shape, seed=2) * 0.7, w(*shape, seed=3)
+
+    def scalar(x):
+        with forward.dual_level():
+            out, tangent = forward.unpack_dual(function(forward.make_dual(x, v)))
+            return (out * w(*out.shape, seed=4)).sum() + (tangent * w(*out.shape, seed=5)).sum()
+
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(scalar(leaf), leaf)
+    step = 1e-6
+    numeric = torch.zeros_like(x)
+    for i in range(x.numel()):
+        e = torch.zeros_like(x)
+        e.view(-1)[i] = step
+        numeric.view(-1)[i] = (scalar(x + e) - scalar(x - e)).detach() / (2 * step)
+    return float((gradient - numeric).abs().max() / numeric.abs().max().clamp(min=1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reverse_over_forward_is_right(name):
+    function, shape = CASES[name]
+    assert reverse_over_forward_error(function, shape) < 1e-7
+
+
+def test_every_proven_op_has_a_case():
+    seen = {op for f, shape in CASES.values() for op in ops_of(f, w(*shape))}
+    assert PROVEN - seen == set()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_ops_are_still_wrong_and_not_trusted(name):
+    """Should torch mend them, their rules of ours may go."""
+    function, shape = WRONG[name]
+    assert reverse_over_forward_error(function, shape) > 1e-3
+    assert not set(ops_of(function, w(*shape))) <= PROVEN

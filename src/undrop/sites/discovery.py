@@ -73,12 +73,15 @@ def _nothing_found(model: nn.Module) -> str:
     return f"no active dropout was met in a forward pass of {type(model).__name__}: {hint}."
 
 
+def _norms(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+
+
 class Statistics:
     """A copy of the running statistics of a model's normalisation layers, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        self._saved = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
+        self._saved = [(b, b.clone()) for m in _norms(model) for b in m.buffers(recurse=False)]
 
     def restore(self) -> None:
         """Put them back."""
@@ -89,15 +92,20 @@ class Statistics:
 
 @contextmanager
 def keep_statistics(model: nn.Module) -> Iterator[None]:
-    """Put the running statistics back on leaving.
+    """Let passes move copies of the running statistics, and leave the statistics themselves alone.
 
     A step of several passes is one step: its statistics move once, in the pass outside of this.
+    (Writing old values back would not do: the graph of the first pass holds on to the buffers.)
     """
-    statistics = Statistics(model)
+    norms = _norms(model)
+    originals = [dict(m._buffers) for m in norms]
     try:
+        for m in norms:
+            m._buffers.update({k: b.clone() for k, b in m._buffers.items() if b is not None})
         yield
     finally:
-        statistics.restore()
+        for m, buffers in zip(norms, originals, strict=True):
+            m._buffers.update(buffers)
 
 
 @contextmanager

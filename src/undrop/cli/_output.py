@@ -35,10 +35,13 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title and Text(title), title_justify="left", box=None, pad_edge=False)
+    console = Console()
+    if title is not None:
+        console.print(Text(title, style="bold"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in numbers else "left"
         table.add_column(Text(column), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    console.print(table)

@@ -1,9 +1,11 @@
 """Corpora: text on disk or on the net, as memory-mapped tokens with a vocabulary.
 
->>> from undrop import corpora
->>> corpus = corpora.load("pydocs")
->>> corpus.vocabulary.decode(corpus.valid[:3])
-['membership', 'test', 'operations']
+::
+
+    from undrop import corpora
+
+    corpus = corpora.load("ptb", data_dir="data", limit_tokens=60_000, max_vocab=2_000)
+    corpus.train, corpus.vocabulary.decode(corpus.train[:5])
 
 Streams and windows for training are in :mod:`undrop.corpora.batching`, which is the only part that
 needs torch.

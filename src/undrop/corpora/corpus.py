@@ -92,7 +92,8 @@ def load(
     if not 0.0 < fraction <= 1.0:
         raise OptionError(f"fraction must lie in (0, 1], got {fraction}.")
     cache = cache_folder(cache_dir)
-    name, files = _texts(name_or_path, data_dir, cache, download)
+    above = None if data_dir is None else Path(data_dir).expanduser()
+    name, files = _texts(name_or_path, above, cache, download)
     folder = encode(name, files, cache, limit_tokens=limit_tokens, max_vocab=max_vocab)
     header, vocabulary, tokens = open_encoded(folder)
     train = tokens["train"][: max(1, int(len(tokens["train"]) * fraction))]
@@ -100,28 +101,27 @@ def load(
 
 
 def _texts(
-    name_or_path: StrPath, data_dir: StrPath | None, cache: Path, download: bool
+    name_or_path: StrPath, data_dir: Path | None, cache: Path, download: bool
 ) -> tuple[str, dict[str, Path]]:
     """The corpus's name and its text files, which are on this machine afterwards."""
     path = Path(name_or_path).expanduser()
     entry = CATALOGUE.get(str(name_or_path))
     if entry is not None:
         return entry.name, _named(entry, data_dir, cache, download)
-    if data_dir is not None and (Path(data_dir) / path).is_dir():
-        path = Path(data_dir) / path
+    if data_dir is not None and (data_dir / path).is_dir():
+        path = data_dir / path
     if not path.is_dir() and os.fspath(name_or_path) == path.name:
         hint = ", or give a folder with train, valid and test text files"
         raise UnknownNameError("corpus", str(name_or_path), CATALOGUE, hint)
     return path.resolve().name or "corpus", find_splits(path)
 
 
-def _named(entry: Entry, data_dir: StrPath | None, cache: Path, download: bool) -> dict[str, Path]:
+def _named(entry: Entry, data_dir: Path | None, cache: Path, download: bool) -> dict[str, Path]:
     if not entry.downloads:
         return pydocs(cache)
     if data_dir is not None:
-        above = Path(data_dir).expanduser()
-        own = above / entry.name
-        return find_splits(own if own.is_dir() else above, entry.files)
+        own = data_dir / entry.name
+        return find_splits(own if own.is_dir() else data_dir, entry.files)
     folder = _text_folder(entry, cache)
     if not folder.is_dir():
         if not download:

@@ -98,9 +98,10 @@ def encode(
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
     """
     folder = cache / "encoded" / f"{name}-{_key(files, limit_tokens, max_vocab)}"
-    if _sound(folder):
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        if _sound(folder):
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
     vocabulary = _vocabulary(files, limit_tokens, max_vocab)
     dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
     with publishing(folder) as temporary:

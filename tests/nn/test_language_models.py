@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import undrop
+from undrop.engines.proven import blocking_op
 from undrop.errors import OptionError
 from undrop.nn import AWDLSTM, GPT, QRNN, TransformerXL, detach
 from undrop.nn.state import tensors
@@ -157,6 +159,46 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_at_every_step(model, tokens
         for parameter, gradient in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
         optimizer.step()
+
+
+def test_the_tangent_engine_trusts_every_op_on_its_way(model, tokens):
+    for logits in (True, False):
+        assert blocking_op(copy.deepcopy(model), {"tokens": tokens, "logits": logits}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "awd-lstm",
+            """embedding input_dropout layers.0.weight_hh_l0 hidden_dropouts.0
+            layers.1.weight_hh_l0 output_dropout""",
+        ),
+        (
+            "qrnn window 1",
+            """input_dropout layers.0.linear.weight hidden_dropouts.0 layers.1.linear.weight
+            output_dropout""",
+        ),
+        (
+            "transformer-xl plain",
+            """input_dropout position_dropout
+            layers.0.attention.attention_dropout layers.0.attention.output_dropout
+            layers.0.feedforward.inner_dropout layers.0.feedforward.output_dropout
+            layers.1.attention.attention_dropout layers.1.attention.output_dropout
+            layers.1.feedforward.inner_dropout layers.1.feedforward.output_dropout
+            output_dropout""",
+        ),
+        (
+            "gpt",
+            """input_dropout layers.0.attention.attention layers.0.attention.output_dropout
+            layers.0.feedforward.output_dropout layers.1.attention.attention
+            layers.1.attention.output_dropout layers.1.feedforward.output_dropout""",
+        ),
+    ],
+)
+def test_dropouts_are_found_by_readable_names(name, expected, tokens):
+    found = undrop.sites(build(name), tokens)
+    assert [site.name for site in found] == expected.split()
 
 
 def test_half_precision_runs(model, tokens):

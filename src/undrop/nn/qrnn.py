@@ -56,9 +56,8 @@ class QRNNLayer(nn.Module):
         return torch.sigmoid(o) * c, (c[-1:], *(x[-1:] for _ in previous))
 
     def _initial(self, x: Tensor) -> State:
-        batch = x.shape[1:-1]
-        c = x.new_zeros(1, *batch, self.hidden_size)
-        return (c,) if self.window == 1 else (c, torch.zeros_like(x[:1]))
+        sizes = (self.hidden_size, x.shape[-1])[: self.window]
+        return tuple(torch.zeros(1, x.shape[1], n, dtype=x.dtype, device=x.device) for n in sizes)
 
 
 class QRNN(RecurrentLM):

@@ -36,12 +36,12 @@ def _relative_shift(scores: Tensor) -> Tensor:
     """Turn scores (…, T, K) by distance into scores by key.
 
     Column m stands for distance K-1-m, and query i is at distance i + K-T - j from key j: so entry
-    (i, j) is scores[i, j + T-1-i]. In memory that is the same row after row, once every row
-    is one longer. Entries of keys after the query, j > i + K-T, mean nothing.
+    (i, j) of the result is scores[i, j + T-1-i], each row further to the left than the next. With
+    one column more, reading on at the rows' old length moves each row by just that: no copy by
+    index is needed. Entries of keys after the query, j > i + K-T, mean nothing.
     """
     *batch, queries, keys = scores.shape
-    longer = torch.cat([scores.new_zeros(*batch, queries, 1), scores], dim=-1)
-    longer = longer.reshape(*batch, keys + 1, queries)
+    longer = F.pad(scores, (1, 0)).view(*batch, keys + 1, queries)
     return longer[..., 1:, :].reshape(*batch, queries, keys)
 
 

@@ -34,6 +34,11 @@ def test_a_max_vocab_that_all_words_fit_in_changes_nothing():
     assert Vocabulary.of(COUNTS, max_vocab=6).words == Vocabulary.of(COUNTS).words
 
 
+def test_an_added_unk_counts_against_max_vocab():
+    vocabulary = Vocabulary.of(COUNTS, max_vocab=6, others={"new"})
+    assert vocabulary.words == ("a", EOS, "b", "c", "d", UNK)  # <unk> stands for e in training
+
+
 def test_a_max_vocab_too_small_for_a_word_is_refused():
     with pytest.raises(OptionError, match="max_vocab must be at least 3, got 2"):
         Vocabulary.of(COUNTS, max_vocab=2)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from undrop.corpora.cache import publishing
 from undrop.corpora.catalogue import SPLITS
 from undrop.corpora.text import sha256, words
-from undrop.corpora.vocabulary import Vocabulary
+from undrop.corpora.vocabulary import StoredVocabulary, Vocabulary
 
 __all__ = ["Header", "Split", "Tokens", "damaged", "encode", "open_encoded"]
 
@@ -193,7 +193,7 @@ def _read_header(folder: Path) -> Header:
 def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
     """The header, the vocabulary and the memory-mapped tokens of each split."""
     header = _read_header(folder)
-    vocabulary = Vocabulary((folder / _VOCABULARY).read_text(encoding="utf-8").split("\n"))
+    vocabulary = StoredVocabulary(folder / _VOCABULARY, header.vocabulary)
     dtype = np.dtype(header.dtype).newbyteorder("<")
     tokens: dict[str, Tokens] = {
         split: np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r") for split in header.splits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import SupportsIndex
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from undrop.errors import DataError, OptionError
 
-__all__ = ["EOS", "UNK", "Vocabulary"]
+__all__ = ["EOS", "UNK", "StoredVocabulary", "Vocabulary"]
 
 EOS = "<eos>"
 """The token at the end of every line."""
@@ -42,13 +43,10 @@ class Vocabulary:
     """The words of a training split, the most frequent first.
 
     A word's number is its rank, which is what an adaptive softmax wants.
-
-    Attributes:
-        words: every word at the place of its number.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
-        self.words = tuple(words)
+        self._words = tuple(words)
 
     @classmethod
     def of(
@@ -69,11 +67,16 @@ class Vocabulary:
         if max_vocab is not None and max_vocab < _SMALLEST:
             raise OptionError(f"max_vocab must be at least {_SMALLEST}, got {max_vocab}.")
         counts = {**counts, EOS: counts.get(EOS, 0)}
+        if UNK not in counts and any(word not in counts for word in others):
+            counts = {**counts, UNK: 0}
         if max_vocab is not None and len(counts) > max_vocab:
             counts = _shortened(counts, max_vocab)
-        elif UNK not in counts and any(word not in counts for word in others):
-            counts = {**counts, UNK: 0}
         return cls(sorted(counts, key=counts.__getitem__, reverse=True))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Every word at the place of its number."""
+        return self._words
 
     @property
     def size(self) -> int:
@@ -100,13 +103,38 @@ class Vocabulary:
         return [self.words[token] for token in tokens]
 
     def __len__(self) -> int:
-        return len(self.words)
+        return self.size
 
     def __contains__(self, word: object) -> bool:
         return word in self.index
 
     def __repr__(self) -> str:
         return f"Vocabulary({self.size:,} words)"
+
+
+class StoredVocabulary(Vocabulary):
+    """The vocabulary in a file of one word per line, read when a word is first asked for.
+
+    Hundreds of thousands of words take longer to read than all else about a corpus takes to open.
+
+    Args:
+        file: the file.
+        size: how many words it has.
+    """
+
+    def __init__(self, file: Path, size: int) -> None:
+        self._file = file
+        self._size = size
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """Every word at the place of its number."""
+        return tuple(self._file.read_text(encoding="utf-8").split("\n"))
+
+    @property
+    def size(self) -> int:
+        """How many words there are."""
+        return self._size
 
 
 def _shortened(counts: Mapping[str, int], size: int) -> dict[str, int]:

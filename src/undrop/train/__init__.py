@@ -15,6 +15,7 @@ from undrop.train.components import OBJECTIVES as OBJECTIVES
 from undrop.train.config import Config as Config
 from undrop.train.folder import RunFolder as RunFolder
 from undrop.train.presets import configure as configure
+from undrop.train.presets import merge as merge
 from undrop.train.presets import presets as presets
 from undrop.train.reporters import Reporter as Reporter
 from undrop.train.session import Summary as Summary
@@ -28,6 +29,7 @@ __all__ = [
     "RunFolder",
     "Summary",
     "configure",
+    "merge",
     "presets",
     "run",
 ]

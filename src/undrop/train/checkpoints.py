@@ -35,6 +35,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors to a safetensors file; a full disk is an ``OSError`` as everywhere else."""
     try:
         save_file(tensors, path)
+        path.chmod(0o644)  # the library's own is for the owner alone
     except SafetensorError as error:
         # The library hides the system's error number in its text.
         for number in (errno.ENOSPC, errno.EDQUOT):

@@ -79,6 +79,7 @@ class DataConfig(_Section):
     max_vocab: _Count | None = None  # rarer words are <unk>
     batch_size: _Count = 20  # streams over all processes
     eval_batch_size: _Count = 10
+    eval_tokens: _Count | None = None  # judge by so many tokens of each split; unset is all
     length: _Count = 70  # steps of back-propagation through time
     variable_length: bool = False  # draw it anew for each batch, and scale the step to it
 

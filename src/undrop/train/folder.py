@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -50,6 +51,10 @@ class RunFolder:
     @property
     def _summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / "run.lock"
 
     @property
     def _best(self) -> Path:
@@ -101,20 +106,64 @@ class RunFolder:
         Raises:
             RunError: naming the process that has it, if another one does.
         """
-        path = self.path / "run.lock"
-        with naming_disk_errors(path), path.open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise RunError(
-                    f"{self.path} is in use by process {file.read().strip() or '(unknown)'}: "
-                    "wait for it to end, or choose another --out."
-                ) from error
+        with naming_disk_errors(self._lock), self._lock.open("a+", encoding="utf-8") as file:
+            if not _try_lock(file, fcntl.LOCK_EX, tries=5):
+                raise self._in_use(_pid_in(file))
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
             yield
+
+    def holder(self) -> str | None:
+        """The process that has the lock; None if it is free."""
+        if not self._lock.exists():
+            return None
+        with self._lock.open(encoding="utf-8") as file:
+            return None if _try_lock(file, fcntl.LOCK_SH) else _pid_in(file)
+
+    def refuse_if_taken(self) -> None:
+        """See whether a new run can be begun here.
+
+        Raises:
+            RunError: naming the process that is training here, or else the run that is here.
+        """
+        if (holder := self.holder()) is not None:
+            raise self._in_use(holder)
+        self.refuse_if_begun()
+
+    def refuse_if_begun(self) -> None:
+        """See that there is no run here yet.
+
+        Raises:
+            RunError: if there is one.
+        """
+        if self.holds_run():
+            raise RunError(
+                f"{self.path} already holds a run: go on with it by --resume, or choose another "
+                "--out."
+            )
+
+    def _in_use(self, pid: str) -> RunError:
+        return RunError(
+            f"{self.path} is in use by process {pid}: wait for it to end, or choose another --out."
+        )
+
+
+def _try_lock(file: IO[str], kind: int, tries: int = 1) -> bool:
+    """Lock a file; more than one try outlasts those who only look who has it."""
+    for left in reversed(range(tries)):
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if left:
+                time.sleep(0.02)
+    return False
+
+
+def _pid_in(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read().strip() or "(unknown)"
 
 
 class Metrics:

@@ -24,7 +24,7 @@ from undrop.train.journal import Journal
 from undrop.train.meters import perplexity
 from undrop.train.reporters import Outline, Reporter, Reporters, TensorBoard
 from undrop.train.trainer import Trainer
-from undrop.train.world import World, joined
+from undrop.train.world import World, is_main, joined
 
 __all__ = ["Summary", "load_corpus", "run"]
 
@@ -93,6 +93,8 @@ def run(
         UndropError: one of its subclasses, for anything else that can be put right.
     """
     folder = RunFolder(out)
+    if not resume and is_main():
+        folder.refuse_if_taken()
     config = _settle(config, folder, resume)
     corpus = load_corpus(config.data)
     with (
@@ -121,7 +123,7 @@ def _settle(config: Config | None, folder: RunFolder, resume: bool) -> Config:
     if config is None:
         return begun
     before, now = _flat(begun.as_dict()), _flat(config.as_dict())
-    for name in sorted(before.keys() | now.keys()):
+    for name in sorted(before.keys() | now.keys(), key=lambda n: (not n.endswith(".name"), n)):
         if before.get(name) != now.get(name) and name not in _CHANGEABLE:
             raise ConfigError(
                 f"the run in {folder.path} was begun with {name} = {before.get(name)!r}, got "
@@ -155,11 +157,8 @@ def _taken(folder: RunFolder, config: Config, resume: bool, world: World) -> Ite
         return
     folder.create()
     with folder.locked():
-        if folder.holds_run() and not resume:
-            raise RunError(
-                f"{folder.path} already holds a run: go on with it by --resume, or choose another "
-                "--out."
-            )
+        if not resume:
+            folder.refuse_if_begun()
         folder.write_config(config.as_dict())
         yield
 

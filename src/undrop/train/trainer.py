@@ -257,7 +257,7 @@ class Trainer:
         with autocast(self.config.train, self.world.device):
             return mean_loss(
                 self.model,
-                self.corpus.splits[split],
+                self.corpus.splits[split][: data.eval_tokens],
                 batch_size=data.eval_batch_size,
                 length=data.length,
                 world=self.world,

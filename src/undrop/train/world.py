@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from undrop.train.tree import from_bytes, to_bytes
 
-__all__ = ["World", "joined"]
+__all__ = ["World", "is_main", "joined"]
 
 _CPU = torch.device("cpu")
 
@@ -68,6 +68,11 @@ class World:
         parts = [data.new_empty(longest) for _ in range(self.size)]
         dist.all_gather(parts, F.pad(data, (0, longest - len(data))))
         return [from_bytes(part[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes, also before it has joined the others."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager

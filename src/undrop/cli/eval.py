@@ -1,0 +1,62 @@
+"""Measure the perplexity of a run's best weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from undrop.cli._output import print_json, print_table
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``undrop eval``."""
+    app.command("eval", help=__doc__)(evaluate)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    split: Annotated[
+        list[str] | None, typer.Option(help="train, valid or test; repeatable.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Streams; 1 gives every word all its context.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where its corpus is, if not where it was.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Evaluate on whole splits, without noise, the state carried on."""
+    from undrop.corpora import SPLITS
+    from undrop.errors import UnknownNameError
+    from undrop.train.evaluation import mean_loss
+    from undrop.train.meters import perplexity
+    from undrop.train.runs import open_run
+
+    splits = split or ["valid", "test"]
+    for name in splits:
+        if name not in SPLITS:
+            raise UnknownNameError("split", name, SPLITS)
+    opened = open_run(run, data_dir=data_dir)
+    data = opened.config.data
+    results = {}
+    for name in splits:
+        tokens = opened.corpus.splits[name]
+        streams = batch_size or data.eval_batch_size
+        loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)
+        results[name] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens)}
+    if json:
+        print_json(results)
+        return
+    print_table(
+        ["split", "perplexity", "loss", "tokens"],
+        [
+            [name, f"{r['perplexity']:.2f}", f"{r['loss']:.4f}", f"{r['tokens']:,}"]
+            for name, r in results.items()
+        ],
+        numbers={"perplexity", "loss", "tokens"},
+    )

@@ -1,0 +1,112 @@
+"""Train a language model with any objective; stop it and go on with --resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from undrop.cli._errors import INTERRUPTED
+from undrop.cli._output import print_json
+
+if TYPE_CHECKING:
+    from undrop.train import Config, Summary
+
+__all__ = ["register"]
+
+RUNS = Path("runs")
+"""Where runs go that were given no --out."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``undrop train``."""
+    app.command("train", help=__doc__)(train)
+
+
+def train(
+    preset: Annotated[str | None, typer.Option(help="Named settings to start from.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="awd-lstm, qrnn, transformer-xl or gpt.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A corpus, or a folder with train, valid and test texts.")
+    ] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="none, l2, dropout, drop-k, analytic, explicit, …")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Read the corpus from here, do not download it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder.", show_default="runs/…")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything that is random.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out where it was left.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Train, with progress on stderr and the summary on stdout."""
+    from undrop.cli._progress import progress_reporter
+    from undrop.errors import StoppedError
+    from undrop.train import run
+
+    chosen: dict[str, dict[str, Any]] = {
+        "model": {"name": model},
+        "data": {"name": data, "dir": str(data_dir.absolute()) if data_dir else None},
+        "objective": {"name": objective},
+        "train": {"seed": seed},
+    }
+    config = _config(preset, chosen, settings or [], out if resume else None)
+    out = out or RUNS / _name(config)
+    try:
+        summary = run(config, out=out, resume=resume, reporter=progress_reporter())
+    except StoppedError as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if json:
+        print_json({**summary.model_dump(), "out": str(out)})
+    else:
+        typer.echo(_ending(summary, out))
+
+
+def _config(
+    preset: str | None,
+    chosen: dict[str, dict[str, Any]],
+    overrides: list[str],
+    going_on: Path | None,
+) -> Config:
+    """The config that the options make, laid over that of the run to go on with, if there is one."""
+    from undrop.errors import ConfigError
+    from undrop.train import RunFolder, configure, merge
+
+    settings: dict[str, Any] = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in chosen.items()
+    }
+    if preset is None and going_on is not None and RunFolder(going_on).holds_run():
+        settings = merge(RunFolder(going_on).read_config(), settings)
+    elif preset is None and not settings["model"] and not settings["data"]:
+        raise ConfigError("say what to train: --preset NAME, or --model NAME and --data NAME.")
+    return configure(preset, settings, overrides)
+
+
+def _name(config: Config) -> str:
+    """A run's folder, if none was given: what it trains, how, and the seed."""
+    corpus = Path(config.data.name).name
+    base = config.preset or f"{config.model.name}-{corpus}"
+    return f"{base}-{config.objective.name}-{config.train.seed}"
+
+
+def _ending(summary: Summary, out: Path) -> str:
+    from undrop.cli._progress import duration
+
+    return (
+        f"best validation perplexity {summary.best_valid_ppl:.2f} (epoch {summary.best_epoch}), "
+        f"test {summary.test_ppl:.2f}, {duration(summary.seconds)}: {out}"
+    )

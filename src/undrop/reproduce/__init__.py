@@ -1,1 +1,32 @@
-"""To be filled."""
+"""The paper's experiments as data, run at three scales, with statistics, verdicts and a report.
+
+>>> from undrop import reproduce
+>>> reproduce.experiment("averaging-noise").paper
+'Figure 1'
+"""
+
+from __future__ import annotations
+
+from undrop.reproduce.campaign import Campaign as Campaign
+from undrop.reproduce.campaign import Listener as Listener
+from undrop.reproduce.campaign import Status as Status
+from undrop.reproduce.executors import executor_named as executor_named
+from undrop.reproduce.plan import Plan as Plan
+from undrop.reproduce.records import Record as Record
+from undrop.reproduce.records import Records as Records
+from undrop.reproduce.tables import EXPERIMENTS as EXPERIMENTS
+from undrop.reproduce.tables import SCALES as SCALES
+from undrop.reproduce.tables import experiment as experiment
+
+__all__ = [
+    "EXPERIMENTS",
+    "SCALES",
+    "Campaign",
+    "Listener",
+    "Plan",
+    "Record",
+    "Records",
+    "Status",
+    "executor_named",
+    "experiment",
+]

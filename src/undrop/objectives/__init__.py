@@ -4,16 +4,21 @@ from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
 from undrop.objectives.base import Objective, Plan
 from undrop.objectives.baselines import L2, NoRegularization
 from undrop.objectives.dropout import Dropout
+from undrop.objectives.rivals import SAM, EarlyDropout, Jacobian, RDrop
 from undrop.objectives.step import Step
 
 __all__ = [
     "L2",
     "PAPER",
+    "SAM",
     "TAYLOR",
     "Analytic",
     "Dropout",
+    "EarlyDropout",
+    "Jacobian",
     "NoRegularization",
     "Objective",
     "Plan",
+    "RDrop",
     "Step",
 ]

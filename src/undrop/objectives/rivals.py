@@ -1,0 +1,252 @@
+"""What others use in dropout's stead or beside it, as objectives like all the rest.
+
+R-Drop, Jacobian regularization, sharpness-aware minimization and early dropout: for comparisons in
+one harness, at equal cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.engines import Draw, Evaluation, Perturbed, Weights
+from undrop.engines.base import weighted_parts
+from undrop.errors import OptionError
+from undrop.losses import Loss
+from undrop.noise import draw as draw_noise
+from undrop.objectives.base import Objective, Plan
+from undrop.objectives.dropout import Dropout
+from undrop.sites import Field, Interception, Site, call, keep_statistics, logits_of
+
+__all__ = ["SAM", "EarlyDropout", "Jacobian", "RDrop"]
+
+LossLike = Loss | Callable[[Tensor, Any], Tensor] | None
+
+
+def _not_negative(name: str, value: float) -> float:
+    if not 0.0 <= value < float("inf"):
+        raise OptionError(f"{name} must be finite and not negative, got {value}.")
+    return value
+
+
+class RDrop(Objective):
+    """R-Drop: dropout on two masks, and the distance of the two predictions (Liang et al. 2021).
+
+    ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)], half of the original's total, with its α as
+    ``weight``. For a loss whose gradient is p - y the sum of both divergences is Dℓ[F₁]·u - Dℓ[F₂]·u
+    with u = F₁ - F₂, which every loss can tell.
+
+    Args:
+        weight: α ≥ 0.
+        loss: as for every objective.
+        generator: as for every objective.
+    """
+
+    def __init__(
+        self,
+        weight: float = 1.0,
+        *,
+        loss: LossLike = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(loss=loss, generator=generator)
+        self.weight = _not_negative("weight", weight)
+
+    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
+        """Both passes at once: their distance joins them in one graph."""
+        return [partial(self._pair, model, inputs, targets)]
+
+    def _pair(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
+        output, first = self.passed(model, inputs, targets, self._mask())
+        with keep_statistics(model):
+            other, second = self.passed(model, inputs, targets, self._mask())
+        one, two = logits_of(output), logits_of(other)
+        apart = one - two
+        distance = (
+            self.loss.derivatives(one, apart, targets).directional
+            - self.loss.derivatives(two, apart, targets).directional
+        )
+        loss, consistency = 0.5 * (first + second), 0.25 * self.weight * distance
+        parts = {"loss": loss.detach(), "consistency": consistency.detach()}
+        return Evaluation(loss + consistency, parts, output)
+
+    def _mask(self) -> Field:
+        return _dropout(self)
+
+
+class Jacobian(Objective):
+    """½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman, Roberts & Yaida 2019).
+
+    E‖J η‖² = ‖J‖² for η of random signs, and J η ≈ [F(h + δη) - F(h - δη)]/2δ: two plain passes.
+    Token indices have no derivative, so h is the activation at a dropout site, by default the first
+    one, which in a language model is the embedded words.
+
+    Args:
+        weight: λ ≥ 0.
+        site: the name of the site; None is the first.
+        step: δ, as a part of h's root mean square.
+        loss: as for every objective.
+        generator: as for every objective.
+    """
+
+    def __init__(
+        self,
+        weight: float = 1e-4,
+        *,
+        site: str | None = None,
+        step: float = 0.05,
+        loss: LossLike = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(loss=loss, generator=generator)
+        self.weight = _not_negative("weight", weight)
+        if not 0.0 < step <= 1.0:
+            raise OptionError(f"step must lie in (0, 1], got {step}.")
+        self.site = site
+        self.step = step
+
+    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
+        """One evaluation of two passes."""
+        names = self.sites(model, inputs).names
+        if self.site is not None and self.site not in names:
+            raise OptionError(f"there is no site {self.site!r}: there are {', '.join(names)}.")
+        return [partial(self._stable, model, inputs, targets, self.site or names[0])]
+
+    def _stable(self, model: nn.Module, inputs: Any, targets: Any, name: str) -> Evaluation:
+        shifted = _Shifted(name, self.step, self.randomness)
+        with Interception(model, shifted):
+            output = call(model, inputs)
+        shifted.sign = -1.0
+        with keep_statistics(model), Interception(model, shifted):
+            other = call(model, inputs)
+        plus, minus = logits_of(output), logits_of(other)
+        self.loss.check(plus, targets)
+        u = (plus - minus) / (2.0 * shifted.distance)
+        weights = Weights(loss=1.0, explicit=0.5 * self.weight, implicit=0.0)
+        total, parts = self.loss.combined(0.5 * (plus + minus), u, targets, "identity", weights)
+        return Evaluation(total, weighted_parts(weights, *parts), output)
+
+
+class _Shifted:
+    """The field h ± δη at one site, and h at all others."""
+
+    def __init__(
+        self, name: str, step: float, generator: Callable[[torch.device], torch.Generator]
+    ) -> None:
+        self.name = name
+        self.step = step
+        self.generator = generator
+        self.sign = 1.0
+        self.distance = 0.0
+        self._eta: Tensor | None = None
+
+    def __call__(self, site: Site, h: Tensor) -> Tensor:
+        if site.name != self.name:
+            return h
+        if self._eta is None:
+            like = h.detach()
+            self.distance = self.step * float(like.square().mean().sqrt()) or self.step
+            self._eta = draw_noise(
+                "sign", tuple(h.shape), site.p, like=like, generator=self.generator(h.device)
+            )
+        return torch.add(h, self._eta, alpha=self.sign * self.distance)
+
+
+class SAM(Objective):
+    """Sharpness-aware minimization (Foret et al. 2021), on top of the model's dropout.
+
+    The gradient is ∇ℓ at W + radius·g/‖g‖, where g = ∇ℓ(W), with the same dropout mask in both. It
+    is handed on as that of a scalar that is linear in W, so that training needs no second step, no
+    closure and no optimizer of its own.
+
+    Args:
+        radius: ρ ≥ 0.
+        loss: as for every objective.
+        generator: as for every objective.
+    """
+
+    def __init__(
+        self,
+        radius: float = 0.05,
+        *,
+        loss: LossLike = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(loss=loss, generator=generator)
+        self.radius = _not_negative("radius", radius)
+
+    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
+        """One evaluation, two passes with a backward pass each."""
+        return [partial(self._sharp, model, inputs, targets)]
+
+    def _sharp(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
+        mask = _dropout(self)
+        weights = [p for p in model.parameters() if p.requires_grad]
+        output, loss = self.passed(model, inputs, targets, mask)
+        ascent = _gradient(loss, weights)
+        norm = torch.stack([g.norm() for g in ascent]).norm()
+        with _moved(weights, ascent, self.radius / float(norm + 1e-12)), keep_statistics(model):
+            _, there = self.passed(model, inputs, targets, mask)
+            gradient = _gradient(there, weights)
+        value = there.detach()
+        linear = sum(
+            ((w * g).sum() for w, g in zip(weights, gradient, strict=True)), value.new_zeros(())
+        )
+        return Evaluation(value + (linear - linear.detach()), {"loss": value}, output)
+
+
+def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    grads = torch.autograd.grad(loss, weights, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, grads, strict=True)]
+
+
+@contextlib.contextmanager
+def _moved(weights: Sequence[Tensor], along: Sequence[Tensor], factor: float) -> Iterator[None]:
+    """Have the weights elsewhere for a while; they come back to the same bits."""
+    kept = [w.detach().clone() for w in weights]
+    with torch.no_grad():
+        torch._foreach_add_(list(weights), list(along), alpha=factor)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(list(weights), kept)
+
+
+class EarlyDropout(Dropout):
+    """Dropout for the first ``until`` steps and none after (Liu et al. 2023).
+
+    Args:
+        until: the number of steps with dropout.
+        loss: as for every objective.
+        generator: as for every objective.
+    """
+
+    def __init__(
+        self,
+        until: int = 1000,
+        *,
+        loss: LossLike = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(loss=loss, generator=generator)
+        if not isinstance(until, int) or until < 0:
+            raise OptionError(f"until must be a whole number of at least 0, got {until!r}.")
+        self.until = until
+
+    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
+        """Dropout, or the plain loss."""
+        if self.steps < self.until:
+            return super().plan(model, inputs, targets)
+        return [partial(self.plain, model, inputs, targets)]
+
+
+def _dropout(objective: Objective) -> Field:
+    """One fixed dropout mask for all sites."""
+    draw = Draw("dropout", "as-declared", objective.selection, objective.randomness)
+    return Perturbed(draw, 1.0)

@@ -5,6 +5,7 @@ from undrop.losses.bce import BCEWithLogits
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.generic import Generic
 from undrop.losses.known import as_loss
+from undrop.losses.linear import LinearCrossEntropy
 from undrop.losses.mse import MSE
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "CrossEntropy",
     "Derivatives",
     "Generic",
+    "LinearCrossEntropy",
     "Loss",
     "MSE",
     "as_loss",

@@ -51,7 +51,8 @@ def replacing(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
             _sync(path.parent)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from undrop.errors import RunError
 from undrop.train.checkpoints import Checkpoints, load_tensors, save_tensors
-from undrop.train.files import naming_disk_errors, read_json, replacing, write_json
+from undrop.train.files import TEMPORARY, naming_disk_errors, read_json, replacing, write_json
 
 __all__ = ["Metrics", "RunFolder"]
 
@@ -43,6 +43,13 @@ class RunFolder:
         """Make the folder where it is missing."""
         with naming_disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what a killed process was writing; only who has the lock may."""
+        for folder in (self.path, self.checkpoints.folder):
+            # The second kind is safetensors' own.
+            for path in [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{TEMPORARY}*")]:
+                path.unlink(missing_ok=True)
 
     @property
     def _config(self) -> Path:

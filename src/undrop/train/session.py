@@ -156,6 +156,7 @@ def _taken(folder: RunFolder, config: Config, resume: bool, world: World) -> Ite
     with folder.locked():
         if not resume:
             folder.refuse_if_begun()
+        folder.sweep()
         folder.write_config(config.as_dict())
         yield
 

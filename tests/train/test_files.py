@@ -1,0 +1,55 @@
+import os
+
+import pytest
+
+from undrop.errors import RunError
+from undrop.train.files import read_json, replacing, write_json
+
+
+def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"old": 1})
+    write_json(path, {"new": "ü"})
+    assert read_json(path) == {"new": "ü"}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_failure_while_writing_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(KeyError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyError
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with (
+        pytest.raises(
+            RunError, match="the disk is full: .*a could not be written; nothing .* lost"
+        ),
+        replacing(path),
+        open("/dev/full", "w") as full,
+    ):
+        full.write("x" * 100_000)
+    assert path.read_text() == "old"
+
+
+def test_a_folder_that_is_none_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="can't be written: not a directory"):
+        write_json(tmp_path / "file" / "a.json", 1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "\x00", '{"a": ', "[" * 100_000])
+def test_what_is_no_json_is_named(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(RunError, match="a.json is not a JSON file"):
+        read_json(path)
+    with pytest.raises(RunError, match="can't be read: no such file"):
+        read_json(tmp_path / "b.json")

@@ -1,0 +1,80 @@
+import json
+import multiprocessing
+import random
+import signal
+
+import pytest
+from killed_run import work
+from safetensors.torch import load_file
+
+from undrop import train
+
+POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
+
+
+def bits(out):
+    """All that a run leaves which must not hang on whether, or when, it was killed."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        del record["time"]
+    summary = json.loads((out / "summary.json").read_text())
+    del summary["seconds"]
+    folder = train.RunFolder(out)
+    state = folder.checkpoints.load(folder.checkpoints.steps()[-1])
+    parameters = {name: value.tolist() for name, value in state["model"].items()}
+    best = {name: value.tolist() for name, value in load_file(out / "best.safetensors").items()}
+    return {"metrics": records, "summary": summary, "parameters": parameters, "best": best}
+
+
+def kill_again_and_again(config, out, kills, seed):
+    """Start the run and kill it, ``kills`` times; then let it end. The number of kills that hit."""
+    context = multiprocessing.get_context("forkserver")
+    # What every process would load by itself (torch._dynamo comes with forward mode).
+    context.set_forkserver_preload(["undrop.train", "torch._dynamo"])
+    draw, hits = random.Random(seed), 0
+    for place in range(kills + 1):
+        timed = place % 3 == 2
+        point = None if timed or place == kills else POINTS[place % len(POINTS)]
+        arguments = (config.as_dict(), str(out), point, draw.randint(1, 4))
+        process = context.Process(target=work, args=arguments)
+        process.start()
+        process.join(draw.uniform(0.05, 0.5) if timed and place < kills else 60)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        hits += process.exitcode == -signal.SIGKILL
+    assert process.exitcode == 0
+    return hits
+
+
+@pytest.mark.parametrize(
+    ("sections", "kills"),
+    [
+        (
+            {
+                "objective": {"name": "analytic"},
+                "optimizer": {"name": "asgd", "patience": 1, "momentum": 0.5},
+                "data": {"variable_length": True},
+                "train": {"epochs": 8, "checkpoint_every": 4},
+            },
+            24,
+        ),
+        (
+            {
+                "objective": {"name": "dropout"},
+                "optimizer": {"name": "adam", "lr": 0.01},
+                "schedule": {"name": "cosine", "warmup": 5},
+                "train": {"epochs": 5, "checkpoint_every": 4, "test": "end"},
+            },
+            8,
+        ),
+    ],
+    ids=["analytic-asgd", "dropout-adam"],
+)
+def test_a_run_killed_at_any_moment_ends_with_the_same_bits(tiny, tmp_path, sections, kills):
+    config = tiny(**sections)
+    train.run(config, out=tmp_path / "whole")
+    hits = kill_again_and_again(config, tmp_path / "killed", kills, seed=3)
+    assert hits >= 0.85 * kills
+    assert bits(tmp_path / "killed") == bits(tmp_path / "whole")

@@ -76,11 +76,11 @@ def _show(plan: Plan, records: Records) -> None:
     missing = plan.missing(records)
     estimates = plan.estimates(missing, records)
     rows = [[run.title, f"{run.cost:g}", duration(estimates[run.key])] for run in missing]
-    rows += [
-        [f"{cell.setting.name} {cell.method.name}, the best of its tuning, {count} more seeds"]
-        + [f"{cell.method.cost:g}", ""]
-        for cell, count in plan.waiting(records)
-    ]
+    for cell, count in plan.waiting(records):
+        title = (
+            f"{cell.setting.name} {cell.method.name}, the best of its tuning, {count} more seeds"
+        )
+        rows.append([title, f"{cell.method.cost:g}", ""])
     print_table(["run", "cost of a step", "about"], rows, numbers={"cost of a step", "about"})
     there = len(plan.needed(records)) - len(missing)
     left = duration(plan.remaining(records))

@@ -7,6 +7,7 @@ import multiprocessing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -89,7 +90,7 @@ class RayCluster(Executor):
                 done, _ = ray.wait(list(waiting), timeout=_LOOK)
                 look()
                 for reference in done:
-                    yield waiting.pop(reference), _outcome(lambda r=reference: _result(ray, r))
+                    yield waiting.pop(reference), _outcome(partial(_result, ray, reference))
         finally:
             if ours:
                 ray.shutdown()

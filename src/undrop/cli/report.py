@@ -1,0 +1,41 @@
+"""Sum up the records of experiments: figures, tables and verdicts as HTML, Markdown and JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``undrop report``."""
+    app.command("report", help=__doc__)(report)
+
+
+def report(
+    results: Annotated[
+        Path, typer.Argument(help="A folder that undrop reproduce wrote to.")
+    ] = Path("results/small"),
+    scale: Annotated[
+        str | None, typer.Option(help="smoke, small or paper.", show_default="the folder's name")
+    ] = None,
+    experiment: Annotated[
+        list[str] | None, typer.Option(help="Only this one; repeatable.", show_default="all")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 1, 2, …")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write.", show_default="the results' folder")
+    ] = None,
+) -> None:
+    """Write report.html, report.md, figures/ and claims.json."""
+    from undrop.reproduce import EXPERIMENTS
+    from undrop.reproduce.report import write_report
+
+    written = write_report(
+        results, experiment or EXPERIMENTS, scale or results.absolute().name, seeds, out
+    )
+    for path in written:
+        typer.echo(str(path))

@@ -1,0 +1,117 @@
+"""Claims and verdicts: a sentence, a ratio with its interval, and whether it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from undrop.reproduce.results import Results
+from undrop.reproduce.statistics import Interval, paired_ratio
+from undrop.reproduce.tables import Claim, Experiment, paper_number
+
+__all__ = ["DOES_NOT_HOLD", "HOLDS", "UNDECIDED", "Verdict", "judge", "verdicts"]
+
+HOLDS = "holds"
+DOES_NOT_HOLD = "does not hold at this scale"
+UNDECIDED = "undecided"
+
+_FEWEST = 2
+"""Seeds below which nothing is decided: one value has no spread."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a claim.
+
+    Attributes:
+        claim: the sentence.
+        experiment: where it is tested.
+        verdict: one of :data:`HOLDS`, :data:`DOES_NOT_HOLD` and :data:`UNDECIDED`.
+        seeds: the number of seeds that it rests on.
+        estimate: the ratio that the claim is about; None if nothing was run.
+        low: the lower end of its 95 % interval.
+        high: the upper end.
+        paper: the same ratio of the paper's numbers, where it has them.
+        measured: what the ratio is of.
+        asked: where it must lie.
+    """
+
+    claim: str
+    experiment: str
+    verdict: str
+    seeds: int
+    estimate: float | None
+    low: float | None
+    high: float | None
+    paper: float | None
+    measured: str
+    asked: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, which has no infinity: a ratio without bound is None."""
+        values = asdict(self)
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+
+
+def judge(claim: Claim, interval: Interval | None) -> str:
+    """Holds if the whole interval lies where it must, does not if none of it does."""
+    if interval is None or interval.seeds < _FEWEST:
+        return UNDECIDED
+    if claim.above < interval.low and interval.high < claim.below:
+        return HOLDS
+    if interval.high <= claim.above or interval.low >= claim.below:
+        return DOES_NOT_HOLD
+    return UNDECIDED
+
+
+def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
+    """The verdicts on all claims of an experiment."""
+    return [_verdict(experiment, claim, results) for claim in experiment.claims]
+
+
+def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
+    interval = paired_ratio(
+        [results.values(claim.measure, cell) for cell in claim.over],
+        [results.values(claim.measure, cell) for cell in claim.under],
+    )
+    return Verdict(
+        claim=claim.sentence,
+        experiment=experiment.name,
+        verdict=judge(claim, interval),
+        seeds=0 if interval is None else interval.seeds,
+        estimate=None if interval is None else interval.estimate,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        paper=_paper_ratio(experiment, claim),
+        measured=_measured(claim),
+        asked=_asked(claim),
+    )
+
+
+def _paper_ratio(experiment: Experiment, claim: Claim) -> float | None:
+    over = _paper_values(experiment, claim, claim.over)
+    under = _paper_values(experiment, claim, claim.under)
+    return None if over is None or under is None else math.prod(over) / math.prod(under)
+
+
+def _paper_values(experiment: Experiment, claim: Claim, cells: Sequence[str]) -> list[float] | None:
+    numbers = [paper_number(experiment.name, *cell.split(":")) for cell in cells]
+    values = [n.value for n in numbers if n is not None and n.measure == claim.measure]
+    return values if len(values) == len(cells) else None
+
+
+def _measured(claim: Claim) -> str:
+    over, under = " × ".join(claim.over), " × ".join(claim.under)
+    ratio = f"{over} / {under}" if under else over
+    return f"{claim.measure} of {ratio}"
+
+
+def _asked(claim: Claim) -> str:
+    bounds = [f"> {claim.above:.4g}"] if claim.above > 0 else []
+    bounds += [f"< {claim.below:.4g}"] if claim.below < math.inf else []
+    return " and ".join(bounds)

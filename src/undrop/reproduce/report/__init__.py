@@ -1,0 +1,95 @@
+"""Reports: one self-contained HTML page, the same as Markdown, figures as files, verdicts as JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from undrop.errors import OptionError, RunError
+from undrop.reproduce.plan import Plan
+from undrop.reproduce.records import Records
+from undrop.reproduce.report.content import compose
+from undrop.reproduce.report.figures import draw
+from undrop.reproduce.report.html import as_html
+from undrop.reproduce.report.markdown import as_markdown
+from undrop.reproduce.results import Results
+from undrop.train.files import naming_disk_errors, replacing, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["write_report"]
+
+_FORMATS = ("png", "pdf")
+_NO_DATE = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+"""Metadata that would make equal figures differ."""
+
+
+def write_report(
+    folder: Path, names: Sequence[str], scale: str, seeds: int, out: Path | None = None
+) -> list[Path]:
+    """Write ``report.html``, ``report.md``, ``figures/`` and ``claims.json``.
+
+    Args:
+        folder: a results folder, with its ``records/``.
+        names: the experiments to report on.
+        scale: the scale of the records.
+        seeds: the number of seeds that were asked for.
+        out: where to write; the results folder itself unless given.
+
+    Raises:
+        RunError: if there are no records.
+        OptionError: if matplotlib is not installed.
+    """
+    _check_matplotlib()
+    records = Records(folder / "records")
+    if not len(records):
+        raise RunError(f"{folder} has no records: run `undrop reproduce --scale {scale}` first.")
+    out = out or folder
+    with naming_disk_errors(out):
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+    results = Results(Plan(names, scale, seeds), records)
+    content = compose(results, scale)
+    inline: dict[str, str] = {}
+    files: dict[str, str] = {}
+    for section in content.sections:
+        name = section.experiment.name
+        figure = draw(section, results)
+        if figure is not None:
+            inline[name] = _svg(figure, section.experiment.title)
+            files[name] = _save(figure, out, name)
+    pages = {
+        "report.html": as_html(content, inline),
+        "report.md": as_markdown(content, files),
+    }
+    for name, text in pages.items():
+        with replacing(out / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    write_json(out / "claims.json", [verdict.as_dict() for verdict in content.verdicts])
+    return [*(out / name for name in pages), out / "claims.json"]
+
+
+def _check_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError("a report needs matplotlib: pip install 'undrop[plot]'.")
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """The figure as an element for a page, with its title for those who can't see it."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata=_NO_DATE["svg"])
+    svg = text.getvalue()
+    element = svg[svg.index("<svg") :]
+    return element.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+def _save(figure: Figure, out: Path, name: str) -> str:
+    """The figure in every format; the path of the one that Markdown shows."""
+    for kind in _FORMATS:
+        with replacing(out / "figures" / f"{name}.{kind}") as temporary:
+            figure.savefig(temporary, format=kind, metadata=_NO_DATE[kind])
+    return f"figures/{name}.{_FORMATS[0]}"

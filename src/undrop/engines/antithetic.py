@@ -36,13 +36,13 @@ class Antithetic(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total over both passes; a third serves examples that carry no tangent."""
-        if request.fraction == 1.0:
+        carried = Carried(request)
+        if carried.whole:
             output, logits, u = self._both(request)
             total, parts = request.loss.combined(
                 logits, u, request.targets, request.form, request.weights
             )
             return Evaluation(total, weighted_parts(request.weights, *parts), output)
-        carried = Carried(request)
         mine = replace(
             request, inputs=carried.first(carried.inputs), targets=carried.first(carried.targets)
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from undrop.errors import OptionError
 from undrop.noise import draw as draw_noise
@@ -20,6 +21,9 @@ MASKS = ("as-declared", "independent")
 
 class Draw:
     """σ·η by site: drawn where a site is first asked for, the same ever after.
+
+    It is held only as long as some graph does; when it is asked for again after that, as activation
+    checkpointing does in the backward pass, the same is drawn once more.
 
     Args:
         noise: the distribution of η: "sign", "dropout" or "gaussian".
@@ -45,7 +49,8 @@ class Draw:
         self.generator = generator
         self.asked = False
         """Whether any site has been met."""
-        self._drawn: dict[str, Tensor] = {}
+        self._drawn: dict[str, TensorWeakRef] = {}
+        self._states: dict[str, Tensor] = {}  # of the generator, before each site's draw
 
     def scale(self, site: Site) -> float:
         """The site's σ, times the root of its weight; 0 where it is not chosen."""
@@ -61,16 +66,24 @@ class Draw:
         scale = self.scale(site)
         if scale == 0.0:
             return None
-        if site.name not in self._drawn:
-            eta = draw_noise(
-                self.noise,
-                self.shape(site),
-                site.p,
-                like=h.detach(),
-                generator=self.generator(h.device),
-            )
-            self._drawn[site.name] = eta.mul_(scale)
-        return self._drawn[site.name]
+        held = self._drawn.get(site.name)
+        noise = held() if held is not None else None
+        if noise is None:
+            noise = self._draw(site, h).mul_(scale)
+            self._drawn[site.name] = TensorWeakRef(noise)
+        return noise
+
+    def _draw(self, site: Site, h: Tensor) -> Tensor:
+        if site.name in self._states:
+            generator = torch.Generator(h.device)
+            generator.set_state(self._states[site.name])
+        else:
+            generator = self.generator(h.device)
+            self._states[site.name] = generator.get_state()
+        return draw_noise(
+            self.noise, self.shape(site), site.p, like=h.detach(), generator=generator
+        )
+
 
 
 class Perturbed:
@@ -94,14 +107,24 @@ class Leaves:
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw
-        self.leaves: list[Tensor] = []
-        self.sites: list[Site] = []
+        self._leaves: dict[Site, Tensor] = {}
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The leaves, in the order in which a pass met their sites."""
+        return list(self._leaves.values())
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites that have one."""
+        return list(self._leaves)
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
         """H ⊙ (1 + z)."""
         if self.draw.scale(site) == 0.0:
             return h
-        z = torch.zeros(self.draw.shape(site), dtype=h.dtype, device=h.device, requires_grad=True)
-        self.leaves.append(z)
-        self.sites.append(site)
-        return torch.addcmul(h, h, z)
+        if site not in self._leaves:
+            self._leaves[site] = torch.zeros(
+                self.draw.shape(site), dtype=h.dtype, device=h.device, requires_grad=True
+            )
+        return torch.addcmul(h, h, self._leaves[site])

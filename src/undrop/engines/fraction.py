@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from undrop.engines.base import Request
@@ -20,7 +20,9 @@ class Carried:
     """The examples of a batch, those that carry the tangent first.
 
     A random share ρ of the examples is moved to the front; ``inputs`` and ``targets`` are the batch in
-    that order, and ``restore`` undoes it on the output.
+    that order, and ``restore`` undoes it on the output. A tensor has the batch where its size is the
+    batch's: in dimension ``batch_dim``, or else in the only dimension of that size (as the state of a
+    recurrent network that otherwise takes the batch first).
     """
 
     def __init__(self, request: Request) -> None:
@@ -32,6 +34,8 @@ class Carried:
             self.batch = _batch_size(request)
             self.rows = max(1, round(request.fraction * self.batch))
         if self.rows < self.batch:
+            _refuse_batch_norm(request.model)
+            self._check_inputs()
             device = request.targets.device
             order = torch.randperm(
                 self.batch, generator=request.draw.generator(device), device=device
@@ -59,58 +63,107 @@ class Carried:
 
     def joined(self, first: Any, rest: Any) -> Any:
         """One output, in the batch's own order, from that of the first examples and the rest."""
+        sizes = (self.rows, self.batch - self.rows)
 
         def join(a: Any, b: Any) -> Any:
-            if isinstance(a, Tensor) and a.dim() > self.dim and a.shape[self.dim] == self.rows:
-                return torch.cat((a, b), self.dim)
-            return a
+            if not isinstance(a, Tensor) or self._back is None:
+                return a
+            pairs = list(zip(a.shape, b.shape, strict=True))
+            found = [
+                d
+                for d, pair in enumerate(pairs)
+                if pair == sizes and all(n == m for n, m in pairs[:d] + pairs[d + 1 :])
+            ]
+            if not found:
+                return a
+            where = self.dim if self.dim in found else found[0]
+            return torch.cat((a, b), where).index_select(where, self._back)
 
-        return self.restore(tree_map(join, first, rest))
+        return tree_map(join, first, rest)
 
     def combined(
         self, request: Request, logits: Tensor, u: Tensor, others: Tensor
     ) -> tuple[Tensor, Derivatives]:
         """The weighted total: ℓ over the whole batch, the regularizers over the carrying examples.
 
-        The explicit part is the mean over them. So is the implicit one, times sqrt(ρ): over noise that
-        is independent between examples this keeps its covariance exactly. Of noise that all examples
-        share (DropConnect) it keeps the terms of each example with itself and shrinks those between
-        examples by ρ.
+        With n of the batch's N terms among the r carrying examples of B and ρ = r/B, the explicit part
+        is n/(ρN) times the mean over those terms, the implicit one n/(sqrt(ρ)N) times (so where every
+        example has as many terms: the mean, and sqrt(ρ) times it). The explicit part keeps its mean.
+        The implicit one keeps its covariance where noise is independent between examples. Of noise
+        that they share (DropConnect) it keeps the terms of each example with itself and shrinks those
+        between two examples by (r-1)/(B-1); so does the explicit part in the form "loss-jacobian".
 
         Args:
             request: what was asked.
             logits: the output for the carrying examples.
             u: its tangent.
             others: the output for the other examples.
+
+        Raises:
+            EngineError: if the output has no batch.
         """
+        self._check_output(logits, others)
         mine, theirs = self.first(self.targets), self.rest(self.targets)
-        n, m = request.loss.count(logits, mine), request.loss.count(others, theirs)
-        share = float(n / (n + m))
+        n, m = (self._share(request, *part) for part in ((logits, mine), (others, theirs)))
         rho = self.rows / self.batch
         c = request.weights
-        total, parts = request.loss.combined(
-            logits, u, mine, request.form, (c.loss * share, c.explicit, c.implicit * math.sqrt(rho))
-        )
+        scale = Derivatives(n, n / rho, n / math.sqrt(rho))
+        weights = (c.loss * scale[0], c.explicit * scale[1], c.implicit * scale[2])
+        total, parts = request.loss.combined(logits, u, mine, request.form, weights)
         loss = request.loss.value(others, theirs)
-        total = total + c.loss * (1.0 - share) * loss
-        return total, Derivatives(
-            share * parts.loss + (1.0 - share) * loss.detach(),
-            parts.quadratic,
-            math.sqrt(rho) * parts.directional,
-        )
+        total = total + c.loss * m * loss
+        scaled = Derivatives(*(k * part for k, part in zip(scale, parts, strict=True)))
+        return total, scaled._replace(loss=scaled.loss + m * loss.detach())
 
-    def _has_batch(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x.dim() > self.dim and x.shape[self.dim] == self.batch
+    def _share(self, request: Request, logits: Tensor, targets: Tensor) -> float:
+        """The share of the loss's terms that are among the given ones."""
+        shape = list(logits.shape)
+        shape[self.dim] = self.batch
+        whole = logits.new_empty(()).expand(shape)  # its shape is all that a count looks at
+        count = request.loss.count
+        return float(count(logits, targets) / count(whole, self.targets))
+
+    def _check_inputs(self) -> None:
+        """Were the targets alone put in another order, they would belong to other inputs."""
+        tensors = [x for x in tree_leaves(self.inputs) if isinstance(x, Tensor)]
+        if all(self._where(x, self.batch) is None for x in tensors):
+            raise EngineError(
+                f"fraction < 1 needs inputs with the batch of the targets, {self.batch} in dimension "
+                f"{self.dim}, got {', '.join(str(tuple(x.shape)) for x in tensors)}: set batch_dim, or "
+                "use fraction=1."
+            )
+
+    def _check_output(self, logits: Tensor, others: Tensor) -> None:
+        sizes = [x.shape[self.dim] if x.dim() > self.dim else None for x in (logits, others)]
+        if sizes != [self.rows, self.batch - self.rows]:
+            raise EngineError(
+                f"fraction < 1 needs an output with the batch of {self.batch} in dimension {self.dim}, "
+                f"got shape {tuple(logits.shape)} for {self.rows} of it: set batch_dim, or use "
+                "fraction=1."
+            )
+
+    def _where(self, x: Any, size: int) -> int | None:
+        """The dimension in which a tensor has so many examples; None where it has no batch."""
+        if not isinstance(x, Tensor):
+            return None
+        if x.dim() > self.dim and x.shape[self.dim] == size:
+            return self.dim
+        found = [d for d, n in enumerate(x.shape) if n == size]
+        return found[0] if len(found) == 1 else None
 
     def _permuted(self, tree: Any, order: Tensor) -> Any:
-        return tree_map(
-            lambda x: x.index_select(self.dim, order) if self._has_batch(x) else x, tree
-        )
+        def permute(x: Any) -> Any:
+            where = self._where(x, self.batch)
+            return x if where is None else x.index_select(where, order)
+
+        return tree_map(permute, tree)
 
     def _narrowed(self, tree: Any, start: int, length: int) -> Any:
-        return tree_map(
-            lambda x: x.narrow(self.dim, start, length) if self._has_batch(x) else x, tree
-        )
+        def narrow(x: Any) -> Any:
+            where = self._where(x, self.batch)
+            return x if where is None else x.narrow(where, start, length)
+
+        return tree_map(narrow, tree)
 
 
 def _batch_size(request: Request) -> int:
@@ -121,3 +174,13 @@ def _batch_size(request: Request) -> int:
             "batch_dim to the dimension that holds it."
         )
     return tensors[0].shape[request.batch_dim]
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    """Batch norm mixes the examples: those that carry no tangent would take part of it away."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise EngineError(
+                f"fraction < 1 is not for models with batch norm in train mode, such as {name!r}: its "
+                "statistics are those of the whole batch, so use fraction=1."
+            )

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
-from undrop.engines.draw import Draw
 from undrop.engines.fraction import Carried
 from undrop.engines.proven import blocking_op
-from undrop.engines.rules import TANGENT_RULES
+from undrop.engines.rules import TANGENT_RULES, TangentField, unpacked
 from undrop.errors import EngineError
-from undrop.sites import Interception, Site
+from undrop.sites import Interception
 
 __all__ = ["Tangent"]
 
@@ -41,9 +40,11 @@ class Tangent(Engine):
         carried = Carried(request)
         run = replace(request, inputs=carried.inputs, targets=carried.targets)
         with forward.dual_level():
-            with Interception(request.model, TangentField(request.draw), TANGENT_RULES):
+            field = TangentField(request.draw, carried.batch, carried.rows, carried.dim)
+            with Interception(request.model, field, TANGENT_RULES):
                 dual_output, dual = run.run()
-            logits, u = _unpacked(dual)
+            logits, tangent = unpacked(dual)
+            u = torch.zeros_like(logits) if tangent is None else tangent
             output = tree_map(_primal, dual_output)
         if carried.whole:
             total, parts = request.loss.combined(
@@ -57,27 +58,5 @@ class Tangent(Engine):
         return Evaluation(total, weighted_parts(request.weights, *parts), output)
 
 
-class TangentField:
-    """The field h ⊙ (1 + ε·σ·η) with ε = 0 and its tangent 1: h stays, ḣ becomes ḣ + σ·η⊙h."""
-
-    def __init__(self, draw: Draw) -> None:
-        self.draw = draw
-
-    def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """The dual number h, ḣ + σ·η⊙h."""
-        noise = self.draw.scaled(site, h)
-        if noise is None:
-            return h
-        primal, tangent = forward.unpack_dual(h)
-        moved = primal * noise if tangent is None else torch.addcmul(tangent, primal, noise)
-        dual: Tensor = forward.make_dual(primal, moved)
-        return dual
-
-
-def _unpacked(dual: Tensor) -> tuple[Tensor, Tensor]:
-    primal, tangent = forward.unpack_dual(dual)
-    return primal, torch.zeros_like(primal) if tangent is None else tangent
-
-
 def _primal(x: Any) -> Any:
-    return forward.unpack_dual(x).primal if isinstance(x, Tensor) and x.is_floating_point() else x
+    return unpacked(x)[0] if isinstance(x, Tensor) and x.is_floating_point() else x

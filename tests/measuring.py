@@ -15,16 +15,20 @@ LOSS, EXPLICIT, IMPLICIT = (Weights(*row) for row in torch.eye(3).tolist())
 
 
 class Fixed(Draw):
-    """A draw whose η is given, site by site, in the order in which a pass meets them."""
+    """A draw whose η is given: each site takes its entries off a row, in the order they are met."""
 
-    def __init__(self, eta: list[Tensor], mask: str = "as-declared") -> None:
+    def __init__(self, row: Tensor, mask: str = "as-declared") -> None:
         super().__init__("sign", mask, Selection(), lambda device: torch.Generator(device))
-        self.eta = eta
-        self.order: dict[str, int] = {}
+        self.row = row
+        self.taken = 0
+        self.eta: dict[str, Tensor] = {}
 
     def scaled(self, site: Site, h: Tensor) -> Tensor:
-        index = self.order.setdefault(site.name, len(self.order))
-        return self.eta[index].to(h) * self.scale(site)
+        if site.name not in self.eta:
+            shape = torch.Size(self.shape(site))
+            self.eta[site.name] = self.row[self.taken :][: shape.numel()].view(shape)
+            self.taken += shape.numel()
+        return self.eta[site.name].to(h) * self.scale(site)
 
 
 def seeded(seed: int, mask: str = "as-declared", noise: str = "sign") -> Draw:
@@ -33,23 +37,16 @@ def seeded(seed: int, mask: str = "as-declared", noise: str = "sign") -> Draw:
     return Draw(noise, mask, Selection(), lambda device: generator)
 
 
-def shapes(problem: Problem, mask: str = "as-declared") -> list[tuple[int, ...]]:
-    """The shape of η at every site."""
-    draw = seeded(0, mask)
-    return [draw.shape(site) for site in undrop.sites(problem.model, problem.inputs)]
-
-
 def design(problem: Problem, mask: str = "as-declared") -> Iterator[Fixed]:
     """Signs over which the mean of anything quadratic in η is its expectation, exactly.
 
     They are the rows of a Hadamard matrix: any two of its columns are orthogonal, so over the rows
     η has zero mean and unit covariance.
     """
-    wanted = shapes(problem, mask)
-    sizes = [torch.Size(s).numel() for s in wanted]
-    for row in hadamard(sum(sizes)):
-        parts = row.split(sizes)
-        yield Fixed([p.view(s) for p, s in zip(parts, wanted, strict=True)], mask)
+    shape = seeded(0, mask).shape
+    sites = undrop.sites(problem.model, problem.inputs)
+    columns = sum(torch.Size(shape(site)).numel() for site in sites)
+    return (Fixed(row, mask) for row in hadamard(columns))
 
 
 def hadamard(columns: int) -> Tensor:

@@ -107,7 +107,7 @@ class Carried:
         n, m = (self._share(request, *part) for part in ((logits, mine), (others, theirs)))
         rho = self.rows / self.batch
         c = request.weights
-        scale = Derivatives(n, n / rho, n / math.sqrt(rho))
+        scale = (n, n / rho, n / math.sqrt(rho))
         weights = (c.loss * scale[0], c.explicit * scale[1], c.implicit * scale[2])
         total, parts = request.loss.combined(logits, u, mine, request.form, weights)
         loss = request.loss.value(others, theirs)

@@ -1,0 +1,212 @@
+"""Carrying the tangent for a part of the batch: what it keeps, over every part and a design of signs."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jacrev
+
+from measuring import BOTH, EXPLICIT, IMPLICIT, design, evaluate, gradient, relative, seeded
+from problems import D, Problem, problem
+from undrop.engines import Antithetic, Exact, Tangent
+from undrop.errors import EngineError
+from undrop.losses import FORMS, CrossEntropy, Generic
+from undrop.nn import WeightDrop
+
+ENGINES = pytest.mark.parametrize(
+    ("engine", "tolerance"),
+    [(Tangent(), 1e-9), (Antithetic(1e-4), 1e-6)],
+    ids=["tangent", "antithetic"],
+)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Go through all parts of a batch that may carry the tangent, each with all of a design."""
+
+    def every(p, batch, rows):
+        for chosen in itertools.combinations(range(batch), rows):
+            others = [i for i in range(batch) if i not in chosen]
+            order = torch.tensor([*chosen, *others])
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "randperm", lambda *_, **__: order)  # noqa: B023
+                yield from design(p)
+
+    return every
+
+
+def four_examples():
+    p = problem("mlp")
+    torch.manual_seed(1)
+    return replace(p, inputs=torch.randn(4, 2, dtype=D), targets=torch.tensor([0, 2, 1, 1]))
+
+
+def uneven():
+    """Time first, with examples of three, two and one term."""
+    targets = torch.tensor([[0, 3, -100], [2, 1, -100], [1, -100, 2]])
+    return replace(problem("lstm"), inputs=torch.randn(3, 3, 2, dtype=D), targets=targets)
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("make", "batch", "batch_dim"), [(four_examples, 4, 0), (uneven, 3, 1)], ids=["even", "uneven"]
+)
+def test_the_explicit_part_keeps_its_mean(parts, make, batch, batch_dim, engine, tolerance):
+    p = make()
+    how = {"fraction": 2 / batch, "batch_dim": batch_dim}
+    found = [evaluate(engine, p, draw, EXPLICIT, **how).total for draw in parts(p, batch, 2)]
+    total = torch.stack(found).mean()
+    exact = evaluate(Exact(), p, seeded(0), EXPLICIT).total
+    assert total.item() == pytest.approx(exact.item(), rel=tolerance)
+    assert relative(gradient(total, p.model), gradient(exact, p.model)) < tolerance
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_so_it_does_in_every_form(parts, form):
+    p = four_examples()
+    found = [
+        evaluate(Tangent(), p, draw, EXPLICIT, form, fraction=0.5).total for draw in parts(p, 4, 2)
+    ]
+    exact = evaluate(Exact(), p, seeded(0), EXPLICIT, form).total
+    assert torch.stack(found).mean().item() == pytest.approx(exact.item(), rel=1e-9)
+
+
+def covariance(engine, p, draws, **how):
+    rows = [gradient(evaluate(engine, p, draw, IMPLICIT, **how).total, p.model) for draw in draws]
+    found = torch.stack(rows)
+    assert found.mean(0).norm() < 1e-9
+    return found.T @ found / len(found)
+
+
+@ENGINES
+def test_the_implicit_part_keeps_its_covariance(parts, engine, tolerance):
+    p = four_examples()
+    found = covariance(engine, p, parts(p, 4, 2), fraction=0.5)
+    assert relative(found, covariance(Tangent(), p, design(p))) < tolerance
+
+
+def drop_connect():
+    layers = nn.Linear(2, 3), nn.Tanh(), WeightDrop(nn.Linear(3, 3), ["weight"], 0.4)
+    p = four_examples()
+    return Problem(nn.Sequential(*layers).to(D), p.inputs, p.targets, CrossEntropy())
+
+
+def directions(p):
+    """σ·∂²ℓ_n/∂W∂z for each example n: (examples, entries of z, parameters)."""
+    w = {name: value.detach() for name, value in p.model.named_parameters()}
+    plain = nn.Sequential(p.model[0], p.model[1], p.model[2].module)
+
+    def loss(w, z, x, y):
+        named = {name.replace("module.", ""): value for name, value in w.items()}
+        named["2.weight"] = named["2.weight"] * (1 + z)
+        return nn.functional.cross_entropy(functional_call(plain, named, x), y)
+
+    rows = []
+    for x, y in zip(p.inputs, p.targets, strict=True):
+        mixed = jacrev(grad(loss, argnums=1))(w, torch.zeros(3, 3, dtype=D), x, y)
+        rows.append(torch.cat([m.reshape(9, -1) for m in mixed.values()], 1))
+    return torch.stack(rows) * (0.4 / 0.6) ** 0.5 / len(p.inputs)
+
+
+@ENGINES
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_of_noise_that_examples_share_the_terms_between_them_shrink(parts, rows, engine, tolerance):
+    """By (r-1)/(B-1), the terms of each example with itself being kept."""
+    torch.manual_seed(0)
+    p = drop_connect()
+    each = directions(p)
+    own = torch.einsum("nzp,nzq->pq", each, each)
+    all_pairs = each.sum(0).T @ each.sum(0)
+    found = covariance(engine, p, parts(p, 4, rows), fraction=rows / 4)
+    assert relative(found, own + (rows - 1) / 3 * (all_pairs - own)) < tolerance
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("make", "batch_dim"), [(four_examples, 0), (uneven, 1)], ids=["even", "uneven"]
+)
+def test_the_loss_is_that_of_the_whole_batch_and_the_output_in_its_order(
+    make, batch_dim, engine, tolerance
+):
+    p = make()
+    whole = evaluate(engine, p, seeded(2), BOTH)
+    found = evaluate(engine, p, seeded(2), BOTH, fraction=0.3, batch_dim=batch_dim)
+    assert float(found.parts["loss"]) == pytest.approx(float(whole.parts["loss"]), rel=tolerance)
+    assert float(sum(found.parts.values())) == pytest.approx(found.total.item(), rel=1e-12)
+    torch.testing.assert_close(found.output, whole.output, rtol=tolerance, atol=1e-7)
+
+
+class BatchFirst(nn.Module):
+    """The batch is dimension 0 of inputs and outputs, and dimension 1 of the state."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+
+    def forward(self, x, state):
+        return self.lstm(self.dropout(x), state)
+
+
+@ENGINES
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+def test_a_state_with_the_batch_elsewhere_stays_in_order(fraction, engine, tolerance):
+    state = torch.randn(1, 4, 3, dtype=D), torch.randn(1, 4, 3, dtype=D)
+    inputs = (torch.randn(4, 5, 2, dtype=D), state)
+    p = Problem(BatchFirst().to(D), inputs, torch.randint(3, (4, 5)), CrossEntropy())
+    whole = evaluate(engine, p, seeded(2), BOTH)
+    found = evaluate(engine, p, seeded(2), BOTH, fraction=fraction)
+    torch.testing.assert_close(found.output, whole.output, rtol=tolerance, atol=1e-7)
+
+
+@ENGINES
+def test_a_part_without_any_term_is_no_trouble(parts, engine, tolerance):
+    p = replace(four_examples(), targets=torch.tensor([-100, 0, 2, -100]))
+    loss = nn.functional.cross_entropy(p.model.eval()(p.inputs), p.targets)
+    p.model.train()
+    for draw in parts(p, 4, 1):
+        found = evaluate(engine, p, draw, fraction=0.25)
+        assert float(found.parts["loss"]) == pytest.approx(loss.item(), rel=tolerance)
+
+
+@ENGINES
+def test_a_share_that_rounds_to_all_is_all(engine, tolerance):
+    p = four_examples()
+    found = evaluate(engine, p, seeded(2), fraction=0.99)
+    assert torch.equal(found.total, evaluate(engine, p, seeded(2)).total)
+
+
+@ENGINES
+def test_inputs_and_outputs_without_the_batch_are_refused(engine, tolerance):
+    p = four_examples()
+    with pytest.raises(EngineError, match=r"targets with a batch in dimension 1: set batch_dim"):
+        evaluate(engine, p, seeded(0), fraction=0.5, batch_dim=1)
+    flat = replace(p, model=nn.Sequential(p.model, nn.Flatten(0))).with_loss("mse")
+    with pytest.raises(
+        EngineError, match=r"inputs with the batch of the targets, 12 in .* \(4, 2\)"
+    ):
+        evaluate(engine, flat, seeded(0), fraction=0.5)
+    pooled = replace(p, model=Pooled(p.model), loss=Generic(lambda f, y: f.square().mean()))
+    with pytest.raises(
+        EngineError, match=r"output with the batch of 4 in dimension 0, got shape \(3"
+    ):
+        evaluate(engine, pooled, seeded(0), fraction=0.5)
+
+
+class Pooled(nn.Sequential):
+    """A net whose output has no batch."""
+
+    def forward(self, x):
+        return super().forward(x).mean(0)
+
+
+@ENGINES
+def test_batch_norm_in_train_mode_is_refused(engine, tolerance):
+    p = problem("batch_norm")
+    with pytest.raises(EngineError, match=r"batch norm in train mode, such as '1': .* fraction=1"):
+        evaluate(engine, p, seeded(0), fraction=0.5)
+    for module in p.model:
+        module.train(isinstance(module, nn.Dropout))
+    assert evaluate(engine, p, seeded(0), fraction=0.5).total.isfinite()

@@ -14,6 +14,7 @@ from typing import Any
 
 from undrop.errors import OptionError, UnknownNameError
 from undrop.train import merge
+from undrop.train.presets import preset
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -165,7 +166,7 @@ def method(name: str) -> Method:
 
 
 def setting(name: str, scale: str) -> Setting:
-    """The setting of that name at a scale, laid over the one it extends."""
+    """The setting of that name at a scale, laid over the preset or the setting that it names."""
     table = _table("settings.toml")
     if name not in table:
         raise UnknownNameError("setting", name, table)
@@ -174,14 +175,11 @@ def setting(name: str, scale: str) -> Setting:
     values = dict(table[name][scale])
     base = values.pop("extends", None)
     below = setting(base, scale) if base is not None else None
-    seconds = values.pop("seconds", None)
-    return Setting(
-        name,
-        scale,
-        seconds=below.seconds if seconds is None and below is not None else float(seconds),
-        probe=values.pop("probe", None),
-        settings=values if below is None else merge(below.settings, values),
-    )
+    named = values.pop("preset", None)
+    settings = below.settings if below is not None else preset(named) if named is not None else {}
+    seconds = values.pop("seconds", None if below is None else below.seconds)
+    probe = values.pop("probe", None)
+    return Setting(name, scale, float(seconds), merge(settings, values), probe)
 
 
 @cache

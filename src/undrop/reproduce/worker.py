@@ -18,6 +18,7 @@ from undrop.reproduce.plan import Run
 from undrop.reproduce.probes import PROBES
 from undrop.reproduce.records import Curve, Record
 from undrop.train import Reporter, RunFolder, run
+from undrop.train.devices import device_of
 from undrop.train.files import read_json, write_json
 from undrop.train.provenance import machine, versions
 from undrop.train.runs import open_run
@@ -42,7 +43,7 @@ def execute(job: Run, scratch: str) -> Record:
         UndropError: for anything that can be put right; ``scratch`` then holds what is done.
     """
     folder = Path(scratch)
-    stopwatch = Stopwatch(folder, on_cpu=job.config.train.device == "cpu")
+    stopwatch = Stopwatch(folder, on_cpu=device_of(job.config.train).type == "cpu")
     ended, test = "diverged", None
     with contextlib.suppress(NonFiniteError):
         summary = run(job.config, out=folder, resume=True, reporter=stopwatch)
@@ -114,7 +115,7 @@ def _record(job: Run, folder: Path, stopwatch: Stopwatch, ended: str, test: floa
         ),
         probed=probed,
         versions=versions(),
-        machine=machine(job.config.train.device),
+        machine=machine(device_of(job.config.train)),
         commit=commit(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )

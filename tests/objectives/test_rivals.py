@@ -1,0 +1,152 @@
+"""The rivals against what their papers say, written out by hand."""
+
+import pytest
+import torch
+from measuring import seeded
+from problems import problem
+from torch import nn
+
+from undrop.engines import Perturbed
+from undrop.errors import OptionError
+from undrop.losses import MSE
+from undrop.objectives import SAM, EarlyDropout, Jacobian, NoRegularization, RDrop
+from undrop.sites import Interception, call, logits_of
+
+NETS = ["mlp", "lstm", "gru", "transformer"]
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+def dropped(made, draw):
+    with Interception(made.model, Perturbed(draw, 1.0)):
+        return logits_of(call(made.model, made.inputs))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_r_drop_is_two_losses_and_both_divergences(name):
+    made = problem(name)
+    step = RDrop(3.0, loss=made.loss, generator=generator())(made.model, made.inputs, made.targets)
+    source = generator()
+    kept = made.targets.flatten() != -100
+    logs = []
+    for _ in range(2):
+        draw = seeded(0, noise="dropout")
+        draw.generator = lambda device: source
+        logs.append(dropped(made, draw).flatten(0, -2).log_softmax(-1)[kept])
+    labels = made.targets.flatten()[kept]
+    one, two = logs
+    nll = sum(-log.gather(1, labels[:, None]).mean() for log in logs) / 2
+    apart = (one.exp() * (one - two)).sum(1).mean() + (two.exp() * (two - one)).sum(1).mean()
+    assert step.parts["loss"] == pytest.approx(nll.item())
+    assert step.parts["consistency"] == pytest.approx(3.0 / 4 * apart.item())
+    step.backward()
+    ours = gradient(made.model)
+    made.model.zero_grad()
+    (nll + 3.0 / 4 * apart).backward()
+    torch.testing.assert_close(ours, gradient(made.model))
+
+
+def test_jacobian_of_a_diagonal_net_is_exact_for_every_draw():
+    weights = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3, bias=False)).double()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.diag(weights))
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 3).double()
+    loss = MSE()
+    step = Jacobian(0.2, loss=loss, generator=generator())(model, x, y)
+    # The mean of the loss is over single outputs: a row's norm is spread over its three.
+    assert step.parts["explicit"] == pytest.approx(0.1 * float(weights.square().sum()) / 3)
+    assert step.parts["loss"] == pytest.approx(loss.value(model[1](x), y).item())
+    step.backward()
+    plain = torch.autograd.grad(loss.value(model[1](x), y), model[1].weight)[0]
+    expected = plain.diagonal() + 0.2 * weights / 3
+    torch.testing.assert_close(model[1].weight.grad.diagonal(), expected)
+
+
+def test_jacobian_is_taken_at_the_site_that_is_named():
+    made = problem("mlp")
+    parts = [
+        Jacobian(1.0, site=site, loss=made.loss, generator=generator())(
+            made.model, made.inputs, made.targets
+        ).parts["explicit"]
+        for site in (None, "2", "5")
+    ]
+    assert parts[0] == parts[1] != parts[2]
+    with pytest.raises(OptionError, match="there is no site '3': there are 2, 5"):
+        Jacobian(1.0, site="3", loss=made.loss)(made.model, made.inputs, made.targets)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_sam_has_the_gradient_from_uphill(name):
+    made = problem(name)
+    before = [p.detach().clone() for p in made.model.parameters()]
+    step = SAM(0.3, loss=made.loss, generator=generator())(made.model, made.inputs, made.targets)
+    for now, then in zip(made.model.parameters(), before, strict=True):
+        assert torch.equal(now, then)
+    step.backward()
+    ours = gradient(made.model)
+    draw = seeded(3, noise="dropout")
+
+    made.model.zero_grad()
+    made.loss.value(dropped(made, draw), made.targets).backward()
+    norm = gradient(made.model).norm()
+    with torch.no_grad():
+        for p in made.model.parameters():
+            p += 0.3 / norm * p.grad
+    made.model.zero_grad()
+    there = made.loss.value(dropped(made, draw), made.targets)
+    there.backward()
+    assert step.parts == {"loss": pytest.approx(there.item())}
+    torch.testing.assert_close(ours, gradient(made.model))
+
+
+def test_sam_puts_the_weights_back_when_it_fails(monkeypatch):
+    made = problem("mlp")
+    objective = SAM(0.3, loss=made.loss)
+    before = [p.detach().clone() for p in made.model.parameters()]
+    passed, calls = objective.passed, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            assert not torch.equal(before[0], next(made.model.parameters()))
+            raise RuntimeError("no memory")
+        return passed(*args)
+
+    monkeypatch.setattr(objective, "passed", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        objective(made.model, made.inputs, made.targets)
+    for now, then in zip(made.model.parameters(), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_early_dropout_ends_and_remembers_where_it_is():
+    made = problem("mlp")
+    plain = NoRegularization(loss=made.loss)(made.model, made.inputs, made.targets).parts["loss"]
+    objective = EarlyDropout(2, loss=made.loss)
+    losses = [objective(made.model, made.inputs, made.targets).parts["loss"] for _ in range(3)]
+    assert plain not in losses[:2]
+    assert losses[2] == plain
+    again = EarlyDropout(2, loss=made.loss)
+    again.load_state_dict(objective.state_dict())
+    assert again(made.model, made.inputs, made.targets).parts["loss"] == plain
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: RDrop(-1.0), "weight must be finite and not negative, got -1.0"),
+        (lambda: Jacobian(1.0, step=0.0), r"step must lie in \(0, 1\], got 0.0"),
+        (lambda: SAM(float("inf")), "radius must be finite and not negative, got inf"),
+        (lambda: EarlyDropout(-1), "until must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_options_out_of_range_are_named(make, text):
+    with pytest.raises(OptionError, match=text):
+        make()

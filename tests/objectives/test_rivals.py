@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from measuring import seeded
-from problems import problem
 from torch import nn
 
+from measuring import seeded
+from problems import problem
 from undrop.engines import Perturbed
 from undrop.errors import OptionError
 from undrop.losses import MSE

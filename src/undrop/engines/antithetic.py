@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
@@ -14,23 +15,26 @@ from undrop.engines.fraction import Carried
 from undrop.errors import OptionError
 from undrop.sites import Interception, keep_statistics, silent
 
-__all__ = ["EPSILON", "Antithetic"]
+__all__ = ["EPSILON", "EPSILON_HALF", "Antithetic"]
 
 EPSILON = 0.05
-"""ε₀; docs/engines.md shows the error curve it was picked from."""
+"""ε₀ for float32 and float64: a relative error of the gradient below 1e-3, and a margin to rounding."""
+EPSILON_HALF = 0.25
+"""ε₀ for half precision, where rounding and truncation meet at 2 to 3 %. Measured by
+benchmarks/epsilon.py; docs/engines.md shows the curves."""
 
 
 class Antithetic(Engine):
     """u ≈ (F₊ - F₋)/2ε₀ and F ≈ (F₊ + F₋)/2, each to O(ε₀²), and one backward pass through both.
 
     Args:
-        epsilon: ε₀. Larger is less exact, smaller loses digits of u in low precision.
+        epsilon: ε₀; None takes what suits the precision. Larger is less exact, smaller loses digits.
     """
 
     name = "antithetic"
 
-    def __init__(self, epsilon: float = EPSILON) -> None:
-        if not 0.0 < epsilon <= 1.0:
+    def __init__(self, epsilon: float | None = None) -> None:
+        if epsilon is not None and not 0.0 < epsilon <= 1.0:
             raise OptionError(f"epsilon must lie in (0, 1], got {epsilon}.")
         self.epsilon = epsilon
 
@@ -58,15 +62,25 @@ class Antithetic(Engine):
 
     def _both(self, request: Request) -> tuple[Any, Tensor, Tensor]:
         """What the model returns, and of that what the loss sees: F and u."""
-        with Interception(request.model, Perturbed(request.draw, self.epsilon)):
+        epsilon = _suitable(request.model) if self.epsilon is None else self.epsilon
+        with Interception(request.model, Perturbed(request.draw, epsilon)):
             up, plus = request.run()
         with (
             keep_statistics(request.model),
-            Interception(request.model, Perturbed(request.draw, -self.epsilon)),
+            Interception(request.model, Perturbed(request.draw, -epsilon)),
         ):
             down, minus = request.run()
-        u = (plus - minus) * (0.5 / self.epsilon)
+        u = (plus - minus) * (0.5 / epsilon)
         return tree_map(_middle, up, down), (plus + minus) * 0.5, u
+
+
+def _suitable(model: nn.Module) -> float:
+    """ε₀ for the precision that the model runs in."""
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return EPSILON
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return EPSILON_HALF if half or torch.is_autocast_enabled(weight.device.type) else EPSILON
 
 
 def _middle(a: Any, b: Any) -> Any:

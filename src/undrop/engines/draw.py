@@ -85,7 +85,6 @@ class Draw:
         )
 
 
-
 class Perturbed:
     """The field h ⊙ (1 + ε·σ·η) for a fixed ε. Dropout itself is ε = 1 with dropout's own noise."""
 

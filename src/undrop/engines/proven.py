@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from undrop.engines.rules import TANGENT_RULES
 from undrop.sites import Handler, Interception, Site, call, keep_statistics
+from undrop.sites.recomputation import in_checkpoint
 
 __all__ = ["PROVEN", "Tainted", "blocking_op"]
 
@@ -38,6 +39,9 @@ PROVEN = frozenset(
     " ".join((_SHAPES, _ARITHMETIC, _ACTIVATIONS, _PRODUCTS, _REDUCTIONS, _POOLING)).split()
 )
 """Names of aten ops whose reverse-over-forward derivative is proven right."""
+
+
+_CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent gets through it either
 
 
 class Tainted(TorchDispatchMode):
@@ -68,7 +72,8 @@ class Tainted(TorchDispatchMode):
         """Run the op; what comes of a marked tensor is marked."""
         out = func(*args, **(kwargs or {}))
         if self.watching and self.touches((args, kwargs)) and _floats(out):
-            self.ops.append(func.overloadpacket.__name__)
+            name = func.overloadpacket.__name__
+            self.ops.append(_CHECKPOINTING if in_checkpoint() else name)
             self.mark(out)
         return out
 
@@ -92,11 +97,12 @@ def blocking_op(model: nn.Module, inputs: Any) -> str | None:
 
 def _probe(model: nn.Module, inputs: Any) -> str | None:
     tainted = Tainted()
-    found: list[str] = []
 
     def field(site: Site, h: Tensor) -> Tensor:
         h = h.clone()
         tainted.mark(h)
+        if in_checkpoint():
+            tainted.ops.append(_CHECKPOINTING)
         return h
 
     def excused(rule: Handler) -> Handler:
@@ -130,4 +136,6 @@ def _probe(model: nn.Module, inputs: Any) -> str | None:
     ):
         call(model, inputs)
     found = [op for op in tainted.ops if op not in PROVEN]
-    return f"aten::{found[0]}" if found else None
+    if not found:
+        return None
+    return found[0] if found[0] == _CHECKPOINTING else f"aten::{found[0]}"

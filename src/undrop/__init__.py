@@ -5,6 +5,7 @@ of the model's output, the explicit effect is E[uᵀHu] and the implicit one the
 """
 
 from undrop import errors
+from undrop.diagnose import Watcher, bound, check, diagnose
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 from undrop.objectives import (
     L2,
@@ -39,5 +40,10 @@ __all__ = [
     "Site",
     "Sites",
     "sites",
+    # diagnose: what dropout does in a model
+    "Watcher",
+    "bound",
+    "check",
+    "diagnose",
     "errors",
 ]

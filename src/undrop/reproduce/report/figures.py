@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
+__all__ = ["KINDS", "draw"]
 
 _STYLE = {
     "font.size": 9,
@@ -40,7 +40,7 @@ def draw(section: Section, results: Results) -> Figure | None:
 
     with mpl.rc_context(_STYLE):
         figure = Figure(layout="constrained", dpi=150)
-        _KINDS[section.experiment.figure](figure, section, results)
+        KINDS[section.experiment.figure](figure, section, results)
         return figure
 
 
@@ -168,10 +168,11 @@ def _shares(figure: Figure, section: Section, results: Results) -> None:
     axes.legend(fontsize=8)
 
 
-_KINDS: Mapping[str, Callable[[Any, Section, Results], None]] = {
+KINDS: Mapping[str, Callable[[Any, Section, Results], None]] = {
     "validation": _validation,
     "train-and-validation": _train_and_validation,
     "bars": _bars,
     "time": _time,
     "shares": _shares,
 }
+"""How each kind of figure is drawn; an experiment names one."""

@@ -5,7 +5,7 @@ import torch
 import torch.autograd.forward_ad as forward
 import torch.nn.functional as F
 
-from undrop.engines.proven import PROVEN, Tainted
+from undrop.engines.proven import CONSTANT, PROVEN, Tainted
 
 D = torch.float64
 
@@ -131,6 +131,17 @@ CASES = {
     ),
     "group_norm": (lambda x: F.group_norm(x, 2, w(4), w(4)), (2, 4, 5)),
 }
+CONSTANTS = {
+    "zeros_like": lambda x: torch.zeros_like(x) + x.square(),
+    "ones_like": lambda x: torch.ones_like(x) * x.square(),
+    "empty_like": lambda x: torch.empty_like(x).fill_(0.5) * x.square(),
+    "full_like": lambda x: torch.full_like(x, 0.5) * x.square(),
+    "new_zeros": lambda x: x.new_zeros(3, 4) + x.square(),
+    "new_ones": lambda x: x.new_ones(3, 4) * x.square(),
+    "new_empty": lambda x: x.new_empty(3, 4).fill_(0.5) * x.square(),
+    "new_full": lambda x: x.new_full((3, 4), 0.5) * x.square(),
+    "new_empty_strided": lambda x: x.new_empty_strided((3, 4), (4, 1)).fill_(0.5) * x.square(),
+}
 WRONG = {
     "layer_norm": (lambda x: F.layer_norm(x, (4,)), (3, 4)),
     "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (5, 3)),
@@ -176,6 +187,11 @@ def test_reverse_over_forward_is_right(name):
 def test_every_proven_op_has_a_case():
     seen = {op for f, shape in CASES.values() for op in ops_of(f, w(*shape))}
     assert PROVEN - seen == set()
+
+
+@pytest.mark.parametrize("name", sorted(CONSTANT))
+def test_the_tangent_ends_where_only_the_shape_matters(name):
+    assert reverse_over_forward_error(CONSTANTS[name], (3, 4)) < 1e-7
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -8,12 +8,16 @@ that is not listed is never trusted.
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +25,7 @@ from undrop.engines.rules import TANGENT_RULES
 from undrop.sites import Handler, Interception, Site, call, keep_statistics
 from undrop.sites.recomputation import in_checkpoint
 
-__all__ = ["PROVEN", "Tainted", "blocking_op"]
+__all__ = ["CONSTANT", "PROVEN", "Tainted", "blocking_op"]
 
 _SHAPES = """view _unsafe_view expand permute transpose t unsqueeze squeeze select slice
     split split_with_sizes unbind alias clone _to_copy copy_ cat stack repeat flip roll constant_pad_nd
@@ -41,26 +45,44 @@ PROVEN = frozenset(
 """Names of aten ops whose reverse-over-forward derivative is proven right."""
 
 
+CONSTANT = frozenset(
+    [
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "new_empty_strided",
+    ]
+)
+"""Names of aten ops that look at a tensor's shape and type alone: there the tangent ends."""
+
 _CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent gets through it either
+_FUNCTION = "the autograd function"  # whose own rule for the tangent, if it has one, nobody proved
 
 
 class Tainted(TorchDispatchMode):
-    """Watches which ops meet tensors that depend on a noise site, and the unproven one among them."""
+    """Watches which ops meet tensors that depend on a noise site, and the unproven one among them.
+
+    What is marked is a tensor's storage: what is written into a part of it is in every view of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[str] = []
         self.watching = True
-        self._marked: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._marked: set[StorageWeakRef] = set()
 
     def mark(self, tree: Any) -> None:
         """Declare tensors to depend on a site."""
-        for tensor in _floats(tree):
-            self._marked[id(tensor)] = tensor
+        self._marked.update(_storages(tree))
 
     def touches(self, tree: Any) -> bool:
         """Whether any of the tensors depends on a site."""
-        return any(self._marked.get(id(tensor)) is tensor for tensor in _floats(tree))
+        return not self._marked.isdisjoint(_storages(tree))
 
     def __torch_dispatch__(
         self,
@@ -70,16 +92,39 @@ class Tainted(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the op; what comes of a marked tensor is marked."""
+        name = func.overloadpacket.__name__
+        touched = self.watching and name not in CONSTANT and self.touches((args, kwargs))
         out = func(*args, **(kwargs or {}))
-        if self.watching and self.touches((args, kwargs)) and _floats(out):
-            name = func.overloadpacket.__name__
-            self.ops.append(_CHECKPOINTING if in_checkpoint() else name)
+        if touched and _storages(out):
+            self.ops.append(_enclosing() or name)
             self.mark(out)
         return out
 
 
-def _floats(tree: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+def _storages(tree: Any) -> list[StorageWeakRef]:
+    """The memory of all tensors that can have a tangent."""
+    return [
+        StorageWeakRef(t.untyped_storage())
+        for t in tree_leaves(tree)
+        if isinstance(t, Tensor)
+        and t.layout is torch.strided
+        and (t.is_floating_point() or t.is_complex())
+    ]
+
+
+_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
+
+
+def _enclosing() -> str | None:
+    """What runs on the Python stack that no tangent gets through, whatever ops it is made of."""
+    if in_checkpoint():
+        return _CHECKPOINTING
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return f"{_FUNCTION} {frame.f_locals['cls'].__name__}"
+        frame = frame.f_back
+    return None
 
 
 _blocking: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
@@ -138,4 +183,4 @@ def _probe(model: nn.Module, inputs: Any) -> str | None:
     found = [op for op in tainted.ops if op not in PROVEN]
     if not found:
         return None
-    return found[0] if found[0] == _CHECKPOINTING else f"aten::{found[0]}"
+    return found[0] if " " in found[0] else f"aten::{found[0]}"

@@ -86,10 +86,10 @@ class CrossEntropy(Loss):
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
         logits, target = self._rows(output, target)
+        logits = logits[target != self.ignore_index]  # the value itself may be one of the classes
         p = torch.softmax(logits.detach().float(), -1)
         label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
-        label = label.masked_fill(target == self.ignore_index, self.ignore_index)
-        return F.cross_entropy(logits, label, ignore_index=self.ignore_index, reduction="sum")
+        return F.cross_entropy(logits, label, reduction="sum")
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         kept = (target != self.ignore_index).unsqueeze(-1)

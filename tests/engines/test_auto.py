@@ -1,0 +1,158 @@
+"""Which engine a model gets: the tangent where every op on its way is proven, else the antithetic."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import undrop
+from undrop.engines import Antithetic, Auto, Request, Tangent
+from undrop.engines.proven import blocking_op
+from undrop.errors import EngineError, OptionError
+
+
+class Net(nn.Module):
+    """A layer, dropout, some way on that a test chooses, and a layer."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(4, 6), nn.Dropout(0.3), nn.LazyLinear(3)
+        self.way = way
+
+    def forward(self, x):
+        return self.last(self.way(self.dropout(self.first(x))))
+
+
+class Doubled(torch.autograd.Function):
+    """An autograd function of the user's own, made of ops that are proven."""
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
+def through_a_slice(h):
+    """The tangent enters a tensor by writing into a part of it."""
+    buffer = torch.zeros_like(h)
+    buffer[:, :2] = h[:, :2]
+    return F.glu(buffer)
+
+
+def through_a_view(h):
+    """It enters a view that was taken before."""
+    base = torch.zeros_like(h)
+    view = base.view(-1)
+    base.add_(h)
+    return F.glu(view.view_as(h))
+
+
+BLOCKED = {
+    "aten::glu": F.glu,
+    "aten::_fft_r2c": lambda h: torch.fft.rfft(h).abs(),
+    "aten::linalg_qr": lambda h: torch.linalg.qr(h @ h.T + torch.eye(len(h)))[0],
+    "aten::glu after a slice": through_a_slice,
+    "aten::glu after a view": through_a_view,
+    "the autograd function Doubled": Doubled.apply,
+    "the autograd function OldStyle": OldStyle.apply,
+}
+FREE = {
+    "activations": lambda h: F.gelu(h).tanh(),
+    "unproven, but before the noise": lambda h: h * F.glu(torch.ones(5, 12)),
+    "constants of its shape": lambda h: h + F.glu(torch.zeros_like(torch.cat((h, h), -1))),
+    "by our own rules": lambda h: F.layer_norm(h, (6,)).softmax(-1),
+}
+
+
+def batch(way):
+    torch.manual_seed(0)
+    model, x = Net(way), torch.randn(5, 4)
+    with torch.no_grad():
+        model(x)  # the lazy layer learns its size
+    return model, x, torch.randint(3, (5,))
+
+
+def chosen(objective, model, x, y):
+    request = Request(model, x, y, objective.loss, "hessian", objective._weights(), None)
+    return objective.engine.choose(request)
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_an_unproven_op_sends_auto_to_the_antithetic_engine_with_one_line_in_the_log(name, caplog):
+    model, x, y = batch(BLOCKED[name])
+    objective = undrop.Analytic()
+    with caplog.at_level(logging.INFO, "undrop"):
+        for _ in range(3):
+            objective(model, x, y).backward()
+    op = name.split(" after")[0]
+    line = f"undrop uses the antithetic engine for Net: the tangent engine has no proven rule for {op}."
+    assert caplog.messages == [line]
+    assert isinstance(chosen(objective, model, x, y), Antithetic)
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_asked_for_by_name_the_tangent_engine_names_the_op_and_the_way_out(name):
+    model, x, y = batch(BLOCKED[name])
+    op = name.split(" after")[0]
+    with pytest.raises(EngineError, match=f"no proven rule for {op}: use engine='antithetic'"):
+        undrop.Analytic(engine="tangent")(model, x, y)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_where_all_ops_are_proven_it_is_the_tangent_engine_without_a_word(name, caplog):
+    model, x, y = batch(FREE[name])
+    objective = undrop.Analytic()
+    with caplog.at_level(logging.INFO, "undrop"):
+        objective(model, x, y).backward()
+    assert caplog.messages == []
+    assert isinstance(chosen(objective, model, x, y), Tangent)
+
+
+def test_the_probe_leaves_no_trace():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).train()
+    x = torch.randn(5, 4)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert blocking_op(model, x) is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_an_engine_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(
+        OptionError, match=r"no engine 'fast': use one of auto, tangent, antithetic"
+    ):
+        undrop.Analytic(engine="fast")
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.5])
+def test_epsilon_has_a_range(epsilon):
+    with pytest.raises(OptionError, match=r"epsilon must lie in \(0, 1\]"):
+        Antithetic(epsilon)
+
+
+def test_every_engine_has_its_name():
+    assert Auto().name == "auto"
+    assert [type(undrop.Analytic(engine=n).engine) for n in ("tangent", "antithetic")] == [
+        Tangent,
+        Antithetic,
+    ]

@@ -1,0 +1,189 @@
+"""Every loss against torch: its value, its derivatives along u, and their gradients, in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, hessian
+
+from problems import LOSSES, softened
+from undrop.errors import OptionError
+from undrop.losses import FORMS, CrossEntropy, Generic
+
+D = torch.float64
+SHAPES = [(3,), (2, 3), ()]
+REFERENCES = {
+    "cross-entropy": lambda f, y: F.cross_entropy(f.flatten(0, -2), y.flatten()),
+    "smoothed": lambda f, y: (
+        F.cross_entropy(
+            f.flatten(0, -2), y.flatten(), ignore_index=1, label_smoothing=0.2, reduction="sum"
+        )
+        / (y != 1).sum()
+    ),
+    "bce": F.binary_cross_entropy_with_logits,
+    "mse": F.mse_loss,
+    "generic": softened,
+}
+
+
+def case(name, leading):
+    """A loss with an output, a tangent and a target."""
+    torch.manual_seed(0)
+    output, u = torch.randn(2, *leading, 4, dtype=D).requires_grad_()
+    loss = LOSSES[name]()
+    if not isinstance(loss, CrossEntropy):
+        return loss, output, u, torch.rand(*leading, 4, dtype=D)
+    target = torch.randint(4, leading)
+    if leading:
+        target[0] = 1  # one that "smoothed" ignores
+        target[-1] = 2
+    return loss, output, u, target if leading else torch.tensor(3)
+
+
+@pytest.fixture(params=[(name, shape) for name in LOSSES for shape in SHAPES], ids=str)
+def given(request):
+    name, leading = request.param
+    if name == "cross-entropy" and not leading:
+        leading = (1,)  # torch's own wants a row
+    if name == "smoothed" and not leading:
+        leading = (4,)
+    return name, *case(name, leading)
+
+
+def test_the_value_is_torchs(given):
+    name, loss, output, _, target = given
+    expected = REFERENCES[name](output, target)
+    for value in (loss.value(output, target), loss.twice_differentiable_value(output, target)):
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_derivatives_are_those_of_the_value_along_u(given):
+    name, loss, output, u, target = given
+    found = loss.derivatives(output, u, target)
+    f, u = output.detach(), u.detach()
+
+    def reference(flat):
+        return REFERENCES[name](flat.view_as(f), target)
+
+    slope, curvature = grad(reference)(f.flatten()), hessian(reference)(f.flatten())
+    torch.testing.assert_close(found.loss, reference(f))
+    torch.testing.assert_close(found.directional, slope @ u.flatten())
+    torch.testing.assert_close(found.quadratic, u.flatten() @ curvature @ u.flatten())
+
+
+def test_the_other_forms(given):
+    name, loss, output, u, target = given
+    identity = loss.derivatives(output, u, target, "identity")
+    n = loss.count(output, target)
+    kept = u.square()
+    if isinstance(loss, CrossEntropy):
+        kept = kept[target != loss.ignore_index]
+    torch.testing.assert_close(identity.quadratic, kept.sum() / n)
+    jacobian = loss.derivatives(output, u, target, "loss-jacobian")
+    torch.testing.assert_close(jacobian.quadratic, n * identity.directional.square())
+    torch.testing.assert_close(jacobian.loss, identity.loss)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_their_gradients_are_right(given, form):
+    _, loss, output, u, target = given
+    torch.autograd.gradcheck(lambda f, u: loss.derivatives(f, u, target, form), (output, u))
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 2.0, -3.0), (0.0, 0.0, 1.0)])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_combined_total_is_the_weighted_sum(given, form, weights):
+    _, loss, output, u, target = given
+    total, parts = loss.combined(output, u, target, form, weights)
+    wanted = loss.derivatives(output, u, target, form)
+    expected = sum(c * part for c, part in zip(weights, wanted, strict=True))
+    torch.testing.assert_close(total, expected)
+    for part, other in zip(parts, wanted, strict=True):
+        torch.testing.assert_close(part, other.detach())
+        assert not part.requires_grad
+    for scale in (1.0, 3.0):
+        found = torch.autograd.grad(scale * total, (output, u), retain_graph=True)
+        torch.testing.assert_close(
+            found, torch.autograd.grad(scale * expected, (output, u), retain_graph=True)
+        )
+
+
+@pytest.mark.parametrize("form", ["hessian", "identity"])
+@pytest.mark.parametrize("name", ["cross-entropy", "smoothed", "bce", "mse"])
+def test_sampled_gradients_have_the_forms_second_moment(name, form):
+    """E[∇S ∇Sᵀ] = N × the form's matrix: 20,000 rows drawn at once, each entry within 4 errors."""
+    n = 20_000
+    torch.manual_seed(0)
+    loss = LOSSES[name]()
+    row = torch.randn(4, dtype=D)
+    output = row.expand(n, 4).clone().requires_grad_()
+    target = torch.zeros(n, dtype=torch.long)
+    if not isinstance(loss, CrossEntropy):
+        target = torch.rand(4, dtype=D).expand(n, 4)
+    total = loss.sampled(output, target, form, torch.Generator().manual_seed(0))
+    (g,) = torch.autograd.grad(total, output)
+    products = g.unsqueeze(-1) * g.unsqueeze(-2)
+    p, s = row.softmax(0), row.sigmoid()
+    expected = torch.eye(4, dtype=D)
+    if form == "hessian":
+        expected = {
+            "bce": torch.diag(s * (1 - s)),
+            "mse": 2 * torch.eye(4, dtype=D),
+        }.get(name, torch.diag(p) - torch.outer(p, p))
+    error = 4 * products.std(0) / n**0.5 + 1e-12
+    assert bool(((products.mean(0) - expected).abs() <= error).all())
+
+
+@pytest.mark.parametrize("form", ["hessian", "identity"])
+def test_ignored_rows_have_no_part_in_what_is_sampled(form):
+    output = torch.randn(3, 4, dtype=D, requires_grad=True)
+    target = torch.tensor([0, -100, 2])
+    total = CrossEntropy().sampled(output, target, form, None)
+    (g,) = torch.autograd.grad(total, output)
+    assert g[1].count_nonzero() == 0
+    assert g[0].count_nonzero() == 4
+
+
+def test_where_every_target_is_ignored_all_is_zero():
+    loss, output = CrossEntropy(), torch.randn(3, 4, dtype=D, requires_grad=True)
+    target = torch.full((3,), -100)
+    found = loss.derivatives(output, torch.randn(3, 4, dtype=D), target)
+    assert [part.item() for part in found] == [0.0, 0.0, 0.0]
+    assert loss.value(output, target).item() == 0.0
+
+
+def test_curvature_of_cross_entropy_is_never_negative():
+    u = torch.full((2, 5), 1e4) + torch.randn(2, 5)  # a large mean that the variance must not see
+    found = CrossEntropy().derivatives(torch.randn(2, 5), u, torch.tensor([1, 2]))
+    assert 0.0 <= found.quadratic < 10.0
+
+
+def test_a_loss_that_is_linear_has_no_curvature():
+    loss = Generic(lambda f, y: (f * y).sum(-1).mean())
+    f, u = torch.randn(2, 3, 4, dtype=D).requires_grad_()
+    found = loss.derivatives(f, u, torch.rand(3, 4, dtype=D))
+    assert found.quadratic.item() == 0.0
+
+
+def test_a_form_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(
+        OptionError, match=r"no quadratic form 'fisher': use hessian, identity, loss"
+    ):
+        CrossEntropy().derivatives(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1), "fisher")
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0])
+def test_label_smoothing_has_a_range(smoothing):
+    with pytest.raises(
+        OptionError, match=rf"label_smoothing must lie in \[0, 1\), got {smoothing}"
+    ):
+        CrossEntropy(label_smoothing=smoothing)
+
+
+def test_half_precision_is_summed_in_float32():
+    """With bfloat16 sums over 1,000 classes the loss would be off by percents."""
+    logits = torch.randn(8, 1000)
+    target = torch.randint(1000, (8,))
+    half = logits.bfloat16()
+    found = CrossEntropy().derivatives(half, torch.randn(8, 1000).bfloat16(), target)
+    expected = F.cross_entropy(half.float(), target)
+    torch.testing.assert_close(found.loss.float(), expected, rtol=1e-5, atol=0)

@@ -1,0 +1,85 @@
+"""Targets of the wrong shape, type or range, and what may stand for a loss."""
+
+import pytest
+import torch
+from torch import nn
+
+from undrop.errors import OptionError, TargetError
+from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Generic, as_loss
+
+LOGITS = torch.zeros(2, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "message"),
+    [
+        (CrossEntropy(), torch.zeros(2, 3), "class indices of an integer type, got torch.float32"),
+        (CrossEntropy(), torch.zeros(2, 3).bool(), "of an integer type, got torch.bool"),
+        (CrossEntropy(), [[0, 1, 2]] * 2, "of an integer type, got list"),
+        (CrossEntropy(), None, "of an integer type, got NoneType"),
+        (
+            CrossEntropy(),
+            torch.zeros(6).long(),
+            r"must have shape \(2, 3\), that of the output without its last dimension .*got \(6,\)",
+        ),
+        (CrossEntropy(), torch.full((2, 3), 5), r"must lie in 0 … 4 .* got 5"),
+        (CrossEntropy(), torch.full((2, 3), -1), r"ignore_index = -100\), got -1"),
+        (CrossEntropy(ignore_index=7), torch.full((2, 3), -100), "ignore_index = 7.*got -100"),
+        (BCEWithLogits(), torch.zeros(2, 3, 5).long(), "floating-point type, got torch.int64"),
+        (BCEWithLogits(), torch.zeros(2, 3), r"the output's shape \(2, 3, 5\), got \(2, 3\)"),
+        (BCEWithLogits(), torch.full((2, 3, 5), 1.5), r"must lie in \[0, 1\], got 1.5"),
+        (BCEWithLogits(), torch.full((2, 3, 5), torch.nan), r"must lie in \[0, 1\], got nan"),
+        (MSE(), torch.zeros(2, 3, 1), r"the output's shape \(2, 3, 5\), got \(2, 3, 1\)"),
+        (MSE(), torch.full((2, 3, 5), torch.nan), "got nan"),
+        (Generic(lambda f, y: f), torch.zeros(2), r"must return one number .* got \(2, 3, 5\)"),
+        (Generic(lambda f, y: 1.0), torch.zeros(2), "must return one number .* got float"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(loss, target, message):
+    with pytest.raises(TargetError, match=message):
+        loss.check(LOGITS, target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (CrossEntropy(), torch.full((2, 3), 4)),
+        (CrossEntropy(), torch.full((2, 3), -100)),
+        (CrossEntropy(), torch.full((2, 3), 4, dtype=torch.int32)),
+        (CrossEntropy(), torch.full((2, 3), 4, dtype=torch.uint8)),
+        (BCEWithLogits(), torch.ones(2, 3, 5)),
+        (MSE(), torch.randn(2, 3, 5)),
+        (Generic(lambda f, y: f.mean() * len(y)), ["anything"]),
+    ],
+)
+def test_targets_that_fit_pass(loss, target):
+    loss.check(LOGITS, target)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (None, CrossEntropy),
+        (nn.CrossEntropyLoss(), CrossEntropy),
+        (nn.CrossEntropyLoss(weight=torch.ones(5)), Generic),
+        (nn.CrossEntropyLoss(reduction="sum"), Generic),
+        (nn.BCEWithLogitsLoss(), BCEWithLogits),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(5)), Generic),
+        (nn.MSELoss(), MSE),
+        (nn.MSELoss(reduction="sum"), Generic),
+        (nn.functional.smooth_l1_loss, Generic),
+    ],
+)
+def test_what_may_stand_for_a_loss(given, kind):
+    assert type(as_loss(given)) is kind
+
+
+def test_torchs_cross_entropy_keeps_its_settings():
+    loss = as_loss(nn.CrossEntropyLoss(ignore_index=3, label_smoothing=0.1))
+    assert (loss.ignore_index, loss.label_smoothing) == (3, 0.1)
+    assert as_loss(loss) is loss
+
+
+def test_what_may_not():
+    with pytest.raises(OptionError, match="loss must be a Loss or a callable, got str"):
+        as_loss("cross-entropy")

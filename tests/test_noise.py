@@ -1,0 +1,97 @@
+"""η: zero mean, unit variance, from a generator; and which entries share one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from undrop.errors import OptionError
+from undrop.noise import NOISES, draw, mask_shape, sigma, structured_dropout
+
+LIKE = torch.empty(0, dtype=torch.float64)
+
+
+def drawn(noise, n, q=0.3, seed=0):
+    return draw(noise, (n,), q, like=LIKE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("q", [0.01, 0.3, 0.5, 0.9])
+def test_sigma_squared_is_q_over_one_minus_q(q):
+    assert sigma(q) ** 2 == pytest.approx(q / (1 - q), rel=1e-14)
+
+
+@pytest.mark.parametrize("q", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("noise", NOISES)
+def test_every_noise_has_mean_zero_and_variance_one(noise, q):
+    n = 200_000
+    eta = drawn(noise, n, q)
+    fourth = {"sign": 1.0, "gaussian": 3.0, "dropout": 1 / (q * (1 - q)) - 3}[noise]
+    assert abs(eta.mean()) < 4 / n**0.5
+    assert abs(eta.square().mean() - 1) <= 4 * ((fourth - 1) / n) ** 0.5 + 1e-12
+
+
+@pytest.mark.parametrize("q", [0.1, 0.5, 0.8])
+def test_one_plus_sigma_times_dropouts_noise_is_dropouts_mask(q):
+    mask = 1 + sigma(q) * drawn("dropout", 1000, q)
+    kept = torch.full_like(mask, 1 / (1 - q))
+    torch.testing.assert_close(mask, torch.where(mask.abs() < 1e-9, 0.0, kept), atol=1e-12, rtol=0)
+
+
+def test_signs_are_signs():
+    assert set(drawn("sign", 100).tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_noise_comes_from_its_generator_alone(noise):
+    state = torch.get_rng_state()
+    assert torch.equal(drawn(noise, 9), drawn(noise, 9))
+    assert not torch.equal(drawn(noise, 9), drawn(noise, 9, seed=1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("noise", NOISES)
+def test_noise_has_the_type_of_what_it_is_for(noise, dtype):
+    assert draw(noise, (2, 3), 0.5, like=torch.empty(1, dtype=dtype)).dtype == dtype
+
+
+def test_a_noise_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(
+        OptionError, match=r"no noise 'uniform': use one of dropout, sign, gaussian"
+    ):
+        draw("uniform", (1,), 0.5, like=LIKE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shared", "expected"),
+    [
+        ((2, 3, 4), (), (2, 3, 4)),
+        ((2, 3, 4), (0,), (1, 3, 4)),
+        ((2, 3, 4), (-1, 1), (2, 1, 1)),
+        ((), (), ()),
+    ],
+)
+def test_shared_dimensions_have_one_entry(shape, shared, expected):
+    assert mask_shape(shape, shared) == expected
+
+
+def test_structured_dropout_drops_along_shared_dimensions_and_scales():
+    h = torch.rand(50, 6, 40) + 1
+    ratio = structured_dropout(h, 0.4, shared=(0,)) / h
+    assert torch.allclose(ratio, ratio[:1].expand_as(ratio))
+    zero = ratio[0] == 0
+    torch.testing.assert_close(ratio[0][~zero], torch.full_like(ratio[0][~zero], 1 / 0.6))
+    assert abs(zero.double().mean() - 0.4) < 4 * (0.24 / 240) ** 0.5
+
+
+def test_without_sharing_it_is_torchs_dropout():
+    h = torch.randn(7, 5)
+    state = torch.get_rng_state()
+    ours = structured_dropout(h, 0.3)
+    torch.set_rng_state(state)
+    torch.testing.assert_close(ours, F.dropout(h, 0.3))
+
+
+@pytest.mark.parametrize("how", [{"p": 0.0}, {"p": 0.5, "training": False}])
+def test_idle_dropout_gives_back_what_it_got(how):
+    h = torch.randn(3)
+    assert structured_dropout(h, **how) is h

@@ -46,6 +46,10 @@ class EngineError(UndropError):
     """The engine asked for can't differentiate this model or loss."""
 
 
+class RecomputationError(EngineError):
+    """Activation checkpointing of a kind whose second run can't be given the noise of the first."""
+
+
 class OptionError(UndropError, ValueError):
     """An argument outside its range."""
 

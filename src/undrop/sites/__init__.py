@@ -2,9 +2,10 @@
 
 from undrop.sites import attention, functional, recurrent  # they register what they stand in for
 from undrop.sites.calling import call, logits_of, unwrapped
-from undrop.sites.discovery import Statistics, as_it_was, keep_statistics, silent, sites
+from undrop.sites.discovery import as_it_was, silent, sites
 from undrop.sites.interception import Field, Handler, Interception, intercepts
 from undrop.sites.site import Selection, Site, Sites
+from undrop.sites.statistics import Statistics, keep_statistics
 
 __all__ = [
     "Field",

@@ -14,7 +14,7 @@ from undrop.sites.calling import call, unwrapped
 from undrop.sites.interception import Interception
 from undrop.sites.site import Site, Sites
 
-__all__ = ["Statistics", "as_it_was", "keep_statistics", "silent", "sites"]
+__all__ = ["as_it_was", "silent", "sites"]
 
 
 def silent(site: Site, h: Tensor) -> Tensor:
@@ -71,41 +71,6 @@ def _nothing_found(model: nn.Module) -> str:
             f"it has {', '.join(idle[:3])}, but none was active in the pass: check p and its mode"
         )
     return f"no active dropout was met in a forward pass of {type(model).__name__}: {hint}."
-
-
-def _norms(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-
-
-class Statistics:
-    """A copy of the running statistics of a model's normalisation layers, to be put back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._saved = [(b, b.clone()) for m in _norms(model) for b in m.buffers(recurse=False)]
-
-    def restore(self) -> None:
-        """Put them back."""
-        with torch.no_grad():
-            for buffer, value in self._saved:
-                buffer.copy_(value)
-
-
-@contextmanager
-def keep_statistics(model: nn.Module) -> Iterator[None]:
-    """Let passes move copies of the running statistics, and leave the statistics themselves alone.
-
-    A step of several passes is one step: its statistics move once, in the pass outside of this.
-    (Writing old values back would not do: the graph of the first pass holds on to the buffers.)
-    """
-    norms = _norms(model)
-    originals = [dict(m._buffers) for m in norms]
-    try:
-        for m in norms:
-            m._buffers.update({k: b.clone() for k, b in m._buffers.items() if b is not None})
-        yield
-    finally:
-        for m, buffers in zip(norms, originals, strict=True):
-            m._buffers.update(buffers)
 
 
 @contextmanager

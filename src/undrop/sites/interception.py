@@ -2,23 +2,29 @@
 
 A ``TorchFunctionMode`` sees the dropout *functions* themselves, so that a dropout is found wherever
 it is called from. Nothing in the model is touched: no hook, no patched function, no replaced module.
+What activation checkpointing runs again in the backward pass is given the same answers there.
 Leaving the ``with`` block, in whatever way, ends it; other threads never see it.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
+import torch.autograd.forward_ad as forward
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from undrop.errors import UnsupportedDropoutError
+from undrop.errors import RecomputationError, UnsupportedDropoutError
 from undrop.noise import mask_shape
+from undrop.sites.recomputation import Region, enclosing_function, regions
 from undrop.sites.site import Site
+from undrop.sites.statistics import keep_statistics
 
 __all__ = ["Field", "Handler", "Interception", "intercepts"]
 
@@ -81,8 +87,12 @@ class Interception(TorchFunctionMode):
         self.field = field
         self.sites: list[Site] = []
         self._handlers = {**SITE_HANDLERS, **(rules or {})}
+        self._model = model
+        self._rules = rules
         self._names = {id(module): name for name, module in model.named_modules()}
         self._calls: Counter[str] = Counter()
+        self._gradients = torch.is_grad_enabled()
+        self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __torch_function__(
         self,
@@ -95,7 +105,48 @@ class Interception(TorchFunctionMode):
         handler = self._handlers.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
+        self._prepare_recomputation()
         return handler(self, func, args, kwargs or {})
+
+    def _prepare_recomputation(self) -> None:
+        """See to it that a checkpointed region that is being run is run again as it is now.
+
+        Raises:
+            RecomputationError: if that can't be.
+        """
+        if not torch.is_grad_enabled():
+            function = enclosing_function() if self._gradients else None
+            if function is not None:
+                raise RecomputationError(
+                    f"{self._where()} runs inside of the autograd function {function}, whose backward "
+                    "undrop can't give the same noise: with activation checkpointing pass "
+                    "use_reentrant=False."
+                )
+            return
+        for region in regions():
+            if region not in self._bound:
+                self._bind(region)
+
+    def _bind(self, region: Region) -> None:
+        if forward._current_level >= 0:
+            raise RecomputationError(
+                f"{self._where()} is under activation checkpointing, whose second run has no forward "
+                "mode: use engine='antithetic'."
+            )
+        calls, run = Counter(self._calls), region.recompute_fn
+
+        def run_again(*args: Any) -> None:
+            again = Interception(self._model, self.field, self._rules)
+            again._calls = Counter(calls)
+            with keep_statistics(self._model), again:
+                run(*args)
+
+        region.recompute_fn = run_again
+        self._bound.add(region)
+
+    def _where(self) -> str:
+        module = self.running_module()
+        return "the model" if module is None else f"{self._names[id(module)] or 'the model'!r}"
 
     def noisy(
         self,

@@ -1,0 +1,105 @@
+"""Parts of a model that the backward pass runs a second time: activation checkpointing.
+
+A region under ``torch.utils.checkpoint`` keeps none of its activations. When the backward pass asks
+for one, the region is run again, in whatever thread that happens, and no interception is on: torch's
+own dropout would draw masks of its own there. So an interception has to find the regions it passes
+through and see to it that they are run again under one that answers as it did.
+
+What makes a region is its hooks on torch's stack of saved-tensor hooks, by which every way into
+non-reentrant checkpointing (``checkpoint``, ``checkpoint_sequential``, module wrappers, Transformers)
+takes the same road; from the hooks we get at the region's record, which holds the function that runs
+it again. The reentrant kind runs inside of an autograd function and leaves nothing to hold on to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from undrop.errors import RecomputationError
+
+__all__ = ["Region", "enclosing_function", "in_checkpoint", "regions"]
+
+_Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+_HOME = "torch.utils.checkpoint"
+_autograd_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+class Region(Protocol):
+    """Torch's record of one run of a checkpointed region."""
+
+    recompute_fn: Callable[..., None]
+    """Runs the region again."""
+
+
+def regions() -> list[Region]:
+    """The checkpointed regions that are being run now, the innermost first.
+
+    Raises:
+        RecomputationError: if there is one and this torch does not let us find it.
+    """
+    if _autograd_top is None:
+        if in_checkpoint():
+            raise RecomputationError(
+                f"activation checkpointing needs torch 2.8 or later with undrop, got "
+                f"{torch.__version__}: turn it off, or install a later torch."
+            )
+        return []
+    return [_region(hooks) for hooks in _all_hooks() if _is_checkpoint(hooks)]
+
+
+def _top_hooks() -> _Hooks | None:
+    """The hooks that are asked for every tensor saved from now on."""
+    hooks: _Hooks | None = _autograd_top(False) if _autograd_top is not None else None
+    return hooks
+
+
+def _all_hooks() -> list[_Hooks]:
+    """The whole stack of hooks, the top first: taken off one by one and put back."""
+    stack: list[_Hooks] = []
+    while (hooks := _top_hooks()) is not None:
+        stack.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for hooks in reversed(stack):
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    return stack
+
+
+def _is_checkpoint(hooks: _Hooks) -> bool:
+    """Whether the hooks are those of a region's first run (not of its second)."""
+    pack = hooks[0]
+    name = getattr(pack, "__qualname__", "")
+    return getattr(pack, "__module__", None) == _HOME and name.startswith("_checkpoint_hook.")
+
+
+def _region(hooks: _Hooks) -> Region:
+    pack: Any = hooks[0]
+    held = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    region: Region = held["frame"].cell_contents
+    return region
+
+
+def in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` is on the Python stack, gradients or not."""
+    return any(frame.f_globals.get("__name__") == _HOME for frame in _stack())
+
+
+def enclosing_function() -> str | None:
+    """The name of the autograd function whose forward is on the Python stack, if there is one."""
+    for frame in _stack():
+        ctx = frame.f_locals.get("ctx")
+        if isinstance(ctx, FunctionCtx):
+            return type(ctx).__name__.removesuffix("Backward")
+    return None
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,269 @@
+"""Activation checkpointing: the second run of a region has the noise of the first."""
+
+import gc
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import undrop
+from undrop.engines import Draw
+from undrop.errors import EngineError, RecomputationError
+from undrop.sites import recomputation
+
+D = torch.float64
+
+
+class Block(nn.Module):
+    """One dropout used twice, attention with its own, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True, dtype=D)
+        self.linear = nn.Linear(4, 4, dtype=D)
+        self.norm = nn.BatchNorm1d(3, dtype=D)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.attention(x, x, x, need_weights=False)[0])
+        return x + self.drop(torch.tanh(self.linear(self.norm(y))))
+
+
+def each(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def without_random_state(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+    return x
+
+
+def nested(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    return checkpoint(each, blocks, x, use_reentrant=False)
+
+
+def in_segments(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    return checkpoint_sequential(list(blocks), 2, x, use_reentrant=False)
+
+
+def with_contexts(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    contexts = lambda: (nullcontext(), nullcontext())  # noqa: E731
+    return checkpoint(plain, blocks, x, use_reentrant=False, context_fn=contexts)
+
+
+def reentrant(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    return checkpoint(plain, blocks, x, use_reentrant=True)
+
+
+def plain(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+class Net(nn.Module):
+    def __init__(self, run=plain) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 4, dtype=D)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 3, dtype=D)
+        self.drop = nn.Dropout(0.1)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.run(self.blocks, self.drop(self.enter(x)))))
+
+
+OBJECTIVES = {
+    "antithetic": lambda: undrop.Analytic(engine="antithetic"),
+    "fraction": lambda: undrop.Analytic(engine="antithetic", fraction=0.5, samples=2),
+    "reverse": lambda: undrop.Analytic(engine="reverse"),
+    "exact": lambda: undrop.Analytic(engine="exact"),
+    "none": undrop.NoRegularization,
+    "dropout": lambda: undrop.Dropout(2),
+    "own masks": lambda: undrop.Dropout(2, generator=torch.Generator().manual_seed(3)),
+}
+ROADS = [each, without_random_state, nested, in_segments, with_contexts]
+
+
+def after_a_step(model: nn.Module, objective: undrop.Objective, backward=None) -> list[Tensor]:
+    """Gradients and buffers after one step on a fixed batch with fixed noise."""
+    torch.manual_seed(5)
+    x, y = torch.randn(2, 3, 4, dtype=D), torch.randint(3, (2, 3))
+    torch.manual_seed(6)
+    step = objective(model, x, y)
+    (backward or Tensor.backward)(step.total)
+    return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def net(run) -> Net:
+    torch.manual_seed(4)
+    return Net(run)
+
+
+def assert_same(model: nn.Module, name: str, backward=None) -> None:
+    expected = after_a_step(net(plain), OBJECTIVES[name]())
+    got = after_a_step(model, OBJECTIVES[name](), backward)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("run", ROADS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("name", ["antithetic", "own masks"])
+def test_gradients_and_statistics_are_those_without_checkpointing(name, run):
+    assert_same(net(run), name)
+
+
+@pytest.mark.parametrize("name", ["reverse", "exact", "none"])
+@pytest.mark.parametrize("run", [each, nested], ids=lambda run: run.__name__)
+def test_every_engine_and_objective(name, run):
+    assert_same(net(run), name)
+
+
+def test_a_fraction_of_the_batch():
+    def step(run) -> list[Tensor]:
+        model = net(run)
+        for block in model.blocks:
+            block.norm = nn.Identity()  # a fraction is not for batch norm
+        return after_a_step(model, OBJECTIVES["fraction"]())
+
+    torch.testing.assert_close(step(nested), step(plain), rtol=1e-12, atol=1e-14)
+
+
+def test_torch_keeps_its_own_masks_where_dropout_is_its_own():
+    """Without undrop's noise torch's random state is what counts; undrop must not disturb it."""
+    expected = after_a_step(net(plain), OBJECTIVES["dropout"]())
+    got = after_a_step(net(each), OBJECTIVES["dropout"]())
+    parameters = len(list(net(plain).parameters()))
+    torch.testing.assert_close(got[:parameters], expected[:parameters])
+
+
+def test_module_wrapper():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        checkpoint_wrapper,
+    )
+
+    model = net(plain)
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT)
+    assert_same(model, "antithetic")
+
+
+def test_hooks_on_modules_make_the_region():
+    """No function of torch.utils.checkpoint is on the stack then: the region is found by its hooks."""
+    from torch.distributed._composable import checkpoint as checkpointed
+
+    model = net(plain)
+    for block in model.blocks:
+        checkpointed(block)
+    assert_same(model, "antithetic")
+
+
+def test_backward_in_another_thread():
+    """As on a GPU, where autograd's own threads run the region again."""
+
+    def elsewhere(total: Tensor) -> None:
+        thread = threading.Thread(target=total.backward)
+        thread.start()
+        thread.join()
+
+    assert_same(net(nested), "antithetic", elsewhere)
+
+
+def test_a_retained_graph_can_be_run_again_and_again():
+    expected = after_a_step(net(plain), OBJECTIVES["antithetic"]())
+
+    def twice(total: Tensor) -> None:
+        total.backward(retain_graph=True)
+        total.backward()
+
+    model = net(each)
+    got = after_a_step(model, OBJECTIVES["antithetic"](), twice)
+    n = len(list(model.parameters()))
+    torch.testing.assert_close(got[:n], [2 * g for g in expected[:n]])
+
+
+def test_noise_in_a_region_is_not_held_for_its_second_run(monkeypatch):
+    """It is drawn anew there: else checkpointing would save no memory on it."""
+    made = []
+    monkeypatch.setattr(Draw, "__init__", _remembered(Draw.__init__, made))
+
+    def alive(run) -> int:
+        made.clear()
+        torch.manual_seed(0)
+        step = undrop.Analytic(engine="antithetic")(net(run), torch.randn(2, 3, 4, dtype=D), TARGET)
+        gc.collect()
+        assert step.total.requires_grad  # the graph is still there
+        return sum(held() is not None for held in made[-1]._drawn.values())
+
+    assert alive(plain) == 8
+    assert alive(each) == 2  # the two sites outside of the blocks
+
+
+TARGET = torch.tensor([[0, 1, 2], [2, 1, 0]])
+
+
+def _remembered(init, made):
+    def remembering(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    return remembering
+
+
+def test_the_reentrant_kind_is_refused():
+    with pytest.raises(RecomputationError, match=r"CheckpointFunction.*use_reentrant=False"):
+        after_a_step(net(reentrant), OBJECTIVES["antithetic"]())
+
+
+def test_the_tangent_engine_refuses_and_auto_goes_antithetic(caplog):
+    with pytest.raises(EngineError, match=r"activation checkpointing: use engine='antithetic'"):
+        after_a_step(net(each), undrop.Analytic(engine="tangent"))
+    got = after_a_step(net(each), undrop.Analytic())
+    assert "no proven rule for activation checkpointing" in caplog.text
+    expected = after_a_step(net(plain), OBJECTIVES["antithetic"]())
+    torch.testing.assert_close(got, expected)
+
+
+def test_checkpointing_switched_on_after_the_engine_was_chosen():
+    model, objective = net(plain), undrop.Analytic()
+    after_a_step(model, objective)
+    model.run = each
+    with pytest.raises(RecomputationError, match=r"no forward mode: use engine='antithetic'"):
+        after_a_step(model, objective)
+
+
+def test_other_hooks_are_left_as_they_were():
+    from torch.autograd.graph import save_on_cpu
+
+    found = []
+
+    def look(x: Tensor) -> Tensor:
+        with save_on_cpu():
+            before = top()
+            found.append(len(recomputation.regions()))
+            assert top() == before
+        return x.sin()
+
+    top = recomputation._top_hooks
+    x = torch.ones(2, requires_grad=True)
+    with save_on_cpu():
+        before = top()
+        checkpoint(look, x, use_reentrant=False).sum().backward()
+        assert top() == before
+    assert top() is None
+    assert found == [1, 0]  # the second run is no region of its own
+    torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+def test_a_torch_that_hides_its_hooks_is_refused(monkeypatch):
+    monkeypatch.setattr(recomputation, "_autograd_top", None)
+    with pytest.raises(RecomputationError, match=r"needs torch 2.8 or later"):
+        after_a_step(net(each), OBJECTIVES["antithetic"]())
+    assert after_a_step(net(plain), OBJECTIVES["antithetic"]())

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from dispatch import LargestTensor
 from undrop.errors import OptionError, OutputError, TargetError
 from undrop.losses.base import FORMS
 from undrop.losses.cross_entropy import CrossEntropy
@@ -180,23 +179,11 @@ def test_ignored_targets_are_not_sampled():
         assert (grad[3:] != 0).any()
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return out
-
-
 @pytest.mark.parametrize("call", ["value", "combined", "derivatives"])
 def test_the_whole_matrix_of_logits_is_never_made(call):
     features, u, weight, bias, target = problem((40, 10), classes=500, dtype=torch.float32)
     loss = LinearCrossEntropy(weight, bias, chunk=16)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         if call == "value":
             total = loss.value(features, target)
         elif call == "combined":

@@ -22,22 +22,28 @@ from torch.autograd.function import once_differentiable
 __all__ = [
     "Coefficients",
     "Rule",
+    "Terms",
+    "Work",
     "cross_entropy_combined",
     "cross_entropy_derivatives",
+    "loss_gradient_",
     "loss_rows",
+    "tangent_gradients_",
     "tangent_rows",
     "working_dtype",
 ]
 
 _CHUNK_ELEMENTS = 1 << 19  # of one scratch buffer: a few of them fit into the cache of a core
 
+Weight = float | Tensor  # the same for all rows, or a column of one for each
+
 
 class Coefficients(NamedTuple):
     """What the total is made of: ``loss·ℓ + quadratic·uᵀHu + directional·∂ℓ/∂ε``."""
 
-    loss: float
-    quadratic: float
-    directional: float
+    loss: Weight
+    quadratic: Weight
+    directional: Weight
 
     def over(self, n: int) -> Coefficients:
         """The coefficients of the sums over n rows that make up their means."""
@@ -50,6 +56,28 @@ class Rule(NamedTuple):
     smoothing: float = 0.0  # of labels, as in torch
     form: str = "hessian"  # or "identity": ‖u‖² in place of uᵀHu
     coefficients: Coefficients | None = None  # None: no gradient is wanted
+    seed: int | None = None  # of whatever is drawn, so that it is the same in the backward
+
+
+class Terms(NamedTuple):
+    """The terms of each row, and the mean Σ p u that v is u less of."""
+
+    loss: Tensor
+    quadratic: Tensor
+    directional: Tensor
+    mean: Tensor
+
+    def sums(self) -> Tensor:
+        """Σ over rows of ℓ, uᵀHu and ∂ℓ/∂ε, (3,)."""
+        return torch.stack((self.loss.sum(), self.quadratic.sum(), self.directional.sum()))
+
+
+class Work(NamedTuple):
+    """Buffers (rows, classes): v, p v and p, of which the first two become d/dz and d/du."""
+
+    v: Tensor
+    pv: Tensor
+    p: Tensor
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,75 +100,61 @@ def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
     return picked
 
 
-def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: float) -> None:
+def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: Weight) -> None:
     """In place: ``x -= scale · t``."""
     if smoothing:
         x.sub_(scale * smoothing / x.shape[-1])
-    value = x.new_full((1, 1), -scale * (1.0 - smoothing)).expand(len(target), 1)
-    x.scatter_add_(-1, target.unsqueeze(-1), value)
+    value = x.new_ones(()) * scale * (smoothing - 1.0)
+    x.scatter_add_(-1, target.unsqueeze(-1), value.expand(len(target), 1))
 
 
-def loss_rows(
-    z: Tensor, target: Tensor, smoothing: float, c_loss: float | None, out: Tensor
-) -> Tensor:
-    """The sum of ℓ over rows; ``out`` becomes d(c_loss·Σℓ)/dz, or scratch where that is None.
-
-    ``out`` may be ``z`` itself.
-    """
+def loss_rows(z: Tensor, target: Tensor, smoothing: float, p: Tensor) -> Tensor:
+    """ℓ of each row; p, which may be z itself, becomes softmax(z)."""
     wanted = _expected(z, target, smoothing)
-    loss = (_softmax(z, out) - wanted).sum()
-    if c_loss is not None:
-        _subtract_target_(out.mul_(c_loss), target, smoothing, c_loss)
-    return loss
+    return _softmax(z, p) - wanted
 
 
-def tangent_rows(
-    z: Tensor, u: Tensor, target: Tensor, rule: Rule, dz: Tensor, du: Tensor, p: Tensor
-) -> Tensor:
-    """Sums over rows of ℓ, uᵀHu and ∂ℓ/∂ε, as (3,), and the gradients of their weighted total.
+def loss_gradient_(p: Tensor, target: Tensor, smoothing: float, c: Weight) -> None:
+    """In place: p to ``d(c·ℓ)/dz = c(p - t)``."""
+    _subtract_target_(p.mul_(c), target, smoothing, c)
+
+
+def tangent_rows(z: Tensor, u: Tensor, target: Tensor, rule: Rule, work: Work) -> Terms:
+    """The terms of each row along the tangent u; fills the buffers.
 
     Args:
         z: logits (rows, classes).
         u: their tangent.
         target: class of each row.
-        rule: label smoothing, quadratic form and the total's coefficients.
-        dz: where the gradient in z goes; may be ``u`` itself.
-        du: where the gradient in u goes; may be ``z`` itself.
-        p: scratch.
+        rule: label smoothing and quadratic form.
+        work: the buffers; ``work.v`` may be u itself and ``work.pv`` z itself.
     """
     wanted_z, wanted_u = (_expected(x, target, rule.smoothing) for x in (z, u))
-    norm = u.square().sum() if rule.form == "identity" else None
-    log_sum = _softmax(z, p)
-    mean = torch.mul(p, u, out=du).sum(-1, keepdim=True)
-    v = torch.sub(u, mean, out=dz)
-    pv = torch.mul(p, v, out=du)
-    variance = torch.linalg.vecdot(pv, v)
-    if rule.coefficients is not None:
-        if norm is None:
-            _hessian_gradients_(v, pv, p, variance, rule.coefficients)
-        else:
-            _identity_gradients_(v, pv, p, mean, rule.coefficients)
-        _subtract_target_(dz, target, rule.smoothing, rule.coefficients.loss)
-        _subtract_target_(du, target, rule.smoothing, rule.coefficients.directional)
-    loss = (log_sum - wanted_z).sum()
-    quadratic = variance.sum() if norm is None else norm
-    return torch.stack((loss, quadratic, (mean.squeeze(-1) - wanted_u).sum()))
+    norm = torch.linalg.vecdot(u, u) if rule.form == "identity" else None
+    log_sum = _softmax(z, work.p)
+    mean = torch.mul(work.p, u, out=work.pv).sum(-1)
+    v = torch.sub(u, mean.unsqueeze(-1), out=work.v)
+    pv = torch.mul(work.p, v, out=work.pv)
+    quadratic = torch.linalg.vecdot(pv, v) if norm is None else norm
+    return Terms(log_sum - wanted_z, quadratic, mean - wanted_u, mean)
 
 
-def _hessian_gradients_(
-    v: Tensor, pv: Tensor, p: Tensor, variance: Tensor, c: Coefficients
+def tangent_gradients_(
+    work: Work, terms: Terms, target: Tensor, rule: Rule, c: Coefficients
 ) -> None:
-    """In place, but for the target: v to d/dz = p(c₀ - c₁Σpv²) + pv(c₁v + c₂), pv to d/du."""
-    torch.add(v.new_tensor(c.directional), v, alpha=c.quadratic, out=v).mul_(pv)
-    v.addcmul_(p, (c.loss - c.quadratic * variance).unsqueeze(-1))
-    pv.mul_(2.0 * c.quadratic).add_(p, alpha=c.directional)
-
-
-def _identity_gradients_(v: Tensor, pv: Tensor, p: Tensor, mean: Tensor, c: Coefficients) -> None:
-    """In place, but for the target: v to d/dz = c₀p + c₂pv, pv to d/du = 2c₁u + c₂p."""
-    du = (v + mean).mul_(2.0 * c.quadratic).add_(p, alpha=c.directional)
-    torch.mul(pv, c.directional, out=v).add_(p, alpha=c.loss)
-    pv.copy_(du)
+    """In place: ``work.v`` to d/dz and ``work.pv`` to d/du of the total with coefficients c."""
+    v, pv, p = work
+    c0, c1, c2 = (v.new_ones(()) * weight for weight in c)
+    if rule.form == "identity":
+        du = (v + terms.mean.unsqueeze(-1)).mul_(2.0 * c1).addcmul_(p, c2)
+        torch.mul(pv, c2, out=v).addcmul_(p, c0)
+        pv.copy_(du)
+    else:
+        # d/dz = p(c₀ - c₁Σpv²) + pv(c₁v + c₂) - c₀t
+        v.mul_(c1).add_(c2).mul_(pv).addcmul_(p, c0 - c1 * terms.quadratic.unsqueeze(-1))
+        pv.mul_(2.0 * c1).addcmul_(p, c2)
+    _subtract_target_(v, target, rule.smoothing, c0)
+    _subtract_target_(pv, target, rule.smoothing, c2)
 
 
 def _chunks(z: Tensor) -> Iterator[slice]:
@@ -152,7 +166,7 @@ def _chunks(z: Tensor) -> Iterator[slice]:
 def _sweep(
     z: Tensor, u: Tensor, target: Tensor, rule: Rule, gradients: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """``tangent_rows`` over all rows, chunk by chunk; gradients in z and u go where told."""
+    """Sums over all rows, chunk by chunk; gradients in z and u go where told."""
     sums = z.new_zeros(3)
     scratch: Tensor | None = None
     for rows in _chunks(z):
@@ -160,7 +174,11 @@ def _sweep(
         p, dz, du = scratch[:, : rows.stop - rows.start]
         if gradients is not None:
             dz, du = gradients[0][rows], gradients[1][rows]
-        sums += tangent_rows(z[rows], u[rows], target[rows], rule, dz, du, p)
+        work = Work(dz, du, p)
+        terms = tangent_rows(z[rows], u[rows], target[rows], rule, work)
+        if rule.coefficients is not None:
+            tangent_gradients_(work, terms, target[rows], rule, rule.coefficients)
+        sums += terms.sums()
     return sums
 
 

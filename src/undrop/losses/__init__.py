@@ -1,5 +1,6 @@
 """What the output tangent u becomes: uᵀHu and ∂ℓ/∂ε, per output loss."""
 
+from undrop.losses.adaptive import AdaptiveSoftmax
 from undrop.losses.base import FORMS, Derivatives, Loss
 from undrop.losses.bce import BCEWithLogits
 from undrop.losses.cross_entropy import CrossEntropy
@@ -10,6 +11,7 @@ from undrop.losses.mse import MSE
 
 __all__ = [
     "FORMS",
+    "AdaptiveSoftmax",
     "BCEWithLogits",
     "CrossEntropy",
     "Derivatives",

@@ -1,0 +1,84 @@
+"""What losses on features share: those that have the output layer inside."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from undrop.errors import OptionError, OutputError
+from undrop.kernels.fused import Output
+from undrop.kernels.softmax import Coefficients, Rule
+from undrop.losses.base import Derivatives, Loss
+from undrop.losses.targets import check_class_indices
+
+__all__ = ["FeatureLoss"]
+
+
+class FeatureLoss(Loss):
+    """A mean over tokens of -log p(y | f), for features f (…, d) and class indices (…).
+
+    Args:
+        output: the output layer with its loss.
+        width: d.
+        classes: the number of classes.
+        ignore_index: targets of this value take no part.
+        label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C.
+        chunk: rows at a time, None for a number that suits the classes.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        *,
+        width: int,
+        classes: int,
+        ignore_index: int,
+        label_smoothing: float = 0.0,
+        chunk: int | None = None,
+    ) -> None:
+        if not 0.0 <= label_smoothing < 1.0:
+            raise OptionError(f"label_smoothing must lie in [0, 1), got {label_smoothing}.")
+        if chunk is not None and chunk < 1:
+            raise OptionError(f"chunk must be at least 1 row, got {chunk}.")
+        self.layer = output
+        self.width, self.classes, self.chunk = width, classes, chunk
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Class indices, one for each row of features."""
+        if output.shape[-1] != self.width:
+            raise OutputError(
+                f"the loss takes features of width {self.width}, that of its output layer, got an "
+                f"output of shape {tuple(output.shape)}: have the model return features, not logits."
+            )
+        check_class_indices(target, tuple(output.shape[:-1]), self.classes, self.ignore_index)
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """The number of targets that are not ignored."""
+        return (target != self.ignore_index).sum().clamp(min=1).to(output.dtype)
+
+    def value(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean of -log p(y | f); 0 where every target is ignored."""
+        return self.layer.loss(output, target, Rule(self.label_smoothing), self.ignore_index)
+
+    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        parts = self.layer.derivatives(output, u, target, self._rule(form), self.ignore_index)
+        return Derivatives(*parts)
+
+    def _rule(self, form: str) -> Rule:
+        return Rule(self.label_smoothing, form)
+
+    def combined(
+        self,
+        output: Tensor,
+        u: Tensor,
+        target: Tensor,
+        form: str = "hessian",
+        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    ) -> tuple[Tensor, Derivatives]:
+        """The weighted total, its gradient formed in the same sweep over the rows."""
+        if form == "loss-jacobian":
+            return super().combined(output, u, target, form, weights)
+        rule = self._rule(form)._replace(coefficients=Coefficients(*weights))
+        total, parts = self.layer.combined(output, u, target, rule, self.ignore_index)
+        return total, Derivatives(*parts)

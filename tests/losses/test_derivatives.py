@@ -71,7 +71,7 @@ def test_the_derivatives_are_those_of_the_value_along_u(given):
 
 
 def test_the_other_forms(given):
-    name, loss, output, u, target = given
+    _, loss, output, u, target = given
     identity = loss.derivatives(output, u, target, "identity")
     n = loss.count(output, target)
     kept = u.square()

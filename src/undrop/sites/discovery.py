@@ -13,6 +13,7 @@ from undrop.errors import NoDropoutError
 from undrop.sites.calling import call, unwrapped
 from undrop.sites.interception import Interception
 from undrop.sites.site import Site, Sites
+from undrop.sites.statistics import keep_buffers
 
 __all__ = ["as_it_was", "silent", "sites"]
 
@@ -77,16 +78,12 @@ def _nothing_found(model: nn.Module) -> str:
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Put the mode of every module, all buffers and torch's random state back in the end."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(b, b.clone()) for b in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=_devices(model)):
+        with keep_buffers(model), torch.random.fork_rng(devices=_devices(model)):
             yield
     finally:
         for module, training in modes:
             module.training = training
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 def _devices(model: nn.Module) -> list[torch.device]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-__all__ = ["Statistics", "keep_statistics"]
+__all__ = ["Statistics", "keep_buffers", "keep_statistics"]
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
@@ -35,12 +35,25 @@ def keep_statistics(model: nn.Module) -> Iterator[None]:
     A step of several passes is one step: its statistics move once, in the pass outside of this.
     (Writing old values back would not do: the graph of the first pass holds on to the buffers.)
     """
-    norms = _norms(model)
-    originals = [dict(m._buffers) for m in norms]
+    with _copied_buffers(_norms(model)):
+        yield
+
+
+@contextmanager
+def keep_buffers(model: nn.Module) -> Iterator[None]:
+    """The same for every buffer of the model."""
+    with _copied_buffers(list(model.modules())):
+        yield
+
+
+@contextmanager
+def _copied_buffers(modules: list[nn.Module]) -> Iterator[None]:
+    originals = [dict(m._buffers) for m in modules]
     try:
-        for m in norms:
+        for m in modules:
             m._buffers.update({k: b.clone() for k, b in m._buffers.items() if b is not None})
         yield
     finally:
-        for m, buffers in zip(norms, originals, strict=True):
+        for m, buffers in zip(modules, originals, strict=True):
+            m._buffers.clear()
             m._buffers.update(buffers)

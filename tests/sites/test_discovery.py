@@ -1,0 +1,281 @@
+"""Every kind of dropout is found, with its name, kind, p, mask and shape, and nothing is changed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import undrop
+from undrop.errors import NoDropoutError
+from undrop.nn import EmbeddingDropout, LockedDropout, WeightDrop
+
+
+class Calls(nn.Module):
+    """A model that is one function of its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def rows(model, inputs):
+    found = undrop.sites(model, inputs)
+    return [(s.name, s.kind, s.p, s.mask, s.shape, s.mask_shape, s.per_example) for s in found]
+
+
+X = torch.randn(2, 3)
+IMAGE = torch.randn(2, 3, 4, 4)
+INDEPENDENT = "independent"
+KINDS = {
+    "Dropout": (
+        nn.Sequential(nn.Dropout(0.3)),
+        X,
+        ("0", "dropout", 0.3, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "Dropout itself": (
+        nn.Dropout(),
+        X,
+        ("dropout", "dropout", 0.5, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "in place": (
+        nn.Sequential(nn.Dropout(0.3, inplace=True)),
+        X,
+        ("0", "dropout", 0.3, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "F.dropout": (
+        Calls(lambda self, x: F.dropout(x, 0.2, self.training)),
+        X,
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "F.dropout with its default p": (
+        Calls(lambda self, x: F.dropout(x, training=self.training)),
+        X,
+        ("dropout", "dropout", 0.5, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "torch.dropout": (
+        Calls(lambda self, x: torch.dropout(x, 0.2, self.training)),
+        X,
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "torch.dropout_": (
+        Calls(lambda self, x: torch.dropout_(x.clone(), 0.2, self.training)),
+        X,
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "torch.native_dropout": (
+        Calls(lambda self, x: torch.native_dropout(x, 0.2, self.training)[0]),
+        X,
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "torch.feature_dropout": (
+        Calls(lambda self, x: torch.feature_dropout(x, 0.2, self.training)),
+        IMAGE,
+        ("dropout2d", "dropout2d", 0.2, "per feature map", (2, 3, 4, 4), (2, 3, 1, 1), True),
+    ),
+    "Dropout1d": (
+        nn.Sequential(nn.Dropout1d(0.3)),
+        torch.randn(2, 3, 5),
+        ("0", "dropout1d", 0.3, "per feature map", (2, 3, 5), (2, 3, 1), True),
+    ),
+    "Dropout1d without batch": (
+        nn.Sequential(nn.Dropout1d(0.3)),
+        torch.randn(3, 5),
+        ("0", "dropout1d", 0.3, "per feature map", (3, 5), (3, 1), True),
+    ),
+    "Dropout2d": (
+        nn.Sequential(nn.Dropout2d(0.3)),
+        IMAGE,
+        ("0", "dropout2d", 0.3, "per feature map", (2, 3, 4, 4), (2, 3, 1, 1), True),
+    ),
+    "Dropout3d": (
+        nn.Sequential(nn.Dropout3d(0.3)),
+        torch.randn(2, 3, 4, 4, 2),
+        ("0", "dropout3d", 0.3, "per feature map", (2, 3, 4, 4, 2), (2, 3, 1, 1, 1), True),
+    ),
+    "attention": (
+        Calls(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)),
+        torch.randn(2, 3, 5, 4),
+        ("attention", "attention", 0.1, "per probability", (2, 3, 5, 5), (2, 3, 5, 5), True),
+    ),
+    "LSTM": (
+        nn.Sequential(nn.LSTM(3, 4, num_layers=2, dropout=0.3)),
+        torch.randn(5, 2, 3),
+        ("0.layer0", "recurrent", 0.3, INDEPENDENT, (5, 2, 4), (5, 2, 4), True),
+    ),
+    "LockedDropout": (
+        nn.Sequential(LockedDropout(0.3)),
+        torch.randn(5, 2, 3),
+        ("0", "locked", 0.3, "shared over time", (5, 2, 3), (1, 2, 3), True),
+    ),
+    "LockedDropout, batch first": (
+        nn.Sequential(LockedDropout(0.3, time_dim=1)),
+        torch.randn(5, 2, 3),
+        ("0", "locked", 0.3, "shared over time", (5, 2, 3), (5, 1, 3), True),
+    ),
+    "WeightDrop": (
+        nn.Sequential(WeightDrop(nn.Linear(3, 4), ["weight"], 0.4)),
+        X,
+        ("0.weight", "weight", 0.4, "per weight", (4, 3), (4, 3), False),
+    ),
+    "EmbeddingDropout": (
+        nn.Sequential(EmbeddingDropout(nn.Embedding(7, 3), 0.4)),
+        torch.tensor([[1, 2]]),
+        ("0", "embedding", 0.4, "per word", (7, 1), (7, 1), False),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_found(kind):
+    model, inputs, expected = KINDS[kind]
+    assert rows(model, inputs) == [expected]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_multi_head_attention(weights):
+    attention = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
+    model = Calls(lambda self, x: self.attention(x, x, x, need_weights=weights)[0])
+    model.attention = attention
+    assert rows(model, torch.randn(3, 5, 4)) == [
+        ("attention.attention", "attention", 0.1)
+        + (("independent", (6, 5, 5), (6, 5, 5), True) if weights else ())
+        + (() if weights else ("per probability", (3, 2, 5, 5), (3, 2, 5, 5), True))
+    ]
+
+
+def test_a_transformer_layer_has_four_sites_and_each_its_name():
+    layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.1, batch_first=True)
+    found = undrop.sites(nn.Sequential(layer), torch.randn(2, 3, 4))
+    assert found.names == ("0.self_attn.attention", "0.dropout1", "0.dropout", "0.dropout2")
+    assert {site.p for site in found} == {0.1}
+
+
+def test_a_decoder_layer_has_six():
+    layer = nn.TransformerDecoderLayer(4, 2, 5, dropout=0.1, batch_first=True)
+    x = torch.randn(2, 3, 4)
+    found = undrop.sites(layer, (x, x))
+    assert found.names == (
+        *("self_attn.attention", "dropout1", "multihead_attn.attention"),
+        *("dropout2", "dropout", "dropout3"),
+    )
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_drop_between_layers_only(cell):
+    model = cell(3, 4, num_layers=3, dropout=0.2, bidirectional=True)
+    found = undrop.sites(model, torch.randn(5, 2, 3))
+    assert [(s.name, s.shape) for s in found] == [("layer0", (5, 2, 8)), ("layer1", (5, 2, 8))]
+
+
+def test_packed_sequences_are_dropped_entry_by_entry():
+    packed = pack_padded_sequence(torch.randn(5, 2, 3), torch.tensor([5, 2]))
+    model = Calls(lambda self, x: self.gru(x)[0].data)
+    model.gru = nn.GRU(3, 4, num_layers=2, dropout=0.2)
+    assert undrop.sites(model, (packed,))[0].shape == (7, 4)
+
+
+def test_a_module_that_is_called_again_is_another_site():
+    dropout = nn.Dropout(0.3)
+    model = Calls(lambda self, x: self.a(self.b(self.a(x))))
+    model.a, model.b = nn.Sequential(dropout), nn.Dropout(0.1)
+    assert undrop.sites(model, X).names == ("a.0", "b", "a.0#2")
+
+
+def test_functional_dropout_is_named_by_the_module_that_calls_it():
+    inner = Calls(lambda self, x: F.dropout(F.dropout(x, 0.2), 0.3))
+    model = nn.ModuleDict({"block": nn.Sequential(nn.Identity(), inner)})
+    found = undrop.sites(model["block"], X)
+    assert [(s.name, s.p) for s in found] == [("1.dropout", 0.2), ("1.dropout#2", 0.3)]
+
+
+def test_dropout_that_is_idle_is_no_site():
+    frozen = nn.Dropout(0.5)
+    model = nn.Sequential(nn.Dropout(0.0), frozen, nn.Dropout(0.2))
+    assert undrop.sites(model, X).names == ("1", "2")
+    model.train()
+    frozen.eval()
+    assert undrop.sites(model, X).names == ("2",)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [(X, (2, 3)), ((X, X), (4, 3)), ([X, X], (4, 3)), ({"other": X, "x": X}, (4, 3))],
+)
+def test_inputs_are_a_tensor_a_tuple_or_a_dict(inputs, expected):
+    class Joined(nn.Module):
+        def forward(self, x, other=None):
+            return F.dropout(x if other is None else torch.cat((x, other)), 0.5, self.training)
+
+    assert undrop.sites(Joined(), inputs)[0].shape == expected
+
+
+def test_what_drops_in_eval_mode_is_flagged():
+    attend = Calls(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1))
+    found = undrop.sites(nn.Sequential(nn.Dropout(0.2), attend), torch.randn(2, 3, 4))
+    assert [(s.name, s.active_in_eval) for s in found] == [("0", False), ("1.attention", True)]
+
+
+def test_the_table():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.25), LockedDropout(0.1))
+    assert str(undrop.sites(model, X)).splitlines() == [
+        "name  kind     p     mask              shape  in eval",
+        "----  -------  ----  ----------------  -----  -------",
+        "1     dropout  0.25  independent       2×4    off",
+        "2     locked   0.1   shared over time  2×4    off",
+    ]
+
+
+def test_it_is_a_sequence_and_goes_to_json():
+    found = undrop.sites(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.2)), X)
+    assert len(found) == 2
+    assert found[1].sigma == pytest.approx(0.5)
+    assert found[:1].names == ("0",)
+    assert found == undrop.sites(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.2)), X)
+    assert found.to_json()[0]["name"] == "0"
+    assert hash(found) == hash(found[:])
+
+
+def test_nothing_is_changed_by_looking():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Dropout(0.1))
+    model[3].eval()
+    modes = [module.training for module in model.modules()]
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    held = dict(model[1].named_buffers())
+    state = torch.get_rng_state()
+    undrop.sites(model, X)
+    undrop.sites(model.eval(), X)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(b is held[name] for name, b in model[1].named_buffers())
+    model.train()
+    model[3].eval()
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_looking_does_not_spoil_a_graph_that_holds_the_models_buffers():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    model[1].eval()
+    loss = model(X).sum()
+    undrop.sites(model, X)
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        (nn.Linear(3, 3), r"Linear: add one, e.g. nn.Dropout\(0.1\)"),
+        (nn.Sequential(nn.Dropout(0.0)), r"Sequential: it has 0 \(p = 0\), but none was active"),
+    ],
+)
+def test_a_model_without_dropout_is_an_error(model, hint):
+    with pytest.raises(NoDropoutError, match=rf"no active dropout .* pass of {hint}"):
+        undrop.sites(model, X)
+
+
+def test_a_compiled_model_is_looked_into():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    assert undrop.sites(torch.compile(model), X).names == ("1",)

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
+from undrop.losses import AdaptiveSoftmax, Loss
 from undrop.nn.options import increasing, whole
-
-if TYPE_CHECKING:
-    from undrop.losses.base import Loss
 
 __all__ = ["AdaptiveEmbedding", "AdaptiveHead"]
 
@@ -130,8 +127,6 @@ class AdaptiveHead(nn.Module):
 
     def loss(self, embedding: AdaptiveEmbedding) -> Loss:
         """The cross-entropy that takes this head's features."""
-        from undrop.losses import AdaptiveSoftmax
-
         weight, bias, tails = self._layers(embedding)
         return AdaptiveSoftmax(weight, bias, tails=tails, cutoffs=list(self.cutoffs))
 

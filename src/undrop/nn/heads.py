@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from undrop.losses.base import Loss
+from undrop.losses import LinearCrossEntropy, Loss
 
 __all__ = ["LinearHead"]
 
@@ -44,8 +41,6 @@ class LinearHead(nn.Module):
 
     def loss(self, embedding: nn.Embedding) -> Loss:
         """The cross-entropy that takes this head's features."""
-        from undrop.losses import LinearCrossEntropy
-
         return LinearCrossEntropy(self._weight(embedding), self.bias)
 
     def _weight(self, embedding: nn.Embedding) -> Tensor:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
+from undrop.losses import Loss
 from undrop.nn.adaptive import AdaptiveHead
 from undrop.nn.heads import LinearHead
 from undrop.nn.options import whole
 from undrop.nn.state import State, tensors
-
-if TYPE_CHECKING:
-    from undrop.losses.base import Loss
 
 __all__ = ["LanguageModel"]
 

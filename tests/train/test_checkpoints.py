@@ -74,7 +74,7 @@ def test_a_json_that_says_other_things_is_refused(store):
     body = json.loads(path.read_text())
     body["state"]["step"] = 99
     path.write_text(json.dumps(body))
-    with pytest.raises(CheckpointError, match="step-00000003.json is refused: .* changed"):
+    with pytest.raises(CheckpointError, match=r"step-00000003.json is refused: .* changed"):
         store.load(3)
 
 
@@ -93,7 +93,7 @@ def test_a_tensors_name_can_not_leave_the_folder(store, tmp_path):
 def test_if_none_is_sound_that_is_said(store):
     for step in (2, 3):
         damage(store.path(step), "cut")
-    with pytest.raises(CheckpointError, match="no checkpoint is left to go on from: .*step-0000"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is left to go on from: .*step-0000"):
         store.newest(lambda text: None)
 
 
@@ -107,7 +107,7 @@ def test_a_full_disk_loses_no_earlier_checkpoint(store, monkeypatch, place):
     where = (checkpoints, "save_file") if place == "tensors" else (checkpoints.json, "dumps")
     with monkeypatch.context() as patch:
         patch.setattr(*where, full)
-        with pytest.raises(RunError, match="the disk is full: .*step-00000004.* --resume"):
+        with pytest.raises(RunError, match=r"the disk is full: .*step-00000004.* --resume"):
             store.save(4, state(4))
     assert store.steps() == [2, 3]
     assert store.newest(pytest.fail)[0] == 3

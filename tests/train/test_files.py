@@ -17,9 +17,8 @@ def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path):
 def test_a_failure_while_writing_leaves_the_old_file(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
-    with pytest.raises(KeyError), replacing(path) as temporary:
-        temporary.write_text("half")
-        raise KeyError
+    with pytest.raises(TypeError), replacing(path) as temporary:
+        temporary.write_bytes("half of it is no bytes")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
 
@@ -30,7 +29,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path):
     path.write_text("old")
     with (
         pytest.raises(
-            RunError, match="the disk is full: .*a could not be written; nothing .* lost"
+            RunError, match=r"the disk is full: .*a could not be written; nothing .* lost"
         ),
         replacing(path),
         open("/dev/full", "w") as full,
@@ -49,7 +48,7 @@ def test_a_folder_that_is_none_is_one_sentence(tmp_path):
 def test_what_is_no_json_is_named(tmp_path, text):
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(RunError, match="a.json is not a JSON file"):
+    with pytest.raises(RunError, match=r"a.json is not a JSON file"):
         read_json(path)
     with pytest.raises(RunError, match="can't be read: no such file"):
         read_json(tmp_path / "b.json")

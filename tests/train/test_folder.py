@@ -42,7 +42,7 @@ def test_metrics_are_cut_back_to_what_is_known(tmp_path):
     assert metrics.read() == [{"a": 1}, {"a": 2}]
     metrics.cut(length)
     assert metrics.read() == [{"a": 1}]
-    with pytest.raises(RunError, match="metrics.jsonl was cut short: 99 bytes were written"):
+    with pytest.raises(RunError, match=r"metrics.jsonl was cut short: 99 bytes were written"):
         metrics.cut(99)
     metrics.path.write_text("no json\n")
     with pytest.raises(RunError, match="is not a file of JSON lines"):
@@ -50,7 +50,7 @@ def test_metrics_are_cut_back_to_what_is_known(tmp_path):
 
 
 def test_a_folder_without_a_run_says_so(tmp_path):
-    with pytest.raises(RunError, match="holds no run: it has no config.json"):
+    with pytest.raises(RunError, match=r"holds no run: it has no config.json"):
         RunFolder(tmp_path).read_config()
     with pytest.raises(RunError, match="has no trained weights yet"):
         RunFolder(tmp_path).read_best()

@@ -71,7 +71,7 @@ def test_a_value_is_tomls_or_a_string(text, value):
 
 @pytest.mark.parametrize("text", ["", "a", "a=1", ".b=1", "a.=1"])
 def test_an_override_without_section_and_key_is_refused(text):
-    with pytest.raises(ConfigError, match="--set takes section.key=value"):
+    with pytest.raises(ConfigError, match=r"--set takes section.key=value"):
         parse_override(text)
 
 

@@ -4,9 +4,9 @@ import random
 import signal
 
 import pytest
-from killed_run import work
 from safetensors.torch import load_file
 
+from killed_run import work
 from undrop import train
 
 POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
@@ -56,7 +56,7 @@ def kill_again_and_again(config, out, kills, seed):
                 "objective": {"name": "analytic"},
                 "optimizer": {"name": "asgd", "patience": 1, "momentum": 0.5},
                 "data": {"variable_length": True},
-                "train": {"epochs": 8, "checkpoint_every": 4},
+                "train": {"epochs": 6, "checkpoint_every": 4},
             },
             24,
         ),

@@ -55,6 +55,7 @@ def train(
     from undrop.cli._progress import progress_reporter
     from undrop.errors import StoppedError
     from undrop.train import run
+    from undrop.train.world import is_main
 
     chosen: dict[str, dict[str, Any]] = {
         "model": {"name": model},
@@ -69,6 +70,8 @@ def train(
     except StoppedError as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(INTERRUPTED) from None
+    if not is_main():
+        return
     if json:
         print_json({**summary.model_dump(), "out": str(out)})
     else:

@@ -20,6 +20,7 @@ from undrop.train.presets import presets as presets
 from undrop.train.reporters import Reporter as Reporter
 from undrop.train.session import Summary as Summary
 from undrop.train.session import run as run
+from undrop.train.session import take_turns as take_turns
 
 __all__ = [
     "MODELS",
@@ -32,4 +33,5 @@ __all__ = [
     "merge",
     "presets",
     "run",
+    "take_turns",
 ]

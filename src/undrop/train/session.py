@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from undrop.errors import ConfigError, RunError
 from undrop.train.config import Config, DataConfig
 from undrop.train.devices import device_of, settled
 from undrop.train.folder import RunFolder
-from undrop.train.interrupts import listening
+from undrop.train.interrupts import Interrupts, listening
 from undrop.train.journal import Journal
 from undrop.train.meters import perplexity
 from undrop.train.provenance import machine, versions
 from undrop.train.reporters import Outline, Reporter, Reporters, TensorBoard
 from undrop.train.trainer import Trainer
-from undrop.train.world import World, is_main, joined
+from undrop.train.world import World, joined
 
-__all__ = ["Summary", "load_corpus", "run"]
+__all__ = ["Session", "Summary", "load_corpus", "opened", "run", "take_turns"]
 
 _CHANGEABLE = {
     *("preset", "data.dir", "train.epochs", "train.patience", "train.tensorboard"),
@@ -68,6 +69,51 @@ def load_corpus(data: DataConfig) -> Corpus:
     )
 
 
+@dataclass(frozen=True)
+class Session:
+    """A run that is under way."""
+
+    trainer: Trainer
+    folder: RunFolder
+    journal: Journal
+
+    def finish(self) -> Summary:
+        """Judge the best weights on the test split, if that was left to the end, and sum up."""
+        trainer, config = self.trainer, self.trainer.config
+        best, last = trainer.best, trainer.last
+        assert best is not None
+        assert last is not None
+        summary = Summary(
+            best_valid_ppl=best["valid_ppl"],
+            best_epoch=best["epoch"],
+            test_ppl=best["test_ppl"] or self._test_ppl(),
+            train_ppl=best["train_ppl"],
+            valid_ppl=last["valid_ppl"],
+            epochs=trainer.epoch,
+            steps=trainer.step,
+            seconds=trainer.clock.seconds,
+            ended=str(trainer.ended),
+            parameters=_size(trainer),
+            seed=config.train.seed,
+            preset=config.preset,
+            model=config.model.name,
+            data=trainer.corpus.name,
+            objective=config.objective.name,
+            config_sha256=config.digest(),
+            versions=versions(),
+            machine=machine(trainer.world.device, trainer.world.size),
+        )
+        if trainer.world.is_main:
+            self.folder.write_summary(summary.model_dump())
+        self.journal.reporter.end(summary.model_dump())
+        return summary
+
+    def _test_ppl(self) -> float:
+        with self.trainer.clock.running():
+            self.trainer.model.load_state_dict(self.folder.read_best())
+            return perplexity(self.trainer.loss_on("test"))
+
+
 def run(
     config: Config | None = None,
     *,
@@ -90,24 +136,68 @@ def run(
         UndropError: one of its subclasses, for anything else that can be put right.
     """
     folder = RunFolder(out)
-    if not resume and is_main():
-        folder.refuse_if_taken()
     config = _settle(config, folder, resume)
-    corpus = load_corpus(config.data)
     with (
         joined(device_of(config.train)) as world,
         settled(config.train, world.device),
         listening() as interrupts,
-        contextlib.closing(_audience(reporter, config, folder, world)) as audience,
+        opened(config, folder, resume, reporter, world, interrupts) as session,
     ):
+        while not session.trainer.done:
+            session.trainer.advance()
+        return session.finish()
+
+
+def take_turns(
+    configs: Mapping[str, Config],
+    *,
+    out: str | Path,
+    reporters: Mapping[str, Reporter] | None = None,
+) -> dict[str, Summary]:
+    """Train several runs side by side in this process, an epoch of each at a time.
+
+    Each has the bits it would have alone; their seconds are of their own turns, under the same load.
+
+    Args:
+        configs: the runs by name, which is also the name of each one's folder in ``out``.
+        out: where the folders go.
+        reporters: hear of the run of the same name.
+    """
+    first = next(iter(configs.values())).train
+    world = World(device=device_of(first))
+    with settled(first, world.device), listening() as interrupts, contextlib.ExitStack() as stack:
+        sessions = {}
+        for name, config in configs.items():
+            folder, reporter = RunFolder(Path(out) / name), (reporters or {}).get(name)
+            opening = opened(config, folder, False, reporter, world, interrupts)
+            sessions[name] = stack.enter_context(opening)
+        while any(not session.trainer.done for session in sessions.values()):
+            for session in sessions.values():
+                if not session.trainer.done:
+                    session.trainer.advance()
+        return {name: session.finish() for name, session in sessions.items()}
+
+
+@contextlib.contextmanager
+def opened(
+    config: Config,
+    folder: RunFolder,
+    resume: bool,
+    reporter: Reporter | None,
+    world: World,
+    interrupts: Interrupts,
+) -> Iterator[Session]:
+    """A run at its beginning, or where it was left, with its folder locked."""
+    if not resume and world.is_main:
+        folder.refuse_if_taken()
+    corpus = load_corpus(config.data)
+    with contextlib.closing(_audience(reporter, config, folder, world)) as audience:
         journal = Journal(folder, audience, world)
         trainer = Trainer(config, corpus, journal=journal, world=world, interrupts=interrupts)
         with _taken(folder, config, resume, world):
             _go_on(trainer, folder, journal)
             journal.reporter.begin(_outline(trainer, folder))
-            while not trainer.done:
-                trainer.advance()
-            return _finish(trainer, folder, journal)
+            yield Session(trainer, folder, journal)
 
 
 def _settle(config: Config | None, folder: RunFolder, resume: bool) -> Config:
@@ -190,39 +280,3 @@ def _outline(trainer: Trainer, folder: RunFolder) -> Outline:
 
 def _size(trainer: Trainer) -> int:
     return sum(parameter.numel() for parameter in trainer.model.parameters())
-
-
-def _finish(trainer: Trainer, folder: RunFolder, journal: Journal) -> Summary:
-    """Judge the best weights on the test split, if that was left to the end, and sum up."""
-    config, best, last = trainer.config, trainer.best, trainer.last
-    assert best is not None
-    assert last is not None
-    test = best["test_ppl"]
-    if test is None:
-        with trainer.clock.running():
-            trainer.model.load_state_dict(folder.read_best())
-            test = perplexity(trainer.loss_on("test"))
-    summary = Summary(
-        best_valid_ppl=best["valid_ppl"],
-        best_epoch=best["epoch"],
-        test_ppl=test,
-        train_ppl=best["train_ppl"],
-        valid_ppl=last["valid_ppl"],
-        epochs=trainer.epoch,
-        steps=trainer.step,
-        seconds=trainer.clock.seconds,
-        ended=str(trainer.ended),
-        parameters=_size(trainer),
-        seed=config.train.seed,
-        preset=config.preset,
-        model=config.model.name,
-        data=trainer.corpus.name,
-        objective=config.objective.name,
-        config_sha256=config.digest(),
-        versions=versions(),
-        machine=machine(trainer.world.device, trainer.world.size),
-    )
-    if trainer.world.is_main:
-        folder.write_summary(summary.model_dump())
-    journal.reporter.end(summary.model_dump())
-    return summary

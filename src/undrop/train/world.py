@@ -71,7 +71,7 @@ class World:
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes, also before it has joined the others."""
+    """Whether this is the process that writes and speaks, also before and after it has joined."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -71,7 +71,10 @@ def test_a_tolerance_is_an_interval_around_one():
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda: experiment("ptb-tabel"), "unknown experiment 'ptb-tabel': did you mean 'ptb-table'"),
+        (
+            lambda: experiment("ptb-tabel"),
+            "unknown experiment 'ptb-tabel': did you mean 'ptb-table'",
+        ),
         (lambda: tables.method("drop-3"), "unknown method 'drop-3'"),
         (lambda: tables.setting("ptb", "large"), "unknown scale 'large': there are smoke, small"),
         (lambda: tables.setting("c4", "small"), "unknown setting 'c4'"),

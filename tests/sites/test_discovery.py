@@ -276,6 +276,7 @@ def test_a_model_without_dropout_is_an_error(model, hint):
         undrop.sites(model, X)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_looked_into():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     assert undrop.sites(torch.compile(model), X).names == ("1",)

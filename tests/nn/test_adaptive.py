@@ -60,6 +60,12 @@ def test_every_word_is_embedded_by_its_own_row(shrink):
     torch.testing.assert_close(embedding(tokens), torch.cat(rows)[tokens])
 
 
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_outside_the_vocabulary_is_an_error(token):
+    with pytest.raises(IndexError, match="out of range"):
+        pair()[0](torch.tensor([0, token]))
+
+
 def test_scores_are_against_the_words_own_embeddings():
     """E_c P_c h both ways: a tail's scores are the embedded words' inner products with h."""
     embedding, head = pair(shrink=2)

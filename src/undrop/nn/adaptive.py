@@ -75,9 +75,10 @@ class AdaptiveEmbedding(nn.Module):
         Every table looks all tokens up and its own are kept, so that no shape hangs on the data.
         """
         embedded: Tensor = self.tables[0](tokens.clamp(max=self.cutoffs[0] - 1))
-        ends = (*self.cutoffs[1:], self.num_embeddings)
-        for start, end, tail in zip(self.cutoffs, ends, range(len(ends)), strict=True):
-            rows = self.tables[tail + 1](tokens.clamp(start, end - 1) - start)
+        lasts = [end - 1 for end in self.cutoffs[1:]]
+        # The last table has no upper bound, so that a token beyond the vocabulary is an error.
+        for tail, (start, last) in enumerate(zip(self.cutoffs, (*lasts, None), strict=True)):
+            rows = self.tables[tail + 1](tokens.clamp(start, last) - start)
             projection = self.projection(tail)
             rows = rows if projection is None else rows @ projection
             embedded = torch.where((tokens >= start).unsqueeze(-1), rows, embedded)

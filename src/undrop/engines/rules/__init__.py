@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from undrop.engines.rules import attention, linear, norms, recurrent, softmax
+from undrop.engines.rules import activations, attention, linear, norms, recurrent, softmax
 from undrop.engines.rules.dual import TangentField, unpacked
 from undrop.sites import Handler
 
@@ -21,6 +21,7 @@ TANGENT_RULES: Mapping[Callable[..., Any], Handler] = {
     **attention.RULES,
     **softmax.RULES,
     **norms.RULES,
+    **activations.RULES,
     **linear.RULES,
 }
 """The functions that the tangent engine computes by rules of its own."""

@@ -1,6 +1,7 @@
 """Layer, batch and instance norm: torch's gradient through their tangents is silently wrong.
 
-Written out in means and variances, every operation of which is right on dual numbers.
+Layer norm over one dimension goes by a kernel; the others are written out in means and variances,
+every operation of which is right on dual numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.engines.rules.dual import has_tangent, read, unpacked
+from undrop.engines.rules.dual import has_tangent, packed, read, unpacked
+from undrop.kernels.layer_norm import layer_norm
 from undrop.sites import Handler, Interception
 
 __all__ = ["RULES"]
@@ -52,7 +54,12 @@ def _layer_norm(
         return func(*args, **kwargs)
     shape = given["normalized_shape"]
     size = 1 if isinstance(shape, int) else len(shape)
-    out = _normalised(x, tuple(range(-size, 0)), given.get("eps", _EPS))
+    eps = given.get("eps", _EPS)
+    if size == 1 and not has_tangent(weight, bias):
+        x, dx = unpacked(x)
+        assert dx is not None
+        return packed(*layer_norm(x, dx, weight, bias, eps))
+    out = _normalised(x, tuple(range(-size, 0)), eps)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 

@@ -6,16 +6,17 @@ for stability where the model gives some probability and is not certain (the pap
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from undrop.diagnose.estimates import Estimate
-from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Loss
+from undrop.losses import MSE, BCEWithLogits, CrossEntropy, LinearCrossEntropy, Loss
 
 __all__ = ["ClassShare", "ClassShares", "carried"]
 
@@ -54,7 +55,7 @@ class Carried(NamedTuple):
 @torch.no_grad()
 def carried(loss: Loss, output: Tensor, u: Tensor, targets: Any) -> Carried | None:
     """What each class carries; None for a loss whose output is not made of classes."""
-    if isinstance(loss, CrossEntropy):
+    if isinstance(loss, CrossEntropy | LinearCrossEntropy):
         return _softmax(loss, output, u, targets)
     if isinstance(loss, BCEWithLogits):
         s = torch.sigmoid(output.detach().double())
@@ -71,23 +72,24 @@ def _elementwise(curvature: Tensor, u: Tensor) -> Carried | None:
     return Carried(quadratic.flatten(0, -2).sum(0), curvature.flatten(0, -2).sum(0))
 
 
-def _softmax(loss: CrossEntropy, output: Tensor, u: Tensor, targets: Tensor) -> Carried:
-    classes = output.shape[-1]
+def _softmax(
+    loss: CrossEntropy | LinearCrossEntropy, output: Tensor, u: Tensor, targets: Tensor
+) -> Carried:
+    head = loss if isinstance(loss, LinearCrossEntropy) else None
+    classes = output.shape[-1] if head is None else len(head.weight)
     kept = targets.reshape(-1) != loss.ignore_index
+    rows, tangents = (x.detach().reshape(-1, x.shape[-1])[kept] for x in (output, u))
     quadratic = torch.zeros(classes, dtype=torch.float64, device=output.device)
     weight = torch.zeros_like(quadratic)
-    rows = zip(*(_chunks(x.detach().reshape(-1, classes)[kept]) for x in (output, u)), strict=True)
-    for z, tangent in rows:
-        p = torch.softmax(z.double(), -1)
-        tangent = tangent.double()
+    chunk = max(1, _CHUNK // classes)
+    for z, tangent in zip(rows.split(chunk), tangents.split(chunk), strict=True):
+        if head is not None:
+            z, tangent = F.linear(z, head.weight, head.bias), F.linear(tangent, head.weight)
+        p, tangent = torch.softmax(z.double(), -1), tangent.double()
         v = tangent - (p * tangent).sum(-1, keepdim=True)
         quadratic += (p * v.square()).sum(0)
         weight += (p * (1.0 - p)).sum(0)
     return Carried(quadratic, weight)
-
-
-def _chunks(x: Tensor) -> Iterator[Tensor]:
-    return iter(x.split(max(1, _CHUNK // x.shape[-1])))
 
 
 class _Moments:

@@ -16,6 +16,7 @@ from undrop.diagnose.estimates import Estimate
 __all__ = ["cosine", "overlap", "trace_of_means"]
 
 _BLOCKS = 16  # of samples, in the jackknife
+_MOST = 256  # samples for eigenspaces, whose cost grows as their cube
 
 
 def _jackknifed(value: float, without: list[float]) -> Estimate:
@@ -71,6 +72,7 @@ def _shared(aa: Tensor, ab: Tensor, bb: Tensor, k: int) -> float:
 
 def overlap(a: Tensor, b: Tensor, k: int) -> Estimate:
     """How much the leading k directions of two covariances agree, each from half of its samples."""
+    a, b = a[:_MOST], b[:_MOST]
     aa, ab, bb = a @ a.T, a @ b.T, b @ b.T
 
     def statistic(kept: Tensor) -> float:

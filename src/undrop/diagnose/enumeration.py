@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from undrop.diagnose.expansion import Expanded
-from undrop.diagnose.subject import Batch, Given, Noise, Subject
+from undrop.diagnose.subject import Batch, Noise, Subject
 from undrop.sites import Site
 
-__all__ = ["LIMIT", "Masks", "enumerable"]
+__all__ = ["LIMIT", "Masks", "enumerable", "expected_loss"]
 
 LIMIT = 16
 """The most mask entries of which every combination is tried."""
+_STACK = 512  # masks that are tried at once
 
 
 class Masks:
@@ -38,22 +36,26 @@ class Masks:
         """The number of independent entries."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
+    def found(self) -> list[tuple[Site, Tensor]]:
+        """The sites, each with a tensor of the type and device of its noise."""
+        return [(site, self._like[site.name]) for site in self.shapes]
+
     def only(self, name: str) -> Masks:
         """The masks of one site alone."""
         shapes = {site: shape for site, shape in self.shapes.items() if site.name == name}
         return Masks(shapes, self._like)
 
-    def all(self, factor: float = 1.0) -> Iterator[tuple[float, Noise]]:
-        """Every σ·η with its probability, each p times ``factor``.
+    def all(self, factor: float = 1.0) -> Iterator[tuple[Tensor, Noise]]:
+        """Every σ·η, each p times ``factor``, in stacks: probabilities (k,), and noise (k, …).
 
         A dropped entry has σ·η = -1, a kept one q/(1-q).
         """
         places = [site for site, shape in self.shapes.items() for _ in range(math.prod(shape))]
-        q = [site.p * factor for site in places]
-        for dropped in product((False, True), repeat=len(places)):
-            pairs = list(zip(dropped, q, strict=True))
-            probability = math.prod(p if drop else 1.0 - p for drop, p in pairs)
-            yield probability, self._noise([-1.0 if drop else p / (1.0 - p) for drop, p in pairs])
+        q = torch.tensor([site.p * factor for site in places], dtype=torch.float64)
+        for numbers in torch.arange(2 ** len(places)).split(_STACK):
+            dropped = (numbers.unsqueeze(1) >> torch.arange(len(places))) & 1 == 1
+            probabilities = torch.where(dropped, q, 1.0 - q).prod(1)
+            yield probabilities, self._noise(torch.where(dropped, -1.0, q / (1.0 - q)))
 
     def units(self) -> Iterator[tuple[Site, Noise]]:
         """σ at one entry and 0 at all others, entry by entry: E[vvᵀ] = Σ of their outer products."""
@@ -64,13 +66,22 @@ class Masks:
                 noise[index] = site.sigma
                 yield site, {site.name: noise.view(shape)}
 
-    def _noise(self, values: list[float]) -> dict[str, Tensor]:
-        noise, start = {}, 0
-        for site, shape in self.shapes.items():
-            end = start + math.prod(shape)
-            noise[site.name] = self._like[site.name].new_tensor(values[start:end]).view(shape)
-            start = end
-        return noise
+    def _noise(self, values: Tensor) -> dict[str, Tensor]:
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = zip(self.shapes.items(), values.split(sizes, dim=1), strict=True)
+        return {
+            site.name: part.reshape(-1, *shape).to(self._like[site.name])
+            for (site, shape), part in parts
+        }
+
+
+def expected_loss(subject: Subject, batch: Batch, masks: Masks, factor: float = 1.0) -> float:
+    """E ℓ(F(x; 1, η)) over all masks, each p times ``factor``."""
+    sums = [
+        float(probabilities @ subject.values(batch, noise).cpu())
+        for probabilities, noise in masks.all(factor)
+    ]
+    return math.fsum(sums)
 
 
 def enumerable(subject: Subject, batch: Batch, expanded: Expanded) -> Masks | None:
@@ -109,27 +120,25 @@ def _examples(subject: Subject, batch: Batch) -> int | None:
 
 
 def _independent(subject: Subject, batch: Batch, masks: Masks, size: int) -> bool:
-    """Whether the batch's loss under a noise is the mean of its examples' losses under it."""
-    shaped = [(site, masks._like[site.name]) for site in masks.shapes]
-    noise = {
-        name: value.narrow(subject.batch_dim, 0, 1) for name, value in subject.masks(shaped).items()
-    }
-    whole = subject.value(batch, noise)
-    total = count = 0.0
-    for index in range(size):
-        example = Batch(batch.number, *_narrowed(batch, subject.batch_dim, index, size))
-        with torch.no_grad():
-            logits = subject.run(example, Given(noise))
-        n = float(subject.loss.count(logits, example.targets))
-        total += n * float(subject.loss.value(logits, example.targets))
-        count += n
-    precision = torch.finfo(next(iter(noise.values())).dtype).eps
-    return abs(total / count - whole) <= 1e3 * precision * max(abs(whole), 1.0)
+    """Whether the loss is a sum over examples, each with its own masks.
 
+    For two masks a and b it is then ℓ(a, a) + ℓ(b, b) = ℓ(a, b) + ℓ(b, a), with any half of the
+    examples in the first place: a batch that is normalised as a whole does not pass.
+    """
+    dim = subject.batch_dim
+    a, b = (
+        {name: value.narrow(dim, 0, 1) for name, value in subject.masks(masks.found()).items()}
+        for _ in range(2)
+    )
 
-def _narrowed(batch: Batch, dim: int, index: int, size: int) -> tuple[Any, Any]:
-    def narrow(x: Any) -> Any:
-        has_batch = isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == size
-        return x.narrow(dim, index, 1) if has_batch else x
+    def mixed(one: Noise, two: Noise) -> float:
+        joined = {}
+        for name, value in one.items():
+            first = torch.arange(size, device=value.device) % 2 == 0
+            shape = [size if d == dim else 1 for d in range(value.dim())]
+            joined[name] = torch.where(first.view(shape), value, two[name])
+        return subject.value(batch, joined)
 
-    return tree_map(narrow, batch.inputs), tree_map(narrow, batch.targets)
+    apart, crossed = mixed(a, a) + mixed(b, b), mixed(a, b) + mixed(b, a)
+    precision = torch.finfo(next(iter(a.values())).dtype).eps
+    return abs(apart - crossed) <= 1e2 * precision * max(abs(apart), 1.0)

@@ -27,6 +27,7 @@ from undrop.sites import Interception, Selection, Site, call, keep_statistics, l
 __all__ = ["Differences", "Expanded", "Expander", "Expansion", "Order", "Terms"]
 
 _EPSILON = 0.02  # of the differences; truncation is O(ε²), rounding of the second one O(1/ε²)
+_TOLERANCE = 0.1  # between u and its difference; an op that is not differentiated twice is far off
 
 
 class Order(NamedTuple):
@@ -97,10 +98,7 @@ class Expansion(_AtZero):
         self._leaves = [leaf for _, leaf in self.found]
         loss = subject.loss.value(self.output, batch.targets)
         if not bool(torch.isfinite(loss)):
-            raise NonFiniteError(
-                f"the loss of batch {batch.number} without dropout is {_number(loss)}: look for NaN or "
-                f"infinity in its inputs and in the weights of {subject.name}."
-            )
+            raise NonFiniteError(subject.not_finite(batch, _number(loss), "without"))
         self._y = torch.autograd.grad(loss, self.output)[0].detach().requires_grad_()
         self._gradients = self._pulled_back(self._y, create_graph=True)
 
@@ -168,9 +166,19 @@ class Differences(_AtZero):
         return (up - down) / (2.0 * _EPSILON)
 
     @torch.no_grad()
+    def tangent(self, noise: Noise) -> Tensor:
+        """U ≈ (F₊ - F₋)/2ε."""
+        plus, minus = self._both(noise)
+        return (plus - minus) / (2.0 * _EPSILON)
+
+    def _both(self, noise: Noise) -> tuple[Tensor, Tensor]:
+        up, down = (Given(_scaled(noise, sign)) for sign in (1.0, -1.0))
+        return self.subject.run(self.batch, up), self.subject.run(self.batch, down)
+
+    @torch.no_grad()
     def _order(self, noise: Noise) -> tuple[Order, Tensor]:
         targets, loss = self.batch.targets, self.subject.loss
-        plus, minus = (self.subject.run(self.batch, Given(_scaled(noise, s))) for s in (1.0, -1.0))
+        plus, minus = self._both(noise)
         up, down = (float(loss.value(x, targets).double()) for x in (plus, minus))
         u = (plus - minus) / (2.0 * _EPSILON)
         with torch.enable_grad():
@@ -212,10 +220,20 @@ class Expander:
             self._tried = True
             try:
                 expansion = Expansion(self._subject, batch)
-                expansion.along(self._subject.masks(expansion.found))
-                return expansion
+                if self._agrees(expansion, batch):
+                    return expansion
+                self.blocked = "what torch says of it is not the tangent"
             except RuntimeError as error:
                 self.blocked = str(error).partition("\n")[0]
         if self.blocked is not None:
             return Differences(self._subject, batch)
         return Expansion(self._subject, batch)
+
+    def _agrees(self, expansion: Expansion, batch: Batch) -> bool:
+        """Whether u is what a difference says: some ops give zeros for a second derivative, silently."""
+        if expansion.output.dtype not in (torch.float32, torch.float64):
+            return True  # differences are worth nothing in half precision
+        noise = self._subject.masks(expansion.found)
+        u = expansion.along(noise).u
+        error = Differences(self._subject, batch).tangent(noise) - u
+        return float(error.norm()) <= _TOLERANCE * float(u.norm()) + 1e-6

@@ -15,7 +15,7 @@ from math import fsum
 from typing import Any, NamedTuple
 
 from undrop.diagnose.classes import Carried, ClassShare, ClassShares, carried
-from undrop.diagnose.enumeration import Masks, enumerable
+from undrop.diagnose.enumeration import Masks, enumerable, expected_loss
 from undrop.diagnose.estimates import Draws, Estimate
 from undrop.diagnose.expansion import Expanded, Expander
 from undrop.diagnose.subject import Batch, Subject
@@ -276,20 +276,19 @@ class _Enumerated(_Study):
 
     def _row(self, batch: Batch, expanded: Expanded, masks: Masks) -> dict[str, float]:
         base = self.subject.value(batch, {})
-        row = {"r_drop": self._expected(batch, masks) - base}
         names = [site.name for site in masks.shapes]
+        row = {"r_drop": expected_loss(self.subject, batch, masks) - base}
         for name in names:
-            row[f"r_drop {name}"] = self._expected(batch, masks.only(name)) - base
+            alone = masks.only(name)
+            row[f"r_drop {name}"] = expected_loss(self.subject, batch, alone) - base
         if masks.entries <= _CURVE_LIMIT:
             for factor in self.factors:
-                row[f"r_drop @{factor}"] = self._expected(batch, masks, factor) - base
+                moved = expected_loss(self.subject, batch, masks, factor)
+                row[f"r_drop @{factor}"] = moved - base
         row |= self._second_order(batch, expanded, masks)
         for part in ("psd", "non_psd"):
             row[part] = fsum(row[f"{part} {name}"] for name in names)
         return row
-
-    def _expected(self, batch: Batch, masks: Masks, factor: float = 1.0) -> float:
-        return fsum(p * self.subject.value(batch, noise) for p, noise in masks.all(factor))
 
     def _second_order(self, batch: Batch, expanded: Expanded, masks: Masks) -> dict[str, float]:
         """E[vᵀAv] = Σ σ_j² A_jj, entry by entry."""

@@ -108,6 +108,7 @@ class Subject:
         self.loss = as_loss(loss)
         self.randomness = Randomness(generator)
         self.batch_dim = batch_dim
+        self._stacks = True
         self.sites: Sites = sites(self.model, batches[0].inputs)
 
     @property
@@ -137,14 +138,33 @@ class Subject:
         Raises:
             NonFiniteError: naming the batch, if it is not finite.
         """
-        loss = float(self.loss.value(self.run(batch, Given(noise)), batch.targets).double())
+        loss = float(self._value(batch, noise).double())
         if not math.isfinite(loss):
-            how = "with dropout" if noise else "without dropout"
-            raise NonFiniteError(
-                f"the loss of batch {batch.number} {how} is {loss}: look for NaN or infinity in its "
-                f"inputs and in the weights of {self.name}."
-            )
+            raise NonFiniteError(self.not_finite(batch, loss, "with" if noise else "without"))
         return loss
+
+    def _value(self, batch: Batch, noise: Noise) -> Tensor:
+        return self.loss.value(self.run(batch, Given(noise)), batch.targets)
+
+    def not_finite(self, batch: Batch, loss: float, how: str) -> str:
+        """What to say of a loss that is not finite, with or without dropout."""
+        return (
+            f"the loss of batch {batch.number} {how} dropout is {loss}: look for NaN or infinity in "
+            f"its inputs and in the weights of {self.name}."
+        )
+
+    @torch.no_grad()
+    def values(self, batch: Batch, stack: Noise) -> Tensor:
+        """ℓ(F(x; 1, η)) of each of a stack of noises (k, …), at once where the model's ops allow it."""
+        if self._stacks:
+            try:
+                run = torch.vmap(lambda noise: self._value(batch, noise))
+                return run(stack).double()
+            except RuntimeError:  # an op without a rule for stacks
+                self._stacks = False
+        size = len(next(iter(stack.values())))
+        each = ({name: value[k] for name, value in stack.items()} for k in range(size))
+        return torch.tensor([self.value(batch, noise) for noise in each], dtype=torch.float64)
 
     def masks(self, found: Iterable[tuple[Site, Tensor]], factor: float = 1.0) -> dict[str, Tensor]:
         """σ·η of dropout with every site's p times ``factor``, as a tensor like the one given."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrop.errors import TargetError
+from undrop.errors import EngineError, TargetError
 from undrop.losses.base import Derivatives, Loss
 
 __all__ = ["Generic"]
@@ -58,13 +58,34 @@ class Generic(Loss):
         if form == "identity":
             quadratic = u.square().sum() / self.count(output, target)
         elif gradient.requires_grad:
+            quadratic = (self._derivative(directional, at) * u).sum()
+        else:
+            self._check_linear(at, u, gradient, target)
+            quadratic = torch.zeros_like(loss)
+        return Derivatives(loss, quadratic, directional)
+
+    def _derivative(self, directional: Tensor, at: Tensor) -> Tensor:
+        """H·u."""
+        try:
             (hessian_u,) = torch.autograd.grad(
                 directional, at, create_graph=True, allow_unused=True, materialize_grads=True
             )
-            quadratic = (hessian_u * u).sum()
-        else:
-            quadratic = torch.zeros_like(loss)  # a loss that is linear in F
-        return Derivatives(loss, quadratic, directional)
+        except (RuntimeError, NotImplementedError) as error:
+            raise self._once(str(error).splitlines()[0]) from error
+        return hessian_u
+
+    def _check_linear(self, at: Tensor, u: Tensor, gradient: Tensor, target: Any) -> None:
+        """A gradient without a graph is that of a loss linear in F, or of one torch can't go on from."""
+        elsewhere = (at + u).detach().requires_grad_()
+        (other,) = torch.autograd.grad(self.value(elsewhere, target), elsewhere)
+        if not torch.allclose(other, gradient):
+            raise self._once("its gradient has no graph")
+
+    def _once(self, why: str) -> EngineError:
+        return EngineError(
+            f"the loss {_name(self.function)} can't be differentiated twice ({why}): write it in "
+            "operations that torch differentiates twice."
+        )
 
 
 def _name(function: Callable[..., Any]) -> str:

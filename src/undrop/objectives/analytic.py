@@ -52,7 +52,8 @@ class Analytic(Objective):
         sites: name patterns, or a mapping from pattern to a weight on σ²; dropouts that are not
             chosen are off.
         interval: regularize every so many steps only, then so many times as strongly.
-        batch_dim: the batch's dimension in inputs, outputs and targets, for ``fraction``.
+        batch_dim: the batch's dimension in inputs, outputs and targets, for ``fraction``: tensors of
+            that size in it (or, for want of it, in one other dimension) are taken to hold the batch.
         loss: as for every objective.
         generator: as for every objective.
     """
@@ -75,6 +76,11 @@ class Analytic(Objective):
     ) -> None:
         super().__init__(loss=loss, generator=generator)
         _check_options(explicit, implicit, fraction, samples, interval)
+        if fraction < 1.0 and engine in ("reverse", "exact"):
+            raise OptionError(
+                f"fraction is for the tangent and the antithetic engine, got engine={engine!r}: use "
+                "one of them, or fraction=1."
+            )
         self.explicit = explicit
         self.implicit = implicit
         self.engine = engine_named(engine)

@@ -6,10 +6,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from undrop.engines import Evaluation
 from undrop.errors import EvalModeError, GradientsDisabledError, NonFiniteError
@@ -126,6 +128,8 @@ class Objective(ABC):
                 f"{type(model).__name__} is in eval mode, where its dropout is off: call "
                 "model.train() first."
             )
+        if not any(t.requires_grad for t in chain(model.parameters(), _tensors(inputs))):
+            raise _nothing_trained(model)
         if self.needs_dropout:
             self.sites(model, inputs)
 
@@ -137,10 +141,7 @@ class Objective(ABC):
             if not bool(torch.isfinite(evaluation.total.detach())):
                 raise NonFiniteError(_not_finite(evaluation, model, inputs))
             if not evaluation.total.requires_grad:
-                raise GradientsDisabledError(
-                    f"no parameter of {type(model).__name__} requires a gradient: set "
-                    "requires_grad_(True) on those that are to be trained."
-                )
+                raise _nothing_trained(model)
             return evaluation
 
         return checked
@@ -153,6 +154,17 @@ class Objective(ABC):
         """Go on from a saved state."""
         self.steps = int(state["steps"])
         self.randomness.load_state_dict(state["generators"])
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+
+
+def _nothing_trained(model: nn.Module) -> GradientsDisabledError:
+    return GradientsDisabledError(
+        f"no parameter of {type(model).__name__} requires a gradient: set requires_grad_(True) on those "
+        "that are to be trained."
+    )
 
 
 def _keeping_statistics(

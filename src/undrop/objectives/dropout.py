@@ -60,12 +60,17 @@ class Dropout(Objective):
             raise OptionError(f"k must be a whole number of at least 1, got {k!r}.")
         if noise not in NOISES:
             raise OptionError(f"noise must be None, 'resampled' or 'analytic', got {noise!r}.")
+        if engine == "exact":
+            raise OptionError(
+                "engine='exact' gives expectations, in which there is no noise to put back: use another."
+            )
         self.k = k
         self.noise = noise
         self.mask = mask
         self.engine = engine_named(engine)
         self.selection = Selection(sites)
         self.own_masks = generator is not None
+        self._signs()  # refuses an unknown mask now, not at the first step
 
     def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
         """K samples, then the noise that is put back."""
@@ -83,16 +88,18 @@ class Dropout(Objective):
         self, model: nn.Module, inputs: Any, targets: Any, part: str, factor: float
     ) -> Evaluation:
         """Factor · ℓ(F(x; 1, η)) for a fresh mask."""
-        field = Perturbed(self._draw("dropout"), 1.0) if self.own_masks else None
+        field = None
+        if self.own_masks:
+            draw = Draw("dropout", "as-declared", Selection(), self.randomness)
+            field = Perturbed(draw, 1.0)
         output, loss = self.passed(model, inputs, targets, field)
         total = factor * loss
         return Evaluation(total, {part: total.detach()}, output)
 
     def _analytic(self, model: nn.Module, inputs: Any, targets: Any, factor: float) -> Evaluation:
         weights = Weights(loss=0.0, explicit=0.0, implicit=factor)
-        draw = self._draw("sign")
-        request = Request(model, inputs, targets, self.loss, "hessian", weights, draw)
+        request = Request(model, inputs, targets, self.loss, "hessian", weights, self._signs())
         return self.engine.evaluate(request)
 
-    def _draw(self, noise: str) -> Draw:
-        return Draw(noise, self.mask, self.selection, self.randomness)
+    def _signs(self) -> Draw:
+        return Draw("sign", self.mask, self.selection, self.randomness)

@@ -1,0 +1,331 @@
+"""Bad input is answered by one sentence of an error of its own, and nothing in the model has changed."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import undrop
+from undrop.errors import (
+    EngineError,
+    EvalModeError,
+    GradientsDisabledError,
+    NoDropoutError,
+    NonFiniteError,
+    OptionError,
+    OutputError,
+    TargetError,
+    UndropError,
+    UnsupportedDropoutError,
+)
+
+ENGINES = ("tangent", "antithetic", "reverse", "exact")
+WITH_DROPOUT = {
+    "dropout": undrop.Dropout,
+    "drop-k": lambda: undrop.Dropout(3),
+    "drop-k own masks": lambda: undrop.Dropout(2, generator=torch.Generator()),
+    "drop-k resampled": lambda: undrop.Dropout(2, noise="resampled"),
+    "drop-k analytic": lambda: undrop.Dropout(2, noise="analytic"),
+    "analytic": undrop.Analytic,
+    **{name: lambda name=name: undrop.Analytic(engine=name) for name in ENGINES},
+}
+OBJECTIVES = WITH_DROPOUT | {"none": undrop.NoRegularization, "l2": lambda: undrop.L2(0.1)}
+
+
+@pytest.fixture(params=OBJECTIVES)
+def objective(request):
+    return OBJECTIVES[request.param]()
+
+
+@pytest.fixture(params=WITH_DROPOUT)
+def dropping(request):
+    return WITH_DROPOUT[request.param]()
+
+
+def once(f, y):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, f):
+            ctx.save_for_backward(f)
+            return f.square().sum()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, g):
+            return 2 * g * ctx.saved_tensors[0]
+
+    return Once.apply(f)
+
+
+def ctc(f, y):
+    """A loss of torch's that has no second derivative."""
+    return F.ctc_loss(
+        f.log_softmax(-1).unsqueeze(1), y[:2] % 4 + 1, torch.tensor(4), torch.tensor(2)
+    )
+
+
+class Net(nn.Module):
+    """A net with batch norm, whose end a test chooses."""
+
+    def __init__(self, dropout=None, end=None):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.3) if dropout is None else dropout
+        self.last = nn.Linear(4, 5)
+        self.end = end
+
+    def forward(self, x):
+        y = self.last(self.dropout(self.norm(self.layer(x))))
+        return y if self.end is None else self.end(y)
+
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([1, 4, 0, 2])
+
+
+@contextmanager
+def left_as_it_was(model):
+    """No mode is stuck, and values, identities and modes in the model are those of before."""
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    held = [*model.parameters(), *model.buffers()]
+    modes = [module.training for module in model.modules()]
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    functions = F.dropout, torch.lstm, F.batch_norm
+    yield
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+    after = [*model.parameters(), *model.buffers()]
+    assert all(a is b for a, b in zip(held, after, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert (F.dropout, torch.lstm, F.batch_norm) == functions
+    assert _get_current_function_mode_stack() == []
+    assert _get_current_dispatch_mode_stack() == []
+    assert forward._current_level == -1
+
+
+def refused(objective, error, message, model, x=X, y=Y):
+    with left_as_it_was(model), pytest.raises(error, match=message) as caught:
+        objective(model, x, y).backward()
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    assert objective.steps == 0
+
+
+def test_every_error_is_one_of_ours():
+    ours = [e for e in vars(undrop.errors).values() if isinstance(e, type)]
+    assert all(issubclass(e, UndropError) for e in ours if issubclass(e, Exception))
+
+
+def test_no_dropout_in_the_model(dropping):
+    model = Net(nn.Identity())
+    refused(dropping, NoDropoutError, r"no active dropout .* pass of Net: add one", model)
+
+
+def test_no_dropout_that_is_active(dropping):
+    model = Net(nn.Dropout(0.0))
+    refused(dropping, NoDropoutError, r"it has dropout \(p = 0\), but none was active", model)
+
+
+@pytest.mark.parametrize("make", [undrop.NoRegularization, lambda: undrop.L2(0.1)])
+def test_baselines_need_no_dropout(make):
+    make()(Net(nn.Identity()), X, Y).backward()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dropout_that_is_switched_off_later_is_noticed(engine):
+    model, objective = Net(), undrop.Analytic(engine=engine)
+    objective(model, X, Y).backward()
+    model.zero_grad()
+    model.dropout.p = 0.0
+    with left_as_it_was(model), pytest.raises(NoDropoutError, match=r"p > 0 and .* in train mode"):
+        objective(model, X, Y)
+
+
+def test_eval_mode(objective):
+    message = r"Net is in eval mode, where its dropout is off: call model.train\(\) first"
+    refused(objective, EvalModeError, message, Net().eval())
+
+
+def test_p_of_one(objective):
+    message = r"the dropout at 'dropout' has p = 1: undrop needs 0 < p < 1"
+    if type(objective) is undrop.Dropout or objective.needs_dropout:
+        refused(objective, UnsupportedDropoutError, message, Net(nn.Dropout(1.0)))
+
+
+@pytest.mark.parametrize("kind", [nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_alpha_dropout(objective, kind):
+    message = r"alpha dropout at 'dropout' is not multiplicative zero-mean noise.*use nn.Dropout"
+    refused(objective, UnsupportedDropoutError, message, Net(kind(0.2)))
+
+
+def test_gradients_switched_off(objective):
+    message = r"needs gradients: call it outside of torch.no_grad\(\) and torch.inference_mode\(\)"
+    with torch.no_grad():
+        refused(objective, GradientsDisabledError, message, Net())
+    with torch.inference_mode():
+        refused(objective, GradientsDisabledError, message, Net())
+
+
+def test_nothing_to_train(objective):
+    message = r"no parameter of Net requires a gradient: set requires_grad_\(True\)"
+    refused(objective, GradientsDisabledError, message, Net().requires_grad_(False))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_to_train_with_a_loss_of_ones_own(engine):
+    objective = undrop.Analytic(
+        engine=engine, explicit="identity", loss=lambda f, y: f.square().sum(-1).mean()
+    )
+    model = Net().requires_grad_(False)
+    refused(objective, GradientsDisabledError, "no parameter of Net requires a gradient", model)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (Y.float(), "class indices of an integer type, got torch.float32"),
+        (Y[:3], r"must have shape \(4,\), .* got \(3,\)"),
+        (Y + 5, r"must lie in 0 … 4"),
+        ([0, 1, 2, 3], "of an integer type, got list"),
+    ],
+)
+def test_targets_that_do_not_fit(objective, y, message):
+    refused(objective, TargetError, message, Net(), y=y)
+
+
+@pytest.mark.parametrize(
+    ("end", "got"),
+    [(lambda y: None, "NoneType"), (lambda y: {"scores": y}, "dict"), (lambda y: (), "tuple")],
+)
+def test_an_output_without_a_tensor(objective, end, got):
+    message = rf"the model returned {got}, in which undrop finds no tensor .* `logits`"
+    refused(objective, OutputError, message, Net(end=end))
+
+
+@pytest.mark.parametrize(
+    "end", [lambda y: {"logits": y}, lambda y: (y, "state"), lambda y: [y], lambda y: y]
+)
+def test_outputs_with_one(objective, end):
+    step = objective(Net(end=end), X, Y)
+    assert step.total.isfinite()
+
+
+def test_an_activation_that_is_not_finite_is_named_by_its_site(objective):
+    message = r"the loss.* part is not finite: the activation at site 'dropout' is not either"
+    refused(objective, NonFiniteError, message, Net(), X.clone().fill_(torch.inf))
+
+
+def test_a_loss_that_is_not_finite_after_the_last_site(objective):
+    message = r"the loss.* part is not finite, while the activations at every site are: look at"
+    refused(objective, NonFiniteError, message, Net(end=lambda y: y / 0.0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_regularizer_that_is_not_finite(engine):
+    """The square root is finite at 0 and its derivative is not."""
+    objective = undrop.Analytic(
+        engine=engine, loss=lambda f, y: (f - f.detach()).abs().sqrt().mean()
+    )
+    with pytest.raises(UndropError):
+        objective(Net(), X, Y)
+
+
+class Broken(RuntimeError):
+    """What a model may raise."""
+
+
+def breaks(y):
+    raise Broken("from inside of the model")
+
+
+def test_a_model_that_raises_is_left_as_it_was(objective):
+    model = Net(end=breaks)
+    with left_as_it_was(model), pytest.raises(Broken, match="from inside of the model"):
+        objective(model, X, Y)
+
+
+def test_a_model_that_raises_after_it_was_found_good(objective):
+    """Past the search for sites and the choice of an engine, within a pass of a step."""
+    model = Net()
+    objective(model, X, Y).backward()
+    model.zero_grad()
+    model.end = breaks
+    with left_as_it_was(model), pytest.raises(Broken, match="from inside of the model"):
+        objective(model, X, Y)
+
+
+@pytest.mark.parametrize("make", ["drop-k", "drop-k own masks", "drop-k resampled"])
+def test_a_model_that_raises_in_a_later_pass(make):
+    model, objective = Net(), OBJECTIVES[make]()
+    step = objective(model, X, Y)
+    model.end = breaks
+    with left_as_it_was(model), pytest.raises(Broken):
+        _ = step.total
+
+
+def test_the_same_model_works_afterwards(objective):
+    model = Net(end=breaks)
+    with pytest.raises(Broken):
+        objective(model, X, Y)
+    model.end = None
+    assert objective(model, X, Y).total.isfinite()
+
+
+def test_bad_input_to_the_model_is_the_models_own_error(objective):
+    model = Net()
+    with left_as_it_was(model), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        objective(model, torch.randn(4, 7), Y)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: undrop.Analytic(explicit="fisher"),
+            "explicit must be one of 'hessian', 'identity'",
+        ),
+        (lambda: undrop.Analytic(explicit=None, implicit=False), "use undrop.NoRegularization"),
+        (lambda: undrop.Analytic(fraction=0.0), r"fraction must lie in \(0, 1\], got 0.0"),
+        (lambda: undrop.Analytic(fraction=1.1), r"fraction must lie in \(0, 1\], got 1.1"),
+        (lambda: undrop.Analytic(fraction=0.5, engine="reverse"), "got engine='reverse': use one"),
+        (lambda: undrop.Analytic(fraction=0.5, engine="exact"), "got engine='exact': use one"),
+        (lambda: undrop.Analytic(samples=0), "samples must be a whole number of at least 1, got 0"),
+        (lambda: undrop.Analytic(samples=1.5), "samples must be a whole number .* got 1.5"),
+        (lambda: undrop.Analytic(interval=0), "interval must be a whole number .* got 0"),
+        (lambda: undrop.Analytic(mask="locked"), "no mask structure 'locked': use one of as-dec"),
+        (lambda: undrop.Analytic(engine="fast"), "no engine 'fast': use one of auto, tangent"),
+        (lambda: undrop.Analytic(sites={"*": -1.0}), "site weights must be finite and not neg"),
+        (lambda: undrop.Analytic(loss="mse"), "loss must be a Loss or a callable, got str"),
+        (lambda: undrop.Dropout(0), "k must be a whole number of at least 1, got 0"),
+        (lambda: undrop.Dropout(2.0), "k must be a whole number of at least 1, got 2.0"),
+        (lambda: undrop.Dropout(noise="white"), "noise must be None, 'resampled' or 'analytic'"),
+        (lambda: undrop.Dropout(2, noise="analytic", engine="exact"), "no noise to put back"),
+        (lambda: undrop.Dropout(mask="locked"), "no mask structure 'locked'"),
+        (lambda: undrop.L2(-1.0), "L2 weight must be finite and not negative, got -1.0"),
+        (lambda: undrop.L2(float("inf")), "L2 weight must be finite"),
+    ],
+)
+def test_options_outside_of_their_range(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("strength", [-1.0, float("nan"), lambda step: float("inf")])
+def test_strength_has_a_range(strength):
+    objective = undrop.Analytic(strength=strength)
+    refused(objective, OptionError, "strength must be finite and not negative", Net())
+
+
+@pytest.mark.parametrize("engine", ["tangent", "antithetic", "exact"])
+@pytest.mark.parametrize("loss", [once, ctc])
+def test_a_loss_without_second_derivatives(loss, engine):
+    message = rf"the loss {loss.__name__} can't be differentiated twice \(.*\): write it in oper"
+    refused(undrop.Analytic(engine=engine, loss=loss), EngineError, message, Net())

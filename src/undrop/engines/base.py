@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from undrop.engines.draw import Draw
-from undrop.errors import NoDropoutError
+from undrop.errors import EngineError, NoDropoutError
 from undrop.losses import Loss
-from undrop.sites import call, logits_of
+from undrop.sites import call, is_sharded, logits_of
 
 __all__ = ["Engine", "Evaluation", "Request", "Weights"]
 
@@ -73,6 +73,19 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total of ℓ, explicit and implicit part, ready for one backward pass."""
+
+
+def refuse_sharded(engine: Engine, model: nn.Module) -> None:
+    """Raise for FSDP, which has given a parameter's memory back when a second backward asks for it.
+
+    Raises:
+        EngineError: naming the engine that can.
+    """
+    if is_sharded(model):
+        raise EngineError(
+            f"the {engine.name} engine differentiates twice, which FSDP does not allow: use "
+            "engine='antithetic'."
+        )
 
 
 def weighted_parts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
+from undrop.engines.base import Engine, Evaluation, Request, refuse_sharded, weighted_parts
 from undrop.engines.draw import Leaves
 from undrop.engines.twice import TWICE_DIFFERENTIABLE
 from undrop.sites import Interception
@@ -23,6 +23,7 @@ class Exact(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total, differentiable once more in the parameters."""
+        refuse_sharded(self, request.model)
         field = Leaves(request.draw)
         with Interception(request.model, field, TWICE_DIFFERENTIABLE):
             output, logits = request.run()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from undrop.engines.rules import TANGENT_RULES
-from undrop.sites import Handler, Interception, Site, call, keep_statistics
+from undrop.sites import Handler, Interception, Site, call, is_sharded, keep_statistics
 from undrop.sites.recomputation import in_checkpoint
 
 __all__ = ["CONSTANT", "PROVEN", "Tainted", "blocking_op"]
@@ -136,7 +136,9 @@ def blocking_op(model: nn.Module, inputs: Any) -> str | None:
     Found by one pass without gradients, the first time that a model is seen.
     """
     if model not in _blocking:
-        _blocking[model] = _probe(model, inputs)
+        _blocking[model] = (
+            "parameters sharded by FSDP" if is_sharded(model) else _probe(model, inputs)
+        )
     return _blocking[model]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
+from undrop.engines.base import Engine, Evaluation, Request, refuse_sharded, weighted_parts
 from undrop.engines.draw import Leaves
 from undrop.engines.twice import TWICE_DIFFERENTIABLE
 from undrop.sites import Interception
@@ -26,13 +26,16 @@ class Reverse(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total; its backward pass is a double backward of the model."""
+        refuse_sharded(self, request.model)
         field = Leaves(request.draw)
         with Interception(request.model, field, TWICE_DIFFERENTIABLE):
             output, logits = request.run()
         weights = request.weights
         loss = request.loss.twice_differentiable_value(logits, request.targets)
         zero = torch.zeros_like(loss)
-        explicit = self._explicit(request, field, logits) if weights.explicit else zero
+        # From an output that is not finite no labels can be drawn; who asked will see it in the loss.
+        sound = bool(weights.explicit) and bool(loss.detach().isfinite())
+        explicit = self._explicit(request, field, logits) if sound else zero
         implicit = self._implicit(request, field, loss) if weights.implicit else zero
         total = weights.loss * loss + weights.explicit * explicit + weights.implicit * implicit
         return Evaluation(total, weighted_parts(weights, loss, explicit, implicit), output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undrop.errors import OptionError
@@ -12,10 +13,16 @@ from undrop.errors import OptionError
 __all__ = ["Randomness"]
 
 
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 class Randomness:
     """One generator a device: the user's own, or one made where it is first needed.
 
-    A generator of our own is seeded from torch's global one, so that ``torch.manual_seed`` decides.
+    A generator of our own is seeded from torch's global one, so that ``torch.manual_seed`` decides. Of
+    several processes each gets noise of its own, even if all of them set the same seed: the examples
+    are not the same either.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -36,7 +43,7 @@ class Randomness:
                     f"the generator is for {self._given.device.type} but the model runs on "
                     f"{device.type}: pass torch.Generator({device.type!r})."
                 )
-            seed = int(torch.randint(2**62, ()))
+            seed = int(torch.randint(2**62, ())) ^ _rank()
             self._generators[device.type] = torch.Generator(device).manual_seed(seed)
         return self._generators[device.type]
 

@@ -1,11 +1,12 @@
 """Where noise enters: every dropout of any ``nn.Module``, found, named and driven unchanged."""
 
 from undrop.sites import attention, functional, recurrent  # they register what they stand in for
-from undrop.sites.calling import call, logits_of, unwrapped
+from undrop.sites.calling import call, logits_of
 from undrop.sites.discovery import as_it_was, silent, sites
 from undrop.sites.interception import Field, Handler, Interception, intercepts
 from undrop.sites.site import Selection, Site, Sites
 from undrop.sites.statistics import Statistics, keep_statistics
+from undrop.sites.wrappers import is_sharded, unwrapped
 
 __all__ = [
     "Field",
@@ -20,6 +21,7 @@ __all__ = [
     "call",
     "functional",
     "intercepts",
+    "is_sharded",
     "keep_statistics",
     "logits_of",
     "recurrent",

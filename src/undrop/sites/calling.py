@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from undrop.errors import OutputError
 
-__all__ = ["call", "logits_of", "unwrapped"]
+__all__ = ["call", "logits_of"]
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -40,9 +40,3 @@ def logits_of(output: Any) -> Tensor:
         f"the model returned {type(output).__name__}, in which undrop finds no tensor for the loss: "
         "return a tensor, a tuple whose first element is one, or something with `logits`."
     )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module behind ``torch.compile``, whose compiled code hides its dropout from view."""
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else model

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from undrop.errors import NoDropoutError
-from undrop.sites.calling import call, unwrapped
+from undrop.sites.calling import call
 from undrop.sites.interception import Interception
 from undrop.sites.site import Site, Sites
 from undrop.sites.statistics import keep_buffers
+from undrop.sites.wrappers import unwrapped
 
 __all__ = ["as_it_was", "silent", "sites"]
 

@@ -25,6 +25,7 @@ from undrop.noise import mask_shape
 from undrop.sites.recomputation import Region, enclosing_function, regions
 from undrop.sites.site import Site
 from undrop.sites.statistics import keep_statistics
+from undrop.sites.wrappers import paths
 
 __all__ = ["Field", "Handler", "Interception", "intercepts"]
 
@@ -89,7 +90,7 @@ class Interception(TorchFunctionMode):
         self._handlers = {**SITE_HANDLERS, **(rules or {})}
         self._model = model
         self._rules = rules
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names = paths(model)
         self._calls: Counter[str] = Counter()
         self._gradients = torch.is_grad_enabled()
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()

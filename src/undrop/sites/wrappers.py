@@ -1,0 +1,50 @@
+"""What others wrap around a model or its parts: compiling, many processes, checkpointing."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from undrop.errors import OptionError
+
+__all__ = ["is_sharded", "paths", "unwrapped"]
+
+_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Under these names wrappers hold what they wrap."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module behind ``torch.compile``, whose compiled code hides its dropout from view.
+
+    Raises:
+        OptionError: for ``nn.DataParallel``, whose threads no interception reaches.
+    """
+    if isinstance(model, DataParallel):
+        raise OptionError(
+            "nn.DataParallel runs the model in threads of its own, where undrop sees no dropout: use "
+            "DistributedDataParallel, one process a device (torchrun)."
+        )
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def paths(model: nn.Module) -> dict[int, str]:
+    """The path of every module by its id, as if nothing were wrapped."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return {id(module): _bare(name) for name, module in model.named_modules()}
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters of the model are sharded over processes by FSDP, of either version."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before that is imported
+    if fsdp is None:
+        return False
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())

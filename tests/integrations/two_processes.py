@@ -1,0 +1,144 @@
+"""Run by two processes: gradients of wrapped models against those of one process, as JSON."""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import undrop
+
+D = torch.float64
+Make = Callable[[torch.Generator], undrop.Objective]
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True, dtype=D)
+        self.linear = nn.Linear(4, 4, dtype=D)
+        self.norm = norm
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.attention(x, x, x, need_weights=False)[0])
+        return x + self.drop(torch.tanh(self.linear(self.norm(y))))
+
+
+class Net(nn.Module):
+    def __init__(self, norm: Callable[[], nn.Module], checkpointed: bool) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 4, dtype=D)
+        self.blocks = nn.ModuleList([Block(norm()), Block(norm())])
+        self.head = nn.Linear(4, 3, dtype=D)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x)
+
+
+LAYER = partial(nn.LayerNorm, 4, dtype=D)
+BATCH = partial(nn.BatchNorm1d, 3, dtype=D)
+
+
+def net(norm: Callable[[], nn.Module] = LAYER, checkpointed: bool = False) -> Net:
+    torch.manual_seed(4)
+    return Net(norm, checkpointed)
+
+
+def sharded(model: Net) -> Net:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def batch(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 + rank)
+    x = torch.randn(2, 3, 4, dtype=D, generator=generator)
+    return x, torch.randint(3, (2, 3), generator=generator)
+
+
+def gradient(model: nn.Module, make: Make, rank: int, in_turn: bool = False) -> Tensor:
+    """The gradient of a step on this rank's batch with this rank's noise."""
+    step = make(torch.Generator().manual_seed(rank))(model, *batch(rank))
+    step.backward() if in_turn else step.total.backward()
+    grads = [p.grad for p in model.parameters()]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+    return torch.cat([g.flatten() for g in whole])
+
+
+def difference(
+    wrap: Callable[[Net], nn.Module], make: Make, in_turn: bool = False, **options
+) -> float:
+    """How far the wrapped model's gradient is from the mean over the ranks in one process."""
+    alone = sum(gradient(net(**options), make, rank) for rank in range(dist.get_world_size()))
+    together = gradient(wrap(net(**options)), make, dist.get_rank(), in_turn)
+    return float((together - alone / dist.get_world_size()).abs().max())
+
+
+def refusal(make: Make) -> str:
+    try:
+        gradient(sharded(net()), make, dist.get_rank())
+    except undrop.errors.EngineError as error:
+        return str(error)
+    return ""
+
+
+def analytic(**options) -> Make:
+    return lambda generator: undrop.Analytic(generator=generator, **options)
+
+
+def own_noise() -> bool:
+    """Whether the ranks draw different noise from the same seed."""
+    torch.manual_seed(0)
+    objective = undrop.Analytic()
+    objective(net(), *batch(0))
+    states = [None, None]
+    dist.all_gather_object(states, objective.state_dict()["generators"]["cpu"].tolist())
+    return states[0] != states[1]
+
+
+def results() -> dict[str, object]:
+    antithetic, two = analytic(engine="antithetic"), analytic(engine="antithetic", samples=2)
+    found: dict[str, object] = {}
+    for name, wrap in (("ddp", DistributedDataParallel), ("fsdp2", sharded)):
+        found |= {
+            name: difference(wrap, antithetic),
+            f"{name} checkpointed": difference(wrap, antithetic, checkpointed=True),
+            f"{name} two samples": difference(wrap, two),
+            f"{name} two samples in turn": difference(wrap, two, True, checkpointed=True),
+            f"{name} fraction": difference(wrap, analytic(engine="antithetic", fraction=0.5)),
+            f"{name} batch norm": difference(wrap, antithetic, norm=BATCH),
+            f"{name} dropout": difference(wrap, lambda g: undrop.Dropout(2, generator=g)),
+        }
+    for engine in ("tangent", "reverse"):
+        found[f"ddp {engine}"] = difference(DistributedDataParallel, analytic(engine=engine))
+    for engine in ("tangent", "reverse", "exact"):
+        found[f"fsdp2 refuses {engine}"] = refusal(analytic(engine=engine))
+    auto, fixed = (gradient(sharded(net()), make, 0) for make in (analytic(), antithetic))
+    return found | {
+        "fsdp2 auto is antithetic": torch.equal(auto, fixed),
+        "ddp sites": undrop.sites(DistributedDataParallel(net()), batch(0)[0]).names,
+        "fsdp2 sites": undrop.sites(sharded(net()), batch(0)[0]).names,
+        "own noise": own_noise(),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = results()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.destroy_process_group()

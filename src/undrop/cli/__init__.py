@@ -32,7 +32,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from undrop.cli._errors import report
+from undrop.cli import _errors
 
 __all__ = ["ORDER", "app_for", "commands", "main"]
 
@@ -111,4 +111,4 @@ def main(args: Sequence[str] | None = None) -> int:
     except typer.Exit as end:
         return end.exit_code
     except (Exception, KeyboardInterrupt) as error:
-        return report(error, debug=debug)
+        return _errors.report(error, debug=debug)

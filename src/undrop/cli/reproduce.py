@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,6 +57,7 @@ def reproduce(
         return
     listener = campaign_listener(jobs)
     campaign = Campaign(plan, folder, executor_named(executor, jobs), listener)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         errors = campaign.run()
     except (StoppedError, KeyboardInterrupt):

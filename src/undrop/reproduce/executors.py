@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -56,12 +55,12 @@ class Local(Executor):
     def outcomes(
         self, runs: Sequence[Run], scratch: Callable[[Run], Path], look: Callable[[], None]
     ) -> Iterator[Outcome]:
-        """Run all in a pool of processes; on the way out those under way are let save their state."""
+        """Run all in a pool of processes; those under way when it must end save their state."""
         # A forked child would inherit torch's threads in an unknown state.
         context = multiprocessing.get_context("spawn")
+        others = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=single_threaded)
-        with contextlib.ExitStack() as stack:
-            stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        try:
             waiting: dict[Future[Record], Run] = {
                 pool.submit(execute, run, str(scratch(run))): run for run in runs
             }
@@ -70,6 +69,12 @@ class Local(Executor):
                 look()
                 for future in done:
                     yield waiting.pop(future), _outcome(future.result)
+        except BaseException:
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()  # a training that hears of it saves its state first
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 class RayCluster(Executor):

@@ -46,13 +46,14 @@ def write_report(
         OptionError: if matplotlib is not installed.
     """
     _check_matplotlib()
+    plan = Plan(names, scale, seeds)
     records = Records(folder / "records")
     if not len(records):
         raise RunError(f"{folder} has no records: run `undrop reproduce --scale {scale}` first.")
     out = out or folder
     with naming_disk_errors(out):
         (out / "figures").mkdir(parents=True, exist_ok=True)
-    results = Results(Plan(names, scale, seeds), records)
+    results = Results(plan, records)
     content = compose(results, scale)
     inline: dict[str, str] = {}
     files: dict[str, str] = {}

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from made_up import InProcess
 
+from made_up import InProcess
 from undrop import cli
 from undrop.reproduce import executors
 

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from undrop.errors import OptionError, RunError
 from undrop.reproduce.plan import Plan
 from undrop.reproduce.records import Records
 from undrop.reproduce.report.content import compose
-from undrop.reproduce.report.figures import draw
+from undrop.reproduce.report.figures import as_svg, draw, save
 from undrop.reproduce.report.html import as_html
 from undrop.reproduce.report.markdown import as_markdown
 from undrop.reproduce.results import Results
 from undrop.train.files import naming_disk_errors, replacing, write_json
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 __all__ = ["write_report"]
-
-_FORMATS = ("png", "pdf")
-_NO_DATE = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
-"""Metadata that would make equal figures differ."""
 
 
 def write_report(
@@ -61,8 +51,8 @@ def write_report(
         name = section.experiment.name
         figure = draw(section, results)
         if figure is not None:
-            inline[name] = _svg(figure, section.experiment.title)
-            files[name] = _save(figure, out, name)
+            inline[name] = as_svg(figure, section.experiment.title)
+            files[name] = save(figure, out, name)
     pages = {
         "report.html": as_html(content, inline),
         "report.md": as_markdown(content, files),
@@ -77,20 +67,3 @@ def write_report(
 def _check_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise OptionError("a report needs matplotlib: pip install 'undrop[plot]'.")
-
-
-def _svg(figure: Figure, title: str) -> str:
-    """The figure as an element for a page, with its title for those who can't see it."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata=_NO_DATE["svg"])
-    svg = text.getvalue()
-    element = svg[svg.index("<svg") :]
-    return element.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
-
-
-def _save(figure: Figure, out: Path, name: str) -> str:
-    """The figure in every format; the path of the one that Markdown shows."""
-    for kind in _FORMATS:
-        with replacing(out / "figures" / f"{name}.{kind}") as temporary:
-            figure.savefig(temporary, format=kind, metadata=_NO_DATE[kind])
-    return f"figures/{name}.{_FORMATS[0]}"

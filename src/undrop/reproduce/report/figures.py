@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,12 +15,13 @@ from undrop.reproduce.measures import MEASURES
 from undrop.reproduce.records import Record
 from undrop.reproduce.report.content import Row, Section
 from undrop.reproduce.results import Results
+from undrop.train.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "draw"]
+__all__ = ["KINDS", "as_svg", "draw", "save"]
 
 _STYLE = {
     "font.size": 9,
@@ -28,6 +33,10 @@ _STYLE = {
     "svg.hashsalt": "undrop",
     "legend.frameon": False,
 }
+_FORMATS = ("png", "pdf")
+_NO_DATE = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+"""Metadata that would make equal figures differ."""
+
 _OURS, _PAPERS = "#1f5fa8", "#b3541e"
 
 
@@ -35,13 +44,37 @@ def draw(section: Section, results: Results) -> Figure | None:
     """The experiment's figure; None while there is nothing to show."""
     if all(row.interval is None for row in section.rows):
         return None
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with _styled():
         figure = Figure(layout="constrained", dpi=150)
         KINDS[section.experiment.figure](figure, section, results)
         return figure
+
+
+def as_svg(figure: Figure, title: str) -> str:
+    """The figure as an element for a page, with its title for those who can't see it."""
+    text = io.StringIO()
+    with _styled():
+        figure.savefig(text, format="svg", metadata=_NO_DATE["svg"])
+    svg = text.getvalue()
+    element = svg[svg.index("<svg") :]
+    return element.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+def save(figure: Figure, out: Path, name: str) -> str:
+    """Write the figure in every format; the path of the one that Markdown shows."""
+    for kind in _FORMATS:
+        with replacing(out / "figures" / f"{name}.{kind}") as temporary, _styled():
+            figure.savefig(temporary, format=kind, metadata=_NO_DATE[kind])
+    return f"figures/{name}.{_FORMATS[0]}"
+
+
+def _styled() -> AbstractContextManager[None]:
+    import matplotlib as mpl
+
+    context: AbstractContextManager[None] = mpl.rc_context(_STYLE)
+    return context
 
 
 def _validation(figure: Figure, section: Section, results: Results) -> None:

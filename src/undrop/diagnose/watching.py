@@ -99,7 +99,6 @@ class Watcher:
         shares = {f"share/{name}": value / total for name, value in squares.items() if total}
         return {"psd": total, **shares}
 
-    @torch.no_grad()
     def _quadratic(self, model: nn.Module, inputs: Any, targets: Any) -> float:
         weights = Weights(loss=0.0, explicit=0.5, implicit=0.0)
         return float(self._evaluate(model, inputs, targets, weights).parts["explicit"])

@@ -1,0 +1,104 @@
+"""Figures during training: right on the mean, and without a trace in the training."""
+
+import pytest
+import torch
+
+import undrop
+from problems import LOSSES, problem
+
+
+def test_the_explicit_figures_have_the_exact_means():
+    made = problem("lstm")
+    found = []
+    for seed in range(300):
+        watcher = undrop.Watcher(loss=made.loss, interval=1, implicit=False, seed=seed)
+        found.append(watcher.observe(0, made.model, made.inputs, made.targets))
+    objective = undrop.Analytic(
+        engine="exact", strength=undrop.TAYLOR, implicit=False, loss=made.loss
+    )
+    exact = objective(made.model, made.inputs, made.targets).parts["explicit"]
+    values = torch.tensor([figures["psd"] for figures in found])
+    error = values.std().item() / 300**0.5
+    assert abs(values.mean().item() - exact) < 4 * error
+    assert error < 0.1 * exact
+    for figures in found:
+        shares = [value for name, value in figures.items() if name.startswith("share/")]
+        assert sum(shares) == pytest.approx(1.0)
+    names = {f"share/{site.name}" for site in undrop.sites(made.model, made.inputs)}
+    assert names == {name for name in found[0] if name.startswith("share/")}
+
+
+def test_the_norm_is_that_of_the_implicit_gradient():
+    made = problem("mlp")
+    found = [
+        undrop.Watcher(loss=made.loss, interval=1, seed=seed).observe(
+            0, made.model, made.inputs, made.targets
+        )["xi_norm"]
+        for seed in range(200)
+    ]
+    subject = undrop.diagnose(
+        made.model, [(made.inputs, made.targets)], seconds=1e3, draws=200, progress=False
+    )
+    trace = subject.implicit.trace_analytic
+    squares = torch.tensor(found) ** 2
+    error = (squares.var().item() / 200 + trace.stderr**2) ** 0.5
+    assert abs(squares.mean().item() - trace.value) < 4 * error
+
+
+def test_it_speaks_every_interval_only():
+    made = problem("mlp")
+    watcher = undrop.Watcher(loss=made.loss, interval=3)
+    spoke = [
+        watcher.observe(step, made.model, made.inputs, made.targets) is not None
+        for step in range(1, 8)
+    ]
+    assert spoke == [False, False, True, False, False, True, False]
+
+
+def test_what_it_sees_hangs_on_the_step_alone():
+    made = problem("mlp")
+    batch = (made.model, made.inputs, made.targets)
+    through = undrop.Watcher(loss=made.loss, interval=1)
+    first, second = through.observe(1, *batch), through.observe(2, *batch)
+    resumed = undrop.Watcher(loss=made.loss, interval=1)
+    assert resumed.observe(2, *batch) == second
+    assert first != second
+
+
+def test_training_is_not_touched():
+    """The same training with and without a watcher ends in the same bits."""
+
+    def trained(watch):
+        made = problem("batch_norm")
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+        objective = undrop.Dropout(2, loss=made.loss)
+        watcher = undrop.Watcher(loss=made.loss, interval=2)
+        for step in range(6):
+            optimizer.zero_grad()
+            objective(made.model, made.inputs, made.targets).backward()
+            if watch:
+                watcher.observe(step, made.model, made.inputs, made.targets)
+            optimizer.step()
+        return made.model.state_dict()
+
+    watched, alone = trained(True), trained(False)
+    for name, value in alone.items():
+        assert torch.equal(value, watched[name]), name
+
+
+def test_a_loss_that_is_no_likelihood_has_no_shares():
+    made = problem("mlp", "generic")
+    watcher = undrop.Watcher(loss=made.loss, interval=1)
+    figures = watcher.observe(0, made.model, made.inputs, made.targets)
+    assert set(figures) == {"psd", "xi_norm"}
+    assert figures["psd"] != 0.0
+    assert "generic" in LOSSES
+
+
+def test_bad_input():
+    with pytest.raises(undrop.errors.OptionError, match="interval must be a whole number"):
+        undrop.Watcher(interval=0)
+    plain = torch.nn.Linear(2, 2)
+    with pytest.raises(undrop.errors.NoDropoutError, match="no active dropout was met in Linear"):
+        undrop.Watcher(interval=1).observe(0, plain, torch.randn(1, 2), torch.tensor([0]))

@@ -164,7 +164,7 @@ def test_every_model_trains_with_every_kind_of_objective(tiny, tmp_path, model):
             optimizer={"name": "adam", "lr": 0.01},
             train={"epochs": 1, "max_steps": 6},
         )
-        assert train.run(config, out=tmp_path / name).best_valid_ppl < 40
+        assert train.run(config, out=tmp_path / name).best_valid_ppl < 100
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

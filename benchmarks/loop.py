@@ -1,0 +1,114 @@
+"""What the training loop costs beyond the bare objective step: the same epochs by hand and by it.
+
+    python benchmarks/loop.py [--repeats 9] [--json FILE]
+
+The loop's share is the schedule, meters, progress, a line of metrics every 50 steps, and at the end
+of each epoch a checkpoint and a look at a validation split of a few words. Epochs alternate, so that
+a machine's moods hit both alike; the figure is the median of the ratios of neighbours, of seconds
+by the clock and of seconds of CPU, which other work on the machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from undrop import corpora
+from undrop.corpora.batching import TrainingWindows
+from undrop.nn import detach
+from undrop.train import Config, Reporter, RunFolder, configure
+from undrop.train.components import OBJECTIVES
+from undrop.train.interrupts import Interrupts
+from undrop.train.session import load_corpus, opened
+from undrop.train.trainer import build_model
+from undrop.train.world import World
+
+Seconds = tuple[float, float]  # by the clock, of CPU
+
+
+def timed(work: Callable[[], object]) -> Seconds:
+    """How long it takes."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - clock, time.process_time() - cpu
+
+
+def bare_epoch(config: Config) -> Callable[[], None]:
+    """A function that trains one epoch by hand."""
+    torch.manual_seed(config.train.seed)
+    corpus = load_corpus(config.data)
+    model = build_model(config, corpus.vocabulary.size).train()
+    options = config.objective.options
+    objective = OBJECTIVES.build(config.objective.name, options, loss=model.loss(), batch_dim=1)
+    optimizer = torch.optim.SGD(model.parameters(), config.optimizer.lr)
+    windows = TrainingWindows(corpus.train, config.data.batch_size, config.data.length)
+
+    def epoch() -> None:
+        state = None
+        for window in windows:
+            inputs = {"tokens": window.inputs, "state": state, "logits": False}
+            step = objective(model, inputs, window.targets)
+            step.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            state = detach(step.output[1])
+
+    return epoch
+
+
+def text(folder: Path) -> None:
+    """Thirty thousand words of the embedded corpus to train on, and a few to judge by."""
+    corpus = corpora.load("pydocs")
+    words = corpus.vocabulary.decode(corpus.train[:30_000])
+    lines = " ".join(words).replace(f" {corpora.EOS} ", "\n")
+    for split, part in (("train", lines), ("valid", lines[:500]), ("test", lines[:500])):
+        (folder / f"{split}.txt").write_text(part + "\n", encoding="utf-8")
+
+
+def measure(name: str, repeats: int, folder: Path) -> dict[str, object]:
+    """The loop's seconds over the bare ones, for one objective."""
+    settings = {"objective": {"name": name}, "data": {"name": str(folder)}}
+    config = configure("demo", settings, [f"train.epochs={repeats + 1}", "train.threads=1"])
+    bare, ratios = bare_epoch(config), []
+    run = RunFolder(folder / name)
+    with opened(config, run, False, Reporter(), World(), Interrupts()) as session:
+        timed(bare), timed(session.trainer.advance)  # warm both up
+        for _ in range(repeats):
+            alone, looped = timed(bare), timed(session.trainer.advance)
+            ratios.append([ours / theirs for ours, theirs in zip(looped, alone, strict=True)])
+    by_clock, of_cpu = (statistics.median(kind) for kind in zip(*ratios, strict=True))
+    per_step = 1e3 * alone[1] / session.trainer.step * session.trainer.epoch
+    return {"objective": name, "clock": by_clock, "cpu": of_cpu, "bare_cpu_ms_per_step": per_step}
+
+
+def main() -> None:
+    """Measure none, dropout and analytic."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        text(Path(folder))
+        names = ("none", "dropout", "analytic")
+        rows = [measure(name, arguments.repeats, Path(folder)) for name in names]
+    for row in rows:
+        print(
+            f"{row['objective']:<10} loop / bare step: {row['clock']:.3f} by the clock, "
+            f"{row['cpu']:.3f} of CPU at {row['bare_cpu_ms_per_step']:.1f} ms a step"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

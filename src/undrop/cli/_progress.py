@@ -55,6 +55,8 @@ class Lines(Reporter):
         head = f"epoch {record['epoch']}/{self._epochs}  step {record['step']}"
         if record["kind"] == "epoch":
             self._print(f"{head}  {_judged(record)}  {duration(record['time']['seconds'])}")
+        elif record["kind"] == "watch":
+            self._print(f"{head}  {_watched(record)}")
         else:
             speed = record["time"]["tokens_per_second"]
             self._print(f"{head}  {_parts(record)}  {speed:,.0f} tokens/s")
@@ -110,7 +112,7 @@ class Bar(Lines):
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Say how an epoch ended; the bar shows the rest."""
-        if record["kind"] == "epoch":
+        if record["kind"] in ("epoch", "watch"):
             super().record(record)
 
     def close(self) -> None:
@@ -122,6 +124,14 @@ def _parts(values: Mapping[str, Any]) -> str:
     names = ("loss", "explicit", "implicit", "l2")
     shown = [name for name in names if values.get(name) is not None]
     return "  ".join(f"{name} {values[name]:.3f}" for name in shown)
+
+
+def _watched(record: Mapping[str, Any]) -> str:
+    shares = {name[6:]: value for name, value in record.items() if name.startswith("share/")}
+    most = max(shares, key=lambda name: float(shares[name]), default=None)
+    where = "" if most is None else f"  most of it at {most} ({shares[most]:.0%})"
+    noise = f"  ‖ξ‖ {record['xi_norm']:.3g}" if "xi_norm" in record else ""
+    return f"½E[uᵀHu] {record['psd']:.4g}{noise}{where}"
 
 
 def _judged(record: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ class Watcher:
         self._engine: Engine = engine_named("auto")
 
     def observe(
-        self, step: int, model: nn.Module, inputs: Any, targets: Any
+        self, step: int, model: nn.Module, inputs: Any, targets: Any, *, loss: Loss | None = None
     ) -> dict[str, float] | None:
         """The figures of this step, or None between intervals.
 
@@ -61,6 +61,7 @@ class Watcher:
             model: in train mode.
             inputs: as for an objective.
             targets: likewise.
+            loss: that of the training, if it is not the watcher's own.
 
         Returns:
             ``psd`` (½E[uᵀHu]), ``xi_norm`` (‖ξ_approx‖) and ``share/SITE`` of each site.
@@ -71,6 +72,7 @@ class Watcher:
         for generator in self._generators.values():
             generator.manual_seed(self._seed + step)
         self._step = step
+        self.loss = loss or self.loss
         with keep_statistics(model), torch.enable_grad():
             figures = self._explicit(model, inputs, targets)
             if self.implicit:

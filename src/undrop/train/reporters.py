@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import nn
 
 from undrop.errors import RunError
+from undrop.losses import Loss
 
-__all__ = ["Outline", "Reporter", "Reporters", "TensorBoard"]
+__all__ = ["Outline", "Reporter", "Reporters", "TensorBoard", "Watching"]
+
+
+class Watching(Protocol):
+    """Looks at the model now and then while it trains; :class:`undrop.Watcher` does."""
+
+    def observe(
+        self, step: int, model: nn.Module, inputs: Any, targets: Any, *, loss: Loss
+    ) -> Mapping[str, float] | None:
+        """Figures of this step for the metrics, or None."""
+        ...
 
 
 @dataclass(frozen=True)

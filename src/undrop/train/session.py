@@ -20,7 +20,7 @@ from undrop.train.interrupts import Interrupts, listening
 from undrop.train.journal import Journal
 from undrop.train.meters import perplexity
 from undrop.train.provenance import machine, versions
-from undrop.train.reporters import Outline, Reporter, Reporters, TensorBoard
+from undrop.train.reporters import Outline, Reporter, Reporters, TensorBoard, Watching
 from undrop.train.trainer import Trainer
 from undrop.train.world import World, joined
 
@@ -120,6 +120,7 @@ def run(
     out: str | Path,
     resume: bool = False,
     reporter: Reporter | None = None,
+    watcher: Watching | None = None,
 ) -> Summary:
     """Train what ``config`` says, in the folder ``out``.
 
@@ -129,6 +130,7 @@ def run(
         resume: go on where the run in that folder was left, to the same bits as if it had never
             been. Where there is none yet it is begun.
         reporter: hears of steps and epochs.
+        watcher: looks at the model now and then; what it says goes to the metrics.
 
     Raises:
         RunError: if the folder holds a run and ``resume`` was not said, or is in use.
@@ -141,7 +143,7 @@ def run(
         joined(device_of(config.train)) as world,
         settled(config.train, world.device),
         listening() as interrupts,
-        opened(config, folder, resume, reporter, world, interrupts) as session,
+        opened(config, folder, resume, reporter, world, interrupts, watcher) as session,
     ):
         while not session.trainer.done:
             session.trainer.advance()
@@ -186,6 +188,7 @@ def opened(
     reporter: Reporter | None,
     world: World,
     interrupts: Interrupts,
+    watcher: Watching | None = None,
 ) -> Iterator[Session]:
     """A run at its beginning, or where it was left, with its folder locked."""
     if not resume and world.is_main:
@@ -193,7 +196,9 @@ def opened(
     corpus = load_corpus(config.data)
     with contextlib.closing(_audience(reporter, config, folder, world)) as audience:
         journal = Journal(folder, audience, world)
-        trainer = Trainer(config, corpus, journal=journal, world=world, interrupts=interrupts)
+        trainer = Trainer(
+            config, corpus, journal=journal, world=world, interrupts=interrupts, watcher=watcher
+        )
         with _taken(folder, config, resume, world):
             _go_on(trainer, folder, journal)
             journal.reporter.begin(_outline(trainer, folder))

@@ -1,0 +1,174 @@
+"""Drop_k: the plain step to the bit for k = 1, its law, and the noise that is put back."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import undrop
+from problems import Problem, problem
+from undrop.nn import LockedDropout
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def taken(objective, p):
+    """The gradient that a step leaves."""
+    p.model.zero_grad()
+    objective(p.model, p.inputs, p.targets).backward()
+    return gradient(p.model)
+
+
+def by_hand(p, passes=1):
+    """The gradients of plain training steps, one after the other."""
+    found = []
+    for _ in range(passes):
+        p.model.zero_grad()
+        output = p.model(p.inputs)
+        output = output if isinstance(output, torch.Tensor) else output[0]
+        p.loss.value(output, p.targets).backward()
+        found.append(gradient(p.model))
+    return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "gru", "transformer", "batch_norm"])
+def test_with_one_mask_it_is_the_plain_step_to_the_bit(name):
+    p = problem(name)
+    objective = undrop.Dropout(loss=p.loss)
+    for seed in range(3):  # also the first, in which the sites are looked for
+        torch.manual_seed(seed)
+        ours = taken(objective, p)
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        (theirs,) = by_hand(p)
+        assert torch.equal(ours, theirs)
+        assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_with_k_masks_it_is_the_mean_of_k_plain_steps(name):
+    p = problem(name)
+    torch.manual_seed(1)
+    ours = taken(undrop.Dropout(3), p)
+    torch.manual_seed(1)
+    theirs = by_hand(p, 3)
+    torch.testing.assert_close(ours, sum(theirs) / 3)
+
+
+def test_resampled_noise_is_the_difference_of_two_more():
+    p = problem("mlp")
+    torch.manual_seed(1)
+    ours = taken(undrop.Dropout(3, noise="resampled"), p)
+    torch.manual_seed(1)
+    a, b, c, plus, minus = by_hand(p, 5)
+    torch.testing.assert_close(ours, (a + b + c) / 3 + math.sqrt(1 / 3) * (plus - minus))
+
+
+@pytest.mark.parametrize("noise", ["resampled", "analytic"])
+def test_one_mask_has_lost_no_noise(noise):
+    p = problem("mlp")
+    torch.manual_seed(1)
+    ours = taken(undrop.Dropout(noise=noise), p)
+    torch.manual_seed(1)
+    assert torch.equal(ours, by_hand(p)[0])
+
+
+@pytest.mark.parametrize("engine", ["tangent", "reverse"])
+def test_analytic_noise_is_the_implicit_part_of_analytic(engine):
+    p = problem("lstm")
+
+    def generator():
+        return torch.Generator().manual_seed(2)
+
+    drop = undrop.Dropout(4, noise="analytic", engine=engine, generator=generator())
+    step = drop(p.model, p.inputs, p.targets)
+    noise = step.parts["implicit"]
+    source = generator()
+    silent = undrop.Dropout(4, generator=source)
+    assert silent(p.model, p.inputs, p.targets).parts["loss"] == step.parts["loss"]
+    analytic = undrop.Analytic(explicit=None, engine=engine, generator=source)
+    expected = analytic(p.model, p.inputs, p.targets).parts["implicit"]
+    assert noise == pytest.approx(math.sqrt(3 / 4) * expected, rel=1e-12)
+
+
+def test_its_own_masks_are_the_declared_ones_whatever_the_analytic_noise_is():
+    class Ratio(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.locked, self.other = LockedDropout(0.5), nn.Dropout(0.5)
+
+        def forward(self, x):
+            h = self.layer(x)
+            return self.locked(h) / h, self.other(h) / h
+
+    drop = undrop.Dropout(
+        2,
+        noise="analytic",
+        mask="independent",
+        sites="locked",
+        loss=undrop.MSE(),
+        generator=torch.Generator().manual_seed(0),
+    )
+    locked, other = drop(Ratio(), torch.randn(20, 4, 3), torch.zeros(20, 4, 3)).output
+    torch.testing.assert_close(locked, locked[:1].expand_as(locked))
+    assert 0 < (other == 0).double().mean() < 1
+
+
+# Covariances, as traces: over n draws their relative standard error is about 1/sqrt(2n).
+
+
+def covariance_trace(p, draws, *args, seed=1, **how):
+    objective = undrop.Dropout(*args, generator=torch.Generator().manual_seed(seed), **how)
+    rows = torch.stack([taken(objective, p) for _ in range(draws)])
+    return rows.var(0).sum().item()
+
+
+LIGHT = pytest.param(800, id="light")
+MANY = pytest.param(3000, id="many", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("draws", [LIGHT, MANY])
+def test_the_noise_of_k_masks_is_a_kth_and_resampling_puts_all_of_it_back(draws):
+    p = problem("mlp")
+    one = covariance_trace(p, 2 * draws, seed=0)
+    assert covariance_trace(p, draws, 3) == pytest.approx(one / 3, rel=0.1)
+    assert covariance_trace(p, draws, 2, noise="resampled") == pytest.approx(one, rel=0.1)
+
+
+def wide():
+    """Many hidden units of small influence each, dropped rarely: there dropout is its first order."""
+    torch.manual_seed(0)
+    p = problem("mlp")
+    model = nn.Sequential(nn.Linear(2, 100), nn.Tanh(), nn.Dropout(0.05), nn.Linear(100, 3))
+    return Problem(model.double(), p.inputs, p.targets, p.loss)
+
+
+@pytest.mark.parametrize("draws", [LIGHT, MANY])
+def test_analytic_noise_puts_it_back_too_where_dropout_is_of_first_order(draws):
+    p = wide()
+    one = covariance_trace(p, 2 * draws, seed=0)
+    assert covariance_trace(p, draws, 2) == pytest.approx(one / 2, rel=0.1)
+    assert covariance_trace(p, draws, 2, noise="analytic") == pytest.approx(one, rel=0.1)
+
+
+def test_the_output_is_that_of_the_first_mask():
+    p = problem("mlp")
+    torch.manual_seed(3)
+    step = undrop.Dropout(4)(p.model, p.inputs, p.targets)
+    step.backward()
+    torch.manual_seed(3)
+    assert torch.equal(step.output, p.model(p.inputs))
+
+
+@pytest.mark.slow
+def test_its_mean_gradient_is_that_of_dropout():
+    """Drop_4 and Drop_1 have one mean: within 4 standard errors of 3,000 masks each."""
+    p = problem("mlp")
+    four = torch.stack([taken(undrop.Dropout(4), p) for _ in range(750)])
+    one = torch.stack([taken(undrop.Dropout(), p) for _ in range(3000)])
+    error = (four.var(0) / len(four) + one.var(0) / len(one)).sqrt()
+    assert bool(((four.mean(0) - one.mean(0)).abs() <= 4 * error).all())

@@ -1,0 +1,180 @@
+"""A step: one backward or a total, the same gradient; one graph at a time; batch norm moves once."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import undrop
+from problems import problem
+
+ENGINES = ("tangent", "antithetic", "reverse")
+OBJECTIVES = {
+    "none": undrop.NoRegularization,
+    "l2": lambda **how: undrop.L2(0.1),
+    "dropout": undrop.Dropout,
+    "drop-3": lambda **how: undrop.Dropout(3, **how),
+    "resampled": lambda **how: undrop.Dropout(3, noise="resampled", **how),
+    "drop-3 analytic": lambda **how: undrop.Dropout(3, noise="analytic", **how),
+    "exact": lambda **how: undrop.Analytic(engine="exact", **how),
+    **{e: lambda e=e, **how: undrop.Analytic(engine=e, **how) for e in ENGINES},
+    **{f"{e} × 3": lambda e=e, **how: undrop.Analytic(engine=e, samples=3, **how) for e in ENGINES},
+}
+
+
+@pytest.fixture(params=OBJECTIVES)
+def objective(request):
+    """Made anew, with the same noise each time."""
+    return lambda: OBJECTIVES[request.param](generator=torch.Generator().manual_seed(1))
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def called(objective, name="batch_norm"):
+    p = problem(name)
+    return p, objective()(p.model, p.inputs, p.targets)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "batch_norm"])
+def test_backward_leaves_the_gradient_of_the_total(objective, name):
+    p, step = called(objective, name)
+    step.backward()
+    one = gradient(p.model)
+    q, step = called(objective, name)
+    step.total.backward()
+    torch.testing.assert_close(one, gradient(q.model))
+
+
+def test_the_gradient_is_added_and_may_be_scaled(objective):
+    p, step = called(objective)
+    step.backward()
+    one = gradient(p.model)
+    p.model.zero_grad()
+    q, step = called(objective)
+    step.backward(scale=0.25)
+    objective()(q.model, q.inputs, q.targets).backward(scale=0.5)
+    # The running statistics of the second step are not those of the first, which no gradient sees.
+    torch.testing.assert_close(gradient(q.model), 0.75 * one)
+
+
+def test_the_parts_add_up_to_the_total_before_and_after(objective):
+    _, step = called(objective)
+    parts, total = step.parts, step.total.item()
+    assert sum(parts.values()) == pytest.approx(total, rel=1e-12)
+    step.backward()
+    assert step.parts == parts
+    assert step.total.item() == pytest.approx(total, rel=1e-12)
+    assert not step.total.requires_grad
+    assert "total=" in repr(step)
+    assert "loss=" in repr(step)
+
+
+def test_l2_is_the_squared_norm():
+    p = problem("mlp")
+    parts = undrop.L2(0.1)(p.model, p.inputs, p.targets).parts
+    norm = sum(q.square().sum() for q in p.model.parameters()).item()
+    assert parts["l2"] == pytest.approx(0.1 * norm, rel=1e-12)
+    assert parts["loss"] == undrop.NoRegularization()(p.model, p.inputs, p.targets).parts["loss"]
+
+
+def test_l2_leaves_out_what_is_not_trained():
+    p = problem("mlp")
+    p.model[0].requires_grad_(False)
+    norm = sum(q.square().sum() for q in p.model.parameters() if q.requires_grad).item()
+    parts = undrop.L2(1.0)(p.model, p.inputs, p.targets).parts
+    assert parts["l2"] == pytest.approx(norm, rel=1e-12)
+
+
+# Batch norm
+
+
+def silent_pass(p):
+    """The net after one pass in train mode without dropout."""
+    for module in p.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    p.model(p.inputs)
+    return dict(p.model.named_buffers())
+
+
+def test_running_statistics_move_once(objective):
+    p, step = called(objective)
+    step.backward()
+    assert p.model[1].num_batches_tracked.item() == 1
+    assert p.model[6].num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("name", [n for n in OBJECTIVES if "drop" not in n and "resam" not in n])
+def test_without_noise_they_move_as_in_a_pass_without_noise(name):
+    p, step = called(lambda: OBJECTIVES[name](generator=torch.Generator().manual_seed(1)))
+    step.backward()
+    expected = silent_pass(problem("batch_norm"))
+    close = {"rtol": 0.05, "atol": 0.01} if "antithetic" in name else {}  # a pass at ε₀
+    for key, buffer in p.model.named_buffers():
+        torch.testing.assert_close(buffer, expected[key], **close)
+
+
+def test_with_dropout_they_move_as_in_the_first_pass():
+    p = problem("batch_norm")
+    torch.manual_seed(1)
+    undrop.Dropout(3)(p.model, p.inputs, p.targets).backward()
+    q = problem("batch_norm")
+    torch.manual_seed(1)
+    q.model(q.inputs)
+    for (_, ours), (_, theirs) in zip(
+        p.model.named_buffers(), q.model.named_buffers(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+# Memory
+
+
+class Box:
+    """Holds a saved tensor, and can be watched."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def peak_of_saved(objective, p):
+    """The most bytes that graphs held at any time of a step with ``backward()``."""
+    held, peak = 0, 0
+
+    def pack(tensor):
+        nonlocal held, peak
+        box, size = Box(tensor), tensor.numel() * tensor.element_size()
+        held += size
+        peak = max(peak, held)
+
+        def free():
+            nonlocal held
+            held -= size
+
+        weakref.finalize(box, free)
+        return box
+
+    objective(p.model, p.inputs, p.targets)  # what is done once per model
+    held = peak = 0
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        objective(p.model, p.inputs, p.targets).backward()
+    return peak
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        undrop.Dropout,
+        lambda k, **how: undrop.Dropout(k, noise="resampled", **how),
+        *(lambda n, e=e, **how: undrop.Analytic(samples=n, engine=e, **how) for e in ENGINES),
+    ],
+    ids=["drop-k", "resampled", *ENGINES],
+)
+@pytest.mark.parametrize("name", ["mlp", "lstm", "transformer"])
+def test_memory_does_not_grow_with_samples(name, make):
+    p = problem(name)
+    one, many = (peak_of_saved(make(k, generator=torch.Generator()), p) for k in (1, 8))
+    assert 0 < many <= 1.05 * one

@@ -24,6 +24,7 @@ from undrop.train.journal import Journal
 from undrop.train.meters import Clock, Means, Speed, perplexity
 from undrop.train.optimizers import Stepper
 from undrop.train.parallel import Gradient
+from undrop.train.reporters import Watching
 from undrop.train.schedules import Progress, rate
 from undrop.train.world import World
 
@@ -57,6 +58,7 @@ class Trainer:
         journal: takes down what happens.
         world: the processes that train together.
         interrupts: may ask for an end.
+        watcher: looks at the model after each step; what it says goes to the metrics.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class Trainer:
         journal: Journal,
         world: World,
         interrupts: Interrupts | None = None,
+        watcher: Watching | None = None,
     ) -> None:
         self.config, self.corpus, self.world = config, corpus, world
         self._journal = journal
         self._interrupts = interrupts or Interrupts()
+        self._watcher = watcher if world.is_main else None
         self.step = 0
         self.epoch = 0  # epochs that are trained and judged
         self.best: dict[str, Any] | None = None  # the record of the best epoch
@@ -177,8 +181,9 @@ class Trainer:
             factor *= window.scale
         self._lr = config.optimizer.lr * factor
         inputs = {"tokens": window.inputs.to(device), "state": self._hidden, "logits": False}
+        targets = window.targets.to(device)
         with autocast(config.train, device):
-            step = self._gradient(inputs, window.targets.to(device))
+            step = self._gradient(inputs, targets)
         norm = self._stepper.step(factor)
         self._hidden = detach(step.output[1])
         self.step += 1
@@ -187,6 +192,18 @@ class Trainer:
             means.add({**parts, "gradient_norm": norm}, tokens)
         self._speed.add(tokens * self.world.size)
         self._journal.reporter.step(progress.done, tokens, parts)
+        self._watch(inputs, targets)
+
+    def _watch(self, inputs: dict[str, Any], targets: Tensor) -> None:
+        if self._watcher is None:
+            return
+        with autocast(self.config.train, self.world.device):
+            figures = self._watcher.observe(
+                self.step, self.model, inputs, targets, loss=self.objective.loss
+            )
+        if figures is not None:
+            head = {"kind": "watch", "epoch": self.epoch + 1, "step": self.step}
+            self._journal.record({**head, **figures, "time": {"seconds": self.clock.seconds}})
 
     @contextlib.contextmanager
     def _naming_failures(self, window: Window) -> Iterator[None]:

@@ -55,9 +55,9 @@ def test_verdicts_of_an_experiment(results):
     assert worse.seeds == 2
     assert worse.low < worse.estimate < worse.high
     assert worse.estimate == pytest.approx(math.sqrt(78 / 71 * 79 / 72))
-    assert worse.measured == "best_valid_ppl of ptb:drop-4 / ptb:drop-1"
+    assert worse.measured == "best validation perplexity: Drop₄ / Drop₁"
     assert worse.asked == "> 1"
-    assert matches.asked == "> 0.9804 and < 1.02"
+    assert matches.asked == "0.98 – 1.02"
 
 
 def test_what_was_not_run_is_undecided_beside_the_papers_number(results):

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from undrop.reproduce.measures import measure_named
 from undrop.reproduce.results import Results
 from undrop.reproduce.statistics import Interval, paired_ratio
-from undrop.reproduce.tables import Claim, Experiment, paper_number
+from undrop.reproduce.tables import Claim, Experiment, method, paper_number
 
 __all__ = ["DOES_NOT_HOLD", "HOLDS", "UNDECIDED", "Verdict", "judge", "verdicts"]
 
@@ -88,7 +89,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         low=None if interval is None else interval.low,
         high=None if interval is None else interval.high,
         paper=_paper_ratio(experiment, claim),
-        measured=_measured(claim),
+        measured=_measured(claim, experiment.settings),
         asked=_asked(claim),
     )
 
@@ -105,13 +106,22 @@ def _paper_values(experiment: Experiment, claim: Claim, cells: Sequence[str]) ->
     return values if len(values) == len(cells) else None
 
 
-def _measured(claim: Claim) -> str:
-    over, under = " × ".join(claim.over), " × ".join(claim.under)
-    ratio = f"{over} / {under}" if under else over
-    return f"{claim.measure} of {ratio}"
+def _measured(claim: Claim, settings: Sequence[str]) -> str:
+    """The ratio in words, with settings named where there are several."""
+
+    def product(cells: Sequence[str]) -> str:
+        pairs = [cell.split(":") for cell in cells]
+        labels = [
+            f"{method(name).label} on {setting}" if len(settings) > 1 else method(name).label
+            for setting, name in pairs
+        ]
+        return " × ".join(labels)
+
+    under = f" / {product(claim.under)}" if claim.under else ""
+    return f"{measure_named(claim.measure).label}: {product(claim.over)}{under}"
 
 
 def _asked(claim: Claim) -> str:
-    bounds = [f"> {claim.above:.4g}"] if claim.above > 0 else []
-    bounds += [f"< {claim.below:.4g}"] if claim.below < math.inf else []
-    return " and ".join(bounds)
+    if claim.below == math.inf:
+        return f"> {claim.above:.3g}"
+    return f"{claim.above:.3g} – {claim.below:.3g}"

@@ -84,7 +84,10 @@ def _used(results: Results) -> list[Record]:
 
 def _summary(every: Sequence[Verdict], used: Sequence[Record]) -> str:
     counts = Counter(verdict.verdict for verdict in every)
-    said = ", ".join(f"{counts[kind]} {kind}" for kind in (HOLDS, DOES_NOT_HOLD, UNDECIDED))
+    said = (
+        f"{counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this scale, "
+        f"{counts[UNDECIDED]} are undecided"
+    )
     hours = sum(record.seconds for record in used) / 3600.0
     seeds = max((verdict.seeds for verdict in every), default=0)
     return (

@@ -119,6 +119,8 @@ def _curves(axes: Axes, section: Section, results: Results, y: str, x: str) -> N
         ends.append(ys.mean(0).min())
     if ends:
         axes.set_ylim(min(ends) * 0.95, _top(y, ends))
+    if x == "epoch":
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(_AXES[x])
     axes.set_ylabel(_AXES[y])
     axes.legend(fontsize=7.5)

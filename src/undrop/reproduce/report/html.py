@@ -60,7 +60,7 @@ def _section(section: Section, figure: str | None) -> str:
         *(f'<p class="sources">The paper’s numbers: {escape(s)}.</p>' for s in section.sources),
         _table(verdict_table(section.verdicts), "verdicts"),
     ]
-    return "\n".join(part for part in parts if part)
+    return "<section>\n" + "\n".join(part for part in parts if part) + "\n</section>"
 
 
 def _table(table: Table, kind: str = "") -> str:
@@ -79,12 +79,11 @@ def _table(table: Table, kind: str = "") -> str:
 
 
 def _cell(table: Table, column: int, text: str) -> str:
-    mark = (
-        f'<span class="{_CLASSES[text]}">{escape(text)}</span>'
-        if text in _CLASSES
-        else escape(text)
-    )
-    return f'<td{_number(table, column)} data-head="{escape(table.heads[column])}">{mark}</td>'
+    """A cell; what follows its first line is set small."""
+    first, *rest = (escape(line) for line in text.split("\n"))
+    shown = f'<span class="{_CLASSES[text]}">{first}</span>' if text in _CLASSES else first
+    shown += "".join(f'<br><span class="soft">{line}</span>' for line in rest)
+    return f'<td{_number(table, column)} data-head="{escape(table.heads[column])}">{shown}</td>'
 
 
 def _number(table: Table, column: int) -> str:

@@ -42,7 +42,7 @@ def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
     """Claims, verdicts, and the ratios they rest on."""
     rows = tuple(
         (
-            verdict.claim,
+            f"{verdict.claim}\n{verdict.measured}",
             verdict.verdict,
             number(verdict.estimate, 3),
             "" if verdict.low is None else f"{number(verdict.low, 3)} – {number(verdict.high, 3)}",
@@ -64,4 +64,4 @@ def markdown_table(table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")

@@ -246,7 +246,7 @@ def test_out_of_memory_names_the_batch(tiny, tmp_path, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(Stepper, "step", fail)
-    told = "out of memory at step 1, on 4 streams of 10 steps: lower data.batch_size or data.length"
+    told = "out of memory at step 1, on 4 streams of 10 steps: lower the batch size or data.length"
     with pytest.raises(RunError, match=told):
         train.run(tiny(), out=tmp_path / "a")
 

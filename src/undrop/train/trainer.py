@@ -161,7 +161,7 @@ class Trainer:
             self._hidden, self._since_epoch = None, Means()
         self._speed.restart()
         for window in self._windows:
-            with self._naming_failures(window):
+            with self._failures_named(f"step {self.step + 1}", *reversed(window.inputs.shape)):
                 self._take_step(window, self.progress(start))
             start = self._windows.position
             if self.step % train.log_every == 0:
@@ -206,20 +206,23 @@ class Trainer:
             self._journal.record({**head, **figures, "time": {"seconds": self.clock.seconds}})
 
     @contextlib.contextmanager
-    def _naming_failures(self, window: Window) -> Iterator[None]:
-        """Say of what a step may fail of where it was, and what is saved."""
-        saved = f"the last good checkpoint is {self._journal.last_checkpoint()}"
+    def _failures_named(self, where: str, streams: int, length: int) -> Iterator[None]:
+        """Say of what may fail where it was, and what is saved."""
         try:
             yield
         except NonFiniteError as error:
             why = str(error).rstrip(".")
-            raise NonFiniteError(f"stopped at step {self.step + 1}: {why}; {saved}.") from error
+            saved = self._journal.last_checkpoint()
+            raise NonFiniteError(
+                f"stopped at {where}: {why}; the last good checkpoint is {saved}."
+            ) from error
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
+            saved = self._journal.last_checkpoint()
             raise RunError(
-                f"out of memory at step {self.step + 1}, on {window.inputs.shape[1]} streams of "
-                f"{len(window.inputs)} steps: lower data.batch_size or data.length; {saved}."
+                f"out of memory at {where}, on {streams} streams of {length} steps: lower the batch "
+                f"size or data.length; the last good checkpoint is {saved}."
             ) from error
 
     def _log(self) -> None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undrop.cli._errors import INTERRUPTED
 from undrop.cli._output import print_json
 
 if TYPE_CHECKING:
     from undrop.train import Config, Summary
+    from undrop.train.reporters import Watching
 
-__all__ = ["register"]
+__all__ = ["choose", "register", "settle", "start"]
 
 RUNS = Path("runs")
 """Where runs go that were given no --out."""
@@ -24,49 +24,74 @@ def register(app: typer.Typer) -> None:
     app.command("train", help=__doc__)(train)
 
 
+Preset = Annotated[str | None, typer.Option(help="Named settings to start from.")]
+Model = Annotated[str | None, typer.Option(help="awd-lstm, qrnn, transformer-xl or gpt.")]
+Data = Annotated[
+    str | None, typer.Option(help="A corpus, or a folder with train, valid and test texts.")
+]
+ObjectiveName = Annotated[
+    str | None, typer.Option(help="none, l2, dropout, drop-k, analytic, explicit, …")
+]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Read the corpus from here, do not download it.")
+]
+Out = Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/…")]
+Seed = Annotated[int | None, typer.Option(help="Of everything that is random.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in --out where it was left.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+
+
 def train(
-    preset: Annotated[str | None, typer.Option(help="Named settings to start from.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="awd-lstm, qrnn, transformer-xl or gpt.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="A corpus, or a folder with train, valid and test texts.")
-    ] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="none, l2, dropout, drop-k, analytic, explicit, …")
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Read the corpus from here, do not download it.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run's folder.", show_default="runs/…")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of everything that is random.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out where it was left.")
-    ] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    preset: Preset = None,
+    model: Model = None,
+    data: Data = None,
+    objective: ObjectiveName = None,
+    data_dir: DataDir = None,
+    out: Out = None,
+    seed: Seed = None,
+    resume: Resume = False,
+    settings: Settings = None,
+    json: Json = False,
 ) -> None:
     """Train, with progress on stderr and the summary on stdout."""
-    from undrop.cli._progress import progress_reporter
-    from undrop.errors import StoppedError
-    from undrop.train import run
-    from undrop.train.world import is_main
+    chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
+    start(settle(preset, chosen, settings or [], out if resume else None), out, resume, json)
 
-    chosen: dict[str, dict[str, Any]] = {
+
+def choose(
+    *,
+    model: str | None,
+    data: str | None,
+    objective: str | None,
+    data_dir: Path | None,
+    seed: int | None,
+) -> dict[str, dict[str, Any]]:
+    """The settings that options of their own stand for, None where one was not given."""
+    return {
         "model": {"name": model},
         "data": {"name": data, "dir": str(data_dir.absolute()) if data_dir else None},
         "objective": {"name": objective},
         "train": {"seed": seed},
     }
-    config = _config(preset, chosen, settings or [], out if resume else None)
+
+
+def start(
+    config: Config, out: Path | None, resume: bool, json: bool, watcher: Watching | None = None
+) -> None:
+    """Train what the config says, and print how it ended."""
+    from undrop.cli._progress import progress_reporter
+    from undrop.train import run
+    from undrop.train.world import is_main
+
     out = out or RUNS / _name(config)
     try:
-        summary = run(config, out=out, resume=resume, reporter=progress_reporter())
+        summary = run(config, out=out, resume=resume, reporter=progress_reporter(), watcher=watcher)
     except StoppedError as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -78,7 +103,7 @@ def train(
         typer.echo(_ending(summary, out))
 
 
-def _config(
+def settle(
     preset: str | None,
     chosen: dict[str, dict[str, Any]],
     overrides: list[str],

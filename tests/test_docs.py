@@ -1,0 +1,157 @@
+"""The docs are true: every Python block runs, prints what it says, and every command is there.
+
+- ```` ```python ````: run, the blocks of a page in one namespace, in order.
+- ```` ```text output ````: what the Python block before it prints, to the letter.
+- ```` ```python notest ````: not run; the line before says why, as ``<!-- not run: … -->``.
+- ```` ```shell ````: lines that start with ``undrop`` must name a command and options that exist.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+from undrop.engines import ENGINES
+from undrop.engines.rules import TANGENT_RULES
+from undrop.train import OBJECTIVES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent>[ ]*)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S
+)
+NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: what it is, its text, and where it stands."""
+
+    info: str
+    text: str
+    line: int
+    before: str
+
+    @property
+    def lines(self):
+        return [line for line in self.text.splitlines() if line.strip()]
+
+
+def blocks(page):
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            found["info"].strip(),
+            dedent(found["body"]),
+            text.count("\n", 0, found.start()) + 2,
+            text[: found.start()],
+        )
+        for found in FENCE.finditer(text)
+    ]
+
+
+def pages_with(*infos):
+    found = [page for page in PAGES if any(b.info in infos for b in blocks(page))]
+    return pytest.mark.parametrize("page", found, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+REGISTRIES = (TANGENT_RULES, ENGINES, OBJECTIVES._entries)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder and one thread; what a page registers or sets is put back in the end."""
+    monkeypatch.chdir(tmp_path)
+    kept = [dict(registry) for registry in REGISTRIES]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield tmp_path
+    torch.set_num_threads(threads)
+    for registry, before in zip(REGISTRIES, kept, strict=True):
+        registry.clear()
+        registry.update(before)
+
+
+@pages_with("python")
+def test_python_blocks_run_and_print_what_they_say(page, elsewhere):
+    namespace = {"__name__": "docs"}
+    printed = ""
+    for block in blocks(page):
+        if block.info == "text output":
+            assert printed.strip() == block.text.strip(), f"{page.name}:{block.line}"
+        if block.info != "python":
+            continue
+        # Blank lines put the block where it stands in the page: tracebacks then point there.
+        code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(code, namespace)
+        printed = out.getvalue()
+
+
+def test_blocks_that_do_not_run_are_few_and_say_why():
+    left_out = [(page, b) for page in PAGES for b in blocks(page) if b.info == "python notest"]
+    assert len(left_out) <= 5
+    for page, block in left_out:
+        assert NOT_RUN.search(block.before), f"{page.name}:{block.line} does not say why"
+
+
+def test_every_fence_is_of_a_known_kind():
+    """A block that is misspelt would silently not be run."""
+    known = {"python", "python notest", "text", "text output", "shell", "toml", "json"}
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.info in known, f"{page.name}:{block.line} is {block.info!r}"
+
+
+def command_lines(page):
+    """The calls of undrop in a page's shell blocks, without prompts, pipes and comments."""
+    for block in blocks(page):
+        if block.info == "shell":
+            text = block.text.replace("\\\n", " ")
+            for line in text.splitlines():
+                words = shlex.split(line, comments=True)
+                if words and Path(words[0]).name == "undrop":
+                    yield block.line, words[1:]
+
+
+@pages_with("shell")
+def test_commands_and_their_options_exist(page):
+    from typer.main import get_command
+
+    from undrop.cli import app_for, commands
+
+    for line, words in command_lines(page):
+        where = f"{page.name}:{line}: undrop {' '.join(words)}"
+        assert words[0] in commands() or words[0].startswith("--"), where
+        command = get_command(app_for(words[:1]))
+        for word in words:
+            if word in getattr(command, "commands", {}):
+                command = command.commands[word]
+            elif word.startswith("-"):
+                known = {"--help"}.union(*(p.opts + p.secondary_opts for p in command.params))
+                assert word.partition("=")[0] in known, where
+
+
+def test_the_start_takes_at_most_five_commands():
+    shell = [b for b in blocks(DOCS / "index.md") if b.info == "shell"]
+    commands = [line for block in shell[:2] for line in block.lines if not line.startswith("#")]
+    assert 0 < len(commands) <= 5
+
+
+def test_worked_examples_are_under_forty_lines():
+    for block in blocks(DOCS / "extending.md"):
+        assert len(block.lines) < 40, f"extending.md:{block.line}"
+
+
+def test_the_readme_is_under_120_lines():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 120

@@ -206,10 +206,12 @@ def attention(
         dk = None if dk is None else dk.repeat_interleave(times, -3)
         dv = None if dv is None else dv.repeat_interleave(times, -3)
     batch, exact = q.shape[:-2], working_dtype(dtype)
-    shared = added is not None and math.prod(added.shape[:-2]) == 1
+    whose: Sequence[int] = batch
+    if added is not None and math.prod(added.shape[:-2]) == 1:
+        added, whose = added.reshape(1, *added.shape[-2:]), (1,)  # one matrix for all
     inputs = [
         *(_matrices(x, batch, dtype) for x in (q, k, v, dq, dk, dv)),
-        _matrices(added, (1,) if shared else batch, exact),
+        _matrices(added, whose, exact),
         _matrices(noise, batch, exact),
     ]
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -71,6 +71,19 @@ class UnknownNameError(OptionError):
         super().__init__(f"unknown {kind} {name!r}: {guess} {', '.join(names)}{hint}.")
 
 
+class MissingExtraError(UndropError, ImportError):
+    """A part of undrop that needs a package which comes with an extra.
+
+    Args:
+        what: the part of undrop.
+        package: the package that is not there.
+        extra: the extra it comes with.
+    """
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs {package}: pip install 'undrop[{extra}]'.")
+
+
 class DataError(UndropError):
     """A corpus that can't be found, fetched, read or kept."""
 

@@ -1,0 +1,228 @@
+"""undrop in the Trainer of Hugging Face Transformers.
+
+>>> from undrop.integrations.transformers import UndropTrainer
+>>> UndropTrainer.__mro__[1].__name__
+'UndropMixin'
+
+Use it where you would use ``Trainer``; ``objective`` is any of undrop's and defaults to
+``undrop.Analytic()``. Evaluation and prediction are the Trainer's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.errors import MissingExtraError, OptionError, TargetError
+from undrop.integrations.heads import (
+    Task,
+    check_attention,
+    decoder_inputs,
+    read_head,
+    same_as_the_models_own,
+)
+from undrop.integrations.state import load_state, save_state
+from undrop.losses import CrossEntropy
+from undrop.objectives import Analytic, Objective, Step
+from undrop.sites import logits_of, unwrapped
+
+try:
+    from transformers import Trainer
+except ImportError as error:
+    raise MissingExtraError(
+        "undrop.integrations.transformers", "Transformers and Accelerate", "transformers"
+    ) from error
+
+__all__ = ["UndropMixin", "UndropTrainer"]
+
+_log = logging.getLogger("undrop")
+
+_Base: Any = Trainer if TYPE_CHECKING else object  # what the mixin may rely on
+
+
+class UndropMixin(_Base):
+    """Put before a Trainer of one's own: ``class Mine(UndropMixin, MyTrainer)``.
+
+    The loss is read off the model's head (next token, masked token, class of a token or a sequence,
+    or numbers) and held against the one that the model itself reports on the first batch, so that a
+    head with a loss of its own is an error and never trained on something else. ``loss``,
+    ``explicit`` and ``implicit`` are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
+
+    Over the micro-batches of an accumulated step the loss and the explicit part are means over all
+    targets of the step, and so is the implicit part: since each micro-batch draws noise of its own,
+    its covariance is that of one large batch.
+
+    Args:
+        objective: what to minimise. Its loss is set by the model's head.
+        args: passed on to the Trainer, as are all others.
+    """
+
+    def __init__(self, *args: Any, objective: Objective | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.objective = Analytic() if objective is None else objective
+        self._undrop_task: Task | None = None
+        self._undrop_verified = False
+        self._undrop_parts: dict[str, float] = {}  # since they were last logged
+        self._undrop_logged_at = 0
+        self._undrop_reported = False
+        if self.compute_loss_func is not None:
+            raise OptionError(
+                "compute_loss_func sees the model's output alone, where undrop needs the whole pass: "
+                "leave it out and override `undrop_task` to say which loss and targets to use."
+            )
+        if vars(self.objective.loss) != vars(CrossEntropy()):
+            raise OptionError(
+                f"the objective has the loss {type(self.objective.loss).__name__}, but the trainer "
+                "reads it off the model's head: leave it out and override `undrop_task`."
+            )
+
+    def undrop_task(self, model: nn.Module, labels: Tensor) -> Task:
+        """The loss of this model and the targets that it takes; override for a head of your own.
+
+        Args:
+            model: the model, without wrappers.
+            labels: those of the first batch.
+        """
+        return read_head(model, labels, self.args.label_smoothing_factor)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The objective while training; in eval mode what the Trainer computes."""
+        if not model.training:
+            return super().compute_loss(
+                model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+            )
+        if not isinstance(inputs.get("labels"), Tensor):
+            raise TargetError(
+                f"undrop's objective needs `labels` in the batch, got {', '.join(inputs)}."
+            )
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        with (
+            self.accelerator.autocast()
+        ):  # seen by the engines, as the one inside of forward is not
+            task = self._undrop_prepared(model, inputs, labels)
+            inputs = decoder_inputs(self.accelerator.unwrap_model(model), inputs, labels)
+            targets = task.targets(labels)
+            step = self.objective(model, inputs, targets)
+        scale = self._undrop_scale(step, targets, num_items_in_batch)
+        self._undrop_note(model, inputs, step, scale, num_items_in_batch)
+        total = step.total if scale == 1.0 else step.total * scale
+        return (total, step.output) if return_outputs else total
+
+    def _undrop_prepared(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
+        """The task, read off the model at the first step and held against the model's own loss."""
+        if self._undrop_task is None:
+            bare = self.accelerator.unwrap_model(model)
+            check_attention(bare)
+            self._undrop_task = self.undrop_task(bare, labels)
+            self.objective.loss = self._undrop_task.loss
+            # Whoever overrides the task means another loss than the model's.
+            self._undrop_verified = type(self).undrop_task is not UndropMixin.undrop_task
+        if not self._undrop_verified:
+            self._undrop_verified = same_as_the_models_own(model, inputs, labels, self._undrop_task)
+        return self._undrop_task
+
+    def _undrop_scaled(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether the Trainer expects the mean over the whole accumulated step, not a micro-batch's."""
+        return bool(self.model_accepts_loss_kwargs) and num_items_in_batch is not None
+
+    def _undrop_scale(
+        self, step: Step, targets: Tensor, num_items_in_batch: Tensor | int | None
+    ) -> float:
+        """From the mean over this micro-batch's targets to its share of the step's mean."""
+        if num_items_in_batch is None or not self._undrop_scaled(num_items_in_batch):
+            return 1.0
+        count = self.objective.loss.count(logits_of(step.output), targets)
+        scale = float(count) / float(num_items_in_batch)
+        if self.args.average_tokens_across_devices:  # gradients will be averaged over the processes
+            scale *= int(self.accelerator.num_processes)
+        return scale
+
+    def _undrop_note(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        step: Step,
+        scale: float,
+        num_items_in_batch: Tensor | int | None,
+    ) -> None:
+        """Report the first step; keep the parts for the log."""
+        if not self._undrop_reported:
+            self._undrop_reported = True
+            self._undrop_report(model, inputs, step)
+        if not self._undrop_scaled(num_items_in_batch):
+            scale /= self.current_gradient_accumulation_steps  # as the Trainer will do
+        if not self._undrop_parts:
+            self._undrop_logged_at = self.state.global_step
+        for name, value in step.parts.items():
+            self._undrop_parts[name] = self._undrop_parts.get(name, 0.0) + scale * value
+
+    def _undrop_report(self, model: nn.Module, inputs: dict[str, Any], step: Step) -> None:
+        if not self.is_world_process_zero():
+            return
+        count = (
+            len(self.objective.sites(unwrapped(model), inputs))
+            if self.objective.needs_dropout
+            else 0
+        )
+        _log.warning(
+            "undrop is active: %s on %s, %d sites, %s",
+            type(self.objective).__name__,
+            type(self.accelerator.unwrap_model(model)).__name__,
+            count,
+            ", ".join(f"{name} = {value:.4g}" for name, value in step.parts.items()),
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the parts, averaged as the Trainer averages its loss, to the logs of training."""
+        if "loss" in logs and self._undrop_parts:
+            steps = max(1, self.state.global_step - self._undrop_logged_at)
+            values = (
+                torch.tensor(list(self._undrop_parts.values()), device=self.args.device) / steps
+            )
+            mean = self.accelerator.reduce(values, reduction="mean").tolist()
+            names = (f"undrop/{name}" for name in self._undrop_parts)
+            logs = {**logs, **dict(zip(names, mean, strict=True))}
+            self._undrop_parts = {}
+        super().log(logs, *args, **kwargs)
+
+    def _undrop_file(self, folder: str) -> Path:
+        rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
+        return Path(folder) / f"undrop{rank}.safetensors"
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the objective's state with the other random states, so that resuming is exact."""
+        super()._save_rng_state(output_dir)
+        save_state(self.objective, self._undrop_file(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        path = self._undrop_file(checkpoint)
+        if path.exists():
+            load_state(self.objective, path)
+        else:
+            _log.warning("undrop found no state in %s: its noise and its steps start anew.", path)
+
+
+class UndropTrainer(UndropMixin, Trainer):
+    """Transformers' ``Trainer`` with one more argument, ``objective``; see :class:`UndropMixin`.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> model = BertForSequenceClassification(BertConfig(num_hidden_layers=1))
+    >>> trainer = UndropTrainer(model, TrainingArguments(report_to=[], use_cpu=True))
+    >>> type(trainer.objective).__name__
+    'Analytic'
+    """

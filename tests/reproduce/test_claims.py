@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,14 @@ def test_what_was_not_run_is_undecided_beside_the_papers_number(results):
     identity = verdicts(experiment("loss-hessian"), results)[0]
     assert (identity.verdict, identity.seeds, identity.estimate) == (UNDECIDED, 0, None)
     assert identity.paper == pytest.approx(108.76 / 84.52)
+
+
+def test_a_reason_is_given_only_for_what_does_not_hold(results):
+    worse = replace(experiment("noise-put-back").claims[0], reasons={"smoke": "Too small."})
+    opposite = replace(worse, over=worse.under, under=worse.over)
+    told = verdicts(replace(experiment("noise-put-back"), claims=(worse, opposite)), results)
+    assert [one.verdict for one in told] == [HOLDS, DOES_NOT_HOLD]
+    assert [one.reason for one in told] == ["", "Too small."]
 
 
 def test_verdicts_are_json_with_stable_keys(results):

@@ -37,6 +37,7 @@ class Verdict:
         paper: the same ratio of the paper's numbers, where it has them.
         measured: what the ratio is of.
         asked: where it must lie.
+        reason: why it may be that it does not hold; empty where it does.
     """
 
     claim: str
@@ -49,6 +50,7 @@ class Verdict:
     paper: float | None
     measured: str
     asked: str
+    reason: str
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which has no infinity: a ratio without bound is None."""
@@ -80,10 +82,11 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         [results.values(claim.measure, cell) for cell in claim.over],
         [results.values(claim.measure, cell) for cell in claim.under],
     )
+    verdict = judge(claim, interval)
     return Verdict(
         claim=claim.sentence,
         experiment=experiment.name,
-        verdict=judge(claim, interval),
+        verdict=verdict,
         seeds=0 if interval is None else interval.seeds,
         estimate=None if interval is None else interval.estimate,
         low=None if interval is None else interval.low,
@@ -91,6 +94,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         paper=_paper_ratio(experiment, claim),
         measured=_measured(claim, experiment.settings),
         asked=_asked(claim),
+        reason="" if verdict == HOLDS else claim.reasons.get(results.plan.scale, ""),
     )
 
 

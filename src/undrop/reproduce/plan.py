@@ -122,6 +122,7 @@ class Plan:
     def __init__(
         self, names: Sequence[str], scale: str, seeds: int, data_dir: str | None = None
     ) -> None:
+        self.scale = scale
         self.experiments = [tables.experiment(name) for name in names]
         overlay = {} if data_dir is None else {"data": {"dir": data_dir}}
         pairs = dict.fromkeys(pair for e in self.experiments for pair in e.cells)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -113,6 +113,8 @@ class Claim:
     under: tuple[str, ...]
     above: float
     below: float
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why it may not hold, by scale."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ def _claim(values: Mapping[str, Any], default: str) -> Claim:
         under=tuple(_cell(name, default) for name in values["under"]),
         above=above,
         below=below,
+        reasons=values.get("reasons", {}),
     )
 
 

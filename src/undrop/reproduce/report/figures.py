@@ -120,7 +120,9 @@ def _curves(axes: Axes, section: Section, results: Results, y: str, x: str) -> N
     if ends:
         axes.set_ylim(min(ends) * 0.95, _top(y, ends))
     if x == "epoch":
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        from matplotlib.ticker import MaxNLocator
+
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(_AXES[x])
     axes.set_ylabel(_AXES[y])
     axes.legend(fontsize=7.5)
@@ -158,7 +160,7 @@ def _colour(row: Row, rows: Sequence[Row], index: int) -> Any:
 def _bars(figure: Figure, section: Section, results: Results) -> None:
     """A point and its interval for each method, and the paper's ratio to its own Drop₁ beside it."""
     rows = [row for row in section.rows if row.interval is not None]
-    figure.set_size_inches(6.4, 0.9 + 0.32 * len(rows))
+    figure.set_size_inches(6.4, 1.1 + 0.32 * len(rows))
     axes = figure.subplots()
     several = len(section.experiment.settings) > 1
     for position, row in enumerate(rows):
@@ -176,7 +178,7 @@ def _bars(figure: Figure, section: Section, results: Results) -> None:
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlabel(MEASURES[section.experiment.measure].label)
-    axes.legend(fontsize=7.5)
+    figure.legend(fontsize=7.5, loc="outside lower center", ncols=2)
 
 
 def _anchor(section: Section, row: Row) -> float | None:

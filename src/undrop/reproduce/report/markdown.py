@@ -42,7 +42,7 @@ def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
     """Claims, verdicts, and the ratios they rest on."""
     rows = tuple(
         (
-            f"{verdict.claim}\n{verdict.measured}",
+            _told(verdict),
             verdict.verdict,
             number(verdict.estimate, 3),
             "" if verdict.low is None else f"{number(verdict.low, 3)} – {number(verdict.high, 3)}",
@@ -54,6 +54,12 @@ def verdict_table(verdicts: tuple[Verdict, ...]) -> Table:
     )
     heads = ("claim", "verdict", "ratio", "95 % interval", "asked", "the paper's", "seeds")
     return Table(heads, rows, frozenset({2, 3, 4, 5, 6}))
+
+
+def _told(verdict: Verdict) -> str:
+    """The sentence, what its ratio is of, and why it may not hold."""
+    lines = [verdict.claim, verdict.measured, verdict.reason and f"Likely: {verdict.reason}"]
+    return "\n".join(line for line in lines if line)
 
 
 def markdown_table(table: Table) -> str:

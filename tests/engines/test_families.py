@@ -4,13 +4,15 @@ The reference uses no forward mode and no rule of undrop's: u is a central diffe
 passes in ε, and the gradient one of the total in the parameters.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from measuring import BOTH, evaluate, gradient, seeded
+from measuring import BOTH, evaluate, gradient, relative, seeded
 from problems import D, Problem, Recurrent, Stacked, problem
-from undrop.engines import Antithetic, Perturbed, Tangent
+from undrop.engines import Antithetic, Perturbed, Reverse, Tangent
 from undrop.losses import CrossEntropy
 from undrop.nn import ConvNet
 from undrop.sites import Interception, call, logits_of
@@ -97,15 +99,19 @@ FAMILIES = {
 }
 
 
+def made(name):
+    torch.manual_seed(0)
+    p = FAMILIES[name]()
+    return replace(p, model=p.model.to(D).train(), loss=CrossEntropy())
+
+
 @pytest.fixture(params=FAMILIES)
 def family(request):
-    torch.manual_seed(0)
-    made = FAMILIES[request.param]()
-    model = made.model.to(D).train()
-    for parameter in model.parameters():  # the tiny inits of large models make tiny tangents
+    p = made(request.param)
+    for parameter in p.model.parameters():  # the tiny inits of large models make tiny tangents
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.4)
-    return Problem(model, made.inputs, made.targets, CrossEntropy())
+    return p
 
 
 def total_by_differences(p, step=2e-3):
@@ -156,3 +162,26 @@ def test_the_antithetic_engine_agrees_to_the_square_of_epsilon(family):
         assert float(other.parts[name]) == pytest.approx(float(part), rel=1e-3, abs=1e-5)
     wanted = gradient(tangent.total, family.model)
     assert (gradient(other.total, family.model) - wanted).norm() < 1e-3 * wanted.norm()
+
+
+def in_float32(p):
+    inputs = p.inputs
+    if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
+        inputs = inputs.float()
+    return replace(p, model=p.model.float(), inputs=inputs)
+
+
+@pytest.mark.parametrize("engine", [Tangent(), Reverse(), Antithetic()], ids=lambda e: e.name)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_under_bfloat16_autocast_it_stays_within_two_percent(name, engine):
+    """Of the antithetic engine, whose two passes are rounded apart, this holds for the loss alone."""
+    p = in_float32(made(name))
+    single = evaluate(engine, p, seeded(5))
+    with torch.autocast("cpu", torch.bfloat16):
+        half = evaluate(engine, p, seeded(5))
+    slope = gradient(half.total, p.model)
+    assert slope.isfinite().all()
+    assert float(half.parts["loss"]) == pytest.approx(float(single.parts["loss"]), rel=0.02)
+    if engine.name != "antithetic":
+        assert half.total.item() == pytest.approx(single.total.item(), rel=0.02)
+        assert relative(slope, gradient(single.total, p.model)) < 0.02

@@ -7,7 +7,7 @@ from torch.func import grad, hessian
 
 from problems import LOSSES, softened
 from undrop.errors import OptionError
-from undrop.losses import FORMS, CrossEntropy, Generic
+from undrop.losses import FORMS, CrossEntropy, Generic, LinearCrossEntropy
 
 D = torch.float64
 SHAPES = [(3,), (2, 3), ()]
@@ -23,6 +23,16 @@ REFERENCES = {
     "mse": F.mse_loss,
     "generic": softened,
 }
+
+
+def linear_head(w):
+    """Cross-entropy of the whole layer at once, for comparison."""
+
+    class Head(CrossEntropy):
+        def sampled(self, output, target, form, generator):
+            return super().sampled(output @ w.T, target, form, generator)
+
+    return Head(ignore_index=1)
 
 
 def case(name, leading):
@@ -179,11 +189,32 @@ def test_label_smoothing_has_a_range(smoothing):
         CrossEntropy(label_smoothing=smoothing)
 
 
-def test_half_precision_is_summed_in_float32():
-    """With bfloat16 sums over 1,000 classes the loss would be off by percents."""
-    logits = torch.randn(8, 1000)
-    target = torch.randint(1000, (8,))
-    half = logits.bfloat16()
-    found = CrossEntropy().derivatives(half, torch.randn(8, 1000).bfloat16(), target)
-    expected = F.cross_entropy(half.float(), target)
-    torch.testing.assert_close(found.loss.float(), expected, rtol=1e-5, atol=0)
+@pytest.mark.parametrize("make", [lambda w: LinearCrossEntropy(w, ignore_index=1), linear_head])
+def test_a_label_that_is_drawn_may_be_the_ignored_one(make):
+    """E[g gᵀ] of the features is Wᵀ(diag p - ppᵀ)W, whatever value marks the ignored targets."""
+    n = 20_000
+    torch.manual_seed(0)
+    w, f = torch.randn(4, 3, dtype=D), torch.randn(3, dtype=D)
+    output = f.expand(n, 3).clone().requires_grad_()
+    total = make(w).sampled(output, torch.zeros(n).long(), "hessian", torch.Generator())
+    (g,) = torch.autograd.grad(total, output)
+    products = g.unsqueeze(-1) * g.unsqueeze(-2)
+    p = (w @ f).softmax(0)
+    expected = w.T @ (torch.diag(p) - torch.outer(p, p)) @ w
+    assert bool(((products.mean(0) - expected).abs() <= 4 * products.std(0) / n**0.5).all())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_is_counted_and_summed_in_float32(name):
+    """1,001 terms are 1,000 in bfloat16, and sums over them are off by percents."""
+    loss = LOSSES[name]()
+    output, u = torch.randn(2, 1001, 7).bfloat16()
+    cross_entropy = isinstance(loss, CrossEntropy)
+    target = torch.randint(2, 7, (1001,)) if cross_entropy else torch.rand(1001, 7)
+    assert int(loss.count(output, target)) in (1001, 7007)
+    if name == "generic":
+        return  # the function is the user's
+    expected = loss.derivatives(output.float(), u.float(), target)
+    for found, wanted in zip(loss.derivatives(output, u, target), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss.value(output, target), expected.loss, rtol=1e-5, atol=0)

@@ -94,17 +94,16 @@ class AdaptiveSoftmax(FeatureLoss):
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ drawn from the model."""
-        rows = output.detach().reshape(-1, self.width)
+        kept = self._kept(output, target)  # the value that is ignored may be one of the classes
+        rows = kept.detach()
         parts = row_chunks(len(rows), self.adaptive.widest, self.chunk)
-        labels = torch.cat([self._draw(rows[part], generator) for part in parts])
-        labels = labels.view_as(target).masked_fill_(target == self.ignore_index, self.ignore_index)
-        mean = self.adaptive.loss(output, labels, Rule(), self.ignore_index)
-        return mean * self.count(output, target)
+        none = torch.empty(0, dtype=torch.long, device=rows.device)
+        labels = torch.cat([none, *(self._draw(rows[part], generator) for part in parts)])
+        return self.adaptive.loss(kept, labels, Rule(), -1) * self.count(output, target)
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """⟨v, z⟩ with random signs v on all logits z, those of the head and of every tail."""
-        keep = (target != self.ignore_index).reshape(-1)
-        features = output.reshape(-1, self.width)[keep]
+        features = self._kept(output, target)
         layers = self.adaptive.layers(self.adaptive.parameters)
         logits = torch.cat([layer.logits(features) for layer in layers], -1)
         return super()._probe(logits, target, generator)

@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 
 from undrop.errors import EngineError, OptionError
+from undrop.kernels.softmax import working_dtype
 
-__all__ = ["FORMS", "Derivatives", "Loss"]
+__all__ = ["FORMS", "Derivatives", "Loss", "number", "precise"]
 
 FORMS = ("hessian", "identity", "loss-jacobian")
 """What stands between u and u in the explicit regularizer: H (the paper's R_approx), the identity,
 or the outer product of the loss gradient at the true label with itself (R̃_approx)."""
+
+
+def precise(x: Tensor) -> Tensor:
+    """In float32 where it is in half precision, which is not enough for sums and means over terms."""
+    return x.to(working_dtype(x.dtype))
+
+
+def number(n: int, like: Tensor) -> Tensor:
+    """A count of terms as a 0-d tensor, at least 1, of a type that holds it."""
+    return torch.tensor(float(max(n, 1)), dtype=working_dtype(like.dtype), device=like.device)
 
 
 class Derivatives(NamedTuple):
@@ -42,7 +53,10 @@ class Loss(ABC):
 
     @abstractmethod
     def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """N, the number of terms that the mean is over (at least 1), as a 0-d float tensor."""
+        """N, the number of terms that the mean is over (at least 1), as a 0-d float tensor.
+
+        In float32 at least: half precision can't count beyond 256.
+        """
 
     @abstractmethod
     def value(self, output: Tensor, target: Tensor) -> Tensor:

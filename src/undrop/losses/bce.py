@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.losses.base import Derivatives, Loss
+from undrop.losses.base import Derivatives, Loss, number, precise
 from undrop.losses.targets import check_like_output
 
 __all__ = ["BCEWithLogits"]
@@ -24,13 +24,15 @@ class BCEWithLogits(Loss):
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of elements."""
-        return output.new_tensor(float(max(output.numel(), 1)))
+        return number(output.numel(), output)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean over elements."""
+        output = precise(output)
         return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
 
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        output, u = precise(output), precise(u)
         s = torch.sigmoid(output)
         curvature = s * torch.sigmoid(-output) if form == "hessian" else torch.ones_like(s)
         return Derivatives(
@@ -40,5 +42,6 @@ class BCEWithLogits(Loss):
         )
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        output = precise(output)
         label = torch.bernoulli(torch.sigmoid(output.detach()), generator=generator)
         return F.binary_cross_entropy_with_logits(output, label, reduction="sum")

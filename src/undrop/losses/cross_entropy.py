@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.errors import OptionError
-from undrop.kernels.softmax import cross_entropy_combined, cross_entropy_derivatives
-from undrop.losses.base import Derivatives, Loss
+from undrop.kernels.softmax import cross_entropy_combined, cross_entropy_derivatives, working_dtype
+from undrop.losses.base import Derivatives, Loss, precise
 from undrop.losses.targets import check_class_indices
 
 __all__ = ["CrossEntropy"]
@@ -39,12 +39,13 @@ class CrossEntropy(Loss):
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of targets that are not ignored."""
-        return (target != self.ignore_index).sum().clamp(min=1).to(output.dtype)
+        kept = (target != self.ignore_index).sum().clamp(min=1)
+        return kept.to(working_dtype(output.dtype))
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy; 0 where every target is ignored."""
         total = F.cross_entropy(
-            *self._rows(output, target),
+            *self._rows(precise(output), target),
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             reduction="sum",
@@ -85,9 +86,9 @@ class CrossEntropy(Loss):
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
-        logits, target = self._rows(output, target)
+        logits, target = self._rows(precise(output), target)
         logits = logits[target != self.ignore_index]  # the value itself may be one of the classes
-        p = torch.softmax(logits.detach().float(), -1)
+        p = torch.softmax(logits.detach(), -1)
         label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
         return F.cross_entropy(logits, label, reduction="sum")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from undrop.errors import EngineError, TargetError
-from undrop.losses.base import Derivatives, Loss
+from undrop.losses.base import Derivatives, Loss, number
 
 __all__ = ["Generic"]
 
@@ -39,7 +39,7 @@ class Generic(Loss):
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The rows of the output (…, features), over which the function is taken to average."""
         rows = output.numel() // output.shape[-1] if output.dim() > 1 else output.numel()
-        return output.new_tensor(float(max(rows, 1)))
+        return number(rows, output)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """What the function says."""

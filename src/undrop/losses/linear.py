@@ -56,18 +56,16 @@ class LinearCrossEntropy(FeatureLoss):
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(W f + b), drawn a chunk of rows at a time."""
-        rows = output.detach().reshape(-1, self.width)
+        kept = self._kept(output, target)  # the value that is ignored may be one of the classes
+        rows = kept.detach()
         labels = torch.empty(len(rows), dtype=torch.long, device=rows.device)
         with torch.no_grad():
             for part in row_chunks(len(rows), self.classes, self.chunk):
                 p = torch.softmax(F.linear(rows[part], self.weight, self.bias).float(), -1)
                 labels[part] = torch.multinomial(p, 1, generator=generator).squeeze(-1)
-        labels = labels.view_as(target).masked_fill_(target == self.ignore_index, self.ignore_index)
-        mean = self.layer.loss(output, labels, Rule(), self.ignore_index)
-        return mean * self.count(output, target)
+        return self.layer.loss(kept, labels, Rule(), -1) * self.count(output, target)
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """⟨v, W f + b⟩ with random signs v on the logits, as ``CrossEntropy`` has it."""
-        keep = (target != self.ignore_index).reshape(-1)
-        features = output.reshape(-1, self.width)[keep]
+        features = self._kept(output, target)
         return super()._probe(F.linear(features, self.weight, self.bias), target, generator)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from undrop.losses.base import Derivatives, Loss
+from undrop.losses.base import Derivatives, Loss, number, precise
 from undrop.losses.targets import check_like_output
 
 __all__ = ["MSE"]
@@ -22,14 +22,14 @@ class MSE(Loss):
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of elements."""
-        return output.new_tensor(float(max(output.numel(), 1)))
+        return number(output.numel(), output)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean over elements."""
-        return (output - target).square().mean()
+        return (precise(output) - target).square().mean()
 
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
-        error = output - target
+        error, u = precise(output) - target, precise(u)
         curvature = 2.0 if form == "hessian" else 1.0
         return Derivatives(
             error.square().mean(), curvature * u.square().mean(), 2.0 * (error * u).mean()
@@ -37,6 +37,7 @@ class MSE(Loss):
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Labels from N(F, ½), the model whose negative log-likelihood is ℓ: E[g gᵀ] = 2."""
+        output = precise(output)
         noise = torch.empty_like(output).normal_(generator=generator)
         label = output.detach() + noise.mul_(math.sqrt(0.5))
         return (output - label).square().sum()

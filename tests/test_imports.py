@@ -1,0 +1,88 @@
+"""Imports go one way, and ``import undrop`` stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "undrop"
+ORDER = (
+    *("errors", "noise", "kernels", "sites", "losses", "engines", "objectives", "nn", "corpora"),
+    *("train", "diagnose", "reproduce", "bench", "integrations", "cli"),
+)
+"""From the bottom up: what stands before may be imported by what stands after, never the reverse."""
+
+
+def part(path):
+    """Which part of the package a file belongs to; None for the public face of all of them."""
+    first = path.relative_to(SOURCE).parts[0]
+    name = first.removesuffix(".py")
+    return None if name in ("__init__", "__main__") else name
+
+
+def imported(path):
+    """The parts of undrop that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            whole = node.module == "undrop"
+            names = [f"undrop.{a.name}" for a in node.names] if whole else [node.module]
+        else:
+            continue
+        for name in names:
+            steps = name.split(".")
+            if steps[0] == "undrop" and len(steps) > 1:
+                yield steps[1]
+
+
+def test_every_part_has_its_place():
+    assert {p for p in map(part, SOURCE.rglob("*.py")) if p} <= set(ORDER)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_lower_part_never_imports_a_higher_one(name):
+    """Names that the package offers at its top count as the package itself, which only tops use."""
+    allowed = set(ORDER[: ORDER.index(name) + 1])
+    wrong = [
+        f"{path.relative_to(SOURCE)} imports {other}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if part(path) == name
+        for other in imported(path)
+        if other in ORDER and other not in allowed
+    ]
+    assert wrong == []
+
+
+def run(code):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_importing_undrop_takes_little_beyond_torch():
+    code = (
+        "import time, torch; start = time.process_time(); import undrop; "
+        "print(time.process_time() - start)"
+    )
+    assert min(float(run(code)[0]) for _ in range(3)) <= 0.3
+
+
+def test_importing_undrop_brings_none_of_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    wanted = {
+        requirement.split(">")[0].split("[")[0].strip().replace("-", "_")
+        for group in ("data", "plot", "stats", "tensorboard", "transformers", "lightning", "ray")
+        for requirement in extras[group]
+    } | {"sklearn", "typer", "rich", "pydantic", "safetensors"}
+    loaded = set(run("import sys, undrop; print(*{name.split('.')[0] for name in sys.modules})"))
+    assert wanted & loaded == set()

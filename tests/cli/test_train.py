@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 
 import pytest
 
@@ -156,3 +158,16 @@ def test_demo_trains_three_ways_and_draws_them(text, capsys, tmp_path):
     assert (tmp_path / "d" / "curves.png").exists()
     assert main(["demo", "--out", "e", "--set", f"data.name={text}", *SMALL]) == 0
     assert "Analytic, no dropout" in capsys.readouterr().out
+
+
+def test_ctrl_c_says_how_to_go_on_and_exits_as_shells_expect(text, capsys, monkeypatch):
+    from undrop.train.reporters import Reporter
+
+    class Impatient(Reporter):
+        def step(self, done, tokens, parts):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("undrop.cli._progress.progress_reporter", Impatient)
+    assert main(["train", "--data", str(text), *SMALL, "--out", "r"]) == 130
+    told = "stopped at step 1 with everything saved: go on with undrop train --resume --out r\n"
+    assert capsys.readouterr().err == told

@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from undrop.errors import UndropError
+from undrop.errors import StoppedError, UndropError
 
 __all__ = ["BAD_INPUT", "INTERRUPTED", "report"]
 
@@ -32,6 +32,9 @@ def report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, BrokenPipeError):  # the reader (`| head`) has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    if isinstance(error, StoppedError):  # what was asked for has happened: no error
+        typer.echo(str(error), err=True)
+        return INTERRUPTED
     sentence = _sentence(error)
     if sentence is None:
         raise error

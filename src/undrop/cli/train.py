@@ -90,11 +90,7 @@ def start(
     from undrop.train.world import is_main
 
     out = out or RUNS / _name(config)
-    try:
-        summary = run(config, out=out, resume=resume, reporter=progress_reporter(), watcher=watcher)
-    except StoppedError as stopped:
-        typer.echo(str(stopped), err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    summary = run(config, out=out, resume=resume, reporter=progress_reporter(), watcher=watcher)
     if not is_main():
         return
     if json:

@@ -37,6 +37,10 @@ _FORMATS = ("png", "pdf")
 _NO_DATE = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
 """Metadata that would make equal figures differ."""
 
+_DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
+_MARKERS = "osD^vPX"
+"""Dashes and markers of as many as there are, so that curves can be told apart without colour."""
+
 _OURS, _PAPERS = "#1f5fa8", "#b3541e"
 
 
@@ -114,7 +118,14 @@ def _curves(axes: Axes, section: Section, results: Results, y: str, x: str) -> N
         if ys is None:
             continue
         colour = _colour(row, section.rows, index)
-        axes.plot(xs, ys.mean(0), color=colour, lw=1.4, label=row.label)
+        mark: dict[str, Any] = {
+            "ls": _DASHES[index % len(_DASHES)],
+            "marker": _MARKERS[index % len(_MARKERS)],
+        }
+        every = max(1, len(xs) // 8)
+        axes.plot(
+            xs, ys.mean(0), color=colour, lw=1.4, ms=4, markevery=every, label=row.label, **mark
+        )
         axes.fill_between(xs, ys.min(0), ys.max(0), color=colour, alpha=0.18, lw=0)
         ends.append(ys.mean(0).min())
     if ends:

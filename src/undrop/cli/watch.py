@@ -41,8 +41,8 @@ def watch(
     resume: Resume = False,
     settings: Settings = None,
     interval: Annotated[
-        int, typer.Option(min=1, help="Steps between two looks; 100 costs at most 5 %.")
-    ] = 100,
+        int, typer.Option(min=1, help="Steps between two looks; 200 cost at most 5 %.")
+    ] = 200,
     implicit: Annotated[
         bool, typer.Option(help="Whether to look at the gradient noise, the dearer half.")
     ] = True,

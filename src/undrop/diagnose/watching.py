@@ -22,8 +22,8 @@ class Watcher:
 
     The explicit figures are those of Algorithm 4: one pass and one gradient with labels drawn from the
     model, for all sites at once and with the expectation over masks taken in closed form. The norm is
-    that of one draw of ∇(∂ℓ/∂ε). An observation costs about three plain steps, so that at the default
-    interval watching costs 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no
+    that of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so that at the default
+    interval watching costs 2 to 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no
     gradient is left, no random number is taken from training's generators. What is drawn hangs on the
     seed and the step alone, so that a resumed run observes the same.
 
@@ -38,7 +38,7 @@ class Watcher:
         self,
         *,
         loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
-        interval: int = 100,
+        interval: int = 200,
         implicit: bool = True,
         seed: int = 0,
     ) -> None:

@@ -44,6 +44,26 @@ _log = logging.getLogger("undrop")
 _Base: Any = Trainer if TYPE_CHECKING else object  # what the mixin may rely on
 
 
+class _Sums:
+    """An objective's parts, summed since they were last logged."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._since = 0
+
+    def add(self, parts: dict[str, float], scale: float, step: int) -> None:
+        """Add the parts of a micro-batch; ``step`` is the number of steps done before it."""
+        if not self.parts:
+            self._since = step
+        for name, value in parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + scale * value
+
+    def take(self, step: int) -> dict[str, float]:
+        """Their means over the steps since, and start anew."""
+        parts, self.parts = self.parts, {}
+        return {name: value / max(1, step - self._since) for name, value in parts.items()}
+
+
 class UndropMixin(_Base):
     """Put before a Trainer of one's own: ``class Mine(UndropMixin, MyTrainer)``.
 
@@ -66,8 +86,7 @@ class UndropMixin(_Base):
         self.objective = Analytic() if objective is None else objective
         self._undrop_task: Task | None = None
         self._undrop_verified = False
-        self._undrop_parts: dict[str, float] = {}  # since they were last logged
-        self._undrop_logged_at = 0
+        self._undrop_sums = _Sums()
         self._undrop_reported = False
         if self.compute_loss_func is not None:
             raise OptionError(
@@ -108,15 +127,16 @@ class UndropMixin(_Base):
             )
         inputs = dict(inputs)
         labels = inputs.pop("labels")
-        with (
-            self.accelerator.autocast()
-        ):  # seen by the engines, as the one inside of forward is not
+        # Accelerate's own autocast is inside of forward, where the engines would not see it.
+        with self.accelerator.autocast():
             task = self._undrop_prepared(model, inputs, labels)
             inputs = decoder_inputs(self.accelerator.unwrap_model(model), inputs, labels)
             targets = task.targets(labels)
             step = self.objective(model, inputs, targets)
-        scale = self._undrop_scale(step, targets, num_items_in_batch)
-        self._undrop_note(model, inputs, step, scale, num_items_in_batch)
+        if not self._undrop_reported:
+            self._undrop_report(model, inputs, step)
+        scale, logged = self._undrop_scales(step, targets, num_items_in_batch)
+        self._undrop_sums.add(step.parts, logged, self.state.global_step)
         total = step.total if scale == 1.0 else step.total * scale
         return (total, step.output) if return_outputs else total
 
@@ -133,68 +153,48 @@ class UndropMixin(_Base):
             self._undrop_verified = same_as_the_models_own(model, inputs, labels, self._undrop_task)
         return self._undrop_task
 
-    def _undrop_scaled(self, num_items_in_batch: Tensor | int | None) -> bool:
-        """Whether the Trainer expects the mean over the whole accumulated step, not a micro-batch's."""
-        return bool(self.model_accepts_loss_kwargs) and num_items_in_batch is not None
-
-    def _undrop_scale(
+    def _undrop_scales(
         self, step: Step, targets: Tensor, num_items_in_batch: Tensor | int | None
-    ) -> float:
-        """From the mean over this micro-batch's targets to its share of the step's mean."""
-        if num_items_in_batch is None or not self._undrop_scaled(num_items_in_batch):
-            return 1.0
-        count = self.objective.loss.count(logits_of(step.output), targets)
-        scale = float(count) / float(num_items_in_batch)
-        if self.args.average_tokens_across_devices:  # gradients will be averaged over the processes
-            scale *= int(self.accelerator.num_processes)
-        return scale
+    ) -> tuple[float, float]:
+        """From the mean over a micro-batch to its share of the step: for the loss and for the log.
 
-    def _undrop_note(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        step: Step,
-        scale: float,
-        num_items_in_batch: Tensor | int | None,
-    ) -> None:
-        """Report the first step; keep the parts for the log."""
-        if not self._undrop_reported:
-            self._undrop_reported = True
-            self._undrop_report(model, inputs, step)
-        if not self._undrop_scaled(num_items_in_batch):
-            scale /= self.current_gradient_accumulation_steps  # as the Trainer will do
-        if not self._undrop_parts:
-            self._undrop_logged_at = self.state.global_step
-        for name, value in step.parts.items():
-            self._undrop_parts[name] = self._undrop_parts.get(name, 0.0) + scale * value
+        Where the Trainer counts the targets of the whole step it expects their share; where it does
+        not, it divides by the number of micro-batches itself.
+        """
+        if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
+            return 1.0, 1.0 / self.current_gradient_accumulation_steps
+        count = self.objective.loss.count(logits_of(step.output), targets)
+        share = float(count) / float(num_items_in_batch)
+        if self.args.average_tokens_across_devices:  # gradients will be averaged over the processes
+            share *= int(self.accelerator.num_processes)
+        return share, share
 
     def _undrop_report(self, model: nn.Module, inputs: dict[str, Any], step: Step) -> None:
+        """One line that says that undrop is at work, and on what."""
+        self._undrop_reported = True
         if not self.is_world_process_zero():
             return
-        count = (
-            len(self.objective.sites(unwrapped(model), inputs))
+        found = (
+            f"{len(self.objective.sites(unwrapped(model), inputs))} sites"
             if self.objective.needs_dropout
-            else 0
+            else "dropout off"
         )
         _log.warning(
-            "undrop is active: %s on %s, %d sites, %s",
+            "undrop is active: %s on %s, %s, %s",
             type(self.objective).__name__,
             type(self.accelerator.unwrap_model(model)).__name__,
-            count,
+            found,
             ", ".join(f"{name} = {value:.4g}" for name, value in step.parts.items()),
         )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the parts, averaged as the Trainer averages its loss, to the logs of training."""
-        if "loss" in logs and self._undrop_parts:
-            steps = max(1, self.state.global_step - self._undrop_logged_at)
-            values = (
-                torch.tensor(list(self._undrop_parts.values()), device=self.args.device) / steps
-            )
-            mean = self.accelerator.reduce(values, reduction="mean").tolist()
-            names = (f"undrop/{name}" for name in self._undrop_parts)
-            logs = {**logs, **dict(zip(names, mean, strict=True))}
-            self._undrop_parts = {}
+        if "loss" in logs and self._undrop_sums.parts:
+            means = self._undrop_sums.take(self.state.global_step)
+            values = torch.tensor(list(means.values()), device=self.args.device)
+            over_all = self.accelerator.reduce(values, reduction="mean").tolist()
+            names = (f"undrop/{name}" for name in means)
+            logs = {**logs, **dict(zip(names, over_all, strict=True))}
         super().log(logs, *args, **kwargs)
 
     def _undrop_file(self, folder: str) -> Path:

@@ -1,0 +1,343 @@
+"""UndropTrainer: real trainings of one-layer models, a few steps each."""
+
+import copy
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+import undrop
+from integrations.families import FAMILIES, Family
+from integrations.launching import launch
+from integrations.two_trainers import run
+from undrop.errors import (
+    CheckpointError,
+    MissingExtraError,
+    OptionError,
+    RecomputationError,
+    TargetError,
+)
+from undrop.integrations.heads import Task
+from undrop.integrations.transformers import UndropMixin, UndropTrainer
+from undrop.losses import CrossEntropy
+
+
+def examples(family: Family, n: int = 8) -> list[dict[str, Tensor]]:
+    batch = family.data(n)
+    return [{name: value[i] for name, value in batch.items()} for i in range(n)]
+
+
+def arguments(folder, **options) -> hf.TrainingArguments:
+    given = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "train_sampling_strategy": "sequential",
+        **options,
+    }
+    return hf.TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **given)
+
+
+def seeded(**options) -> undrop.Analytic:
+    return undrop.Analytic(generator=torch.Generator().manual_seed(3), **options)
+
+
+def trained(folder, family="gpt2", objective=None, model=None, data=None, cls=UndropTrainer, **how):
+    """A trainer after its training; the model is the same for the same family."""
+    family = FAMILIES[family]
+    trainer = cls(
+        family.model() if model is None else model,
+        arguments(folder, **how),
+        train_dataset=examples(family) if data is None else data,
+        objective=seeded() if objective is None else objective,
+    )
+    trainer.train()
+    return trainer
+
+
+def weights(trainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_family_takes_steps_and_logs_the_parts(name, tmp_path):
+    before = torch.cat([p.flatten() for p in FAMILIES[name].model().parameters()])
+    trainer = trained(tmp_path, name)
+    assert not torch.equal(before, weights(trainer))
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 2
+    for log in logs:
+        parts = [log[f"undrop/{part}"] for part in ("loss", "explicit", "implicit")]
+        assert parts[1] > 0
+        assert sum(parts) == pytest.approx(log["loss"], abs=1e-5)
+
+
+def test_the_first_step_says_that_it_is_active(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "undrop"):
+        trained(tmp_path)
+    lines = [r.message for r in caplog.records if "undrop is active" in r.message]
+    assert len(lines) == 1
+    assert lines[0].startswith("undrop is active: Analytic on GPT2LMHeadModel, 4 sites, loss = ")
+    assert "explicit = " in lines[0]
+
+
+def sgd(model: torch.nn.Module, batches: list[dict[str, Tensor]], scales: list[float]) -> Tensor:
+    """The weights after one plain step on the scaled sum over micro-batches."""
+    objective = seeded()
+    for batch, scale in zip(batches, scales, strict=True):
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        objective(model, inputs, targets).backward(scale)
+    return torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in model.parameters()])
+
+
+def stacked(data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([example[name] for example in data]) for name in data[0]}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_step_is_that_of_the_plain_loop(tmp_path, attention):
+    data, model = examples(FAMILIES["llama"], 4), FAMILIES["llama"].model(attention)
+    trainer = trained(tmp_path, "llama", model=copy.deepcopy(model), data=data, max_steps=1)
+    torch.testing.assert_close(weights(trainer), sgd(model, [stacked(data)], [1.0]))
+
+
+def uneven(family: Family) -> list[dict[str, Tensor]]:
+    """Two micro-batches of two examples, with 4 and with 1 target."""
+    data = examples(family, 4)
+    for example in data[2:]:
+        example["labels"] = torch.full_like(example["labels"], -100)
+    data[2]["labels"][1] = 3
+    return data
+
+
+def test_accumulated_micro_batches_count_by_their_targets(tmp_path):
+    """The total of each is scaled by its share of the targets, noise and all."""
+    data, model = uneven(FAMILIES["llama"]), FAMILIES["llama"].model()
+    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = trained(tmp_path, "llama", model=copy.deepcopy(model), data=data, **two)
+    batches = [stacked(data[:2]), stacked(data[2:])]
+    torch.testing.assert_close(weights(trainer), sgd(model, batches, [4 / 5, 1 / 5]))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-tokens", "bert-sequence"])
+def test_accumulation_gives_the_step_of_one_large_batch(tmp_path, name):
+    """With the exact engine, which draws no noise, the two are the same step."""
+    family = FAMILIES[name]
+    data = uneven(family) if name == "gpt2" else examples(family, 4)
+    exact = lambda: undrop.Analytic(engine="exact")  # noqa: E731
+    one = trained(tmp_path, name, exact(), data=data, max_steps=1)
+    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    accumulated = trained(tmp_path, name, exact(), data=data, **two)
+    torch.testing.assert_close(weights(accumulated), weights(one))
+    first, second = one.state.log_history[0], accumulated.state.log_history[0]
+    for key in ("loss", "undrop/loss", "undrop/explicit"):
+        assert second[key] == pytest.approx(first[key], rel=1e-4)
+
+
+def test_models_that_take_no_count_of_targets(tmp_path):
+    """Then the Trainer divides by the number of micro-batches, and the logged parts follow it."""
+    data, model = uneven(FAMILIES["gpt2"]), FAMILIES["gpt2"].model()
+    model.accepts_loss_kwargs = False
+    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = trained(tmp_path, model=copy.deepcopy(model), data=data, **two)
+    batches = [stacked(data[:2]), stacked(data[2:])]
+    torch.testing.assert_close(weights(trainer), sgd(model, batches, [0.5, 0.5]))
+    log = trainer.state.log_history[0]
+    parts = sum(log[f"undrop/{part}"] for part in ("loss", "explicit", "implicit"))
+    assert parts == pytest.approx(log["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["tangent", "antithetic"])
+def test_half_precision(tmp_path, engine):
+    full = trained(tmp_path, "bert-sequence", seeded(engine=engine), max_steps=1)
+    half = trained(tmp_path, "bert-sequence", seeded(engine=engine), max_steps=1, bf16=True)
+    assert next(half.model.parameters()).dtype == torch.float32
+    first, second = full.state.log_history[0], half.state.log_history[0]
+    assert first["undrop/loss"] != second["undrop/loss"]
+    assert second["undrop/loss"] == pytest.approx(first["undrop/loss"], rel=1e-2)
+    # bfloat16 keeps 8 bits, and the antithetic engine takes a difference of two passes
+    assert second["undrop/explicit"] == pytest.approx(first["undrop/explicit"], rel=0.1)
+
+
+def test_half_precision_is_seen_by_the_engine(tmp_path, monkeypatch):
+    """The autocast that Accelerate puts inside of forward would be hidden from it."""
+    seen = []
+    evaluate = undrop.engines.Antithetic.evaluate
+
+    def watching(self, request):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return evaluate(self, request)
+
+    monkeypatch.setattr(undrop.engines.Antithetic, "evaluate", watching)
+    trained(tmp_path, objective=seeded(engine="antithetic"), bf16=True)
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-masked", "llama", "t5"])
+def test_gradient_checkpointing_changes_nothing(tmp_path, name):
+    plain = trained(tmp_path, name, seeded(engine="antithetic"))
+    checkpointed = trained(tmp_path, name, seeded(engine="antithetic"), gradient_checkpointing=True)
+    torch.testing.assert_close(weights(checkpointed), weights(plain), rtol=1e-5, atol=1e-7)
+
+
+def test_auto_knows_gradient_checkpointing(tmp_path, caplog):
+    trained(tmp_path, gradient_checkpointing=True)
+    assert "uses the antithetic engine" in caplog.text
+    assert "activation checkpointing" in caplog.text
+
+
+def test_reentrant_gradient_checkpointing_is_refused(tmp_path):
+    with pytest.raises(RecomputationError, match="use_reentrant=False"):
+        trained(
+            tmp_path,
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": True},
+        )
+
+
+def test_evaluation_is_the_trainers_own(tmp_path):
+    family = FAMILIES["bert-sequence"]
+    trainers = [
+        cls(family.model(), arguments(tmp_path), eval_dataset=examples(family))
+        for cls in (hf.Trainer, UndropTrainer)
+    ]
+    plain, ours = (trainer.evaluate() for trainer in trainers)
+    assert ours["eval_loss"] == plain["eval_loss"]
+    predicted = [trainer.predict(examples(family)).predictions for trainer in trainers]
+    assert (predicted[0] == predicted[1]).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"samples": 2, "interval": 2, "engine": "antithetic"}])
+def test_resuming_is_exact(tmp_path, options):
+    how = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "data": None}
+    whole = trained(tmp_path / "whole", objective=undrop.Analytic(**options), **how)
+    family = FAMILIES["gpt2"]
+    torch.manual_seed(99)  # must not matter
+    objective = undrop.Analytic(**options)
+    resumed = UndropTrainer(
+        family.model(),
+        arguments(tmp_path / "resumed", max_steps=5),
+        train_dataset=examples(family),
+        objective=objective,
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert torch.equal(weights(resumed), weights(whole))
+    assert objective.steps == 5
+    last = [trainer.state.log_history[-2] for trainer in (whole, resumed)]
+    assert last[0]["undrop/loss"] == last[1]["undrop/loss"]
+
+
+def test_resuming_from_a_checkpoint_without_undrop_says_so(tmp_path, caplog):
+    how = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    trained(tmp_path, **how)
+    (tmp_path / "checkpoint-1" / "undrop.safetensors").unlink()
+    trainer = UndropTrainer(
+        FAMILIES["gpt2"].model(), arguments(tmp_path), train_dataset=examples(FAMILIES["gpt2"])
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "start anew" in caplog.text
+    (tmp_path / "checkpoint-2" / "undrop.safetensors").write_bytes(b"cut")
+    trainer.args.max_steps = 3
+    with pytest.raises(CheckpointError, match="cut short or changed"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_label_smoothing_is_the_trainers(tmp_path):
+    """Without noise the loss is what a plain Trainer reports in eval mode."""
+    family, how = FAMILIES["llama"], {"label_smoothing_factor": 0.3, "max_steps": 1}
+    ours = trained(tmp_path, "llama", **how)
+    plain = hf.Trainer(
+        family.model(), arguments(tmp_path, **how), eval_dataset=examples(family)[:4]
+    )
+    expected = plain.evaluate()["eval_loss"]
+    assert ours.state.log_history[0]["undrop/loss"] == pytest.approx(expected, rel=1e-4)
+
+
+class OnLabels(UndropTrainer):
+    """A head of one's own: predict the token itself instead of the next one."""
+
+    def undrop_task(self, model, labels):
+        return Task(CrossEntropy(), lambda labels: labels)
+
+
+def test_a_task_of_ones_own(tmp_path):
+    how = {"per_device_train_batch_size": 2, "max_steps": 1}
+    trainer = trained(tmp_path, cls=OnLabels, **how)
+    model, batch = FAMILIES["gpt2"].model().eval(), stacked(examples(FAMILIES["gpt2"])[:2])
+    labels = batch.pop("labels")
+    expected = torch.nn.functional.cross_entropy(
+        model(**batch).logits.detach().flatten(0, 1), labels.view(-1)
+    )
+    assert trainer.state.log_history[0]["undrop/loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+class Mine(UndropMixin, hf.Trainer):
+    """A Trainer of one's own that wants the outputs too."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        self.seen = outputs.logits.shape
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_mixin_with_outputs(tmp_path):
+    assert trained(tmp_path, cls=Mine).seen == (4, 3, 7)
+
+
+def test_other_objectives(tmp_path, caplog):
+    for objective in (undrop.NoRegularization(), undrop.Dropout(2), undrop.L2(0.01)):
+        trainer = trained(tmp_path, objective=objective, max_steps=1)
+        assert "undrop/loss" in trainer.state.log_history[0]
+    assert "NoRegularization on GPT2LMHeadModel" in caplog.text
+
+
+def test_a_model_without_dropout_is_an_error(tmp_path):
+    model = FAMILIES["llama"].model()
+    model.config.attention_dropout = 0.0
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.0
+    with pytest.raises(undrop.errors.NoDropoutError):
+        trained(tmp_path, "llama", model=model)
+
+
+def test_what_is_refused(tmp_path):
+    model, args = FAMILIES["gpt2"].model(), arguments(tmp_path)
+    with pytest.raises(OptionError, match=r"compute_loss_func.*override `undrop_task`"):
+        UndropTrainer(model, args, compute_loss_func=lambda *_, **__: None)
+    with pytest.raises(OptionError, match=r"the loss MSE, but the trainer reads it off"):
+        UndropTrainer(model, args, objective=undrop.Analytic(loss=undrop.MSE()))
+    trainer = UndropTrainer(model, args)
+    with pytest.raises(TargetError, match=r"needs `labels` in the batch, got input_ids"):
+        trainer.compute_loss(model, {"input_ids": torch.ones(1, 2, dtype=torch.long)})
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "undrop.integrations.transformers")
+    with pytest.raises(MissingExtraError, match=r"pip install 'undrop\[transformers\]'"):
+        import undrop.integrations.transformers  # noqa: F401
+
+
+def test_two_processes_take_the_step_of_one(tmp_path):
+    """With the exact engine, which draws no noise, and targets that are unevenly spread."""
+    launch(Path(__file__).with_name("two_trainers.py"), str(tmp_path))
+    found = json.loads((tmp_path / "found.json").read_text())
+    alone = run(tmp_path / "alone", processes=1)
+    torch.testing.assert_close(
+        torch.tensor(found["weights"]), torch.tensor(alone["weights"]), rtol=1e-4, atol=1e-6
+    )
+    for key in ("loss", "undrop/loss", "undrop/explicit"):
+        assert found["log"][key] == pytest.approx(alone["log"][key], rel=1e-4)
+    states = sorted(path.name for path in tmp_path.glob("checkpoint-2/undrop*"))
+    assert states == ["undrop_0.safetensors", "undrop_1.safetensors"]

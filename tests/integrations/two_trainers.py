@@ -1,0 +1,69 @@
+"""Run by one process or two: UndropTrainer on four uneven examples, its weights and logs as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+import undrop
+from undrop.integrations.transformers import UndropTrainer
+
+V = 7
+
+
+def examples() -> list[dict[str, Tensor]]:
+    """As many targets in the first two as in the others together, but not each."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, V, (4, 3))
+    labels = ids.clone()
+    labels[2] = -100
+    labels[3, 2] = -100
+    return [{"input_ids": ids[i], "labels": labels[i]} for i in range(4)]
+
+
+def run(folder: Path, processes: int) -> dict[str, object]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=V,
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        attention_dropout=0.2,
+        initializer_range=0.5,
+    )
+    arguments = hf.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4 // processes,
+        max_steps=2,
+        num_train_epochs=2,
+        logging_steps=2,
+        save_steps=2,
+        optim="sgd",
+        learning_rate=0.5,
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    objective = undrop.Analytic(engine="exact")
+    model = hf.LlamaForCausalLM(config)
+    trainer = UndropTrainer(model, arguments, train_dataset=examples(), objective=objective)
+    trainer.train()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return {
+        "weights": weights,
+        "log": trainer.state.log_history[0],
+        "rank": arguments.process_index,
+    }
+
+
+if __name__ == "__main__":
+    found = run(Path(sys.argv[1]), processes=2)
+    if found["rank"] == 0:
+        (Path(sys.argv[1]) / "found.json").write_text(json.dumps(found))

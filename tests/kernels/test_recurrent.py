@@ -97,6 +97,21 @@ def test_values_and_gradients_match_jvp_over_a_loop(kind, rows, weights, lag, mo
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_long_sequences(kind, weights):
+    x, w, state, dx, dw, dstate = problem(kind, 2, steps=21)
+    small = [v.detach().mul(0.5).requires_grad_() for v in w]
+    dw = dw if weights else None
+    got = kernel(kind, x, small, state, dx, dw, dstate)
+    want = reference(kind, x, small, state, dx, dw, dstate)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    inputs = [x, *small, *state, dx, *dstate, *(dw or [])]
+    torch.testing.assert_close(
+        gradients(got, inputs), gradients(want, inputs), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_gradcheck(kind):
     x, w, state, dx, dw, dstate = problem(kind, 2, steps=3)
     flat = [x, *w, *state, dx, *dw, *dstate]

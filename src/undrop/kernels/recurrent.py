@@ -167,13 +167,13 @@ class _Product:
 
     def __init__(self, source: Tensor, target: Tensor, weight: Tensor, batch: int) -> None:
         self.weight = weight
-        self.batch = batch
         self.steps = min(len(source), len(target))
         self.all = source.unbind(0), target.unbind(0)
         self.primal = source[:, :batch].unbind(0), target[:, :batch].unbind(0)
         self.tangent = source[:, batch:].unbind(0), target[:, batch:].unbind(0)
-        self.staged_source = source.new_empty(source.shape[1:])
-        self.staged_target = target.new_empty(target.shape[1:])
+        self.staged = source.new_empty(source.shape[1:]), target.new_empty(target.shape[1:])
+        self.staged_primal = self.staged[0][:batch], self.staged[1][:batch]
+        self.staged_tangent = self.staged[0][batch:], self.staged[1][batch:]
 
     def __call__(self, k: int, t: int) -> None:
         if k == t:
@@ -183,11 +183,11 @@ class _Product:
         elif k >= self.steps:
             self.tangent[1][t].addmm_(self.tangent[0][t], self.weight)
         else:
-            self.staged_source[: self.batch] = self.primal[0][k]
-            self.staged_source[self.batch :] = self.tangent[0][t]
-            torch.mm(self.staged_source, self.weight, out=self.staged_target)
-            self.primal[1][k].add_(self.staged_target[: self.batch])
-            self.tangent[1][t].add_(self.staged_target[self.batch :])
+            self.staged_primal[0].copy_(self.primal[0][k])
+            self.staged_tangent[0].copy_(self.tangent[0][t])
+            torch.mm(self.staged[0], self.weight, out=self.staged[1])
+            self.primal[1][k].add_(self.staged_primal[1])
+            self.tangent[1][t].add_(self.staged_tangent[1])
 
 
 def _set(target: Tensor, source: Tensor | None) -> None:

@@ -86,11 +86,11 @@ def test_combined_is_the_weighted_sum(form, scale):
     torch.testing.assert_close(got, torch.autograd.grad(scale * want, (logits, u)))
 
 
-def test_many_chunks_are_one(monkeypatch):
+def test_many_blocks_are_one(monkeypatch):
     logits, u, target = problem(shape=(11,), ignored=3)
     whole = cross_entropy_combined(logits, u, target, (1.0, 0.5, 1.0))
     grads = torch.autograd.grad(whole[0], (logits, u))
-    monkeypatch.setattr("undrop.kernels.softmax._CHUNK_ELEMENTS", 3 * 7)
+    monkeypatch.setattr("undrop.kernels.softmax._BLOCK_ELEMENTS", 3 * 7)
     parts = cross_entropy_combined(logits, u, target, (1.0, 0.5, 1.0))
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
     torch.testing.assert_close(torch.autograd.grad(parts[0], (logits, u)), grads)

@@ -16,7 +16,6 @@ from undrop.kernels.recurrent import (
     Adjoints,
     Cell,
     States,
-    Tape,
     Weights,
     recurrence,
     sigmoid_backward,
@@ -35,8 +34,8 @@ class _GRU(Cell):
     inputs = ((0, 2), (3, 4))
     stateful = False
 
-    def __init__(self, tape: Tape) -> None:
-        self.rows = rows = tape.rows
+    def begin(self) -> None:
+        tape, rows = self.tape, self.tape.rows
         s = tape.slots[:, : tape.batch]
         self.r, self.z, self.m, self.n = (s[:, :, k].unbind(0) for k in range(4))
         self.r_z = s[:, :, :2].unbind(0)
@@ -62,7 +61,8 @@ class _GRU(Cell):
         dh.addcmul_(self.dz[t], self.at_h[t] - n)
 
     def prepare(self, adjoints: Adjoints, lag: int, gc: Tensor | None, gdc: Tensor | None) -> None:
-        h, slots, rows = adjoints.h, adjoints.slots, self.rows
+        self.begin()
+        h, slots, rows = adjoints.h, adjoints.slots, self.tape.rows
         batch, size = h.shape[1] - rows, h.shape[2]
         self.g_h, s = h[:, :batch].unbind(0), slots[:, :batch]
         self.g_r_z, self.g_m, self.g_q = (
@@ -107,7 +107,7 @@ class _GRU(Cell):
         torch.addcmul(curved, curved, r_z, value=-2.0, out=to_a)
 
     def primal_adjoint(self, t: int) -> None:
-        g, n, rows, gs = self.g_h[t + 1], self.n[t], self.rows, self.g_s
+        g, n, rows, gs = self.g_h[t + 1], self.n[t], self.tape.rows, self.g_s
         kept = torch.mul(g, self.z[t], out=self.kept)
         self.g_h[t].add_(kept)
         q = tanh_backward(g - kept, n, grad_input=self.g_q[t])

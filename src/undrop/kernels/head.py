@@ -14,6 +14,7 @@ from undrop.kernels.softmax import (
     Work,
     loss_gradient_,
     loss_rows,
+    row_blocks,
     tangent_gradients_,
     tangent_rows,
     working_dtype,
@@ -43,42 +44,72 @@ class SoftmaxChunk:
 
     ``terms`` are ℓ, the quadratic form and ∂ℓ/∂ε of each row, and ``p`` the probabilities. Without a
     tangent there is ℓ alone.
+
+    Args:
+        rows: the chunk.
+        weight: W.
+        bias: b.
+        rule: how rows are to be treated.
+        scratch: where to take buffers from.
+        at_once: whether to ``differentiate`` with the rule's coefficients while rows are in cache.
     """
 
     def __init__(
-        self, rows: Rows, weight: Tensor, bias: Tensor | None, rule: Rule, scratch: Scratch
+        self,
+        rows: Rows,
+        weight: Tensor,
+        bias: Tensor | None,
+        rule: Rule,
+        scratch: Scratch,
+        *,
+        at_once: bool = False,
     ) -> None:
-        self.target, self.rule, self.weight = rows.target, rule, weight
+        self.target, self.rule, self.weight, self.bias = rows.target, rule, weight, bias
         n, classes, dtype = len(rows.target), len(weight), working_dtype(weight.dtype)
-        self.source = rows.features
+        stack = rows.features
         if rows.tangent is not None:
             # Logits are made of the first two; where they stood, their gradients will stand the
             # other way round, as the last two.
-            self.source = torch.cat((rows.features, rows.tangent, rows.features))
+            stack = torch.cat((rows.features, rows.tangent, rows.features))
         count = n if rows.tangent is None else 2 * n
         z = scratch.take("logits", count, classes, weight.dtype)
-        torch.mm(self.source[:count], weight.t(), out=z)
-        if bias is not None:
-            z[:n].add_(bias)
-        self.source = self.source[-count:] if count else self.source
-        self.z = z.to(dtype)
+        self.z = torch.mm(stack[:count], weight.t(), out=z).to(dtype)
+        self.source = stack[-count:]
+        self.p = self.dz = self.z
         self.work: Work | None = None
-        if rows.tangent is None:
-            self.p = self.dz = self.z
-            loss = loss_rows(self.z, rows.target, rule.smoothing, self.z)
-            zero = torch.zeros_like(loss)
-            self.terms = Terms(loss, zero, zero, zero)
-        else:
+        if rows.tangent is not None:
             self.p, self.dz = scratch.take("probabilities", n, classes, dtype), self.z[n:]
             self.work = Work(v=self.dz, pv=self.z[:n], p=self.p)
-            self.terms = tangent_rows(self.z[:n], self.z[n:], rows.target, rule, self.work)
+        self.terms = self._measure(at_once)
+
+    def _measure(self, at_once: bool) -> Terms:
+        n, c, parts = len(self.target), self.rule.coefficients, []
+        for rows in row_blocks(n, len(self.weight)):
+            z, target = self.z[:n][rows], self.target[rows]
+            if self.bias is not None:
+                z.add_(self.bias)
+            if self.work is None:
+                loss = loss_rows(z, target, self.rule.smoothing, z)
+                zero = torch.zeros_like(loss)
+                terms = Terms(loss, zero, zero, zero)
+            else:
+                terms = tangent_rows(z, self.dz[rows], target, self.rule, self.work.part(rows))
+            if at_once and c is not None:
+                self._differentiate(rows, c, terms)
+            parts.append(terms)
+        return Terms.joined(parts)
 
     def differentiate(self, c: Coefficients, terms: Terms) -> None:
         """Turn the logits into gradients of the total: ``dz``, and that of u."""
+        for rows in row_blocks(len(self.target), len(self.weight)):
+            self._differentiate(rows, c.part(rows), terms.part(rows))
+
+    def _differentiate(self, rows: slice, c: Coefficients, terms: Terms) -> None:
+        target = self.target[rows]
         if self.work is None:
-            loss_gradient_(self.z, self.target, self.rule.smoothing, c.loss)
+            loss_gradient_(self.z[rows], target, self.rule.smoothing, c.loss)
         else:
-            tangent_gradients_(self.work, terms, self.target, self.rule, c)
+            tangent_gradients_(self.work.part(rows), terms, target, self.rule, c)
 
     def multiply_back(
         self, weight: Tensor | None, bias: Tensor | None, *, inputs: bool
@@ -124,10 +155,9 @@ class LinearOutput(Output):
         sums = rows.features.new_zeros(3, dtype=working_dtype(weight.dtype))
         inputs = to.features is not None or to.tangent is not None
         for part in row_chunks(len(rows.target), len(weight), self.chunk):
-            chunk = SoftmaxChunk(rows.part(part), weight, bias, rule, scratch)
+            chunk = SoftmaxChunk(rows.part(part), weight, bias, rule, scratch, at_once=True)
             sums += chunk.terms.sums()
             if rule.coefficients is not None:
-                chunk.differentiate(rule.coefficients, chunk.terms)
                 back = chunk.multiply_back(*to.parameters, inputs=inputs)
                 for target, gradient in zip(to[:2], back or (), strict=False):
                     if target is not None and gradient is not None:

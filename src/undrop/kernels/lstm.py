@@ -20,7 +20,6 @@ from undrop.kernels.recurrent import (
     Adjoints,
     Cell,
     States,
-    Tape,
     Weights,
     recurrence,
     sigmoid_backward,
@@ -110,8 +109,8 @@ class _LSTM(Cell):
     inputs = ((1, 5),)
     stateful = True
 
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
+    def begin(self) -> None:
+        tape = self.tape
         s = tape.slots[:, : tape.batch]
         self.c, self.i, self.f, self.g, self.o, self.tau = (s[:, :, n].unbind(0) for n in range(6))
         self.i_f = s[:, :, 1:3].unbind(0)
@@ -150,6 +149,7 @@ class _LSTM(Cell):
         batch, rows, size = tape.batch, tape.rows, tape.size
         s = tape.slots[:, :batch]
         self.c_i, self.f_g = s[:, :, :2].unbind(0), s[:, :, 2:4].unbind(0)
+        self.tau = s[:, :, 5].unbind(0)
         self.slopes = _Slopes(s)
         self.g_h, self.g_a = h[:, :batch].unbind(0), adjoints.slots[:, :batch].unbind(0)
         self.g_c, s = h.new_empty(batch, size), h.new_empty(batch, 5, size)

@@ -111,8 +111,11 @@ class Cell(ABC):
     active: ClassVar[Span]  # those that are pre-activations before a step, and have adjoints
     stateful: ClassVar[bool]  # whether there is a second state, in slot 0
 
-    @abstractmethod
     def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    @abstractmethod
+    def begin(self) -> None:
         """Look up the views that the forward sweep needs."""
 
     @abstractmethod
@@ -233,6 +236,7 @@ def _start(
 
 def _forward_sweep(cell: Cell, tape: Tape, w: Weights, lag: int) -> None:
     steps, batch, rows = tape.steps, tape.batch, tape.rows
+    cell.begin()
     gates = _columns(tape.slots[:-1], cell.hidden)
     weight = w.w_hh.t()
     recur = _Product(

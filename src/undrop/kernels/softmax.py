@@ -6,13 +6,13 @@ For the total ``c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε`` the gradients are
 
     d/dz = c₀(p - t) + c₁ p(v² - Σ p v²) + c₂ p v,    d/du = 2c₁ p v + c₂ (p - t).
 
-Everything is done in chunks of rows whose scratch stays in cache: passes over memory, and fresh
-pages above all, are what costs here.
+Everything is done in blocks of rows that stay in cache over all passes: passes over memory, and
+fresh pages above all, are what costs here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +28,13 @@ __all__ = [
     "cross_entropy_derivatives",
     "loss_gradient_",
     "loss_rows",
+    "row_blocks",
     "tangent_gradients_",
     "tangent_rows",
     "working_dtype",
 ]
 
-_CHUNK_ELEMENTS = 1 << 19  # of one scratch buffer: a few of them fit into the cache of a core
+_BLOCK_ELEMENTS = 1 << 17  # of one buffer: the few that a block has stay in the cache of a core
 
 Weight = float | Tensor  # the same for all rows, or a column of one for each
 
@@ -48,6 +49,10 @@ class Coefficients(NamedTuple):
     def over(self, n: int) -> Coefficients:
         """The coefficients of the sums over n rows that make up their means."""
         return Coefficients(*(c / max(n, 1) for c in self))
+
+    def part(self, rows: slice) -> Coefficients:
+        """Those of some rows."""
+        return Coefficients(*(c[rows] if isinstance(c, Tensor) else c for c in self))
 
 
 class Rule(NamedTuple):
@@ -71,6 +76,15 @@ class Terms(NamedTuple):
         """Σ over rows of ℓ, uᵀHu and ∂ℓ/∂ε, (3,)."""
         return torch.stack((self.loss.sum(), self.quadratic.sum(), self.directional.sum()))
 
+    def part(self, rows: slice) -> Terms:
+        """Those of some rows."""
+        return Terms(*(x[rows] for x in self))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Terms]) -> Terms:
+        """Those of all rows."""
+        return Terms(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
 
 class Work(NamedTuple):
     """Buffers (rows, classes): v, p v and p, of which the first two become d/dz and d/du."""
@@ -78,6 +92,16 @@ class Work(NamedTuple):
     v: Tensor
     pv: Tensor
     p: Tensor
+
+    def part(self, rows: slice) -> Work:
+        """Those of some rows."""
+        return Work(*(x[rows] for x in self))
+
+
+def row_blocks(rows: int, classes: int) -> list[slice]:
+    """Cut rows into blocks whose buffers stay in cache."""
+    most = max(1, _BLOCK_ELEMENTS // max(classes, 1))
+    return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -157,20 +181,14 @@ def tangent_gradients_(
     _subtract_target_(pv, target, rule.smoothing, c2)
 
 
-def _chunks(z: Tensor) -> Iterator[slice]:
-    rows = max(1, _CHUNK_ELEMENTS // max(z.shape[-1], 1))
-    for start in range(0, len(z), rows):
-        yield slice(start, min(start + rows, len(z)))
-
-
 def _sweep(
     z: Tensor, u: Tensor, target: Tensor, rule: Rule, gradients: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Sums over all rows, chunk by chunk; gradients in z and u go where told."""
+    """Sums over all rows, block by block; gradients in z and u go where told."""
     sums = z.new_zeros(3)
-    scratch: Tensor | None = None
-    for rows in _chunks(z):
-        scratch = z.new_empty((3, *z[rows].shape)) if scratch is None else scratch
+    blocks = row_blocks(*z.shape)
+    scratch = z.new_empty((3, *z[blocks[0]].shape)) if blocks else z
+    for rows in blocks:
         p, dz, du = scratch[:, : rows.stop - rows.start]
         if gradients is not None:
             dz, du = gradients[0][rows], gradients[1][rows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from undrop.diagnose.estimates import Estimate, percent
+from undrop.diagnose.estimates import percent
 from undrop.diagnose.explicit import Explicit, Point
 from undrop.diagnose.implicit import Implicit
 from undrop.sites import Sites
@@ -48,6 +48,7 @@ def _mistakes(sites: Sites) -> Iterator[str]:
 
 def _quadratic(explicit: Explicit) -> Iterator[str]:
     share, parts = explicit.quadratic_share, explicit.parts
+    whole = abs(parts.r_drop.value)
     if share.low >= GOOD and share.high <= 2.0 - GOOD:
         yield (
             f"The quadratic picture holds: ½E[uᵀHu] is {percent(share)} of R_drop, so "
@@ -59,14 +60,12 @@ def _quadratic(explicit: Explicit) -> Iterator[str]:
             "analytic explicit regularizer is another one than this dropout; a smaller p brings "
             "them together."
         )
-    non_psd = Estimate(
-        parts.non_psd.value / parts.r_drop.value,
-        None if parts.non_psd.stderr is None else parts.non_psd.stderr / abs(parts.r_drop.value),
-    )
-    if non_psd.low > _SOME or non_psd.high < -_SOME:
+    second = explicit.second_order_share
+    if parts.non_psd.low > _SOME * whole or parts.non_psd.high < -_SOME * whole:
         yield (
-            f"The model's own curvature matters: the non-PSD term, which the analytic regularizer "
-            f"leaves out, is {percent(non_psd)} of R_drop."
+            "The model's own curvature matters: the non-PSD term, which the analytic regularizer "
+            f"leaves out, is {parts.non_psd} of R_drop = {parts.r_drop}; with it second order makes "
+            f"{percent(second)}."
         )
     yield from _breakdown(explicit.curve)
 

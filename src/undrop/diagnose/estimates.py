@@ -104,8 +104,10 @@ class Draws:
         return self.linear({name: 1.0})
 
     def linear(self, coefficients: Mapping[str, float]) -> Estimate:
-        """The mean of Σ coefficient · figure."""
+        """The mean of Σ coefficient · figure; NaN where no row has all of them."""
         weights, samples = self._samples(coefficients)
+        if not samples:
+            return Estimate(math.nan, None)
         value = float(weights @ np.array([s.mean() for s in samples]))
         return Estimate(value, self._error(weights, samples, value))
 
@@ -140,8 +142,7 @@ class Draws:
             if values:
                 weights.append(self._weights[batch])
                 samples.append(np.array(values))
-        total = np.array(weights)
-        return total / total.sum(), samples
+        return np.array(weights) / max(math.fsum(weights), 1e-300), samples
 
     def _error(
         self, weights: NDArray[np.float64], samples: list[NDArray[np.float64]], value: float

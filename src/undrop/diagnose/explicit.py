@@ -83,6 +83,8 @@ class Explicit:
     parts: Parts
     quadratic_share: Estimate
     """½E[uᵀHu] / R_drop."""
+    second_order_share: Estimate
+    """The same with the non-PSD term: all that second order has."""
     sites: dict[str, SiteEffect]
     curve: list[Point]
     classes: list[ClassShare]
@@ -98,6 +100,7 @@ class Explicit:
         return {
             **self.parts.to_json(),
             "quadratic_share": self.quadratic_share.to_json(),
+            "second_order_share": self.second_order_share.to_json(),
             "sites": {name: effect.to_json() for name, effect in self.sites.items()},
             "curve": [point.to_json() for point in self.curve],
             "classes": [found.to_json() for found in self.classes],
@@ -150,6 +153,7 @@ class _Study:
         return Explicit(
             parts=_parts(self.table, {"r_drop": 1.0}, {"psd": 1.0}, {"non_psd": 1.0}),
             quadratic_share=self.table.ratio({"psd": 1.0}, {"r_drop": 1.0}),
+            second_order_share=self.table.ratio({"psd": 1.0, "non_psd": 1.0}, {"r_drop": 1.0}),
             sites={
                 name: SiteEffect(
                     site, self.table.ratio({f"psd {name}": 1.0}, psd), self._alone(name)

@@ -24,7 +24,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #ddd;
          vertical-align: top; }
 th { border-bottom: 2px solid #444; font-weight: 600; }
-td:first-child { font-weight: 500; overflow-wrap: anywhere; }
+td { white-space: nowrap; }
+td:first-child { font-weight: 500; white-space: normal; min-width: 11rem; overflow-wrap: anywhere; }
 .advice { background: #f3f3ee; border-left: 5px solid #444; padding: .8rem 1.2rem; }
 .advice li { margin: .4rem 0; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }

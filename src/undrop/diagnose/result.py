@@ -107,14 +107,15 @@ class Diagnosis:
             yield "Mean of k samples of noise: trace times k", _shrinking(self.implicit)
 
     def _parts(self) -> list[list[str]]:
-        parts, share = self.explicit.parts, self.explicit.quadratic_share
+        parts, explicit = self.explicit.parts, self.explicit
         return [
             ["part", "value"],
             ["R_drop = E ℓ(dropout) - ℓ", str(parts.r_drop)],
             ["½E[uᵀHu], the explicit regularizer", str(parts.psd)],
             ["½E[Dℓ·∂²F/∂ε²], the non-PSD term", str(parts.non_psd)],
             ["what Taylor misses", str(parts.rest)],
-            ["½E[uᵀHu] / R_drop", percent(share)],
+            ["½E[uᵀHu] / R_drop", percent(explicit.quadratic_share)],
+            ["all of second order / R_drop", percent(explicit.second_order_share)],
         ]
 
     def _sites(self) -> list[list[str]]:
@@ -156,11 +157,9 @@ def _traces(implicit: Implicit) -> list[list[str]]:
         ["ξ_approx / dropout", str(implicit.analytic_ratio)],
         ["dropout / mini-batching", _or_dash(implicit.batch_ratio)],
         ["cosine of the diagonals, dropout and ξ_approx", str(implicit.cosine)],
-        [
-            f"overlap of their leading {overlap.directions} directions",
-            f"{overlap.value} (at most {overlap.ceiling} from so few samples; by chance "
-            f"{overlap.chance:.2g})",
-        ],
+        [f"overlap of their leading {overlap.directions} directions", str(overlap.value)],
+        ["… of dropout's with itself, as much as these samples show", str(overlap.ceiling)],
+        ["… by chance", f"{overlap.chance:.2g}"],
     ]
 
 

@@ -160,7 +160,7 @@ class Subject:
             try:
                 run = torch.vmap(lambda noise: self._value(batch, noise))
                 return run(stack).double()
-            except RuntimeError:  # an op without a rule for stacks
+            except (RuntimeError, ValueError):  # an op without a rule for stacks
                 self._stacks = False
         size = len(next(iter(stack.values())))
         each = ({name: value[k] for name, value in stack.items()} for k in range(size))

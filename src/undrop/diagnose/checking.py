@@ -33,7 +33,7 @@ VERDICTS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Check:
     """The analytic terms of an objective beside what dropout does, on one batch.
 
@@ -68,7 +68,7 @@ class Check:
             "draws": self.draws,
         }
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [
             f"R_drop by Monte Carlo       {self.r_drop}",
             f"½E[uᵀHu]                    {self.taylor}  ({percent(self.taylor_share)} of R_drop)",

@@ -124,7 +124,7 @@ class Assumption(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bound:
     """Theorem 3.1 and Theorem B.1 on one set of weights; every constant is taken as 1."""
 
@@ -171,7 +171,7 @@ class Bound:
         values["assumptions"] = [assumption._asdict() for assumption in self.assumptions]
         return {**values, "total": self.total}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [
             ("examples n, classes c", f"{self.examples:,}, {self.classes:,}"),
             ("loss cut off at B", f"{self.truncation:.4g}"),

@@ -21,7 +21,7 @@ ERRORS = (
 EXACT = "Every mask was enumerated: ± is one standard error over batches alone."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What dropout does in a model.
 
@@ -138,7 +138,7 @@ class Diagnosis:
             for found in self.explicit.classes
         ]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"What dropout does in {self.model}", ""]
         for title, rows in self.tables():
             lines += [title, *_aligned(rows), ""]

@@ -99,7 +99,7 @@ class AdaptiveOutput(Output):
         if rule.seed is not None and rule.form == "hessian" and rows.tangent is not None:
             draws = torch.Generator(rows.features.device).manual_seed(rule.seed)
         sums = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
-        for part in row_chunks(len(rows.target), self.widest, self.chunk):
+        for part in row_chunks(len(rows.target), head.classes, self.chunk):
             into = [None if g is None else g[part] for g in (to.features, to.tangent)]
             chunk = _Chunk(self, rows.part(part), head, rule, scratch, into, draws)
             for tail in every:
@@ -160,12 +160,15 @@ class _Chunk:
 
     def visit(self, tail: _Tail) -> None:
         """Add a tail's terms and gradients, for the rows that need it."""
-        assert tail.layer.weight is not None
         own = self.output.members(self.rows.target, tail.words)
         share = self._share(tail.number)
         which = (own if share is None else own | (share > 0)).nonzero().squeeze(-1)
-        if len(which) == 0:
-            return
+        for part in row_chunks(len(which), tail.layer.classes, self.output.chunk):
+            self._visit(tail, which[part], own, share)
+
+    def _visit(self, tail: _Tail, which: Tensor, own: Tensor, share: Tensor | None) -> None:
+        """For the rows ``which``; ``own`` has the tail's words for targets."""
+        assert tail.layer.weight is not None
         rows = self.rows.part(which)
         last = len(tail.words) - 1
         rows = rows._replace(target=(rows.target - tail.words.start).clamp_(0, last))

@@ -54,7 +54,11 @@ def test_sites_have_the_names_of_the_model_itself(found, wrapper):
 
 
 def test_each_process_has_noise_of_its_own(found):
-    assert found["own noise"]
+    assert found["own noise"] == {
+        "from one seed": True,
+        "from one state": True,
+        "first goes on": True,
+    }
 
 
 def test_names_without_wrappers():

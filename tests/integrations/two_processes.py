@@ -99,14 +99,28 @@ def analytic(**options) -> Make:
     return lambda generator: undrop.Analytic(generator=generator, **options)
 
 
-def own_noise() -> bool:
-    """Whether the ranks draw different noise from the same seed."""
+def by_rank(objective: undrop.Objective) -> list[list[int]]:
+    """The state of the objective's generator in each process."""
+    states: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(states, objective.state_dict()["generators"]["cpu"].tolist())
+    return states
+
+
+def own_noise() -> dict[str, bool]:
+    """Whether the ranks draw different noise from one seed, and from the state of the first."""
     torch.manual_seed(0)
     objective = undrop.Analytic()
     objective(net(), *batch(0))
-    states = [None, None]
-    dist.all_gather_object(states, objective.state_dict()["generators"]["cpu"].tolist())
-    return states[0] != states[1]
+    before = by_rank(objective)
+    shared = [objective.state_dict()]
+    dist.broadcast_object_list(shared, src=0)
+    objective.load_state_dict(shared[0])
+    after = by_rank(objective)
+    return {
+        "from one seed": before[0] != before[1],
+        "from one state": after[1] not in before and after[1] != after[0],
+        "first goes on": after[0] == before[0],
+    }
 
 
 def results() -> dict[str, object]:

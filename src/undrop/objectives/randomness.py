@@ -12,6 +12,8 @@ from undrop.errors import OptionError
 
 __all__ = ["Randomness"]
 
+_RANK = "rank"
+
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -48,12 +50,25 @@ class Randomness:
         return self._generators[device.type]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of every generator, by device."""
-        return {device: g.get_state() for device, g in self._generators.items()}
+        """The state of every generator, by device, and the process that it is of."""
+        states = {device: g.get_state() for device, g in self._generators.items()}
+        return {**states, _RANK: torch.tensor(_rank())}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state.
+
+        Some trainers keep the state of one process for all. From the state of another process we go on
+        with noise that hangs on it and is our own.
+        """
+        foreign = int(state.get(_RANK, torch.tensor(_rank()))) != _rank()
         for device, value in state.items():
-            if device not in self._generators:
-                self._generators[device] = torch.Generator(device)
-            self._generators[device].set_state(value)
+            if device == _RANK:
+                continue
+            generator = self._generators.setdefault(device, torch.Generator(device))
+            generator.set_state(value)
+            if foreign:
+                generator.manual_seed(_drawn(generator) ^ _rank())
+
+
+def _drawn(generator: torch.Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))

@@ -1,0 +1,90 @@
+"""undrop in Lightning: two lines in ``training_step``, and a callback for the log and the checkpoint.
+
+>>> import lightning as L
+>>> import undrop
+>>> from undrop.integrations.lightning import UndropCallback
+>>> class Classifier(L.LightningModule):
+...     def __init__(self, net):
+...         super().__init__()
+...         self.net, self.objective = net, undrop.Analytic()
+...
+...     def training_step(self, batch, index):
+...         step = self.objective(self.net, *batch)
+...         return {"loss": step.total, "parts": step.parts}
+...
+...     def configure_callbacks(self):
+...         return [UndropCallback(self.objective)]
+
+Accumulation, mixed precision, clipping and many devices are Lightning's own. A callback alone can't do
+it: Lightning gives it no way to hand back another loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from undrop.errors import MissingExtraError, OptionError
+from undrop.objectives import Objective
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise MissingExtraError("undrop.integrations.lightning", "Lightning", "lightning") from error
+
+__all__ = ["UndropCallback"]
+
+_log = logging.getLogger("undrop")
+
+
+class UndropCallback(Callback):
+    """Logs ``undrop/loss``, ``undrop/explicit``, ``undrop/implicit``, and keeps the objective's state.
+
+    The first step is reported in one line, and a ``training_step`` that does not use the objective is
+    an error. The state is part of Lightning's checkpoints, so that a resumed fit goes on with the noise
+    that it would have had; of several processes Lightning keeps the first one's state, and the others
+    go on with noise derived from it.
+
+    Args:
+        objective: the one that ``training_step`` calls.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.objective = objective
+        self._reported = False
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the parts of the step.
+
+        Raises:
+            OptionError: if ``training_step`` did not return them, or never called the objective.
+        """
+        parts = outputs.get("parts") if isinstance(outputs, Mapping) else None
+        if parts is None or not self.objective.steps:
+            raise OptionError(
+                f"{type(pl_module).__name__}.training_step does not train on the objective: call "
+                "step = objective(model, inputs, targets) in it and return "
+                "{'loss': step.total, 'parts': step.parts}."
+            )
+        pl_module.log_dict({f"undrop/{name}": value for name, value in parts.items()})
+        if not self._reported and trainer.is_global_zero:
+            values = ", ".join(f"{name} = {value:.4g}" for name, value in parts.items())
+            _log.warning(
+                "undrop is active: %s on %s, %s",
+                type(self.objective).__name__,
+                type(pl_module).__name__,
+                values,
+            )
+        self._reported = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The objective's, for the checkpoint."""
+        return self.objective.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the objective go on from a checkpoint."""
+        self.objective.load_state_dict(state_dict)

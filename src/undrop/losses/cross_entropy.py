@@ -44,13 +44,13 @@ class CrossEntropy(Loss):
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy; 0 where every target is ignored."""
-        total = F.cross_entropy(
+        empty = not bool((target != self.ignore_index).any())
+        return F.cross_entropy(
             *self._rows(precise(output), target),
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
-            reduction="sum",
+            reduction="sum" if empty else "mean",  # torch's mean over nothing is NaN
         )
-        return total / self.count(output, target)
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return output.reshape(-1, output.shape[-1]), target.reshape(-1).long()

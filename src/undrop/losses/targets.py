@@ -32,6 +32,11 @@ def check_class_indices(
             f"targets must have shape {leading}, that of the output without its last dimension (the "
             f"{classes} classes), got {_shape(target)}."
         )
+    if not target.numel():
+        return
+    low, high = (int(end) for end in target.aminmax())
+    if low >= 0 and high < classes:  # as a rule, and cheap to see
+        return
     wrong = (target < 0) | (target >= classes)
     wrong &= target != ignore_index
     if bool(wrong.any()):

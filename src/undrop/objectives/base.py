@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -112,6 +112,8 @@ class Objective(ABC):
     def sites(self, model: nn.Module, inputs: Any) -> Sites:
         """The model's noise sites, found the first time the model is seen."""
         if model not in self._sites:
+            if not _trains(model, inputs):
+                raise _nothing_trained(model)
             found = sites(model, inputs)
             self.selection.check(found.names)
             self._sites[model] = found
@@ -128,8 +130,6 @@ class Objective(ABC):
                 f"{type(model).__name__} is in eval mode, where its dropout is off: call "
                 "model.train() first."
             )
-        if not any(t.requires_grad for t in chain(model.parameters(), _tensors(inputs))):
-            raise _nothing_trained(model)
         if self.needs_dropout:
             self.sites(model, inputs)
 
@@ -138,7 +138,7 @@ class Objective(ABC):
     ) -> Callable[[], Evaluation]:
         def checked() -> Evaluation:
             evaluation = run()
-            if not bool(torch.isfinite(evaluation.total.detach())):
+            if not math.isfinite(evaluation.total.item()):
                 raise NonFiniteError(_not_finite(evaluation, model, inputs))
             if not evaluation.total.requires_grad:
                 raise _nothing_trained(model)
@@ -156,8 +156,11 @@ class Objective(ABC):
         self.randomness.load_state_dict(state["generators"])
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+def _trains(model: nn.Module, inputs: Any) -> bool:
+    """Whether there is anything to have a gradient: a parameter, or else an input."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return True
+    return any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(inputs))
 
 
 def _nothing_trained(model: nn.Module) -> GradientsDisabledError:

@@ -93,7 +93,7 @@ class Dropout(Objective):
             draw = Draw("dropout", "as-declared", Selection(), self.randomness)
             field = Perturbed(draw, 1.0)
         output, loss = self.passed(model, inputs, targets, field)
-        total = factor * loss
+        total = loss if factor == 1.0 else factor * loss
         return Evaluation(total, {part: total.detach()}, output)
 
     def _analytic(self, model: nn.Module, inputs: Any, targets: Any, factor: float) -> Evaluation:

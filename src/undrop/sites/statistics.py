@@ -12,7 +12,18 @@ __all__ = ["Statistics", "keep_buffers", "keep_statistics"]
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+    """Each of them once. Every step asks: ``model.modules()``, which makes up names, takes longer."""
+    found: list[nn.Module] = []
+    waiting, seen = [model], {model}
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            found.append(module)
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return found
 
 
 class Statistics:

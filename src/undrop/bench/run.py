@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,5 +142,9 @@ def _measure_peak(model: str, size: str, name: str, send: Any) -> None:
 
 def _resident() -> float:
     """The peak resident memory of this process so far, in MB."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent had when it forked
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return float(line.split()[1]) / 1024.0
     unit = 1024.0**2 if sys.platform == "darwin" else 1024.0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -10,6 +10,8 @@ import typer
 from undrop.cli._output import print_table
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from undrop.bench import Row
 
 __all__ = ["register"]
@@ -58,7 +60,7 @@ def bench(
         _draw(plot, model, size, rows)
 
 
-def _progress():  # type: ignore[no-untyped-def]
+def _progress() -> Progress:
     from rich.console import Console
     from rich.progress import Progress
 

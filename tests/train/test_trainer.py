@@ -257,6 +257,26 @@ def test_a_folder_with_a_run_is_not_overwritten(tiny, tmp_path):
         train.run(tiny(), out=tmp_path / "a")
 
 
+def test_a_run_without_its_config_is_neither_overwritten_nor_gone_on_with(tiny, tmp_path):
+    train.run(tiny(train={"epochs": 1}), out=tmp_path / "a")
+    (tmp_path / "a" / "config.json").unlink()
+    with pytest.raises(RunError, match="already holds a run"):
+        train.run(tiny(), out=tmp_path / "a")
+    with pytest.raises(RunError, match=r"holds no run: it has no config.json"):
+        train.run(tiny(), out=tmp_path / "a", resume=True)
+
+
+def test_runs_that_take_turns_have_the_bits_they_would_have_alone(tiny, tmp_path):
+    configs = {name: tiny(objective={"name": name}) for name in ("dropout", "analytic")}
+    configs["dropout"] = tiny(objective={"name": "dropout"}, train={"epochs": 3})
+    together = train.take_turns(configs, out=tmp_path / "together")
+    for name, config in configs.items():
+        alone = train.run(config, out=tmp_path / name)
+        assert together[name].model_dump(exclude={"seconds"}) == alone.model_dump(
+            exclude={"seconds"}
+        )
+
+
 def test_a_finished_run_can_be_made_longer_but_not_another(tiny, tmp_path):
     train.run(tiny(train={"epochs": 1}), out=tmp_path / "a")
     longer = train.run(tiny(train={"epochs": 2}), out=tmp_path / "a", resume=True)

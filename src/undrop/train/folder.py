@@ -36,8 +36,8 @@ class RunFolder:
         self.metrics = Metrics(self.path / "metrics.jsonl")
 
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
-        return self._config.exists()
+        """Whether a run was begun here; also one whose config.json was lost."""
+        return self._config.exists() or self.checkpoints.folder.exists()
 
     def create(self) -> None:
         """Make the folder where it is missing."""
@@ -77,7 +77,7 @@ class RunFolder:
         Raises:
             RunError: if no run was begun here.
         """
-        if not self.holds_run():
+        if not self._config.exists():
             raise RunError(f"{self.path} holds no run: it has no config.json.")
         return read_json(self._config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -87,11 +88,18 @@ class RayCluster(Executor):
         ray = _ray()
         ours = not ray.is_initialized()
         if ours:
-            ray.init(num_cpus=self.jobs, include_dashboard=False, log_to_driver=False)
+            room = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": self.jobs}
+            ray.init(include_dashboard=False, log_to_driver=False, **room)
         try:
             task = ray.remote(num_cpus=1, max_retries=1)(_execute_anywhere)
-            waiting = {task.remote(run, str(scratch(run))): run for run in runs}
-            while waiting:
+            gpus = ray.cluster_resources().get("GPU", 0) > 0
+            queue, waiting = list(runs), dict[Any, Run]()
+            while queue or waiting:
+                while queue and len(waiting) < self.jobs:
+                    run = queue.pop(0)
+                    # A task sees a GPU only if it asks for one.
+                    asked = task.options(num_gpus=int(gpus and run.config.train.device != "cpu"))
+                    waiting[asked.remote(run, str(scratch(run)))] = run
                 done, _ = ray.wait(list(waiting), timeout=_LOOK)
                 look()
                 for reference in done:

@@ -69,6 +69,13 @@ def test_jacobian_of_a_diagonal_net_is_exact_for_every_draw():
     torch.testing.assert_close(model[1].weight.grad.diagonal(), expected)
 
 
+def test_jacobian_hands_on_the_output_between_its_passes():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)).double()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    step = Jacobian(0.2, loss=MSE())(model, x, y)
+    torch.testing.assert_close(step.output, model[1](x))
+
+
 def test_jacobian_is_taken_at_the_site_that_is_named():
     made = problem("mlp")
     parts = [

@@ -15,7 +15,7 @@ from undrop.engines.fraction import Carried
 from undrop.errors import OptionError
 from undrop.sites import Interception, keep_statistics, silent
 
-__all__ = ["EPSILON", "EPSILON_HALF", "Antithetic"]
+__all__ = ["EPSILON", "EPSILON_HALF", "Antithetic", "middle"]
 
 EPSILON = 0.05
 """ε₀ for float32 and float64: a relative error of the gradient below 1e-3, and a margin to rounding."""
@@ -71,7 +71,7 @@ class Antithetic(Engine):
         ):
             down, minus = request.run()
         u = (plus - minus) * (0.5 / epsilon)
-        return tree_map(_middle, up, down), (plus + minus) * 0.5, u
+        return tree_map(middle, up, down), (plus + minus) * 0.5, u
 
 
 def _suitable(model: nn.Module) -> float:
@@ -83,6 +83,6 @@ def _suitable(model: nn.Module) -> float:
     return EPSILON_HALF if half or torch.is_autocast_enabled(weight.device.type) else EPSILON
 
 
-def _middle(a: Any, b: Any) -> Any:
+def middle(a: Any, b: Any) -> Any:
     """What lies between the two passes: the noise-free value to O(ε₀²)."""
     return (a + b) * 0.5 if isinstance(a, Tensor) and a.is_floating_point() else a

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from undrop.engines import Draw, Evaluation, Perturbed, Weights
+from undrop.engines.antithetic import middle
 from undrop.engines.base import weighted_parts
 from undrop.errors import OptionError
 from undrop.losses import Loss
@@ -129,7 +131,8 @@ class Jacobian(Objective):
         u = (plus - minus) / (2.0 * shifted.distance)
         weights = Weights(loss=1.0, explicit=0.5 * self.weight, implicit=0.0)
         total, parts = self.loss.combined(0.5 * (plus + minus), u, targets, "identity", weights)
-        return Evaluation(total, weighted_parts(weights, *parts), output)
+        between = tree_map(middle, output, other)
+        return Evaluation(total, weighted_parts(weights, *parts), between)
 
 
 class _Shifted:

@@ -1,10 +1,13 @@
 """How much of dropout is quadratic, on a trained LSTM: the paper's check in its Appendix A.2.
 
-    python benchmarks/quadratic_share.py --data-dir FOLDER [--epochs 15] [--seconds 120] [--json FILE]
+    python benchmarks/quadratic_share.py --data-dir FOLDER [--epochs 12] [--seconds 120] [--json FILE]
 
-An LSTM is trained on Penn Treebank with dropout of 0.5 on its hidden layers and nowhere else, and
-½E[uᵀHu] is set beside R_drop on the training text. The paper has R_drop = 0.053 and a difference of
-0.009, hence a share of more than 80 %. Here the corpus is cut to what a core learns in minutes.
+An LSTM is trained on Penn Treebank with dropout of 0.5 on the outputs of its layers and nowhere else,
+and ½E[uᵀHu] is set beside R_drop on the training text. The paper has R_drop = 0.053 and a difference
+of 0.009, hence a share of 83 %. Here the corpus is cut to what a core learns in minutes; two layers
+of 200 had R_drop = 0.080 and a share of 93 % ± 1 % (99.6 % ± 0.4 % with the non-PSD term). With
+dropout between three layers of 100 only, and none on the last one's output, the share was 72 % ± 2 %
+(88 % with the non-PSD term): ``--between``.
 """
 
 from __future__ import annotations
@@ -21,21 +24,23 @@ from undrop.diagnose import Diagnosis
 from undrop.diagnose.sources import from_run
 from undrop.train import configure, run
 
-HIDDEN_DROPOUT = 0.5
+EVERY_LAYER = {"layers": 2, "embedding_size": 200, "hidden_size": 200, "output_dropout": 0.5}
+BETWEEN_LAYERS = {"layers": 3, "output_dropout": 0.0}
 
 
 def quadratic_share(
-    data_dir: Path, out: Path, *, epochs: int, seconds: float, tokens: int = 60_000
+    data_dir: Path,
+    out: Path,
+    *,
+    epochs: int,
+    seconds: float,
+    tokens: int = 60_000,
+    between: bool = False,
 ) -> Diagnosis:
     """Train the LSTM in the folder ``out``, and take its dropout apart."""
+    model = BETWEEN_LAYERS if between else EVERY_LAYER
     settings = {
-        "model": {
-            "name": "awd-lstm",
-            "layers": 3,
-            "input_dropout": 0.0,
-            "output_dropout": 0.0,
-            "hidden_dropout": HIDDEN_DROPOUT,
-        },
+        "model": {"name": "awd-lstm", "input_dropout": 0.0, "hidden_dropout": 0.5, **model},
         "data": {"dir": str(data_dir), "limit_tokens": tokens},
         "objective": {"name": "dropout"},
         "train": {"epochs": epochs},
@@ -57,7 +62,8 @@ def main() -> None:
     """Train, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--between", action="store_true")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -68,6 +74,7 @@ def main() -> None:
             Path(folder) / "run",
             epochs=arguments.epochs,
             seconds=arguments.seconds,
+            between=arguments.between,
         )
     print(found)
     if arguments.json is not None:

@@ -29,13 +29,11 @@ def test_most_of_dropout_is_quadratic_in_a_trained_lstm(ptb, tmp_path):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     torch.set_num_threads(1)
-    found = script.quadratic_share(ptb, tmp_path / "run", epochs=8, seconds=60, tokens=40_000)
+    found = script.quadratic_share(ptb, tmp_path / "run", epochs=6, seconds=60, tokens=40_000)
     explicit = found.explicit
     print(found)
     assert explicit.parts.r_drop.low > 0.0
-    # The paper has 83 %; a hundred units and a corpus of 40,000 tokens have about 70 to 75 %, and
-    # nearly 90 % with the non-PSD term, which the paper leaves out.
-    assert explicit.quadratic_share.low > 0.6
-    assert explicit.second_order_share.low > 0.75
+    assert explicit.quadratic_share.low > 0.8  # as the paper has it
+    assert explicit.second_order_share.low > 0.9
     assert explicit.quadratic_share.stderr < 0.05
     assert found.implicit.cosine.low > 0.9

@@ -34,7 +34,7 @@ def fill(folder, names, seeds=3):
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     fill(folder, NAMES)
-    write_report(folder, NAMES, "smoke", 3)
+    write_report(folder, NAMES, "smoke")
     return folder
 
 
@@ -100,7 +100,7 @@ def test_claims_are_written_for_programs(report):
 
 
 def test_the_same_records_make_the_same_bytes(report, tmp_path):
-    write_report(report, NAMES, "smoke", 3, out=tmp_path)
+    write_report(report, NAMES, "smoke", out=tmp_path)
     for name in ("report.html", "report.md", "claims.json", "figures/taylor.png"):
         assert (tmp_path / name).read_bytes() == (report / name).read_bytes()
 
@@ -120,7 +120,7 @@ def test_text_is_escaped(tmp_path):
 
 def test_a_report_of_everything_before_all_is_run(tmp_path):
     fill(tmp_path, ["replace-dropout"], seeds=1)
-    write_report(tmp_path, EXPERIMENTS, "smoke", 3)
+    write_report(tmp_path, EXPERIMENTS, "smoke", seeds=3)
     text = (tmp_path / "report.md").read_text()
     assert text.count("not run yet") > 50
     assert "0 hold, 0 do not hold" in text

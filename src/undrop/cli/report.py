@@ -25,7 +25,9 @@ def report(
     experiment: Annotated[
         list[str] | None, typer.Option(help="Only this one; repeatable.", show_default="all")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 1, 2, …")] = 3,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many seeds.", show_default="all there are")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write.", show_default="the results' folder")
     ] = None,

@@ -20,7 +20,11 @@ __all__ = ["write_report"]
 
 
 def write_report(
-    folder: Path, names: Sequence[str], scale: str, seeds: int, out: Path | None = None
+    folder: Path,
+    names: Sequence[str],
+    scale: str,
+    seeds: int | None = None,
+    out: Path | None = None,
 ) -> list[Path]:
     """Write ``report.html``, ``report.md``, ``figures/`` and ``claims.json``.
 
@@ -28,7 +32,7 @@ def write_report(
         folder: a results folder, with its ``records/``.
         names: the experiments to report on.
         scale: the scale of the records.
-        seeds: the number of seeds that were asked for.
+        seeds: the number of seeds to report on; None is all that there are.
         out: where to write; the results folder itself unless given.
 
     Raises:
@@ -36,8 +40,8 @@ def write_report(
         OptionError: if matplotlib is not installed.
     """
     _check_matplotlib()
-    plan = Plan(names, scale, seeds)
     records = Records(folder / "records")
+    plan = Plan(names, scale, seeds or max((record.seed for record in records), default=1))
     if not len(records):
         raise RunError(f"{folder} has no records: run `undrop reproduce --scale {scale}` first.")
     out = out or folder

@@ -29,15 +29,24 @@ __all__ = ["CONSTANT", "PROVEN", "Tainted", "blocking_op"]
 
 _SHAPES = """view _unsafe_view expand permute transpose t unsqueeze squeeze select slice
     split split_with_sizes unbind alias clone _to_copy copy_ cat stack repeat flip roll constant_pad_nd
-    index index_select gather masked_fill where tril triu diagonal unfold"""
+    index index_select gather masked_fill where tril triu diagonal unfold
+    index_add index_put index_put_ masked_fill_ masked_scatter scatter scatter_add zero_
+    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+    pixel_shuffle pixel_unshuffle channel_shuffle im2col col2im"""
 _ARITHMETIC = """add sub rsub mul div neg pow reciprocal sqrt rsqrt exp log log1p expm1 abs sin cos
-    maximum minimum clamp clamp_min addcmul lerp add_ mul_ sub_ div_"""
+    maximum minimum clamp clamp_min addcmul lerp add_ mul_ sub_ div_
+    addcdiv addcmul_ atan atan2 clamp_ clamp_max clamp_min_ copysign cosh erf exp2 exp_ floor fmod hypot
+    log2 logaddexp logit nan_to_num neg_ pow_ remainder round sgn sinh sqrt_ tan"""
 _ACTIVATIONS = """relu gelu silu tanh sigmoid softplus leaky_relu elu hardtanh hardswish mish
-    log_sigmoid_forward relu_"""
-_PRODUCTS = "mm bmm addmm baddbmm dot mv convolution embedding"
-_REDUCTIONS = "sum mean var amax amin cumsum prod sort topk linalg_vector_norm"
-_POOLING = """max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d
-    upsample_bilinear2d native_group_norm"""
+    log_sigmoid_forward relu_ celu softshrink hardshrink threshold _prelu_kernel
+    elu_ hardswish_ hardtanh_ leaky_relu_ mish_ sigmoid_ silu_ tanh_"""
+_PRODUCTS = "mm bmm addmm addmv addbmm baddbmm dot mv _trilinear convolution embedding"
+_REDUCTIONS = """sum mean var var_mean std amax amin max min median cumsum cumprod prod sort topk trace
+    linalg_vector_norm"""
+_POOLING = """max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d
+    max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d native_group_norm"""
 
 PROVEN = frozenset(
     " ".join((_SHAPES, _ARITHMETIC, _ACTIVATIONS, _PRODUCTS, _REDUCTIONS, _POOLING)).split()

@@ -1,5 +1,7 @@
 """Driven by undrop, every dropout does what torch's does: nothing at ε = 0, its own law at ε = 1."""
 
+from threading import Thread
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from undrop.engines.rules import TANGENT_RULES
 from undrop.engines.twice import TWICE_DIFFERENTIABLE
 from undrop.losses import MSE
 from undrop.nn import LockedDropout, WeightDrop
-from undrop.sites import Interception, silent
+from undrop.sites import Interception, intercepts, silent
 from undrop.sites.attention import AttentionCall, written_out
 
 
@@ -232,3 +234,27 @@ def test_a_causal_mask_of_another_length_starts_in_the_upper_left():
     expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)
     found = written_out(mode, AttentionCall(q, k, k, is_causal=True))
     torch.testing.assert_close(found, expected)
+
+
+def test_other_threads_never_see_an_interception():
+    dropped = []
+    with Interception(nn.Identity(), silent):
+        thread = Thread(target=lambda: dropped.append(F.dropout(torch.ones(1000), 0.5)))
+        thread.start()
+        thread.join()
+        assert F.dropout(torch.ones(1000), 0.5).min() == 1
+    assert dropped[0].min() == 0
+
+
+def test_interceptions_end_with_their_block_and_may_nest():
+    h = torch.ones(1000)
+    with Interception(nn.Identity(), lambda site, h: 2 * h):
+        with Interception(nn.Identity(), silent):
+            assert torch.equal(F.dropout(h, 0.5), h)
+        assert torch.equal(F.dropout(h, 0.5), 2 * h)
+    assert F.dropout(h, 0.5).min() == 0
+
+
+def test_a_function_has_one_handler():
+    with pytest.raises(ValueError, match="has a handler already"):
+        intercepts(F.dropout)(lambda mode, func, args, kwargs: None)

@@ -69,6 +69,7 @@ _LABELS = (
     "sum (Theorem 3.1)",
     "sum with τ (Theorem B.1)",
     "min over β of G",
+    "sum < B: says more than ℓ ≤ B",
     "training loss, cut off",
     "test loss, cut off",
     "measured test - 1.01 · training",
@@ -87,7 +88,8 @@ def _column(result: Bound) -> list[str]:
         result.g_minimum,
     )
     figures = (result.train_loss, result.test_loss, result.gap)
-    return [f"{result.examples:,}", *(f"{x:.4g}" for x in numbers), *map(str, figures)]
+    useful = "yes" if result.total < result.truncation else "no"
+    return [f"{result.examples:,}", *(f"{x:.4g}" for x in numbers), useful, *map(str, figures)]
 
 
 def _bound(

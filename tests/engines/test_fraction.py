@@ -161,6 +161,34 @@ def test_a_state_with_the_batch_elsewhere_stays_in_order(fraction, engine, toler
     torch.testing.assert_close(found.output, whole.output, rtol=tolerance, atol=1e-7)
 
 
+def narrowed(p, dim):
+    """The targets of the first half of the batch alone; the others are ignored."""
+    targets = p.targets.clone()
+    batch = targets.shape[dim]
+    targets.narrow(dim, batch // 2, batch - batch // 2).fill_(-100)
+    return replace(p, targets=targets)
+
+
+@pytest.mark.parametrize("weights", [EXPLICIT, IMPLICIT], ids=["explicit", "implicit"])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [("mlp", 0), ("cnn", 0), ("lstm", 1), ("gru", 1), ("transformer", 0)],
+)
+def test_saving_work_for_the_others_changes_nothing(monkeypatch, name, dim, weights):
+    """The tangent of the first half is what it is when the whole batch carries it."""
+    p = problem(name)
+    if name == "mlp":
+        p = four_examples()
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
+    found = evaluate(Tangent(), p, seeded(4), weights, fraction=0.5, batch_dim=dim).total
+    whole = evaluate(Tangent(), narrowed(p, dim), seeded(4), weights).total
+    half, all_terms = (int((q.targets != -100).sum()) for q in (narrowed(p, dim), p))
+    share = half / all_terms
+    share /= 0.5 if weights is EXPLICIT else 0.5**0.5
+    assert found.item() == pytest.approx(share * whole.item(), rel=1e-9)
+    assert relative(gradient(found, p.model), share * gradient(whole, p.model)) < 1e-9
+
+
 @ENGINES
 def test_a_part_without_any_term_is_no_trouble(parts, engine, tolerance):
     p = replace(four_examples(), targets=torch.tensor([-100, 0, 2, -100]))

@@ -1,4 +1,4 @@
-"""Hold the analytic terms against Monte Carlo on a batch: is p too large for them?"""
+"""Hold the analytic terms against Monte Carlo on a batch, to see whether p is too large for them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_a_gentle_dropout_passes():
 def test_the_papers_strength_is_twice_taylors():
     model, batch = net(0.1)
     objective = undrop.Analytic(engine="exact", strength=undrop.PAPER, implicit=False)
-    found = undrop.check(objective, model, batch, seconds=1e3, draws=16)
+    found = undrop.check(objective, model, batch, seconds=1e3, draws=6)
     assert found.explicit.stderr == pytest.approx(0.0, abs=1e-15)
     assert abs(found.explicit.value - 2 * found.taylor.value) < 4 * 2 * found.taylor.stderr
     assert found.noise_ratio is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,10 @@ from undrop.cli._subject import (
     RunFolderOrNone,
     subject,
 )
+
+if TYPE_CHECKING:
+    from undrop.diagnose import Diagnosis
+    from undrop.diagnose.sources import Source
 
 __all__ = ["register"]
 
@@ -48,31 +52,32 @@ def diagnose(
     json: Json = False,
 ) -> None:
     """Measure, print, and write what was asked for."""
-    import torch
-
-    import undrop
-
     source = subject(run, model, data, loss, data_dir, batches)
-    device = next((p.device for p in source.model.parameters()), torch.device("cpu"))
-    found = undrop.diagnose(
-        source.model,
-        source.batches,
-        loss=source.loss,
-        implicit=implicit,
-        seconds=seconds,
-        max_batches=batches,
-        classes=source.classes,
-        batch_dim=source.batch_dim,
-        generator=torch.Generator(device).manual_seed(seed),
-        progress=progress,
+    found = _measured(
+        source, implicit=implicit, seconds=seconds, max_batches=batches, seed=seed, bar=progress
     )
-    if save is not None:
-        found.save(save)
-    if plot is not None:
-        found.plot(plot)
-    if html is not None:
-        found.html(html)
+    for path, write in ((save, found.save), (plot, found.plot), (html, found.html)):
+        if path is not None:
+            write(path)
     if json:
         print_json(found.to_json())
     else:
         typer.echo(str(found))
+
+
+def _measured(source: Source, *, seed: int, bar: bool, **options: Any) -> Diagnosis:
+    import torch
+
+    import undrop
+
+    device = next((p.device for p in source.model.parameters()), torch.device("cpu"))
+    return undrop.diagnose(
+        source.model,
+        source.batches,
+        loss=source.loss,
+        classes=source.classes,
+        batch_dim=source.batch_dim,
+        generator=torch.Generator(device).manual_seed(seed),
+        progress=bar,
+        **options,
+    )

@@ -1,6 +1,8 @@
 """Records that were never run, and a way to run without processes."""
 
-from undrop.errors import StoppedError, UndropError
+from contextlib import nullcontext
+from functools import partial
+
 from undrop.reproduce import Record
 from undrop.reproduce.executors import Executor
 from undrop.reproduce.records import Curve
@@ -41,13 +43,14 @@ def made_up(run, valid, *, seconds=1.0, probed=None):
 class InProcess(Executor):
     """Runs runs one after the other, here: a process for each would be most of a test's time."""
 
-    def outcomes(self, runs, scratch, look):
-        for run in runs:
-            try:
-                outcome = execute(run, str(scratch(run)))
-            except StoppedError:
-                raise
-            except UndropError as error:
-                outcome = error
-            look()
-            yield run, outcome
+    def opened(self):
+        return nullcontext()
+
+    def start(self, run, scratch):
+        return partial(execute, run, scratch)
+
+    def ended(self, handles):
+        return list(handles)
+
+    def result(self, handle):
+        return handle()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,7 +39,6 @@ class Executor(ABC):
             raise OptionError(f"jobs must be at least 1, got {jobs}.")
         self.jobs = jobs
 
-    @abstractmethod
     def outcomes(
         self, runs: Sequence[Run], scratch: Callable[[Run], Path], look: Callable[[], None]
     ) -> Iterator[Outcome]:
@@ -48,78 +49,107 @@ class Executor(ABC):
             scratch: the folder of a run's work.
             look: called now and then while runs are under way.
         """
+        queue, waiting = list(runs), dict[Any, Run]()
+        with self.opened():
+            while queue or waiting:
+                # No more than fit: what has been started can't be taken back when it must end.
+                while queue and len(waiting) < self.jobs:
+                    run = queue.pop(0)
+                    waiting[self.start(run, str(scratch(run)))] = run
+                for handle in self.ended(waiting):
+                    yield waiting.pop(handle), _outcome(partial(self.result, handle))
+                look()
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[None]:
+        """Have workers; runs under way when it must end are told so, and save their state."""
+
+    @abstractmethod
+    def start(self, run: Run, scratch: str) -> Any:
+        """Start a run; a handle for it."""
+
+    @abstractmethod
+    def ended(self, handles: Iterable[Any]) -> list[Any]:
+        """Wait a little; the handles of those that have ended."""
+
+    @abstractmethod
+    def result(self, handle: Any) -> Record:
+        """The record of a run that has ended, or what it raised."""
 
 
 class Local(Executor):
     """Processes on this machine, with one thread each."""
 
-    def outcomes(
-        self, runs: Sequence[Run], scratch: Callable[[Run], Path], look: Callable[[], None]
-    ) -> Iterator[Outcome]:
-        """Run all in a pool of processes; those under way when it must end save their state."""
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Have a pool of processes."""
         # A forked child would inherit torch's threads in an unknown state.
         context = multiprocessing.get_context("spawn")
         others = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=single_threaded)
+        self._pool = ProcessPoolExecutor(self.jobs, context, initializer=single_threaded)
         try:
-            waiting: dict[Future[Record], Run] = {
-                pool.submit(execute, run, str(scratch(run))): run for run in runs
-            }
-            while waiting:
-                done, _ = wait(waiting, timeout=_LOOK, return_when=FIRST_COMPLETED)
-                look()
-                for future in done:
-                    yield waiting.pop(future), _outcome(future.result)
+            yield
         except BaseException:
             for child in set(multiprocessing.active_children()) - others:
                 child.terminate()  # a training that hears of it saves its state first
             raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown()
+
+    def start(self, run: Run, scratch: str) -> Future[Record]:
+        """Hand it to the pool."""
+        return self._pool.submit(execute, run, scratch)
+
+    def ended(self, handles: Iterable[Future[Record]]) -> list[Future[Record]]:
+        """Those that are done."""
+        return list(wait(handles, timeout=_LOOK, return_when=FIRST_COMPLETED).done)
+
+    def result(self, handle: Future[Record]) -> Record:
+        """What came back from the process."""
+        return handle.result()
 
 
 class RayCluster(Executor):
     """Tasks of one core each on a Ray cluster: the one that RAY_ADDRESS names, or one of our own."""
 
-    def outcomes(
-        self, runs: Sequence[Run], scratch: Callable[[Run], Path], look: Callable[[], None]
-    ) -> Iterator[Outcome]:
-        """Run all as tasks, at most ``jobs`` at a time."""
-        ray = _ray()
-        ours = not ray.is_initialized()
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Join the cluster, or start one on this machine."""
+        self._ray = _ray()
+        ours = not self._ray.is_initialized()
         if ours:
             room = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": self.jobs}
-            ray.init(include_dashboard=False, log_to_driver=False, **room)
+            self._ray.init(include_dashboard=False, log_to_driver=False, **room)
         try:
-            task = ray.remote(num_cpus=1, max_retries=1)(_execute_anywhere)
-            gpus = ray.cluster_resources().get("GPU", 0) > 0
-            queue, waiting = list(runs), dict[Any, Run]()
-            while queue or waiting:
-                while queue and len(waiting) < self.jobs:
-                    run = queue.pop(0)
-                    # A task sees a GPU only if it asks for one.
-                    asked = task.options(num_gpus=int(gpus and run.config.train.device != "cpu"))
-                    waiting[asked.remote(run, str(scratch(run)))] = run
-                done, _ = ray.wait(list(waiting), timeout=_LOOK)
-                look()
-                for reference in done:
-                    yield waiting.pop(reference), _outcome(partial(_result, ray, reference))
+            self._gpus = self._ray.cluster_resources().get("GPU", 0) > 0
+            yield
         finally:
             if ours:
-                ray.shutdown()
+                self._ray.shutdown()
+
+    def start(self, run: Run, scratch: str) -> Any:
+        """Make it a task, with a GPU where it wants one: a task sees none that it did not ask for."""
+        gpus = int(self._gpus and run.config.train.device != "cpu")
+        task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(_execute_anywhere)
+        return task.remote(run, scratch)
+
+    def ended(self, handles: Iterable[Any]) -> list[Any]:
+        """Those that are done."""
+        done, _ = self._ray.wait(list(handles), timeout=_LOOK)
+        return list(done)
+
+    def result(self, handle: Any) -> Record:
+        """What the task returned; its own error, not Ray's around it."""
+        try:
+            record: Record = self._ray.get(handle)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        return record
 
 
 def _execute_anywhere(run: Run, scratch: str) -> Record:
     single_threaded()
     return execute(run, scratch)
-
-
-def _result(ray: Any, reference: Any) -> Record:
-    try:
-        record: Record = ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-    return record
 
 
 def _ray() -> Any:

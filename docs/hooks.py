@@ -1,11 +1,38 @@
 """What the site does to a page that mkdocs alone does not."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)</code>")
+_VERDICTS = "<!-- verdicts -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the verdicts of the small scale, as ``undrop report`` wrote them, where they belong."""
+    return markdown.replace(_VERDICTS, verdicts(ROOT / "results" / "small" / "claims.json"))
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Show the roles of docstrings, such as :class:`~undrop.Step`, as the bare name."""
     return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
+
+
+def verdicts(path: Path) -> str:
+    """The claims and what came of them, as a table."""
+    if not path.exists():
+        return "The small scale has not been summed up yet: `undrop report results/small` does."
+    lines = ["| claim | verdict | ratio, 95 % interval | paper | seeds |", "|---|---|---|---|---|"]
+    lines += [_row(claim) for claim in json.loads(path.read_text(encoding="utf-8"))]
+    return "\n".join(["At the scale `small`:", "", *lines])
+
+
+def _row(claim: dict[str, Any]) -> str:
+    sentence = claim["claim"].replace("|", "\\|")
+    ratio = "–" if claim["estimate"] is None else f"{claim['estimate']:.3g}"
+    if claim["low"] is not None and claim["high"] is not None:
+        ratio += f" ({claim['low']:.3g} … {claim['high']:.3g})"
+    paper = "–" if claim["paper"] is None else f"{claim['paper']:.3g}"
+    return f"| {sentence} | {claim['verdict']} | {ratio} | {paper} | {claim['seeds']} |"

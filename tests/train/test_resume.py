@@ -1,30 +1,14 @@
-import json
 import multiprocessing
 import random
 import signal
 
 import pytest
-from safetensors.torch import load_file
 
 from killed_run import work
+from tiny_run import bits
 from undrop import train
 
 POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
-
-
-def bits(out):
-    """All that a run leaves which must not hang on whether, or when, it was killed."""
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    for record in records:
-        del record["time"]
-    summary = json.loads((out / "summary.json").read_text())
-    del summary["seconds"]
-    folder = train.RunFolder(out)
-    state = folder.checkpoints.load(folder.checkpoints.steps()[-1])
-    parameters = {name: value.tolist() for name, value in state["model"].items()}
-    best = {name: value.tolist() for name, value in load_file(out / "best.safetensors").items()}
-    return {"metrics": records, "summary": summary, "parameters": parameters, "best": best}
 
 
 def kill_again_and_again(config, out, kills, seed):

@@ -18,6 +18,7 @@ from undrop.corpora.cache import publishing
 from undrop.corpora.catalogue import SPLITS
 from undrop.corpora.text import sha256, words
 from undrop.corpora.vocabulary import StoredVocabulary, Vocabulary
+from undrop.errors import DataError
 
 __all__ = ["Header", "Split", "Tokens", "damaged", "encode", "open_encoded"]
 
@@ -25,6 +26,7 @@ Tokens = NDArray[np.integer[Any]]
 """A split: one-dimensional, memory-mapped, uint16 or int32."""
 
 _FORMAT = 1
+_DTYPES = ("uint16", "int32")
 _HEADER = "header.json"
 _VOCABULARY = "vocabulary.txt"
 
@@ -180,14 +182,29 @@ def _sound(folder: Path) -> bool:
             (folder / f"{split}.bin").stat().st_size == info.tokens * size
             for split, info in header.splits.items()
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, DataError):
         return False
 
 
 def _read_header(folder: Path) -> Header:
-    values = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
-    splits = {split: Split(**info) for split, info in values.pop("splits").items()}
-    return Header(**values, splits=splits)
+    try:
+        values = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+        splits = {split: Split(**values["splits"][split]) for split in SPLITS}
+        header = Header(**{**values, "splits": splits})
+        counts = [header.vocabulary, *(split.tokens for split in splits.values())]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _changed(folder) from error
+    counted = all(type(count) is int and count > 0 for count in counts)
+    if not counted or header.dtype not in _DTYPES or header.format != _FORMAT:
+        raise _changed(folder)
+    return header
+
+
+def _changed(folder: Path) -> DataError:
+    return DataError(
+        f"{folder / _HEADER} was cut short or changed: delete {folder}, and the corpus is encoded "
+        "anew."
+    )
 
 
 def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:

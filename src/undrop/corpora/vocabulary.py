@@ -99,8 +99,15 @@ class Vocabulary:
         return np.fromiter(map(self.index.__getitem__, words), dtype=np.int64, count=len(words))
 
     def decode(self, tokens: Iterable[SupportsIndex]) -> list[str]:
-        """The words of numbers."""
-        return [self.words[token] for token in tokens]
+        """The words of numbers.
+
+        Raises:
+            DataError: for a number that no word has.
+        """
+        try:
+            return [self.words[token] for token in tokens]
+        except IndexError as error:
+            raise DataError(f"there are numbers that none of the {self.size} words has.") from error
 
     def __len__(self) -> int:
         return self.size
@@ -129,12 +136,24 @@ class StoredVocabulary(Vocabulary):
     @cached_property
     def words(self) -> tuple[str, ...]:
         """Every word at the place of its number."""
-        return tuple(self._file.read_text(encoding="utf-8").split("\n"))
+        try:
+            words = tuple(self._file.read_text(encoding="utf-8").split("\n"))
+        except (OSError, ValueError) as error:
+            raise self._damaged() from error
+        if len(words) != self._size:
+            raise self._damaged()
+        return words
 
     @property
     def size(self) -> int:
         """How many words there are."""
         return self._size
+
+    def _damaged(self) -> DataError:
+        return DataError(
+            f"{self._file} is not the vocabulary of {self._size} words that was written: delete "
+            f"{self._file.parent}, and the corpus is encoded anew."
+        )
 
 
 def _shortened(counts: Mapping[str, int], size: int) -> dict[str, int]:

@@ -116,7 +116,10 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} is refused: its tensors in {tensors_path.name} were cut short or changed."
             )
-        return unpack(body["state"], load_tensors(tensors_path))
+        try:
+            return unpack(body["state"], load_tensors(tensors_path))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is refused: its state was changed.") from error
 
     def newest(self, warn: Callable[[str], None]) -> tuple[int, Any] | None:
         """The newest checkpoint that is sound, as (step, state); None if there never was one.
@@ -146,7 +149,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         body = read_json(path)
         check = body.pop("check")
-        sound = check == _check(body) and body["format"] == _FORMAT
+        sound = check == _check(body) and body["format"] == _FORMAT and "state" in body
+        sound = sound and all(isinstance(body[key], str) for key in ("tensors", "sha256"))
     except (CheckpointError, AttributeError, KeyError, TypeError):
         sound = False
     except Exception as error:

@@ -206,8 +206,11 @@ class Metrics:
         """All records; a last line that a kill cut short is left out."""
         if not self.path.exists():
             return []
-        lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
-            return [json.loads(line) for line in lines]
-        except ValueError as error:
+            lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]
+            records = [json.loads(line) for line in lines]
+        except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"{self.path} is not a file of JSON lines: {error}.") from error
+        if not all(isinstance(record, dict) for record in records):
+            raise RunError(f"{self.path} was changed: not every line of it is a JSON object.")
+        return records

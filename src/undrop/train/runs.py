@@ -74,9 +74,14 @@ def row(folder: RunFolder) -> dict[str, Any]:
     try:
         config = Config.parse(folder.read_config())
         epochs = [record for record in folder.metrics.read() if record["kind"] == "epoch"]
-        summary = folder.read_summary()
-    except (UndropError, KeyError, TypeError) as error:
+        return _row(folder, config, epochs, folder.read_summary())
+    except (UndropError, LookupError, TypeError, ValueError) as error:
         return {"path": str(folder.path), "status": f"unreadable: {error}"}
+
+
+def _row(
+    folder: RunFolder, config: Config, epochs: list[dict[str, Any]], summary: Any
+) -> dict[str, Any]:
     best = min(epochs, key=lambda record: float(record["valid_loss"]), default=None)
     running = folder.holder() is not None
     return {

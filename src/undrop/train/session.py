@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from undrop import corpora
 from undrop.corpora import Corpus
-from undrop.errors import ConfigError, RunError
+from undrop.errors import CheckpointError, ConfigError, RunError
 from undrop.train.config import Config, DataConfig
 from undrop.train.devices import device_of, settled
 from undrop.train.folder import RunFolder
@@ -261,10 +261,20 @@ def _go_on(trainer: Trainer, folder: RunFolder, journal: Journal) -> None:
     world = trainer.world
     found = folder.checkpoints.newest(journal.reporter.say) if world.is_main else None
     step = world.from_main(-1 if found is None else found[0])
+    if step < 0:
+        if world.is_main:
+            folder.metrics.cut(0)
+        return
+    state = found[1] if found is not None else folder.checkpoints.load(step)
+    try:
+        trainer.load_state_dict(state)
+        length = int(state["metrics"])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder.checkpoints.path(step)} does not hold the state of this run: {error}."
+        ) from error
     if world.is_main:
-        folder.metrics.cut(found[1]["metrics"] if found is not None else 0)
-    if step >= 0:
-        trainer.load_state_dict(found[1] if found is not None else folder.checkpoints.load(step))
+        folder.metrics.cut(length)
 
 
 def _outline(trainer: Trainer, folder: RunFolder) -> Outline:

@@ -44,6 +44,12 @@ def test_runs_then_a_report(here, capsys):
     assert "[8/8, about 0 s left]" in err
     code, out, err = undrop(capsys, *words)
     assert (code, err) == (0, "")
+    one = next((here / "results/smoke/records").iterdir())
+    record = json.loads(one.read_text())
+    record["config"]["train"]["colour"] = "red"
+    (one.parent / "old.json").write_text(json.dumps(record))
+    code, out, err = undrop(capsys, *words)
+    assert (code, err) == (0, "1 records have settings that are no more: they are left out.\n")
     report = ["report", "results/smoke", "--experiment", "noise-put-back"]
     code, out, _ = undrop(capsys, *report)
     assert code == 0

@@ -1,0 +1,58 @@
+"""Handwritten digits (scikit-learn's, no download) and a convolutional net with Dropout2d.
+
+pip install 'undrop[examples]' && python examples/digits.py
+"""
+
+import argparse
+import statistics
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import undrop
+
+
+def images(seed, shown):
+    """A few digits to learn from, and the rest to be tested on."""
+    x, y = (torch.tensor(column) for column in load_digits(return_X_y=True))
+    x = x.float().view(-1, 1, 8, 8) / 16
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    return (x[order[:shown]], y[order[:shown]]), (x[order[shown:]], y[order[shown:]])
+
+
+def net():
+    first = [nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.Dropout2d(0.2), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(24, 48, 3, padding=1), nn.ReLU(), nn.Dropout2d(0.3), nn.MaxPool2d(2)]
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(192, 10))
+
+
+def accuracy(objective, seed, steps, shown=200):
+    (x, y), (test_x, test_y) = images(seed, shown)
+    torch.manual_seed(seed)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        batch = torch.randint(len(x), (50,))
+        objective(model, x[batch], y[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return 100 * float((model.eval()(test_x).argmax(-1) == test_y).float().mean())
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    print(undrop.sites(net(), images(0, 200)[0][0][:1]))
+    print(f"\n{'objective':16} {'test accuracy':>13} {'over seeds':>11}")
+    for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):
+        found = [accuracy(objective(), seed, options.steps) for seed in range(options.seeds)]
+        spread = f"{min(found):.1f} to {max(found):.1f}"
+        print(f"{objective.__name__:16} {statistics.mean(found):12.1f}% {spread:>14}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A model too large for one device: FSDP2 and activation checkpointing, with the antithetic engine.
+
+torchrun --standalone --nproc-per-node 2 examples/large_model.py
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import undrop
+
+
+class Model(nn.Module):
+    """Blocks that keep no activation: the backward pass runs each again, with the same noise."""
+
+    def __init__(self, words=50, width=64, depth=4):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        block = {"dim_feedforward": 4 * width, "dropout": 0.2, "batch_first": True}
+        layers = (nn.TransformerEncoderLayer(width, 4, **block) for _ in range(depth))
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")  # on GPUs "nccl", and "cuda" for the mesh, model and tokens
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model, objective = Model(), undrop.Analytic(engine="antithetic")
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(dist.get_rank())  # each process has data of its own
+    for index in range(options.steps):
+        tokens = torch.randint(50, (16, 12), generator=generator)
+        step = objective(model, tokens, tokens.flip(1))  # learn to read backwards
+        step.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0 and (index % 10 == 0 or index == options.steps - 1):
+            print(f"step {index:3}", *(f"{k} {v:+.4f}" for k, v in step.parts.items()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Every example runs, prints its table, and fits on a screen."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from integrations.launching import launch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = {
+    "plain_loop.py": ["--steps", "3", "--seeds", "1"],
+    "digits.py": ["--steps", "3", "--seeds", "1"],
+    "transformers_trainer.py": ["--steps", "3"],
+    "lightning_fit.py": ["--epochs", "1"],
+    "accelerate_processes.py": ["--epochs", "1"],
+    "large_model.py": ["--steps", "2"],
+}
+PARALLEL = {"accelerate_processes.py", "large_model.py"}
+
+
+def table(printed: str) -> dict[str, str]:
+    """The row of each objective."""
+    words = ("NoRegularization", "Dropout", "Analytic")
+    rows = [line for line in printed.splitlines() if line.startswith(words)]
+    return {row.split()[0]: row for row in rows}
+
+
+def test_every_example_is_here():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SMALL.keys()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_it_fits_on_a_screen(name):
+    assert len((EXAMPLES / name).read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("name", sorted(SMALL.keys() - PARALLEL))
+def test_it_runs(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert len(table(capsys.readouterr().out)) == 3
+
+
+def test_accelerate_runs_in_two_processes():
+    printed = launch(EXAMPLES / "accelerate_processes.py", *SMALL["accelerate_processes.py"])
+    assert printed.startswith("2 processes\n")
+    assert len(table(printed)) == 3
+
+
+def test_the_large_model_runs_in_two_processes():
+    rows = launch(EXAMPLES / "large_model.py", *SMALL["large_model.py"]).splitlines()
+    assert [row.split()[:2] for row in rows] == [["step", "0"], ["step", "1"]]
+    assert all("explicit +" in row for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SMALL.keys() - PARALLEL))
+def test_it_takes_less_than_three_minutes(name):
+    """At full size, as a user runs it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    assert len(table(done.stdout)) == 3
+
+
+@pytest.mark.slow
+def test_analytic_does_on_digits_what_dropout_does(monkeypatch, capsys):
+    """Over five seeds, whose spread is about a point."""
+    monkeypatch.setattr(sys, "argv", ["digits.py"])
+    runpy.run_path(str(EXAMPLES / "digits.py"), run_name="__main__")
+    rows = table(capsys.readouterr().out)
+    accuracy = {name: float(row.split()[1].rstrip("%")) for name, row in rows.items()}
+    assert accuracy["Analytic"] > accuracy["NoRegularization"]
+    assert accuracy["Analytic"] > accuracy["Dropout"] - 1.0

@@ -1,8 +1,8 @@
 """The docs are true: every Python block runs, prints what it says, and every command is there.
 
 - ```` ```python ````: run, the blocks of a page in one namespace, in order.
-- ```` ```text output ````: what the Python block before it prints, to the letter.
-- ```` ```python notest ````: not run; the line before says why, as ``<!-- not run: … -->``.
+- ```` ```text title="prints" ````: what the Python block before it prints, to the letter.
+- ```` ``` {.python .notest} ````: not run; the line before says why, as ``<!-- not run: … -->``.
 - ```` ```shell ````: lines that start with ``undrop`` must name a command and options that exist.
 """
 
@@ -32,6 +32,7 @@ PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(
     r"^(?P<indent>[ ]*)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S
 )
+PRINTS, NOT_TESTED = 'text title="prints"', "{.python .notest}"  # as the site takes them, too
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*\Z")
 
 
@@ -91,7 +92,7 @@ def test_python_blocks_run_and_print_what_they_say(page, elsewhere):
     namespace = {"__name__": "docs"}
     printed = ""
     for block in blocks(page):
-        if block.info == "text output":
+        if block.info == PRINTS:
             assert printed.strip() == block.text.strip(), f"{page.name}:{block.line}"
         if block.info != "python":
             continue
@@ -103,7 +104,7 @@ def test_python_blocks_run_and_print_what_they_say(page, elsewhere):
 
 
 def test_blocks_that_do_not_run_are_few_and_say_why():
-    left_out = [(page, b) for page in PAGES for b in blocks(page) if b.info == "python notest"]
+    left_out = [(page, b) for page in PAGES for b in blocks(page) if b.info == NOT_TESTED]
     assert len(left_out) <= 5
     for page, block in left_out:
         assert NOT_RUN.search(block.before), f"{page.name}:{block.line} does not say why"
@@ -111,7 +112,7 @@ def test_blocks_that_do_not_run_are_few_and_say_why():
 
 def test_every_fence_is_of_a_known_kind():
     """A block that is misspelt would silently not be run."""
-    known = {"python", "python notest", "text", "text output", "shell", "toml", "json"}
+    known = {"python", NOT_TESTED, "text", PRINTS, "shell", "toml", "json"}
     for page in PAGES:
         for block in blocks(page):
             assert block.info in known, f"{page.name}:{block.line} is {block.info!r}"

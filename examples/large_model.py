@@ -18,12 +18,11 @@ import undrop
 class Model(nn.Module):
     """Blocks that keep no activation: the backward pass runs each again, with the same noise."""
 
-    def __init__(self, words=50, width=64, depth=4):
+    def __init__(self, words=50, width=64):
         super().__init__()
         self.embed = nn.Embedding(words, width)
         block = {"dim_feedforward": 4 * width, "dropout": 0.2, "batch_first": True}
-        layers = (nn.TransformerEncoderLayer(width, 4, **block) for _ in range(depth))
-        self.blocks = nn.ModuleList(layers)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, **block) for _ in range(4))
         self.head = nn.Linear(width, words)
 
     def forward(self, tokens):
@@ -36,7 +35,7 @@ class Model(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args()
+    steps = parser.parse_args().steps
     dist.init_process_group("gloo")  # on GPUs "nccl", and "cuda" for the mesh, model and tokens
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -45,13 +44,13 @@ def main():
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())  # each process has data of its own
-    for index in range(options.steps):
+    for index in range(steps):
         tokens = torch.randint(50, (16, 12), generator=generator)
         step = objective(model, tokens, tokens.flip(1))  # learn to read backwards
         step.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if dist.get_rank() == 0 and (index % 10 == 0 or index == options.steps - 1):
+        if dist.get_rank() == 0 and (index % 10 == 0 or index == steps - 1):
             print(f"step {index:3}", *(f"{k} {v:+.4f}" for k, v in step.parts.items()))
     dist.destroy_process_group()
 

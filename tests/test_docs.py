@@ -112,7 +112,7 @@ def test_blocks_that_do_not_run_are_few_and_say_why():
 
 def test_every_fence_is_of_a_known_kind():
     """A block that is misspelt would silently not be run."""
-    known = {"python", NOT_TESTED, "text", PRINTS, "shell", "toml", "json"}
+    known = {"", "python", NOT_TESTED, "text", PRINTS, "shell", "toml", "json"}
     for page in PAGES:
         for block in blocks(page):
             assert block.info in known, f"{page.name}:{block.line} is {block.info!r}"

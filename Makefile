@@ -27,6 +27,10 @@ test: $(STAMP)  ## The test suite (minutes)
 test-slow: $(STAMP)  ## Everything, with many draws and long trainings
 	$(BIN)/python -m pytest -n 2
 
+faults: $(STAMP)  ## The fault campaign: kills, full disks, bad bytes (hours)
+	PYTHONPATH=tests $(BIN)/python -m faults --times $(or $(TIMES),100)
+	UNDROP_LEAK_STEPS=2000 $(BIN)/python -m pytest tests/faults/test_leaks.py
+
 lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

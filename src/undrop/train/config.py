@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from undrop.errors import ConfigError
 from undrop.train.components import MODELS, OBJECTIVES
 from undrop.train.validation import sentence
 
@@ -144,6 +145,8 @@ class Config(_Section):
         Raises:
             ConfigError: naming the first setting that is unknown or outside its range.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"a config must be a table of sections, got {values!r}.")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:

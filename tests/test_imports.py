@@ -72,7 +72,9 @@ def test_importing_undrop_takes_little_beyond_torch():
         "import time, torch; start = time.process_time(); import undrop; "
         "print(time.process_time() - start)"
     )
-    assert any(float(run(code)[0]) <= 0.3 for _ in range(3))  # once is enough: others use the machine
+    assert any(
+        float(run(code)[0]) <= 0.3 for _ in range(3)
+    )  # once is enough: others use the machine
 
 
 def test_importing_undrop_brings_none_of_the_extras():

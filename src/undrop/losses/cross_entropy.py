@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,13 +46,14 @@ class CrossEntropy(Loss):
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy; 0 where every target is ignored."""
-        empty = not bool((target != self.ignore_index).any())
-        return F.cross_entropy(
-            *self._rows(precise(output), target),
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction="sum" if empty else "mean",  # torch's mean over nothing is NaN
+        rows = self._rows(precise(output), target)
+        ce = partial(
+            F.cross_entropy, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing
         )
+        mean = ce(*rows)
+        if math.isnan(mean.item()) and not bool((target != self.ignore_index).any()):
+            return ce(*rows, reduction="sum")  # torch's mean over nothing is NaN
+        return mean
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return output.reshape(-1, output.shape[-1]), target.reshape(-1).long()

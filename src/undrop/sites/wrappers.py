@@ -26,8 +26,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             "nn.DataParallel runs the model in threads of its own, where undrop sees no dropout: use "
             "DistributedDataParallel, one process a device (torchrun)."
         )
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else model
+    return model._modules.get("_orig_mod") or model
 
 
 def paths(model: nn.Module) -> dict[int, str]:

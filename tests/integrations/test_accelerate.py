@@ -1,0 +1,48 @@
+"""Accelerate: its backward, its accumulation and its checkpoints, in one process."""
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+import undrop
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+def batch(n: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 4, generator=generator), torch.randint(3, (n,), generator=generator)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_accumulation_gives_the_gradient_of_one_large_batch():
+    """With the exact engine, which draws no noise."""
+    x, y = batch()
+    whole, parts = net(), net()
+    undrop.Analytic(engine="exact")(whole, x, y).backward()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, objective = accelerator.prepare(parts), undrop.Analytic(engine="exact")
+    for rows in (slice(0, 3), slice(3, 6)):
+        with accelerator.accumulate(model):
+            accelerator.backward(objective(model, x[rows], y[rows]).total)
+    torch.testing.assert_close(gradient(parts), gradient(whole))
+
+
+def test_its_checkpoints_keep_the_noise(tmp_path):
+    x, y = batch()
+    accelerator = Accelerator(cpu=True)
+    model, objective = accelerator.prepare(net()), undrop.Analytic()
+    accelerator.register_for_checkpointing(objective)
+    objective(model, x, y)
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = objective(model, x, y).parts
+    assert objective(model, x, y).parts != expected
+    accelerator.load_state(str(tmp_path / "state"))
+    assert objective.steps == 1
+    assert objective(model, x, y).parts == expected

@@ -3,7 +3,7 @@
 - ```` ```python ````: run, the blocks of a page in one namespace, in order.
 - ```` ```text title="prints" ````: what the Python block before it prints, to the letter.
 - ```` ``` {.python .notest} ````: not run; the line before says why, as ``<!-- not run: … -->``.
-- ```` ```shell ````: lines that start with ``undrop`` must name a command and options that exist.
+- ```` ```shell ```` or bash: lines that start with ``undrop`` name commands and options that exist.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(
     r"^(?P<indent>[ ]*)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S
 )
+SHELL = ("shell", "bash")
 PRINTS, NOT_TESTED = 'text title="prints"', "{.python .notest}"  # as the site takes them, too
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*\Z")
 
@@ -112,7 +113,7 @@ def test_blocks_that_do_not_run_are_few_and_say_why():
 
 def test_every_fence_is_of_a_known_kind():
     """A block that is misspelt would silently not be run."""
-    known = {"", "python", NOT_TESTED, "text", PRINTS, "shell", "toml", "json"}
+    known = {"", "python", NOT_TESTED, "text", PRINTS, *SHELL, "toml", "json"}
     for page in PAGES:
         for block in blocks(page):
             assert block.info in known, f"{page.name}:{block.line} is {block.info!r}"
@@ -121,7 +122,7 @@ def test_every_fence_is_of_a_known_kind():
 def command_lines(page):
     """The calls of undrop in a page's shell blocks, without prompts, pipes and comments."""
     for block in blocks(page):
-        if block.info == "shell":
+        if block.info in SHELL:
             text = block.text.replace("\\\n", " ")
             for line in text.splitlines():
                 words = shlex.split(line, comments=True)
@@ -129,7 +130,7 @@ def command_lines(page):
                     yield block.line, words[1:]
 
 
-@pages_with("shell")
+@pages_with(*SHELL)
 def test_commands_and_their_options_exist(page):
     for line, words in command_lines(page):
         where = f"{page.name}:{line}: undrop {' '.join(words)}"

@@ -23,6 +23,18 @@ import undrop
 
 HERE = Path(__file__).parent
 KS = (1, 2, 4, 8)
+LANGUAGE_MODEL = {
+    "model": {
+        **{"name": "awd-lstm", "embedding_size": 100, "hidden_size": 100, "layers": 2},
+        **{"input_dropout": 0.4, "hidden_dropout": 0.4, "output_dropout": 0.4},
+        "weight_dropout": 0.0,
+    },
+    "data": {"name": "pydocs", "batch_size": 20, "length": 35},
+    "objective": {"name": "dropout"},
+    "optimizer": {"name": "sgd", "lr": 10.0, "clip": 0.35},
+    "schedule": {"name": "cosine"},
+    "train": {"epochs": 4, "threads": 1, "test": "end"},
+}
 
 
 @dataclass(frozen=True)
@@ -60,14 +72,13 @@ def classifier() -> Subject:
 
 
 def language_model() -> Subject:
-    """The LSTM of `undrop demo` after 4 epochs of plain dropout."""
+    """A two-layer LSTM on Python's manual after 4 epochs of plain dropout."""
     from undrop.corpora.batching import TrainingWindows
     from undrop.train import configure, run
     from undrop.train.runs import open_run
 
-    settings = {"objective": {"name": "dropout"}, "train": {"epochs": 4, "threads": 1}}
     with tempfile.TemporaryDirectory() as folder:
-        run(configure("demo", settings), out=folder)
+        run(configure(None, LANGUAGE_MODEL), out=folder)
         opened = open_run(folder)
     model = opened.model.train()
     windows = list(TrainingWindows(opened.corpus.train, 20, 35))[:12]

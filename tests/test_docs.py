@@ -153,6 +153,7 @@ def test_the_start_takes_at_most_five_commands_which_do_what_they_say(
     mine = next(block for block in start if block.info == "python")
     Path("mine.py").write_text(mine.text, encoding="utf-8")
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # other tests have a file of that name
     printed = []
     for _, words in command_lines(DOCS / "index.md"):
         shorter = [

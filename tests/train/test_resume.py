@@ -49,7 +49,7 @@ def kill_again_and_again(config, out, kills, seed):
                 "objective": {"name": "dropout"},
                 "optimizer": {"name": "adam", "lr": 0.01},
                 "schedule": {"name": "cosine", "warmup": 5},
-                "train": {"epochs": 5, "checkpoint_every": 4, "test": "end"},
+                "train": {"epochs": 20, "checkpoint_every": 4, "test": "end"},
             },
             8,
         ),

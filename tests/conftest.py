@@ -1,7 +1,11 @@
 """What every test has: one thread, so that timings and sums do not depend on the machine."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+
+import launching
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -12,3 +16,17 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def launch() -> Callable[..., str]:
+    """Starts a program in several processes; tests that ask for it take turns."""
+    return launching.launch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give all tests that launch processes to one worker: two launches at once crowd two cores."""
+    for item in items:
+        if "launch" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("launch"))

@@ -23,7 +23,7 @@ def _at(count: int, original: Callable[..., Any], act: Callable[..., Any]) -> Ca
     return counted
 
 
-def _arm(point: str, count: int) -> None:
+def arm(point: str, count: int) -> None:
     """Die at the ``count``-th time that the run comes to ``point``."""
     fsync, replace, save_file = os.fsync, os.replace, checkpoints.save_file
 
@@ -58,5 +58,5 @@ def _arm(point: str, count: int) -> None:
 def work(config: dict[str, Any], out: str, point: str | None, count: int) -> None:
     """Train, or go on, until the end or the point of death."""
     if point is not None:
-        _arm(point, count)
+        arm(point, count)
     train.run(train.Config.parse(config), out=out, resume=True)

@@ -59,6 +59,8 @@ def work(
     """Take part; the first process saves what came out."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # The store is there already, at a port that nobody else can have taken in between.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.set_num_threads(1)
     with joined(torch.device("cpu")) as world:
         _agree_on_noise(world)

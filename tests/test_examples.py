@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from integrations.launching import launch
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {
     "plain_loop.py": ["--steps", "3", "--seeds", "1"],
@@ -45,13 +43,13 @@ def test_it_runs(name, monkeypatch, capsys):
     assert len(table(capsys.readouterr().out)) == 3
 
 
-def test_accelerate_runs_in_two_processes():
+def test_accelerate_runs_in_two_processes(launch):
     printed = launch(EXAMPLES / "accelerate_processes.py", *SMALL["accelerate_processes.py"])
     assert printed.startswith("2 processes\n")
     assert len(table(printed)) == 3
 
 
-def test_the_large_model_runs_in_two_processes():
+def test_the_large_model_runs_in_two_processes(launch):
     rows = launch(EXAMPLES / "large_model.py", *SMALL["large_model.py"]).splitlines()
     assert [row.split()[:2] for row in rows] == [["step", "0"], ["step", "1"]]
     assert all("explicit +" in row for row in rows)

@@ -1,10 +1,11 @@
 """``undrop bench``: what a program and a person get of it."""
 
 import json
+import sys
 
 import pytest
 
-from undrop.bench import METHODS, bench
+from undrop.bench import METHODS, bench, run
 from undrop.cli import main
 from undrop.errors import OptionError
 
@@ -53,3 +54,9 @@ def test_unknown_names_are_refused():
         bench("mlp", "huge")
     with pytest.raises(OptionError, match="no bench method 'fast': use some of none, dropout"):
         bench("mlp", "small", names=["fast"])
+
+
+def test_a_method_that_memory_does_not_suffice_for_has_no_peak(monkeypatch):
+    monkeypatch.setattr(run, "_measure_peak", sys.exit)  # dies, for the arguments it is given
+    rows = bench("mlp", "small", rounds=1, names=["dropout"])
+    assert [row.peak_mb for row in rows] == [None]

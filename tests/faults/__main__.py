@@ -3,84 +3,76 @@
 import argparse
 import json
 import os
-import random
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from faults import fuzz
-from faults.lab import Lab
-from faults.strikes import STRIKES, NotPossibleError
-from faults.sweep import kill_sweep
+from faults.lab import Lab, NotPossibleError, Strike, campaign
+from faults.marathon import marathon
+from faults.strikes import STRIKES
+from faults.sweep import kill_in_record, kill_ray_worker, kill_sweep
+from faults.workers import kill_torchrun_worker
 
-PER_RUN = 5
-"""Strikes on one run before it is let to its end and compared."""
-
-
-def strike(name: str, times: int, seed: int, folder: Path) -> tuple[int, int]:
-    """Let a fault hit tiny runs so many times; (times it hit, times nothing was lost)."""
-    lab, draw = Lab(folder), random.Random(seed)
-    tried = survived = 0
-    for place in range(10 * times):  # a strike may come when the run is over
-        out, struck = folder / f"run-{place}", 0
-        for _ in range(min(PER_RUN, times - tried)):
-            struck += STRIKES[name](lab, out, draw)
-            if lab.ended(out):
-                break
-        same = lab.ends_the_same(out)
-        tried, survived = tried + struck, survived + struck * same
-        if tried >= times:
-            break
-    return tried, survived
+Fault = Callable[[Path, int, int], tuple[int, int]]
+"""Strikes so many times, by a seed, in a folder; (times tried, times survived)."""
 
 
-def bad_bytes(times: int, seed: int, folder: Path) -> tuple[int, int]:
-    """As many cases of each kind of bad bytes; the first that fails is raised."""
+def on_runs(strike: Strike, folder: Path, times: int, seed: int) -> tuple[int, int]:
+    """A fault that strikes tiny runs."""
+    return campaign(Lab(folder), strike, times, seed)
+
+
+def bad_bytes(name: str, folder: Path, times: int, seed: int) -> tuple[int, int]:
+    """Cases of one kind of bad bytes; the first that fails is raised."""
     os.chdir(folder)
-    kinds = fuzz.campaigns(folder)
-    for check, strategies in kinds.values():
-        fuzz.fuzz(check, strategies, times, seed)
-    return times * len(kinds), times * len(kinds)
+    fuzz.fuzz(name, fuzz.kinds(folder)[name], times, seed)
+    return times, times
+
+
+FAULTS: dict[str, Fault] = {
+    **{name: partial(on_runs, strike) for name, strike in STRIKES.items()},
+    "kill-sweep": kill_sweep,
+    "kill-in-record": kill_in_record,
+    "kill-torchrun-worker": kill_torchrun_worker,
+    "kill-ray-worker": kill_ray_worker,
+    "marathon": marathon,
+}
+BYTES: dict[str, Fault] = {name: partial(bad_bytes, name) for name in fuzz.KINDS}
 
 
 def run(name: str, times: int, seed: int) -> dict[str, object]:
     """One fault in a folder of its own, as a line of the log."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as made:
-        folder, line = Path(made), {"fault": name, "seed": seed}
+    began, line, home = time.monotonic(), {"fault": name, "seed": seed}, Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            if name == "bad-bytes":
-                tried, survived = bad_bytes(times, seed, folder)
-            elif name == "kill-sweep":
-                tried, survived = kill_sweep(folder, times, seed)
-            else:
-                tried, survived = strike(name, times, seed, folder)
+            tried, survived = {**FAULTS, **BYTES}[name](Path(folder), times, seed)
         except NotPossibleError as error:
             return {**line, "skipped": str(error)}
+        finally:
+            os.chdir(home)
     seconds = round(time.monotonic() - began, 1)
-    return {
-        **line,
-        "tried": tried,
-        "survived": survived,
-        "lost": tried - survived,
-        "seconds": seconds,
-    }
+    lost = tried - survived
+    return {**line, "tried": tried, "survived": survived, "lost": lost, "seconds": seconds}
 
 
 def main() -> None:
     """Run what is asked for; exit with 1 where anything was lost."""
-    names = [*STRIKES, "kill-sweep", "bad-bytes"]
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
-    parser.add_argument("--fault", choices=names, action="append", help="all, unless named")
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument("--fault", choices=[*FAULTS, *BYTES], action="append", help="these alone")
+    named.add_argument("--bad-bytes", action="store_true", help="every kind of bad bytes")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, default=Path("faults.jsonl"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     log, lost = options.log.absolute(), 0
-    for name in options.fault or names:
+    for name in options.fault or (BYTES if options.bad_bytes else FAULTS):
         line = run(name, options.times, options.seed)
         lost += line.get("lost", 0)
         print(json.dumps(line), flush=True)

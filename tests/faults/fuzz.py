@@ -1,127 +1,103 @@
 """Bad bytes: every file that undrop reads, and its command line, changed at random.
 
-Only undrop's own errors may come out. A subject is a sound file and what reads it; a case is the file
-with bytes flipped, cut, doubled or put in, or (for JSON) with a value replaced, dropped or renamed.
+Only undrop's own errors may come out, and soon. A kind is something that draws a case and something
+that takes it: for a file, the sound one with bytes or values changed, and what reads it.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import os
-from collections.abc import Callable
+import shutil
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any
 from unittest import mock
 
-import hypothesis
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
+from faults.cases import json_case, line_case, preset_case, raw
 from tiny_run import tiny_config, write_text
 from undrop import cli, corpora, train
 from undrop.errors import StoppedError, UndropError
 from undrop.reproduce.records import Curve, Record, Records
-from undrop.train import configure, presets
+from undrop.train import configure
 from undrop.train.checkpoints import _check, load_tensors
+from undrop.train.journal import Journal
+from undrop.train.reporters import Reporter
 from undrop.train.runs import row
+from undrop.train.session import _go_on, load_corpus
+from undrop.train.trainer import Trainer
+from undrop.train.world import World
 
-PLAIN = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(-2, 2)
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["", "..", "/etc/passwd", "$tensor", "\x00", "1e999", "[" * 2000])
-)
-VALUES = st.recursive(
-    PLAIN,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-EDITS = st.lists(
-    st.tuples(
-        st.sampled_from(["flip", "cut", "insert", "double", "end"]),
-        st.floats(0, 1),
-        st.binary(min_size=1, max_size=8),
-    ),
-    min_size=1,
-    max_size=4,
-)
+LONGEST = 20.0
+"""Seconds after which a case is taken to hang."""
 
 
-def edited(sample: bytes, edits) -> bytes:
-    """The bytes after each of the edits, at a place that is a share of their length."""
-    data = bytearray(sample)
-    for kind, share, payload in edits:
-        place = int(share * len(data))
-        if kind == "flip" and place < len(data):
-            data[place] ^= payload[0] or 1
-        elif kind == "cut":
-            del data[place : place + payload[0]]
-        elif kind == "insert":
-            data[place:place] = payload
-        elif kind == "double":
-            data[place:place] = data[place : place + payload[0]]
-        elif kind == "end":
-            del data[place:]
-    return bytes(data)
+@dataclass(frozen=True)
+class Kind:
+    """A kind of bad bytes: ``check`` raises if it finds fault with what ``case`` draws."""
+
+    case: Callable[[Random], Any]
+    check: Callable[[Any], None]
 
 
-def replaced(value, path, new, how):
-    """The JSON value with what ``path`` leads to replaced, dropped or renamed."""
-    if not path or not isinstance(value, dict | list) or not value:
-        return new
-    key = list(value)[path[0] % len(value)] if isinstance(value, dict) else path[0] % len(value)
-    value = value.copy()
-    if len(path) > 1 and isinstance(value[key], dict | list) and value[key]:
-        value[key] = replaced(value[key], path[1:], new, how)
-    elif how == "drop":
-        del value[key]
-    elif how == "rename" and isinstance(value, dict):
-        value[str(new)] = value.pop(key)
-    else:
-        value[key] = new
-    return value
+class HungError(BaseException):
+    """A case that did not come to an end; no ``except Exception`` may hide it."""
 
 
-PATHS = st.lists(st.integers(0, 30), min_size=1, max_size=5)
-HOWS = st.sampled_from(["replace", "replace", "drop", "rename"])
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Let no case hang: whoever rearms the timer has ``LONGEST`` seconds."""
+
+    def hung(*_: Any) -> None:
+        raise HungError
+
+    former = signal.signal(signal.SIGALRM, hung)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
 
 
-def json_edited(sample: bytes) -> st.SearchStrategy[bytes]:
-    """The JSON file with one value changed."""
-    value = json.loads(sample)
-    changed = st.builds(replaced, st.just(value), PATHS, VALUES, HOWS)
-    return changed.map(lambda new: json.dumps(new).encode("utf-8", "surrogatepass"))
+def fuzz(name: str, kind: Kind, cases: int, seed: int) -> None:
+    """Try so many cases; the first that fails is raised with the numbers to draw it again."""
+    with _watched():
+        for place in range(cases):
+            signal.setitimer(signal.ITIMER_REAL, LONGEST)
+            case = kind.case(Random(f"{seed}/{place}"))
+            try:
+                kind.check(case)
+            except BaseException as error:
+                raise AssertionError(f"{name}, seed {seed}, case {place}: {case!r:.2000}") from error
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A file, what reads it, and whether it is JSON."""
+    """A file and what reads it."""
 
     path: Path
     read: Callable[[], object]
-    is_json: bool = False
-    sign: Callable[[bytes], bytes] = bytes
 
-    def cases(self) -> st.SearchStrategy[bytes]:
-        sample = self.path.read_bytes()
-        raw = st.builds(edited, st.just(sample), EDITS) | st.binary(max_size=64)
-        return (raw | json_edited(sample)).map(self.sign) if self.is_json else raw
+    def kind(self, *, is_json: bool = False, sign: Callable[[bytes], bytes] = bytes) -> Kind:
+        """The file with bytes changed, and with values changed where it is JSON."""
+        sound, stat = self.path.read_bytes(), self.path.stat()
+        case = json_case(sound) if is_json else functools.partial(raw, sample=sound)
 
-    def survives(self, data: bytes) -> None:
-        """Write the case, read it, put the sound file back; any other error comes out."""
-        sound = self.path.read_bytes()
-        self.path.write_bytes(data)
-        try:
-            with contextlib.suppress(UndropError):
-                self.read()
-        finally:
-            self.path.write_bytes(sound)
+        def survives(data: bytes) -> None:
+            self.path.write_bytes(data)
+            try:
+                with contextlib.suppress(UndropError):
+                    self.read()
+            finally:
+                self.path.write_bytes(sound)
+                os.utime(self.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+        return Kind(lambda draw: sign(case(draw)), survives)
 
 
 def signed(data: bytes) -> bytes:
@@ -134,66 +110,71 @@ def signed(data: bytes) -> bytes:
         return data
 
 
-def subjects(folder: Path) -> dict[str, Subject]:
-    """All files of a tiny run, its corpus and a record, made in ``folder``."""
-    os.environ["UNDROP_CACHE"] = str(folder / "cache")
-    text = folder / "text"
-    text.mkdir()
-    config = tiny_config(write_text(text), train={"epochs": 1})
+def of_a_run(folder: Path, text: Path) -> dict[str, Kind]:
+    """The files of a tiny run and of a record."""
+    config = tiny_config(text, train={"epochs": 1})
     out = folder / "run"
     train.run(config, out=out)
     run = train.RunFolder(out)
     step = run.checkpoints.steps()[-1]
     checkpoint = run.checkpoints.path(step)
     tensors = checkpoint.parent / json.loads(checkpoint.read_bytes())["tensors"]
-    encoded = corpora.load(str(text)).folder
-    records = Records(folder / "records")
-    records.add(_record(config))
+    records, best = folder / "records", out / "best.safetensors"
+    Records(records).add(_record(config))
 
-    def load():
+    def load() -> object:
         return run.checkpoints.load(step)
 
-    def look():
+    def look() -> object:
         return row(run), run.metrics.read()
 
-    def words():
-        corpus = corpora.load(str(text))
-        return corpus.vocabulary.decode(corpus.train[:20]), len(corpus.vocabulary.index)
+    def parse() -> object:
+        return train.Config.parse(run.read_config())
 
     return {
-        "checkpoint": Subject(checkpoint, load, is_json=True),
-        "signed checkpoint": Subject(checkpoint, _resumed(run), is_json=True, sign=signed),
-        "checkpoint tensors": Subject(tensors, load),
-        "weights": Subject(
-            out / "best.safetensors", lambda: load_tensors(out / "best.safetensors")
-        ),
-        "config": Subject(
-            out / "config.json", lambda: train.Config.parse(run.read_config()), is_json=True
-        ),
-        "metrics": Subject(out / "metrics.jsonl", look),
-        "summary": Subject(out / "summary.json", look, is_json=True),
-        "record": Subject(
-            next((folder / "records").iterdir()), lambda: Records(folder / "records"), is_json=True
-        ),
-        "corpus header": Subject(encoded / "header.json", words, is_json=True),
-        "vocabulary": Subject(encoded / "vocabulary.txt", words),
-        "corpus tokens": Subject(encoded / "train.bin", words),
-        "text": Subject(text / "train.txt", words),
+        "checkpoint": Subject(checkpoint, load).kind(is_json=True),
+        "signed checkpoint": _resumed(out, folder / "resumed").kind(is_json=True, sign=signed),
+        "checkpoint tensors": Subject(tensors, load).kind(),
+        "weights": Subject(best, lambda: load_tensors(best)).kind(),
+        "config": Subject(out / "config.json", parse).kind(is_json=True),
+        "metrics": Subject(out / "metrics.jsonl", look).kind(),
+        "summary": Subject(out / "summary.json", look).kind(is_json=True),
+        "record": Subject(next(records.iterdir()), lambda: Records(records)).kind(is_json=True),
     }
 
 
-def _resumed(run):
-    """Goes on with the run until its state is in place; no step is taken."""
-    stop = StoppedError("in place")
+def _resumed(out: Path, copy: Path) -> Subject:
+    """The checkpoint that a copy of the run goes on from; no step is taken."""
+    run = train.RunFolder(shutil.copytree(out, copy))
+    config = train.Config.parse(run.read_config())
+    journal = Journal(run, Reporter(), World())
+    trainer = Trainer(config, load_corpus(config.data), journal=journal, world=World())
+    path = run.checkpoints.path(run.checkpoints.steps()[-1])
+    return Subject(path, lambda: _go_on(trainer, run, journal))
 
-    def resume():
-        with mock.patch("undrop.train.session._outline", side_effect=stop):
-            train.run(out=run.path, resume=True)
 
-    return resume
+def of_a_corpus(text: Path) -> dict[str, Kind]:
+    """The files of a tiny corpus, encoded and as text."""
+    encoded = corpora.load(str(text)).folder
+
+    def words() -> Path:
+        corpus = corpora.load(str(text))
+        corpus.vocabulary.decode(corpus.train[:20])
+        assert len(corpus.vocabulary.index) <= corpus.vocabulary.size
+        return corpus.folder
+
+    def words_anew() -> None:
+        shutil.rmtree(words())  # another text is another folder
+
+    return {
+        "corpus header": Subject(encoded / "header.json", words).kind(is_json=True),
+        "vocabulary": Subject(encoded / "vocabulary.txt", words).kind(),
+        "corpus tokens": Subject(encoded / "train.bin", words).kind(),
+        "text": Subject(text / "train.txt", words_anew).kind(),
+    }
 
 
-def _record(config):
+def _record(config: train.Config) -> Record:
     return Record(
         config=config.as_dict(),
         probe=None,
@@ -217,73 +198,21 @@ def _record(config):
     )
 
 
-SECTIONS = ("model", "data", "objective", "optimizer", "schedule", "train", "preset", "x")
-KEYS = (
-    "name",
-    "lr",
-    "p",
-    "seed",
-    "fraction",
-    "betas",
-    "epochs",
-    "layers",
-    "strength",
-    "sites",
-    "",
-    "a.b",
-)
-TOML = (
-    PLAIN.map(str) | st.text(max_size=12) | st.sampled_from(["[[1]]", "{a=1}", "'''", "nan", "inf"])
-)
-OVERRIDES = st.builds("{}.{}={}".format, st.sampled_from(SECTIONS), st.sampled_from(KEYS), TOML)
-SETTINGS = st.dictionaries(
-    st.sampled_from(SECTIONS), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3) | VALUES
-)
-
-
-def configured(overrides, values, name) -> None:
+def configured(case: tuple[str | None, dict[str, Any], list[str]]) -> None:
     """A preset with settings and overrides laid over it."""
     with contextlib.suppress(UndropError):
-        configure(name, values, overrides)
+        configure(*case)
 
 
-NAMES = st.sampled_from([*presets(), "nothing"]) | st.none()
-COMMANDS = sorted(set(cli.commands()) - {"demo", "bench"})  # these work with no argument at all
-WORDS = (
-    OVERRIDES
-    | st.text(max_size=6)
-    | st.sampled_from(
-        [
-            *("--set", "--out", "--seed", "--json", "--resume", "--data-dir", "--split", "--model"),
-            *("--data", "--objective", "--preset", "--scale", "--dry-run", "--seeds", "--jobs"),
-            *("--prompt", "--words", "--top-k", "--temperature", "--value", "--help", "--", "-1"),
-            *(
-                "awd-lstm",
-                "analytic",
-                "run",
-                "text",
-                "records",
-                "..",
-                "a",
-                "nan",
-                "1",
-                "info",
-                "get",
-            ),
-            *("list", "x:y", "os:system", "demo"),
-        ]
-    )
-)
-LINES = st.builds(
-    lambda command, words: [command, *words], st.sampled_from(COMMANDS), st.lists(WORDS, max_size=5)
-)
+COMMANDS = cli.commands()  # read off the files only once
 
 
-def commanded(line) -> None:
+def commanded(line: list[str]) -> None:
     """A command line ends with 0, 1 or 2, and where it fails, with a sentence; no work is begun."""
     stop = StoppedError("begun")
     shown, errors = io.StringIO(), io.StringIO()
     with (
+        mock.patch("undrop.cli.commands", lambda: COMMANDS),
         mock.patch("undrop.train.run", side_effect=stop),
         mock.patch("undrop.reproduce.Campaign.run", side_effect=stop),
         mock.patch("undrop.corpora.corpus.fetch", side_effect=stop),
@@ -296,23 +225,14 @@ def commanded(line) -> None:
     assert code != 2 or errors.getvalue() or shown.getvalue()  # a sentence, or the help
 
 
-def fuzz(check: Callable[..., None], strategies, cases: int, seed: int) -> None:
-    """Run ``check`` on so many cases; hypothesis shows the smallest that fails."""
-    options = settings(
-        max_examples=cases,
-        deadline=None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    hypothesis.seed(seed)(options(given(*strategies)(check)))()
-
-
-def campaigns(folder: Path) -> dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy, ...]]]:
-    """Every kind of bad bytes: a check and what to draw for it."""
-    files = {name: (one.survives, (one.cases(),)) for name, one in subjects(folder).items()}
+def kinds(folder: Path) -> dict[str, Kind]:
+    """Every kind of bad bytes, with sound files of each in ``folder``."""
+    os.environ["UNDROP_CACHE"] = str(folder / "cache")
+    text = folder / "text"
+    text.mkdir()
     return {
-        **files,
-        "presets and --set": (configured, (st.lists(OVERRIDES, max_size=2), SETTINGS, NAMES)),
-        "command line": (commanded, (LINES,)),
+        **of_a_run(folder, write_text(text)),
+        **of_a_corpus(text),
+        "presets and --set": Kind(preset_case, configured),
+        "command line": Kind(line_case, commanded),
     }

@@ -3,23 +3,38 @@
 import contextlib
 import multiprocessing
 import os
+import random
 import time
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+import torch._dynamo  # comes with forward mode: loaded here, it is in no victim's time
 
 from killed_run import work
 from tiny_run import bits, tiny_config, write_text
 from undrop import train
 from undrop.errors import StoppedError
 
-SECTIONS = {
+SHORT = {
     "objective": {"name": "analytic"},
     "optimizer": {"name": "asgd", "patience": 1, "momentum": 0.5},
     "data": {"variable_length": True},
     "train": {"epochs": 6, "checkpoint_every": 4},
 }
+"""Some ninety steps, with everything in them that has a state."""
+
+WARM = multiprocessing.get_context("forkserver")
+"""Starts processes by forking one that has everything loaded: milliseconds instead of seconds."""
+WARM.set_forkserver_preload(["faults.lab"])
 
 
-def stoppable_work(*arguments) -> None:
+class NotPossibleError(Exception):
+    """A fault that this machine does not let one make."""
+
+
+def stoppable_work(*arguments: Any) -> None:
     """Train until the end or until told to stop, which is no error."""
     with contextlib.suppress(StoppedError):
         work(*arguments)
@@ -30,34 +45,38 @@ class Lab:
 
     Args:
         folder: where all is kept.
+        sections: the run's settings, laid over those of the tiny one.
+        train_it: trains a config in a folder, or what is left to train of it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sections: Mapping[str, Mapping[str, Any]] = SHORT,
+        train_it: Callable[[train.Config, Path], object] | None = None,
+    ) -> None:
         os.environ["UNDROP_CACHE"] = str(folder / "cache")
         self.folder = folder
         (folder / "text").mkdir(parents=True)
-        self.config = tiny_config(write_text(folder / "text"), **SECTIONS)
-        train.run(self.config, out=folder / "whole")
+        self.config = tiny_config(write_text(folder / "text"), **sections)
+        self._train = train_it or _train_here
         began = time.monotonic()
-        train.run(self.config, out=folder / "again")
+        self.resume(folder / "whole")
         self.seconds = time.monotonic() - began
         self.whole = bits(folder / "whole")
-        self._context = multiprocessing.get_context("forkserver")
-        # What every process would load by itself (torch._dynamo comes with forward mode).
-        self._context.set_forkserver_preload(["undrop.train", "torch._dynamo"])
 
-    def start(self, out: Path, point: str | None = None, count: int = 0):
+    def start(self, out: Path, point: str | None = None, count: int = 0) -> BaseProcess:
         """The run, or what is left of it, in a process of its own."""
         arguments = (self.config.as_dict(), str(out), point, count)
-        process = self._context.Process(target=stoppable_work, args=arguments)
+        process = WARM.Process(target=stoppable_work, args=arguments)
         process.start()
         return process
 
     def resume(self, out: Path) -> None:
-        """The run, or what is left of it, in this process."""
-        train.run(self.config, out=out, resume=True)
+        """The run, or what is left of it, until its end."""
+        self._train(self.config, out)
 
-    def wait_for_lock(self, out: Path, process) -> bool:
+    def wait_for_lock(self, out: Path, process: BaseProcess) -> bool:
         """Whether the process came to hold the folder before it ended."""
         while process.is_alive():
             if train.RunFolder(out).holder() == str(process.pid):
@@ -74,3 +93,28 @@ class Lab:
         self.resume(out)
         left_over = [path for path in out.rglob("*") if ".tmp" in path.name]
         return bits(out) == self.whole and not left_over
+
+
+def _train_here(config: train.Config, out: Path) -> object:
+    return train.run(config, out=out, resume=True)
+
+
+Strike = Callable[[Lab, Path, random.Random], bool]
+"""Strikes a run in a folder; tells whether it hit."""
+
+
+def campaign(lab: Lab, strike: Strike, times: int, seed: int, per_run: int = 5) -> tuple[int, int]:
+    """Let a fault hit runs so many times; (times it hit, times nothing was lost)."""
+    draw = random.Random(seed)
+    tried = survived = 0
+    for place in range(10 * times):  # a strike may come when the run is over
+        out, struck = lab.folder / f"run-{place}", 0
+        for _ in range(min(per_run, times - tried)):
+            struck += strike(lab, out, draw)
+            if lab.ended(out):
+                break
+        survived += struck * lab.ends_the_same(out)
+        tried += struck
+        if tried >= times:
+            break
+    return tried, survived

@@ -5,6 +5,7 @@ seen afterwards, when the run is let to its end and its bits are compared.
 """
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -16,15 +17,11 @@ from unittest import mock
 
 import torch
 
-from faults.lab import Lab
+from faults.lab import Lab, NotPossibleError, Strike
 from undrop.errors import RunError, UndropError
 from undrop.train.parallel import Gradient
 
 POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
-
-
-class NotPossibleError(Exception):
-    """A fault that this machine does not let one make."""
 
 
 def kill(lab: Lab, out: Path, draw: random.Random) -> bool:
@@ -86,38 +83,52 @@ def second_process(lab: Lab, out: Path, draw: random.Random) -> bool:
     return refused
 
 
+@contextlib.contextmanager
+def _at_step(number: int, act: Callable[[], object]) -> Iterator[None]:
+    """Within the block, ``act`` comes before the gradient of that step, counted from 0."""
+    steps, gradient = itertools.count(), Gradient.__call__
+
+    def struck(*args: object) -> object:
+        if next(steps) == number:
+            act()
+        return gradient(*args)
+
+    with mock.patch.object(Gradient, "__call__", struck):
+        yield
+
+
 def clock_back(lab: Lab, out: Path, draw: random.Random) -> bool:
-    """The clock goes back by up to a year at every look, and files seem to come from the future."""
-    now = [time.time()]
-
-    def earlier() -> float:
-        now[0] -= draw.uniform(0.0, 3e7)
-        return now[0]
-
-    process = lab.start(out)
-    process.join(draw.uniform(0.0, lab.seconds))
-    process.kill()
-    process.join()
+    """The clock goes back by up to a year in the middle of a run that a kill had begun."""
+    now, ahead = time.time, draw.uniform(0.0, 3e7)
+    kill(lab, out, draw)
     for path in [path for path in out.rglob("*") if path.is_file()]:
-        os.utime(path, (2e9, draw.uniform(0.0, 4e9)))
-    with mock.patch("time.time", earlier):
+        os.utime(path, (2e9, draw.uniform(0.0, 4e9)))  # files from the past and from the future
+
+    def go_back() -> None:
+        nonlocal ahead
+        ahead = 0.0
+
+    with (
+        mock.patch("time.time", lambda: now() + ahead),
+        mock.patch("time.time_ns", lambda: int(1e9 * (now() + ahead))),
+        _at_step(draw.randint(0, 40), go_back),
+    ):
         lab.resume(out)
-    return True
+    return ahead == 0.0
+
+
+def _exhaust_graphics() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def _exhaust_memory() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)  # a petabyte: what the system itself says of it
 
 
 def out_of_memory(lab: Lab, out: Path, draw: random.Random) -> bool:
     """The batch does not fit, at some step: named, with what is saved."""
-    left, step = draw.randint(0, 40), Gradient.__call__
-
-    def gradient(*args):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise torch.OutOfMemoryError("out of memory")
-        return step(*args)
-
-    with mock.patch.object(Gradient, "__call__", gradient):
-        return _refused(lab, out, "memory")
+    with _at_step(draw.randint(0, 40), draw.choice((_exhaust_graphics, _exhaust_memory))):
+        return _refused(lab, out, "out of memory at step")
 
 
 def _refused(lab: Lab, out: Path, word: str) -> bool:
@@ -179,7 +190,7 @@ def read_only(lab: Lab, out: Path, draw: random.Random) -> bool:
     return hit
 
 
-STRIKES: dict[str, Callable[[Lab, Path, random.Random], bool]] = {
+STRIKES: dict[str, Strike] = {
     strike.__name__.replace("_", "-"): strike
     for strike in (
         *(kill, kill_in_write, terminate, pause, second_process),

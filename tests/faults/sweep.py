@@ -1,59 +1,180 @@
-"""SIGKILL during ``undrop reproduce``: all of its processes at once, at any moment."""
+"""A parallel ``undrop reproduce`` that is killed: as a whole, in the write of a record, worker by worker."""
 
+import contextlib
+import functools
+import itertools
 import json
+import multiprocessing
 import os
-import random
 import signal
-import subprocess
-import sys
+import threading
 import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
 
-EXPERIMENT = "replace-dropout"
+import killed_run
+from faults.lab import WARM, NotPossibleError
+from undrop import cli
+from undrop.reproduce import Campaign, Plan, executor_named, records
+
+EXPERIMENT = "noise-put-back"
+JOBS = 2
+POINTS = ("fsync", "before rename", "after rename")
 
 
-def _start(folder: Path) -> subprocess.Popen:
-    words = ["reproduce", EXPERIMENT, "--scale", "smoke", "--seeds", "1", "--jobs", "2"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "undrop", *words, "--results", str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def command(folder: str, point: str | None, count: int) -> None:
+    """The command, in a process group of its own; it may die in its ``count``-th record's write."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    calls, write = itertools.count(1), records.write_json
+
+    def armed(path: Path, value: Any) -> None:
+        if next(calls) == count and point is not None:
+            killed_run.arm(point, 1)
+        write(path, value)
+
+    records.write_json = armed
+    # Its workers are forked as well: this process has used torch for nothing yet.
+    fork = functools.partial(multiprocessing.get_context, "fork")
+    words = ["reproduce", EXPERIMENT, "--scale", "smoke", "--seeds", "1", "--jobs", str(JOBS)]
+    with mock.patch("multiprocessing.get_context", lambda _: fork()):
+        os._exit(cli.main([*words, "--results", folder]))
 
 
-def _bits(folder: Path) -> dict[str, object]:
+def start(folder: Path, point: str | None = None, count: int = 0) -> BaseProcess:
+    """The sweep, or what is left of it."""
+    process = WARM.Process(target=command, args=(str(folder), point, count))
+    process.start()
+    return process
+
+
+def bits(folder: Path) -> dict[str, object]:
     """What the records say, but for the time it took."""
-    bits = {}
+    found = {}
     for path in sorted((folder / "records").iterdir()):
         record = json.loads(path.read_text())
         curve = {key: record["curve"][key] for key in ("epoch", "step", "valid_ppl", "train_ppl")}
         outcome = {key: record[key] for key in ("config", "best_valid_ppl", "test_ppl", "steps")}
-        bits[path.name] = {**outcome, "curve": curve}
-    return bits
+        found[path.name] = {**outcome, "curve": curve}
+    return found
+
+
+def finish(folder: Path) -> None:
+    """Let the sweep come to its end."""
+    process = start(folder)
+    process.join()
+    assert process.exitcode == 0, process.exitcode
+
+
+def kill_all(process: BaseProcess) -> None:
+    """SIGKILL to the command and all its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def kill_sweep(folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """Kill a sweep so many times, each time letting it go on; (kills that hit, those survived)."""
-    draw, whole = random.Random(seed), folder / "whole"
+    """Kill every process of a sweep at once, at any moment; (kills that hit, those survived)."""
+
+    def strike(out: Path, draw: Random, seconds: float) -> bool:
+        process = start(out)
+        process.join(draw.uniform(0.0, seconds))
+        kill_all(process)
+        process.join()
+        return process.exitcode == -signal.SIGKILL
+
+    return _strikes(strike, folder, times, seed)
+
+
+def kill_in_record(folder: Path, times: int, seed: int) -> tuple[int, int]:
+    """Kill a sweep inside of the write of one of its records."""
+
+    def strike(out: Path, draw: Random, _: float) -> bool:
+        process = start(out, draw.choice(POINTS), draw.randint(1, 2))
+        process.join()
+        kill_all(process)
+        return process.exitcode == -signal.SIGKILL
+
+    return _strikes(strike, folder, times, seed)
+
+
+def _strikes(
+    strike: Callable[[Path, Random, float], bool], folder: Path, times: int, seed: int
+) -> tuple[int, int]:
+    """Strike sweeps, up to three times each, let them end and compare; (hits, hits survived)."""
     os.environ["UNDROP_CACHE"] = str(folder / "cache")
+    draw, whole = Random(seed), folder / "whole"
+    finish(whole)
     began = time.monotonic()
-    assert _start(whole).wait() == 0
-    seconds = time.monotonic() - began
+    finish(folder / "again")
+    seconds, expected = time.monotonic() - began, bits(whole)
     tried = survived = 0
-    for place in range(2 * times):
-        struck, out = 0, folder / f"killed-{place}"
-        while tried + struck < times:
-            process = _start(out)
-            try:
-                process.wait(draw.uniform(0.2, 0.9) * seconds)
-                break
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                struck += 1
-        same = _start(out).wait() == 0 and _bits(out) == _bits(whole)
+    for place in range(10 * times):
+        out = folder / f"struck-{place}"
+        struck = sum(strike(out, draw, seconds) for _ in range(min(3, times - tried)))
+        finish(out)
+        same = bits(out) == expected and not list((out / "runs").iterdir())
         tried, survived = tried + struck, survived + struck * same
         if tried >= times:
             break
     return tried, survived
+
+
+def _ray_tasks() -> list[int]:
+    """The processes that work on a task of the Ray cluster that this process started."""
+    import psutil
+
+    below = psutil.Process().children(recursive=True)
+    return [p.pid for p in below if "".join(p.cmdline()).startswith("ray::_execute")]
+
+
+def kill_ray_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
+    """Kill a worker of a sweep on Ray, at any moment of its work; (kills, those survived)."""
+    try:
+        import ray
+    except ImportError as error:
+        raise NotPossibleError("ray is not installed") from error
+    os.environ["UNDROP_CACHE"] = str(folder / "cache")
+    ray.init(num_cpus=JOBS, include_dashboard=False, log_to_driver=False)
+    draw, tried, survived = Random(seed), 0, 0
+    try:
+        _on_ray(folder / "whole")
+        expected = bits(folder / "whole")
+        for place in range(times):
+            out = folder / f"struck-{place}"
+            struck = _struck_on_ray(out, draw)
+            tried, survived = tried + struck, survived + struck * (bits(out) == expected)
+    finally:
+        ray.shutdown()
+    return tried, survived
+
+
+def _on_ray(out: Path) -> None:
+    executor = executor_named("ray", JOBS)
+    assert Campaign(Plan([EXPERIMENT], "smoke", 1), out, executor).run() == []
+
+
+def _struck_on_ray(out: Path, draw: Random) -> bool:
+    """Let a sweep run whose first task, or the one after it, loses its worker; whether it did."""
+    hit, over, delay = threading.Event(), threading.Event(), draw.uniform(0.0, 1.0)
+
+    def strike() -> None:
+        while not over.wait(0.01):
+            if tasks := _ray_tasks():
+                over.wait(delay)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(draw.choice(tasks), signal.SIGKILL)
+                    hit.set()
+                return
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    _on_ray(out)
+    over.set()
+    thread.join()
+    return hit.is_set()

@@ -1,26 +1,64 @@
 """Bad bytes, the quick part; ``make faults`` has as many cases as one wants."""
 
-import pytest
+from random import Random
 
-from faults.fuzz import campaigns, fuzz
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from faults.fuzz import HungError, Kind, fuzz, kinds
 
 KINDS = (
     *("checkpoint", "signed checkpoint", "checkpoint tensors", "weights", "config", "metrics"),
     *("summary", "record", "corpus header", "vocabulary", "corpus tokens", "text"),
     *("presets and --set", "command line"),
 )
+QUICK = settings(
+    max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory):
+def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("fuzz")
         patch.setenv("UNDROP_CACHE", str(folder / "cache"))
         patch.chdir(folder)
-        yield campaigns(folder)
+        yield kinds(folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_our_own_errors_come_out_of_bad_bytes(kinds, kind):
-    check, strategies = kinds[kind]
-    fuzz(check, strategies, cases=30, seed=1)
+@pytest.mark.parametrize("name", KINDS)
+def test_only_our_own_errors_come_out_of_bad_bytes(made, name):
+    assert tuple(made) == KINDS
+    kind = made[name]
+
+    @hypothesis.seed(1)
+    @QUICK
+    @given(st.randoms(use_true_random=False))
+    def survives(draw):
+        kind.check(kind.case(draw))
+
+    survives()
+
+
+def test_a_case_that_fails_is_named_by_what_draws_it_again():
+    def check(number):
+        assert number != 7
+
+    kind = Kind(lambda draw: draw.randrange(10), check)
+    first = next(place for place in range(100) if Random(f"3/{place}").randrange(10) == 7)
+    with pytest.raises(AssertionError, match=f"numbers, seed 3, case {first}: 7"):
+        fuzz("numbers", kind, cases=100, seed=3)
+
+
+def test_a_case_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr("faults.fuzz.LONGEST", 0.05)
+
+    def hang(_):
+        while True:
+            pass
+
+    with pytest.raises(AssertionError, match="endless, seed 1, case 0") as raised:
+        fuzz("endless", Kind(lambda draw: None, hang), cases=1, seed=1)
+    assert isinstance(raised.value.__cause__, HungError)

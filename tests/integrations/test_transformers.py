@@ -13,7 +13,6 @@ from torch import Tensor
 
 import undrop
 from integrations.families import FAMILIES, Family
-from integrations.launching import launch
 from integrations.two_trainers import run
 from undrop.errors import (
     CheckpointError,
@@ -329,9 +328,9 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch):
         import undrop.integrations.transformers  # noqa: F401
 
 
-def test_two_processes_take_the_step_of_one(tmp_path):
+def test_two_processes_take_the_step_of_one(launch, tmp_path):
     """With the exact engine, which draws no noise, and targets that are unevenly spread."""
-    launch(Path(__file__).with_name("two_trainers.py"), str(tmp_path))
+    launch(Path(__file__).with_name("two_trainers.py"), tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     alone = run(tmp_path / "alone", processes=1)
     torch.testing.assert_close(

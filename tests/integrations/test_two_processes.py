@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import undrop
-from integrations.launching import launch
 from integrations.two_processes import Net
 from undrop.errors import OptionError
 
@@ -18,9 +17,9 @@ SITES = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, object]:
+def found(launch, tmp_path_factory) -> dict[str, object]:
     path = tmp_path_factory.mktemp("processes") / "found.json"
-    launch(Path(__file__).with_name("two_processes.py"), str(path))
+    launch(Path(__file__).with_name("two_processes.py"), path)
     return json.loads(path.read_text())
 
 

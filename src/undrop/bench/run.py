@@ -37,8 +37,11 @@ class Row:
     """The ratio's 5 % and 95 % quantiles."""
     seconds: float
     """Median time of a step."""
-    peak_mb: float
-    """Peak memory of a step in a process of its own, over what Python and torch take by themselves."""
+    peak_mb: float | None
+    """Peak memory of a step in a process of its own, over what Python and torch take by themselves.
+
+    None where it was not measured, or where the process had more than the machine could give.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -57,6 +60,8 @@ def bench(
     """Time every method in turn, round after round, in one process.
 
     Whatever else slows the machine down slows neighbours in a round alike, so that the ratios hold.
+    Before each timed step comes a plain one that is not: no method pays for the caches and the memory
+    that its neighbour left behind.
 
     Args:
         model: "awd-lstm", "transformer" or "mlp".
@@ -72,24 +77,25 @@ def bench(
             f"there is no bench method {unknown[0]!r}: use some of {', '.join(METHODS)}."
         )
     names = list(dict.fromkeys([BASELINE, *names]))
+    peaks: dict[str, float | None] = dict.fromkeys(names)
+    for name in names if memory else ():  # first, while this process is small itself
+        peaks[name] = _peak(model, size, name)
+        tick(name)
     what = subject(model, size)
     steps = {name: METHODS[name](what) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name, step in steps.items():
+            _timed(steps[BASELINE], what.model)
             seconds = _timed(step, what.model)
             if turn > 0:
                 times[name].append(seconds)
             tick(name)
-    peaks = {}
-    for name in names:
-        peaks[name] = _peak(model, size, name) if memory else 0.0
-        tick(name)
     order = [name for name in METHODS if name in names]
     return [_row(name, times[name], times[BASELINE], peaks[name]) for name in order]
 
 
-def _row(name: str, times: list[float], baseline: list[float], peak: float) -> Row:
+def _row(name: str, times: list[float], baseline: list[float], peak: float | None) -> Row:
     ratios = sorted(a / b for a, b in zip(times, baseline, strict=True))
     return Row(
         name,
@@ -113,8 +119,8 @@ def _timed(step: Callable[[], None], model: nn.Module) -> float:
     return time.perf_counter() - start
 
 
-def _peak(model: str, size: str, name: str) -> float:
-    """Peak memory in MB of two steps, measured in a fresh process."""
+def _peak(model: str, size: str, name: str) -> float | None:
+    """Peak memory in MB of two steps in a fresh process; None if the process did not live to tell."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_measure_peak, args=(model, size, name, send))
@@ -123,7 +129,7 @@ def _peak(model: str, size: str, name: str) -> float:
     try:
         peak: float = receive.recv()
     except EOFError:
-        raise OptionError(f"the process that measured the memory of {name!r} died.") from None
+        return None
     finally:
         process.join()
     return peak

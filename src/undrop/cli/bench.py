@@ -42,7 +42,7 @@ def bench(
         torch.set_num_threads(threads)
     names = [m.strip() for m in methods.split(",") if m.strip()] or list(METHODS)
     names = list(dict.fromkeys(["dropout", *names]))
-    total = len(names) * (rounds + 1 + 1)
+    total = len(names) * (rounds + 1 + memory)
     with _progress() as progress:
         task = progress.add_task(f"{model} {size}", total=total)
         rows = run(
@@ -54,6 +54,9 @@ def bench(
             tick=lambda name: progress.update(task, advance=1, description=name),
         )
     _print(rows)
+    for row in rows:
+        if memory and row.peak_mb is None:
+            typer.echo(f"{row.name} took more memory than this machine could give.", err=True)
     if json is not None:
         _write(json, model, size, rows)
     if plot is not None:
@@ -77,8 +80,8 @@ def _print(rows: list[Row]) -> None:
                 f"{row.ratio:.2f}",
                 f"{row.low:.2f} … {row.high:.2f}",
                 f"{row.seconds * 1000:.1f}",
-                f"{row.peak_mb:.0f}",
-                f"{row.peak_mb / base.peak_mb:.2f}" if base.peak_mb else "",
+                "" if row.peak_mb is None else f"{row.peak_mb:.0f}",
+                f"{row.peak_mb / base.peak_mb:.2f}" if row.peak_mb and base.peak_mb else "",
             ]
             for row in rows
         ],

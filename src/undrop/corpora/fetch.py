@@ -55,7 +55,7 @@ def _retrieve(entry: Entry, download: Download, folder: Path) -> None:
     """Put what the first good mirror has of the corpus's files into ``folder``."""
     failures = []
     for mirror in download.mirrors:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".download-") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
             try:
                 file = _from(mirror, Path(scratch))
             except DataError as error:

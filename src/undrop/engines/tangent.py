@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from undrop.errors import EngineError
 from undrop.sites import Interception
 
 __all__ = ["Tangent"]
+
+_TURN = RLock()
 
 
 class Tangent(Engine):
@@ -39,7 +44,7 @@ class Tangent(Engine):
             )
         carried = Carried(request)
         run = replace(request, inputs=carried.inputs, targets=carried.targets)
-        with forward.dual_level():
+        with _forward_mode():
             field = TangentField(request.draw, carried.batch, carried.rows, carried.dim)
             with Interception(request.model, field, TANGENT_RULES):
                 dual_output, dual = run.run()
@@ -56,6 +61,19 @@ class Tangent(Engine):
             )
         output = carried.restore(output)
         return Evaluation(total, weighted_parts(request.weights, *parts), output)
+
+
+@contextmanager
+def _forward_mode() -> Iterator[None]:
+    """Forward mode, which torch has only one of for all threads: they take turns."""
+    with _TURN:
+        if forward._current_level >= 0:
+            raise EngineError(
+                "forward mode is in use around this objective, and torch has no second one: use "
+                "engine='antithetic'."
+            )
+        with forward.dual_level():
+            yield
 
 
 def _primal(x: Any) -> Any:

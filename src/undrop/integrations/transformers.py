@@ -222,7 +222,7 @@ class UndropTrainer(UndropMixin, Trainer):
 
     >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
     >>> model = BertForSequenceClassification(BertConfig(num_hidden_layers=1))
-    >>> trainer = UndropTrainer(model, TrainingArguments(report_to=[], use_cpu=True))
+    >>> trainer = UndropTrainer(model, TrainingArguments("out", report_to=[], use_cpu=True))
     >>> type(trainer.objective).__name__
     'Analytic'
     """

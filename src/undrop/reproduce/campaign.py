@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,9 +73,19 @@ class Campaign:
         Raises:
             StoppedError: if a signal asked for an end; what is under way goes on the next time.
         """
+        self._sweep()
         while missing := self._runnable():
             self._run_all(missing)
         return list(self._failed.values())
+
+    def _sweep(self) -> None:
+        """Remove the work of runs that have their record: a kill came between the two."""
+        for run in self.plan.needed(self.records):
+            if self.records.get(run.key) is not None:
+                self._remove(run)
+
+    def _remove(self, run: Run) -> None:
+        shutil.rmtree(self._scratch(run), ignore_errors=True)
 
     def _runnable(self) -> list[Run]:
         missing = self.plan.missing(self.records)
@@ -95,6 +106,7 @@ class Campaign:
             del open_runs[run.key]
             if isinstance(outcome, Record):
                 self.records.add(outcome)
+                self._remove(run)
                 self._done_now += estimates[run.key]
                 self.listener.ended(run, outcome)
             else:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeAlias
 
-from undrop.errors import OptionError, StoppedError, UndropError, UnknownNameError
+from undrop.errors import OptionError, RunError, StoppedError, UndropError, UnknownNameError
 from undrop.reproduce.plan import Run
 from undrop.reproduce.records import Record
 from undrop.reproduce.worker import execute, single_threaded
@@ -82,11 +85,10 @@ class Local(Executor):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Have a pool of processes."""
-        # A forked child would inherit torch's threads in an unknown state.
-        context = multiprocessing.get_context("spawn")
+        """Have processes; each is a pool of its own, so that one that is killed breaks no other."""
         others = set(multiprocessing.active_children())
-        self._pool = ProcessPoolExecutor(self.jobs, context, initializer=single_threaded)
+        self._idle = [_process() for _ in range(self.jobs)]
+        self._busy: dict[Future[Record], ProcessPoolExecutor] = {}
         try:
             yield
         except BaseException:
@@ -94,11 +96,15 @@ class Local(Executor):
                 child.terminate()  # a training that hears of it saves its state first
             raise
         finally:
-            self._pool.shutdown()
+            for pool in [*self._idle, *self._busy.values()]:
+                pool.shutdown()
 
     def start(self, run: Run, scratch: str) -> Future[Record]:
-        """Hand it to the pool."""
-        return self._pool.submit(execute, run, scratch)
+        """Hand it to a process that is idle."""
+        pool = self._idle.pop()
+        future = pool.submit(_execute_for_parent, run, scratch)
+        self._busy[future] = pool
+        return future
 
     def ended(self, handles: Iterable[Future[Record]]) -> list[Future[Record]]:
         """Those that are done."""
@@ -106,7 +112,51 @@ class Local(Executor):
 
     def result(self, handle: Future[Record]) -> Record:
         """What came back from the process."""
-        return handle.result()
+        pool = self._busy.pop(handle)
+        try:
+            return handle.result()
+        except BrokenProcessPool as error:
+            pool.shutdown()
+            pool = _process()
+            raise _killed() from error
+        finally:
+            self._idle.append(pool)
+
+
+def _process() -> ProcessPoolExecutor:
+    """A pool of one process, which starts with its first run."""
+    # A forked child would inherit torch's threads in an unknown state.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, context, initializer=_begin)
+
+
+def _begin() -> None:
+    single_threaded()
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Stop as by a signal once the parent is gone: without it nothing would ever end this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _execute_for_parent(run: Run, scratch: str) -> Record:
+    try:
+        return execute(run, scratch)
+    finally:
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            os._exit(1)  # the state is saved, and no one waits for the record
+
+
+def _killed() -> RunError:
+    return RunError(
+        "its process was killed, perhaps for want of memory (then lower --jobs): the same command "
+        "goes on where it was."
+    )
 
 
 class RayCluster(Executor):
@@ -144,6 +194,8 @@ class RayCluster(Executor):
             record: Record = self._ray.get(handle)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
+        except self._ray.exceptions.RayError as error:
+            raise _killed() from error
         return record
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ def single_threaded() -> None:
 
 
 def execute(job: Run, scratch: str) -> Record:
-    """Train, measure, and sum up; the folder ``scratch`` is gone afterwards.
+    """Train, measure, and sum up. The folder ``scratch`` stays: the record is not on the disk yet.
 
     A run that diverges (a number came out infinite or NaN) is a result as well: its record holds
     what there was until then.
@@ -48,9 +47,7 @@ def execute(job: Run, scratch: str) -> Record:
     with contextlib.suppress(NonFiniteError):
         summary = run(job.config, out=folder, resume=True, reporter=stopwatch)
         ended, test = summary.ended, summary.test_ppl
-    record = _record(job, folder, stopwatch, ended, test)
-    shutil.rmtree(folder)
-    return record
+    return _record(job, folder, stopwatch, ended, test)
 
 
 class Stopwatch(Reporter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from undrop.sites.site import Site, Sites
 from undrop.sites.statistics import keep_buffers
 from undrop.sites.wrappers import unwrapped
 
-__all__ = ["as_it_was", "silent", "sites"]
+__all__ = ["LOOKING", "as_it_was", "silent", "sites"]
+
+LOOKING = RLock()
+"""Held while a model is in another mode than its owner put it in."""
 
 
 def silent(site: Site, h: Tensor) -> Tensor:
@@ -43,7 +47,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
         NoDropoutError: if no active dropout is met.
     """
     model = unwrapped(model)
-    with as_it_was(model):
+    with LOOKING, as_it_was(model):
         if not model.training:
             model.train()
         found = _met(model, inputs)

@@ -1,15 +1,14 @@
-"""Starting a script of the tests or the examples in two processes."""
+"""Starting a script or a module in several processes, as a user does: with torchrun."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 
-def launch(script: Path, *arguments: str, processes: int = 2) -> str:
-    """Run a script under torchrun on the CPU; its output."""
+def launch(*words: object, processes: int = 2) -> str:
+    """What a program under torchrun prints; its words are a script's path, or ``-m`` and a module."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", str(script), *arguments]
+    command += [f"--nproc-per-node={processes}", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=240, check=False

@@ -1,0 +1,34 @@
+"""A run of 100,000 steps that is killed again and again, and ends with the bits of one that never was."""
+
+import signal
+from pathlib import Path
+from random import Random
+
+from faults.lab import Lab
+
+STEPS = 100_000
+SECTIONS = {
+    "model": {"embedding_size": 4, "hidden_size": 4, "layers": 1},
+    "objective": {"name": "analytic"},
+    "optimizer": {"lr": 0.1, "clip": 0.25},
+    "data": {"batch_size": 2, "length": 2},
+    "train": {
+        **{"epochs": STEPS, "max_steps": STEPS},
+        **{"log_every": 100, "checkpoint_every": 100},
+    },
+}
+
+
+def marathon(folder: Path, times: int, seed: int) -> tuple[int, int]:
+    """Kill the run so many times, at random moments of all its length; (kills, those survived)."""
+    lab, draw, out = Lab(folder, SECTIONS), Random(seed), folder / "killed"
+    killed = 0
+    while killed < times:
+        process = lab.start(out)
+        process.join(draw.uniform(0.0, 2.0 * lab.seconds / times))
+        process.kill()
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            break  # it was over before
+        killed += 1
+    return killed, killed * lab.ends_the_same(out)

@@ -1,5 +1,7 @@
 import hashlib
 import json
+import os
+import signal
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +11,7 @@ import pytest
 
 from undrop import corpora
 from undrop.corpora import text
+from undrop.corpora.cache import publishing
 from undrop.corpora.encode import damaged
 from undrop.errors import DataError
 
@@ -94,6 +97,20 @@ def test_a_failure_leaves_nothing_behind(write, cache):
     with pytest.raises(DataError, match=r"test\.txt is not UTF-8"):
         corpora.load(write(test=b"\xff\n"))
     assert list((cache).rglob("*.*")) == []
+
+
+def test_what_a_killed_process_was_encoding_is_removed_and_what_another_one_is_stays(cache):
+    child = os.fork()
+    if child == 0:
+        with publishing(cache / "killed") as folder:
+            (folder / "half.bin").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (cache / ".kept").mkdir()  # not one of ours
+    assert len(list(cache.iterdir())) == 2
+    with publishing(cache / "first") as first, publishing(cache / "second") as second:
+        assert sorted(cache.iterdir()) == sorted([cache / ".kept", first, second])
+    assert sorted(path.name for path in cache.iterdir()) == [".kept", "first", "second"]
 
 
 def test_a_cache_that_can_not_be_written_is_named(write, tmp_path):

@@ -33,6 +33,13 @@ from undrop.train.session import _go_on, load_corpus
 from undrop.train.trainer import Trainer
 from undrop.train.world import World
 
+KINDS = (
+    *("checkpoint", "signed checkpoint", "checkpoint tensors", "weights", "config", "metrics"),
+    *("summary", "record", "corpus header", "vocabulary", "corpus tokens", "text"),
+    *("presets and --set", "command line"),
+)
+"""Their names."""
+
 LONGEST = 20.0
 """Seconds after which a case is taken to hang."""
 
@@ -73,7 +80,9 @@ def fuzz(name: str, kind: Kind, cases: int, seed: int) -> None:
             try:
                 kind.check(case)
             except BaseException as error:
-                raise AssertionError(f"{name}, seed {seed}, case {place}: {case!r:.2000}") from error
+                raise AssertionError(
+                    f"{name}, seed {seed}, case {place}: {case!r:.2000}"
+                ) from error
 
 
 @dataclass(frozen=True)
@@ -212,9 +221,10 @@ def commanded(line: list[str]) -> None:
     stop = StoppedError("begun")
     shown, errors = io.StringIO(), io.StringIO()
     with (
-        mock.patch("undrop.cli.commands", lambda: COMMANDS),
+        mock.patch("undrop.cli.commands", return_value=COMMANDS),
         mock.patch("undrop.train.run", side_effect=stop),
         mock.patch("undrop.reproduce.Campaign.run", side_effect=stop),
+        mock.patch("undrop.cli.diagnose._measured", side_effect=stop),
         mock.patch("undrop.corpora.corpus.fetch", side_effect=stop),
         contextlib.redirect_stdout(shown),
         contextlib.redirect_stderr(errors),

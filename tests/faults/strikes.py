@@ -104,13 +104,19 @@ def clock_back(lab: Lab, out: Path, draw: random.Random) -> bool:
     for path in [path for path in out.rglob("*") if path.is_file()]:
         os.utime(path, (2e9, draw.uniform(0.0, 4e9)))  # files from the past and from the future
 
+    def clock() -> float:
+        return now() + ahead
+
+    def clock_ns() -> int:
+        return int(1e9 * clock())
+
     def go_back() -> None:
         nonlocal ahead
         ahead = 0.0
 
     with (
-        mock.patch("time.time", lambda: now() + ahead),
-        mock.patch("time.time_ns", lambda: int(1e9 * (now() + ahead))),
+        mock.patch("time.time", clock),
+        mock.patch("time.time_ns", clock_ns),
         _at_step(draw.randint(0, 40), go_back),
     ):
         lab.resume(out)

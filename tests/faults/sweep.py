@@ -1,7 +1,6 @@
-"""A parallel ``undrop reproduce`` that is killed: as a whole, in the write of a record, worker by worker."""
+"""A parallel ``undrop reproduce`` that is killed: all of it, in a record's write, a worker alone."""
 
 import contextlib
-import functools
 import itertools
 import json
 import multiprocessing
@@ -41,9 +40,9 @@ def command(folder: str, point: str | None, count: int) -> None:
 
     records.write_json = armed
     # Its workers are forked as well: this process has used torch for nothing yet.
-    fork = functools.partial(multiprocessing.get_context, "fork")
+    fork = multiprocessing.get_context("fork")
     words = ["reproduce", EXPERIMENT, "--scale", "smoke", "--seeds", "1", "--jobs", str(JOBS)]
-    with mock.patch("multiprocessing.get_context", lambda _: fork()):
+    with mock.patch("multiprocessing.get_context", return_value=fork):
         os._exit(cli.main([*words, "--results", folder]))
 
 

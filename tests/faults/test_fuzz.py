@@ -7,13 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from faults.fuzz import HungError, Kind, fuzz, kinds
+from faults.fuzz import KINDS, HungError, Kind, fuzz, kinds
 
-KINDS = (
-    *("checkpoint", "signed checkpoint", "checkpoint tensors", "weights", "config", "metrics"),
-    *("summary", "record", "corpus header", "vocabulary", "corpus tokens", "text"),
-    *("presets and --set", "command line"),
-)
 QUICK = settings(
     max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )

@@ -2,10 +2,9 @@
 
 import pytest
 
-from faults.__main__ import run
-from faults.strikes import STRIKES
+from faults.__main__ import FAULTS, run
 
-SLOW = set(STRIKES) - {"kill-in-write", "out-of-memory"}  # they start processes, or mount a disk
+SLOW = {"kill-sweep", "kill-in-record", "kill-torchrun-worker", "kill-ray-worker", "marathon"}
 
 
 @pytest.fixture(autouse=True)
@@ -14,19 +13,12 @@ def own_cache(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in STRIKES],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS]
 )
-def test_nothing_is_lost(name):
+def test_nothing_is_lost(name, monkeypatch):
+    monkeypatch.setattr("faults.marathon.STEPS", 2000)
     line = run(name, times=2, seed=7)
     if "skipped" in line:
         pytest.skip(str(line["skipped"]))
-    assert line["tried"] == 2
-    assert line["lost"] == 0
-
-
-@pytest.mark.slow
-def test_nothing_is_lost_of_a_sweep():
-    line = run("kill-sweep", times=2, seed=7)
     assert line["tried"] == 2
     assert line["lost"] == 0

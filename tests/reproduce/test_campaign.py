@@ -95,7 +95,32 @@ def test_a_run_that_was_stopped_goes_on_and_its_time_with_it(tmp_path, monkeypat
     resumed = execute(run, str(folder))
     assert resumed.curve.valid_ppl == whole.curve.valid_ppl
     assert resumed.curve.seconds[1] > before
-    assert not folder.exists()
+
+
+def test_work_is_kept_until_its_record_is_on_the_disk(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    first, _ = campaign(tmp_path, ["taylor"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.run()
+    again, heard = campaign(tmp_path, ["taylor"])
+    monkeypatch.setattr("undrop.train.trainer.Trainer._take_step", interrupted)
+    assert again.run() == []  # and no step was taken anew
+    assert len(heard.done) == 1
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_work_that_was_left_beside_its_record_is_removed(tmp_path):
+    first, _ = campaign(tmp_path, ["taylor"])
+    first.run()
+    left = tmp_path / "runs" / next(iter(first.plan.cells.values())).run(0, 1).key[:16]
+    left.mkdir()
+    again, _ = campaign(tmp_path, ["taylor"])
+    again.run()
+    assert not left.exists()
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):

@@ -25,7 +25,9 @@ from undrop.sites import (
     Site,
     Sites,
     Statistics,
+    apart,
     call,
+    in_training,
     keep_statistics,
     logits_of,
     silent,
@@ -82,7 +84,10 @@ class Objective(ABC):
         Raises:
             UndropError: one of its subclasses, for bad input; then nothing in the model has changed.
         """
-        model = unwrapped(model)
+        with apart():  # the pass of another model may be what calls this
+            return self._step(unwrapped(model), inputs, targets)
+
+    def _step(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
         self._check(model, inputs)
         plan = [self._checked(run, model, inputs) for run in self.plan(model, inputs, targets)]
         statistics = Statistics(model)
@@ -125,7 +130,7 @@ class Objective(ABC):
                 "an objective needs gradients: call it outside of torch.no_grad() and "
                 "torch.inference_mode()."
             )
-        if not model.training:
+        if not in_training(model):
             raise EvalModeError(
                 f"{type(model).__name__} is in eval mode, where its dropout is off: call "
                 "model.train() first."
@@ -174,7 +179,7 @@ def _keeping_statistics(
     run: Callable[[], Evaluation], model: nn.Module
 ) -> Callable[[], Evaluation]:
     def kept() -> Evaluation:
-        with keep_statistics(model):
+        with apart(), keep_statistics(model):
             return run()
 
     return kept

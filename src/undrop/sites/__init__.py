@@ -2,8 +2,8 @@
 
 from undrop.sites import attention, functional, recurrent  # they register what they stand in for
 from undrop.sites.calling import call, logits_of
-from undrop.sites.discovery import as_it_was, silent, sites
-from undrop.sites.interception import Field, Handler, Interception, intercepts
+from undrop.sites.discovery import as_it_was, in_training, silent, sites
+from undrop.sites.interception import Field, Handler, Interception, apart, intercepts
 from undrop.sites.site import Selection, Site, Sites
 from undrop.sites.statistics import Statistics, keep_statistics
 from undrop.sites.wrappers import is_sharded, unwrapped
@@ -16,10 +16,12 @@ __all__ = [
     "Site",
     "Sites",
     "Statistics",
+    "apart",
     "as_it_was",
     "attention",
     "call",
     "functional",
+    "in_training",
     "intercepts",
     "is_sharded",
     "keep_statistics",

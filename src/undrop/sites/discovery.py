@@ -17,10 +17,9 @@ from undrop.sites.site import Site, Sites
 from undrop.sites.statistics import keep_buffers
 from undrop.sites.wrappers import unwrapped
 
-__all__ = ["LOOKING", "as_it_was", "silent", "sites"]
+__all__ = ["as_it_was", "in_training", "silent", "sites"]
 
-LOOKING = RLock()
-"""Held while a model is in another mode than its owner put it in."""
+_LOOKING = RLock()  # held while a model is in another mode than the one its owner put it in
 
 
 def silent(site: Site, h: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
         NoDropoutError: if no active dropout is met.
     """
     model = unwrapped(model)
-    with LOOKING, as_it_was(model):
+    with _LOOKING, as_it_was(model):
         if not model.training:
             model.train()
         found = _met(model, inputs)
@@ -56,6 +55,14 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
     if not found:
         raise NoDropoutError(_nothing_found(model))
     return found.flagged(active)
+
+
+def in_training(model: nn.Module) -> bool:
+    """Whether the model is in train mode, when no other thread is looking for its sites."""
+    if model.training:
+        return True
+    with _LOOKING:
+        return model.training
 
 
 def _met(model: nn.Module, inputs: Any) -> Sites:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import local
 from types import FrameType
 from typing import Any, Protocol
 
@@ -27,7 +29,7 @@ from undrop.sites.site import Site
 from undrop.sites.statistics import keep_statistics
 from undrop.sites.wrappers import paths
 
-__all__ = ["Field", "Handler", "Interception", "intercepts"]
+__all__ = ["Field", "Handler", "Interception", "apart", "intercepts"]
 
 
 class Field(Protocol):
@@ -69,6 +71,25 @@ def intercepts(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
     return register
 
 
+class _Depth(local):
+    """How many pieces of work within the pass of a model, each no part of it, this thread is in."""
+
+    value = 0
+
+
+_depth = _Depth()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """What is run within is no part of the models that are intercepted outside of it."""
+    _depth.value += 1
+    try:
+        yield
+    finally:
+        _depth.value -= 1
+
+
 class Interception(TorchFunctionMode):
     """Within ``with Interception(model, field):`` every dropout of the model asks the field.
 
@@ -95,6 +116,12 @@ class Interception(TorchFunctionMode):
         self._gradients = torch.is_grad_enabled()
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
+    def __enter__(self) -> Interception:
+        """Begin; work that is set ``apart`` from here on is left alone."""
+        self._depth = _depth.value
+        super().__enter__()
+        return self
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -104,7 +131,7 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         """Hand an intercepted function to its handler, and let all others pass."""
         handler = self._handlers.get(func)
-        if handler is None:
+        if handler is None or _depth.value != self._depth:
             return func(*args, **(kwargs or {}))
         self._prepare_recomputation()
         return handler(self, func, args, kwargs or {})

@@ -112,7 +112,7 @@ class Checkpoints:
         path = self.path(step)
         body = _read(path)
         tensors_path = self.folder / Path(body["tensors"]).name
-        if not tensors_path.exists() or sha256(tensors_path) != body["sha256"]:
+        if _sha256_or_none(tensors_path) != body["sha256"]:
             raise CheckpointError(
                 f"{path} is refused: its tensors in {tensors_path.name} were cut short or changed."
             )
@@ -159,6 +159,14 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is refused: it was cut short or changed.")
     result: dict[str, Any] = body
     return result
+
+
+def _sha256_or_none(path: Path) -> str | None:
+    """The checksum of a file's bytes; None if there is no file, or can be none of such a name."""
+    try:
+        return sha256(path)
+    except (OSError, ValueError):
+        return None
 
 
 def _check(body: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ class Table:
         self._supplied = frozenset(supplied)
         self._types = dict(types or {})
         self._entries: dict[str, Entry] = {}
+        self._forms: dict[Callable[..., Any], type[BaseModel]] = {}
 
     def add(self, name: str, factory: Callable[..., Any], **preset: Any) -> None:
         """Give a constructor a name.
@@ -89,7 +90,12 @@ class Table:
         return self._entries[name]
 
     def _options(self, factory: Callable[..., Any]) -> type[BaseModel]:
-        """A checked form of a constructor's keyword arguments."""
+        """A checked form of a constructor's keyword arguments; it takes milliseconds to make."""
+        if factory not in self._forms:
+            self._forms[factory] = self._form(factory)
+        return self._forms[factory]
+
+    def _form(self, factory: Callable[..., Any]) -> type[BaseModel]:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(factory).parameters.items():

@@ -33,6 +33,10 @@ _CHANGEABLE = {
 """The settings that a run may go on with otherwise than it was begun."""
 
 
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What comes of a state that is sound JSON and not what was saved."""
+
+
 class Summary(BaseModel):
     """How a run ended."""
 
@@ -269,7 +273,9 @@ def _go_on(trainer: Trainer, folder: RunFolder, journal: Journal) -> None:
     try:
         trainer.load_state_dict(state)
         length = int(state["metrics"])
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if length < 0:
+            raise ValueError(f"metrics of {length} bytes")
+    except (*_MISFITS, RuntimeError) as error:
         raise CheckpointError(
             f"{folder.checkpoints.path(step)} does not hold the state of this run: {error}."
         ) from error

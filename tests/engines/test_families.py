@@ -174,7 +174,6 @@ def in_float32(p):
 @pytest.mark.parametrize("engine", [Tangent(), Reverse(), Antithetic()], ids=lambda e: e.name)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_under_bfloat16_autocast_it_stays_within_two_percent(name, engine):
-    """Of the antithetic engine, whose two passes are rounded apart, this holds for the loss alone."""
     p = in_float32(made(name))
     single = evaluate(engine, p, seeded(5))
     with torch.autocast("cpu", torch.bfloat16):
@@ -182,6 +181,8 @@ def test_under_bfloat16_autocast_it_stays_within_two_percent(name, engine):
     slope = gradient(half.total, p.model)
     assert slope.isfinite().all()
     assert float(half.parts["loss"]) == pytest.approx(float(single.parts["loss"]), rel=0.02)
-    if engine.name != "antithetic":
-        assert half.total.item() == pytest.approx(single.total.item(), rel=0.02)
-        assert relative(slope, gradient(single.total, p.model)) < 0.02
+    assert half.total.item() == pytest.approx(single.total.item(), rel=0.02)
+    if (name, engine.name) != ("convnet-batchnorm", "antithetic"):  # 27 %: see docs/engines.md
+        # The antithetic engine's two passes are rounded apart, and their difference is what counts.
+        bound = 0.025 if engine.name == "antithetic" else 0.02
+        assert relative(slope, gradient(single.total, p.model)) < bound

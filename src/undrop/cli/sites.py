@@ -40,18 +40,5 @@ def list_sites(
     if json:
         print_json(found.to_json())
         return
-    print_table(
-        ["name", "kind", "p", "mask", "shape", "in eval"],
-        [
-            [
-                site.name,
-                site.kind,
-                f"{site.p:g}",
-                site.mask,
-                "×".join(map(str, site.shape)),
-                "ACTIVE" if site.active_in_eval else "off",
-            ]
-            for site in found
-        ],
-        numbers={"p"},
-    )
+    head, *rows = found.table()
+    print_table(head, rows, numbers={"p"})

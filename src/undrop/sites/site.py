@@ -74,10 +74,10 @@ class Sites(Sequence[Site]):
         """One dictionary a site, for programs."""
         return [asdict(site) for site in self]
 
-    def __repr__(self) -> str:
-        """A table with one row a site."""
+    def table(self) -> list[tuple[str, ...]]:
+        """The headings, and a row of words for each site."""
         head = ("name", "kind", "p", "mask", "shape", "in eval")
-        rows = [head] + [
+        return [head] + [
             (
                 site.name,
                 site.kind,
@@ -88,7 +88,11 @@ class Sites(Sequence[Site]):
             )
             for site in self
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+
+    def __repr__(self) -> str:
+        """The table as text."""
+        rows = self.table()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         lines.insert(1, "  ".join("-" * w for w in widths))
         return "\n".join(line.rstrip() for line in lines)

@@ -88,3 +88,12 @@ def test_importing_undrop_brings_none_of_the_extras():
     } | {"sklearn", "typer", "rich", "pydantic", "safetensors"}
     loaded = set(run("import sys, undrop; print(*{name.split('.')[0] for name in sys.modules})"))
     assert wanted & loaded == set()
+
+
+def test_a_step_does_not_load_torch_s_compiler():
+    step = (
+        "import sys, torch, undrop; net = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(3, 2))\n"
+        "undrop.Analytic(engine='tangent')(net, torch.randn(2, 3), torch.zeros(2).long()).backward()\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    assert run(step) == ["False"]

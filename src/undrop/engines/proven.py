@@ -85,6 +85,11 @@ class Tainted(TorchDispatchMode):
         self.watching = True
         self._marked: set[StorageWeakRef] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: to keep its compiler out of here torch would load it first, all 80 MB of it."""
+        return False
+
     def mark(self, tree: Any) -> None:
         """Declare tensors to depend on a site."""
         self._marked.update(_storages(tree))

@@ -92,7 +92,8 @@ def test_importing_undrop_brings_none_of_the_extras():
 
 def test_a_step_does_not_load_torch_s_compiler():
     step = (
-        "import sys, torch, undrop; net = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(3, 2))\n"
+        "import sys, torch, undrop\n"
+        "net = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(3, 2))\n"
         "undrop.Analytic(engine='tangent')(net, torch.randn(2, 3), torch.zeros(2).long()).backward()\n"
         "print('torch._dynamo' in sys.modules)"
     )

@@ -31,6 +31,7 @@ test-slow: $(STAMP)  ## Everything, with many draws and long trainings
 
 faults: $(STAMP)  ## The fault campaign: kills, full disks, bad bytes (hours)
 	PYTHONPATH=tests $(BIN)/python -m faults --times $(or $(TIMES),100)
+	PYTHONPATH=tests $(BIN)/python -m faults --bad-bytes --times $(or $(CASES),100000)
 	UNDROP_LEAK_STEPS=2000 $(BIN)/python -m pytest tests/faults/test_leaks.py
 
 lint: $(STAMP)  ## ruff and mypy --strict

@@ -1,5 +1,7 @@
 """Numbers at the edge: any shape, precision and p, one of everything, nothing at all, huge logits."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -100,10 +102,11 @@ def affine(p, classes, dtype):
     return nn.Sequential(nn.Dropout(p), nn.Linear(WIDTH, classes)).to(dtype)
 
 
-def step_of(model, inputs, target, loss, engine):
+def step_of(model, inputs, target, loss, engine, **options):
     generator = torch.Generator().manual_seed(1)
     model.zero_grad()
-    step = undrop.Analytic(engine=engine, loss=loss, generator=generator)(model, inputs, target)
+    objective = undrop.Analytic(engine=engine, loss=loss, generator=generator, **options)
+    step = objective(model, inputs, target)
     step.backward()
     return step.parts, [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -138,6 +141,85 @@ def test_tangent_and_antithetic_agree(name, rows, classes, dtype, p, size, ignor
     norm = max(float(one.norm()) for one in gradient) + 1e-3
     for one, other in zip(gradient, other_gradient, strict=True):
         assert float((one - other).norm()) <= rounding * norm
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@quick
+@given(
+    rows=shapes,
+    classes=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES[2:]),
+    p=rates,
+    size=st.sampled_from([0.0, 1.0, 1e4]),
+    ignored=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_exact_and_tangent_agree(name, rows, classes, dtype, p, size, ignored, seed):
+    """With one η a row, uᵀHu is the same for both signs: each draw has the value of the mean."""
+    torch.manual_seed(seed)
+    last = WIDTH if name == "linear" else classes
+    model = nn.Sequential(nn.Dropout(p), nn.Linear(1, last)).to(dtype)
+    loss = named(name, classes, dtype)
+    inputs = torch.empty(*rows, 1, dtype=dtype).uniform_(-size, size)
+    target = target_for(loss, torch.empty(*rows, last, dtype=dtype), classes, ignored)
+    parts, _ = step_of(model, inputs, target, loss, "tangent")
+    exact, _ = step_of(model, inputs, target, loss, "exact")
+    assert exact["explicit"] >= 0
+    assert exact["implicit"] == 0
+    rounding = 1e-9 if dtype == torch.float64 else 1e-3
+    for part in ("loss", "explicit"):
+        assert abs(parts[part] - exact[part]) <= rounding * (abs(exact[part]) + 1e-30)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@quick
+@given(
+    rows=shapes,
+    classes=st.integers(1, 4),
+    p=rates,
+    size=st.sampled_from([0.0, 1.0, 1e4]),
+    ignored=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_reverse_and_tangent_make_the_same_noise(name, rows, classes, p, size, ignored, seed):
+    """∂ℓ/∂ε and its gradient for the same η, which the reverse engine has by double backward."""
+    torch.manual_seed(seed)
+    last = WIDTH if name == "linear" else classes
+    model = affine(p, last, torch.float64)
+    loss = named(name, classes, torch.float64)
+    inputs = torch.empty(*rows, WIDTH, dtype=torch.float64).uniform_(-size, size)
+    target = target_for(loss, torch.empty(*rows, last, dtype=torch.float64), classes, ignored)
+    parts, gradient = step_of(model, inputs, target, loss, "tangent", explicit=None)
+    others, other_gradient = step_of(model, inputs, target, loss, "reverse", explicit=None)
+    whole = sum(map(abs, parts.values())) + 1e-9
+    assert abs(parts["implicit"] - others["implicit"]) <= 1e-9 * whole
+    norm = max(float(one.norm()) for one in gradient) + 1e-9
+    for one, other in zip(gradient, other_gradient, strict=True):
+        assert float((one - other).norm()) <= 1e-9 * norm
+
+
+@quick
+@given(
+    rows=st.integers(1, 3),
+    classes=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    p=rates,
+    size=st.sampled_from([0.0, 1.0, 100.0]),
+    engine=st.sampled_from(["tangent", "antithetic", "reverse", "exact"]),
+    ignored=st.sampled_from([0.0, 1.0]),
+)
+def test_a_step_of_every_engine_in_every_precision(rows, classes, dtype, p, size, engine, ignored):
+    """From silence to saturation, one row of one class as well: finite and of the right sign."""
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, 4), nn.Tanh(), nn.Dropout(p), nn.Linear(4, classes)
+    model = nn.Sequential(*layers).to(dtype)
+    inputs = torch.empty(rows, WIDTH).uniform_(-size, size).to(dtype)
+    target = target_for(CrossEntropy(), torch.empty(rows, classes), classes, ignored)
+    parts, gradient = step_of(model, inputs, target, CrossEntropy(), engine)
+    assert all(map(math.isfinite, parts.values()))
+    assert parts["loss"] >= 0
+    assert parts["explicit"] >= 0
+    assert all(one.isfinite().all() for one in gradient)
 
 
 class Words(nn.Module):

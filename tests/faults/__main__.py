@@ -14,7 +14,7 @@ import torch
 from faults import fuzz
 from faults.lab import Lab, NotPossibleError, Strike, campaign
 from faults.marathon import marathon
-from faults.strikes import STRIKES
+from faults.strikes import DISK_STRIKES, STRIKES, small_disk
 from faults.sweep import kill_in_record, kill_ray_worker, kill_sweep
 from faults.workers import kill_torchrun_worker
 
@@ -27,6 +27,12 @@ def on_runs(strike: Strike, folder: Path, times: int, seed: int) -> tuple[int, i
     return campaign(Lab(folder), strike, times, seed)
 
 
+def on_a_small_disk(strike: Strike, folder: Path, times: int, seed: int) -> tuple[int, int]:
+    """A fault that strikes tiny runs on a disk with little room."""
+    with small_disk(folder / "disk") as disk:
+        return campaign(Lab(folder / "lab"), strike, times, seed, disk=disk)
+
+
 def bad_bytes(name: str, folder: Path, times: int, seed: int) -> tuple[int, int]:
     """Cases of one kind of bad bytes; the first that fails is raised."""
     os.chdir(folder)
@@ -36,6 +42,7 @@ def bad_bytes(name: str, folder: Path, times: int, seed: int) -> tuple[int, int]
 
 FAULTS: dict[str, Fault] = {
     **{name: partial(on_runs, strike) for name, strike in STRIKES.items()},
+    **{name: partial(on_a_small_disk, strike) for name, strike in DISK_STRIKES.items()},
     "kill-sweep": kill_sweep,
     "kill-in-record": kill_in_record,
     "kill-torchrun-worker": kill_torchrun_worker,

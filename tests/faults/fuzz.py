@@ -46,10 +46,14 @@ LONGEST = 20.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of bad bytes: ``check`` raises if it finds fault with what ``case`` draws."""
+    """A kind of bad bytes: ``check`` raises if it finds fault with what ``case`` draws.
+
+    ``sound`` is the file as it should be, for kinds that are files.
+    """
 
     case: Callable[[Random], Any]
     check: Callable[[Any], None]
+    sound: bytes | None = None
 
 
 class HungError(BaseException):
@@ -106,7 +110,7 @@ class Subject:
                 self.path.write_bytes(sound)
                 os.utime(self.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-        return Kind(lambda draw: sign(case(draw)), survives)
+        return Kind(lambda draw: sign(case(draw)), survives, sound)
 
 
 def signed(data: bytes) -> bytes:

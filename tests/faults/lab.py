@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
@@ -18,16 +19,17 @@ from undrop import train
 from undrop.errors import StoppedError
 
 SHORT = {
+    "model": {"layers": 1},
     "objective": {"name": "analytic"},
     "optimizer": {"name": "asgd", "patience": 1, "momentum": 0.5},
-    "data": {"variable_length": True},
-    "train": {"epochs": 6, "checkpoint_every": 4},
+    "data": {"variable_length": True, "batch_size": 24, "length": 5},
+    "train": {"epochs": 4, "checkpoint_every": 3},
 }
-"""Some ninety steps, with everything in them that has a state."""
+"""Some twenty steps, as short as can be, with everything in them that has a state."""
 
 WARM = multiprocessing.get_context("forkserver")
 """Starts processes by forking one that has everything loaded: milliseconds instead of seconds."""
-WARM.set_forkserver_preload(["undrop.reproduce", "torch._dynamo"])
+WARM.set_forkserver_preload(["undrop.reproduce", "torch._dynamo", "faults.lab"])
 
 
 class NotPossibleError(Exception):
@@ -99,22 +101,38 @@ def _train_here(config: train.Config, out: Path) -> object:
     return train.run(config, out=out, resume=True)
 
 
-Strike = Callable[[Lab, Path, random.Random], bool]
-"""Strikes a run in a folder; tells whether it hit."""
+Strike = Callable[[Lab, Path, random.Random], int]
+"""Strikes a run in a folder; tells how often it hit."""
 
 
-def campaign(lab: Lab, strike: Strike, times: int, seed: int, per_run: int = 5) -> tuple[int, int]:
-    """Let a fault hit runs so many times; (times it hit, times nothing was lost)."""
+def campaign(
+    lab: Lab,
+    strike: Strike,
+    times: int,
+    seed: int,
+    *,
+    per_run: int = 5,
+    disk: Path | None = None,
+) -> tuple[int, int]:
+    """Let a fault hit runs so many times; (times it hit, times nothing was lost).
+
+    Args:
+        lab: the run that is struck, and how it ends when it is not.
+        strike: strikes.
+        times: how often, or a little more where it hits more than once.
+        seed: what decides when and where.
+        per_run: strikes on a run before it is let to its end and compared.
+        disk: the folder that has the runs' folders.
+    """
     draw = random.Random(seed)
     tried = survived = 0
     for place in range(10 * times):  # a strike may come when the run is over
-        out, struck = lab.folder / f"run-{place}", 0
-        for _ in range(min(per_run, times - tried)):
+        out, struck = (disk or lab.folder) / f"run-{place}", 0
+        while struck < min(per_run, times - tried) and not lab.ended(out):
             struck += strike(lab, out, draw)
-            if lab.ended(out):
-                break
         survived += struck * lab.ends_the_same(out)
         tried += struck
+        shutil.rmtree(out)
         if tried >= times:
             break
     return tried, survived

@@ -13,7 +13,7 @@ def sections() -> dict[str, dict[str, object]]:
     """The smallest model there is, since steps are what counts."""
     return {
         "model": {"embedding_size": 4, "hidden_size": 4, "layers": 1},
-        "objective": {"name": "analytic"},
+        "objective": {"name": "analytic", "interval": 8},
         "optimizer": {"lr": 0.1, "clip": 0.25},
         "data": {"batch_size": 2, "length": 2},
         "train": {"epochs": STEPS, "max_steps": STEPS, "log_every": 100, "checkpoint_every": 100},

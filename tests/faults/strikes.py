@@ -1,10 +1,11 @@
-"""The faults: each strikes a run once and tells whether it hit.
+"""The faults: each strikes a run, most of them once, and tells how often it hit.
 
 What must hold at the strike itself (a refusal, a sentence) is asserted here; that nothing was lost is
 seen afterwards, when the run is let to its end and its bits are compared.
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -24,7 +25,7 @@ from undrop.train.parallel import Gradient
 POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
 
 
-def kill(lab: Lab, out: Path, draw: random.Random) -> bool:
+def kill(lab: Lab, out: Path, draw: random.Random) -> int:
     """SIGKILL at any moment."""
     process = lab.start(out)
     process.join(draw.uniform(0.0, lab.seconds))
@@ -33,14 +34,14 @@ def kill(lab: Lab, out: Path, draw: random.Random) -> bool:
     return bool(process.exitcode == -signal.SIGKILL)
 
 
-def kill_in_write(lab: Lab, out: Path, draw: random.Random) -> bool:
+def kill_in_write(lab: Lab, out: Path, draw: random.Random) -> int:
     """SIGKILL inside a write: at an fsync, around a rename, in half a file, in half a line."""
     process = lab.start(out, draw.choice(POINTS), draw.randint(1, 6))
     process.join()
     return bool(process.exitcode == -signal.SIGKILL)
 
 
-def terminate(lab: Lab, out: Path, draw: random.Random) -> bool:
+def terminate(lab: Lab, out: Path, draw: random.Random) -> int:
     """SIGTERM, upon which the state is saved."""
     process = lab.start(out)
     if lab.wait_for_lock(out, process):
@@ -51,34 +52,36 @@ def terminate(lab: Lab, out: Path, draw: random.Random) -> bool:
     return not lab.ended(out)
 
 
-def pause(lab: Lab, out: Path, draw: random.Random) -> bool:
-    """SIGSTOP, and SIGCONT a little later; the folder stays taken in between."""
-    process = lab.start(out)
-    if not lab.wait_for_lock(out, process):
-        return False
-    process.join(draw.uniform(0.0, 0.5 * lab.seconds))
-    hit = process.is_alive()
-    if hit:
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.05)
-        os.kill(process.pid, signal.SIGCONT)
+def pause(lab: Lab, out: Path, draw: random.Random) -> int:
+    """SIGSTOP, and SIGCONT a little later, a few times."""
+    process, hits = lab.start(out), 0
+    while lab.wait_for_lock(out, process) and hits < 5:
+        process.join(draw.uniform(0.0, 0.3 * lab.seconds))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.05)
+            os.kill(process.pid, signal.SIGCONT)
+            hits += 1
     process.join()
     assert process.exitcode == 0
-    return hit
+    return hits
 
 
-def second_process(lab: Lab, out: Path, draw: random.Random) -> bool:
-    """Another process on the same folder: refused, with the pid of the first."""
+def second_process(lab: Lab, out: Path, draw: random.Random) -> int:
+    """Another process on the same folder: refused, with the pid of the first, which goes on."""
     process = lab.start(out)
     refused = False
     if lab.wait_for_lock(out, process):
+        process.join(draw.uniform(0.0, 0.3 * lab.seconds))
         os.kill(process.pid, signal.SIGSTOP)  # lest it end while we try
-        try:
-            lab.resume(out)
-        except RunError as error:
-            refused = f"is in use by process {process.pid}:" in str(error)
+        if process.is_alive():
+            try:
+                lab.resume(out)
+            except RunError as error:
+                refused = f"is in use by process {process.pid}:" in str(error)
+            assert refused
         os.kill(process.pid, signal.SIGCONT)
-        assert refused
+    process.terminate()
     process.join()
     return refused
 
@@ -97,10 +100,10 @@ def _at_step(number: int, act: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def clock_back(lab: Lab, out: Path, draw: random.Random) -> bool:
-    """The clock goes back by up to a year in the middle of a run that a kill had begun."""
+def clock_back(lab: Lab, out: Path, draw: random.Random) -> int:
+    """The clock goes back by up to a year in the middle of a run that was begun before."""
     now, ahead = time.time, draw.uniform(0.0, 3e7)
-    kill(lab, out, draw)
+    out_of_memory(lab, out, draw)
     for path in [path for path in out.rglob("*") if path.is_file()]:
         os.utime(path, (2e9, draw.uniform(0.0, 4e9)))  # files from the past and from the future
 
@@ -117,7 +120,7 @@ def clock_back(lab: Lab, out: Path, draw: random.Random) -> bool:
     with (
         mock.patch("time.time", clock),
         mock.patch("time.time_ns", clock_ns),
-        _at_step(draw.randint(0, 40), go_back),
+        _at_step(draw.randint(0, 15), go_back),
     ):
         lab.resume(out)
     return ahead == 0.0
@@ -131,9 +134,9 @@ def _exhaust_memory() -> None:
     torch.empty(1 << 50, dtype=torch.uint8)  # a petabyte: what the system itself says of it
 
 
-def out_of_memory(lab: Lab, out: Path, draw: random.Random) -> bool:
+def out_of_memory(lab: Lab, out: Path, draw: random.Random) -> int:
     """The batch does not fit, at some step: named, with what is saved."""
-    with _at_step(draw.randint(0, 40), draw.choice((_exhaust_graphics, _exhaust_memory))):
+    with _at_step(draw.randint(0, 15), draw.choice((_exhaust_graphics, _exhaust_memory))):
         return _refused(lab, out, "out of memory at step")
 
 
@@ -149,20 +152,14 @@ def _refused(lab: Lab, out: Path, word: str) -> bool:
 
 
 @contextlib.contextmanager
-def _mounted(out: Path, size: str) -> Iterator[None]:
-    """A file system of its own under ``out``; what the run left there is kept afterwards."""
-    out.mkdir(parents=True, exist_ok=True)
-    kept = out.with_name(out.name + ".kept")
-    if kept.exists():
-        raise FileExistsError(kept)
-    _system("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(out))
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of its own, with room for a run and not much more."""
+    folder.mkdir()
+    _system("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder))
     try:
-        yield
-        _system("cp", "-a", str(out), str(kept))
+        yield folder
     finally:
-        _system("umount", str(out))
-    out.rmdir()
-    kept.rename(out)
+        _system("umount", "--lazy", str(folder))  # tensors of a run may still be mapped
 
 
 def _system(*words: str) -> None:
@@ -171,35 +168,30 @@ def _system(*words: str) -> None:
         raise NotPossibleError(done.stderr.strip())
 
 
-def disk_full(lab: Lab, out: Path, draw: random.Random) -> bool:
-    """No room left, at some write."""
-    if out.exists():
-        return False  # a file system is mounted on a folder that is still empty
-    with _mounted(out, "1m"):
-        ballast = out / "ballast"
-        space = os.statvfs(out)
-        ballast.write_bytes(bytes(space.f_bavail * space.f_frsize - draw.randint(1, 25) * 4096))
-        hit = _refused(lab, out, "the disk is full")
+def disk_full(lab: Lab, out: Path, draw: random.Random) -> int:
+    """No room left on a small disk, at some write."""
+    ballast, space = out.parent / "ballast", os.statvfs(out.parent)
+    ballast.write_bytes(bytes(space.f_bavail * space.f_frsize - draw.randint(0, 20) * 4096))
+    try:
+        return _refused(lab, out, "the disk is full")
+    finally:
         ballast.unlink()
-    return hit
 
 
-def read_only(lab: Lab, out: Path, draw: random.Random) -> bool:
-    """The folder of a run that stopped half-way can't be written to any more."""
-    if out.exists():
-        return False
-    with _mounted(out, "4m"):
-        out_of_memory(lab, out, draw)
-        _system("mount", "-o", "remount,ro", str(out))
-        hit = _refused(lab, out, "read-only")
-        _system("mount", "-o", "remount,rw", str(out))
-    return hit
+def read_only(lab: Lab, out: Path, draw: random.Random) -> int:
+    """The disk of a run that stopped half-way can't be written to any more."""
+    out_of_memory(lab, out, draw)
+    gc.collect()  # tensors that are still mapped from a file that is gone would keep the disk busy
+    _system("mount", "-o", "remount,ro", str(out.parent))
+    try:
+        return _refused(lab, out, "read-only")
+    finally:
+        _system("mount", "-o", "remount,rw", str(out.parent))
 
 
 STRIKES: dict[str, Strike] = {
     strike.__name__.replace("_", "-"): strike
-    for strike in (
-        *(kill, kill_in_write, terminate, pause, second_process),
-        *(clock_back, out_of_memory, disk_full, read_only),
-    )
+    for strike in (kill, kill_in_write, terminate, pause, second_process, clock_back, out_of_memory)
 }
+DISK_STRIKES: dict[str, Strike] = {"disk-full": disk_full, "read-only": read_only}
+"""Those that need a small disk."""

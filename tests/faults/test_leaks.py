@@ -2,10 +2,12 @@
 
 import gc
 import hashlib
+import mmap
 import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 import undrop
 
 STEPS = int(os.environ.get("UNDROP_LEAK_STEPS", "300"))  # 2,000 in the long form
+SLACK = 1.0  # megabytes that the allocator may come and go by
 
 OBJECTIVES = {
     "none": undrop.NoRegularization,
@@ -48,12 +51,23 @@ def alive():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+def resident():
+    """Megabytes of the process that are in memory; 0 where the system does not say."""
+    told = Path("/proc/self/statm")
+    return int(told.read_text().split()[1]) * mmap.PAGESIZE / 2**20 if told.exists() else 0.0
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_no_tensor_outlives_its_step(name):
-    counts = [
-        alive() for step, _ in enumerate(steps_of(OBJECTIVES[name](), STEPS)) if step % 99 == 9
+def test_memory_is_flat(name):
+    """No tensor outlives its step, and the process does not grow: a kilobyte a step would show."""
+    seen = [
+        (alive(), resident())
+        for step, _ in enumerate(steps_of(OBJECTIVES[name](), STEPS))
+        if step % 99 == 9
     ]
-    assert len(set(counts[1:])) == 1, counts
+    counts, sizes = zip(*seen[1:], strict=True)
+    assert len(set(counts)) == 1, counts
+    assert max(sizes) - sizes[0] < SLACK, sizes
 
 
 def digest(name):

@@ -20,5 +20,5 @@ def test_nothing_is_lost(name, monkeypatch):
     line = run(name, times=2, seed=7)
     if "skipped" in line:
         pytest.skip(str(line["skipped"]))
-    assert line["tried"] == 2
+    assert line["tried"] >= 2
     assert line["lost"] == 0

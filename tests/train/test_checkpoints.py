@@ -78,15 +78,27 @@ def test_a_json_that_says_other_things_is_refused(store):
         store.load(3)
 
 
-def test_a_tensors_name_can_not_leave_the_folder(store, tmp_path):
-    outside = tmp_path / "outside.safetensors"
-    files(store, 3)[1].rename(outside)
+def rename_tensors(store, name):
+    """Make a checkpoint name another file, with a checksum that fits."""
     path = store.path(3)
     body = json.loads(path.read_text())
     del body["check"]
-    body["tensors"] = "../outside.safetensors"
+    body["tensors"] = name
     path.write_text(json.dumps({**body, "check": checkpoints._check(body)}))
+
+
+def test_a_tensors_name_can_not_leave_the_folder(store, tmp_path):
+    outside = tmp_path / "outside.safetensors"
+    files(store, 3)[1].rename(outside)
+    rename_tensors(store, "../outside.safetensors")
     with pytest.raises(CheckpointError, match="refused"):
+        store.load(3)
+
+
+@pytest.mark.parametrize("name", ["x" * 1000, "a\0b", "", ".."])
+def test_a_name_that_no_file_can_have_is_refused(store, name):
+    rename_tensors(store, name)
+    with pytest.raises(CheckpointError, match="were cut short or changed"):
         store.load(3)
 
 

@@ -7,6 +7,7 @@ import pytest
 from killed_run import work
 from tiny_run import bits
 from undrop import train
+from undrop.errors import CheckpointError
 
 POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
 
@@ -62,3 +63,14 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(tiny, tmp_path, sect
     hits = kill_again_and_again(config, tmp_path / "killed", kills, seed=3)
     assert hits >= 0.85 * kills
     assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("length", [-1, -(10**30), "x", None])
+def test_a_state_that_knows_no_length_of_the_metrics_is_refused(tiny, tmp_path, length):
+    config = tiny(train={"epochs": 1})
+    train.run(config, out=tmp_path / "run")
+    checkpoints = train.RunFolder(tmp_path / "run").checkpoints
+    step = checkpoints.steps()[-1]
+    checkpoints.save(step, {**checkpoints.load(step), "metrics": length})
+    with pytest.raises(CheckpointError, match="does not hold the state of this run"):
+        train.run(config, out=tmp_path / "run", resume=True)

@@ -121,9 +121,9 @@ def settle(
 
 
 def _name(config: Config) -> str:
-    """A run's folder, if none was given: what it trains, how, and the seed."""
+    """A run's folder, if none was given: what it trains, how, and the seed; never a path."""
     corpus = Path(config.data.name).name
-    base = config.preset or f"{config.model.name}-{corpus}"
+    base = Path(config.preset or f"{config.model.name}-{corpus}").name
     return f"{base}-{config.objective.name}-{config.train.seed}"
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from undrop import corpora
 from undrop.corpora import Corpus
-from undrop.errors import CheckpointError, ConfigError, RunError
+from undrop.errors import CheckpointError, ConfigError, OptionError, RunError
 from undrop.train.config import Config, DataConfig
 from undrop.train.devices import device_of, settled
 from undrop.train.folder import RunFolder
@@ -168,7 +168,13 @@ def take_turns(
         configs: the runs by name, which is also the name of each one's folder in ``out``.
         out: where the folders go.
         reporters: hear of the run of the same name.
+
+    Raises:
+        OptionError: for a name that is no name of a folder in ``out``.
     """
+    for name in configs:
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise OptionError(f"a run's name must be a plain one, got {name!r}.")
     first = next(iter(configs.values())).train
     world = World(device=device_of(first))
     with settled(first, world.device), listening() as interrupts, contextlib.ExitStack() as stack:

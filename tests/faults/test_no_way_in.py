@@ -1,0 +1,123 @@
+"""No code is run out of a file that undrop reads, and no name leads out of its folder."""
+
+import ast
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+import undrop
+from tiny_run import tiny_config, write_text
+from undrop import corpora, train
+from undrop.cli.train import RUNS, _name
+from undrop.errors import CheckpointError, OptionError, UndropError
+from undrop.reproduce import Records
+from undrop.train.checkpoints import _check, load_tensors
+from undrop.train.files import sha256
+
+SOURCES = sorted(Path(undrop.__file__).parent.rglob("*.py"))
+UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "yaml"}
+UNSAFE_CALLS = {
+    *("torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec", "compile"),
+    *("os.system", "os.popen", "torch.hub.load", "tarfile.extractall", "shutil.unpack_archive"),
+}
+
+
+def unsafe(source):
+    """What in a source file could run code that a file holds."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.partition(".")[0] in UNSAFE_MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            found = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            yield from (f for f in found if f in UNSAFE_CALLS or f in UNSAFE_MODULES)
+        elif isinstance(node, ast.Call):
+            if ast.unparse(node.func) in UNSAFE_CALLS:
+                yield ast.unparse(node)
+            if any(keyword.arg in ("shell", "allow_pickle") for keyword in node.keywords):
+                yield ast.unparse(node)
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("extract", "extractall"):
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: "/".join(file.parts[-2:]))
+def test_no_source_reads_pickles_or_runs_text(file):
+    assert list(unsafe(file.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("import pickle", "from torch import load", "import torch; torch.load(f)", "eval(x)"),
+        *(
+            "archive.extractall(p)",
+            "np.load(f, allow_pickle=True)",
+            "subprocess.run(x, shell=True)",
+        ),
+    ],
+)
+def test_that_would_be_seen(text):
+    assert list(unsafe(text))
+
+
+class Payload:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    config = tiny_config(write_text(tmp_path / "text"), train={"epochs": 1})
+    train.run(config, out=tmp_path / "run")
+    return tmp_path
+
+
+def test_a_pickle_in_any_files_place_is_not_run(here):
+    mark = here / "code was run"
+    evil = pickle.dumps(Payload(mark))
+    pickle.loads(evil)  # noqa: S301
+    assert mark.exists()  # it is one
+    mark.unlink()
+    run = train.RunFolder(here / "run")
+    checkpoint = run.checkpoints.path(run.checkpoints.steps()[-1])
+    body = json.loads(checkpoint.read_bytes())
+    tensors = checkpoint.parent / body["tensors"]
+    tensors.write_bytes(evil)
+    body = {**body, "sha256": sha256(tensors)}  # and its checksum fits
+    body.pop("check")
+    checkpoint.write_text(json.dumps({**body, "check": _check(body)}))
+    with pytest.raises(CheckpointError, match="was cut short or changed"):
+        run.checkpoints.load(run.checkpoints.steps()[-1])
+    readers = {
+        run.path / "best.safetensors": lambda: load_tensors(run.path / "best.safetensors"),
+        run.path / "config.json": run.read_config,
+        run.path / "summary.json": run.read_summary,
+        run.path / "metrics.jsonl": run.metrics.read,
+        here / "records" / "a.json": lambda: Records(here / "records"),
+        here / "text" / "train.txt": lambda: corpora.load(here / "text"),
+    }
+    (here / "records").mkdir()
+    for path, read in readers.items():
+        path.write_bytes(evil)
+        with pytest.raises(UndropError):
+            read()
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "..", "a/../../b"])
+def test_a_runs_name_can_not_leave_the_runs_folder(here, name):
+    presets = tiny_config(here / "text").model_copy(update={"preset": name})
+    corpus = tiny_config(name)
+    for config in (presets, corpus):
+        assert (RUNS / _name(config)).resolve().parent == RUNS.resolve()
+    with pytest.raises(OptionError, match="a run's name must be a plain one, got"):
+        train.take_turns({name: presets}, out=here / "out")
+    assert not (here / "out").exists()

@@ -22,12 +22,10 @@ demo: $(STAMP)  ## No regularization, dropout and Analytic side by side
 	$(BIN)/undrop demo
 
 test: $(STAMP)  ## The test suite (minutes)
-# Tests that start processes can starve each other: what failed in parallel gets one serial chance.
-	$(BIN)/python -m pytest -n 2 -m "not slow" \
-	  || $(BIN)/python -m pytest -m "not slow" --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: $(STAMP)  ## Everything, with many draws and long trainings
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 faults: $(STAMP)  ## The fault campaign: kills, full disks, bad bytes (hours)
 	PYTHONPATH=tests $(BIN)/python -m faults --times $(or $(TIMES),100)

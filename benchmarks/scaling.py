@@ -1,10 +1,15 @@
-"""What docs/scaling.md claims, counted: arithmetic, activations held, and time, at three sizes.
+"""What docs/scaling.md says a step costs, held against what it takes, at three sizes.
 
-    python docs/figures/scaling.py        # a few minutes on one core
+    python benchmarks/scaling.py        # a few minutes on one core
 
-Arithmetic is counted by torch's FLOP counter, activations as the bytes that autograd holds between
-forward and backward pass (parameters aside); neither depends on the machine. Time is processor time on
-one thread. Prints a table and writes scaling.json beside itself.
+Four things of each engine, as multiples of a plain dropout step with the same fused output layer:
+
+- arithmetic, by torch's FLOP counter;
+- activations, the bytes that autograd holds between forward and backward pass (parameters aside);
+- peak, the most that torch's allocator has out at once within a step, gradients and all;
+- processor time on one thread, in turns, so that what else the machine does weighs on all alike.
+
+Only the last depends on the machine. Prints the page's table and writes docs/figures/scaling.json.
 """
 
 from __future__ import annotations
@@ -14,32 +19,48 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import undrop
 from undrop.nn import GPT
 
-SIZES = {"0.7 M": (128, 2), "4 M": (256, 4), "12 M": (384, 6)}  # width and layers
-VOCABULARY, LENGTH, BATCH, ROUNDS = 2000, 128, 8, 3
-METHODS: dict[str, Callable[..., undrop.Objective]] = {
-    "dropout": undrop.Dropout,
-    "tangent": lambda **options: undrop.Analytic(engine="tangent", batch_dim=1, **options),
-    "antithetic": lambda **options: undrop.Analytic(engine="antithetic", batch_dim=1, **options),
-    "tangent, ρ = ¼": lambda **options: undrop.Analytic(
-        engine="tangent", fraction=0.25, batch_dim=1, **options
-    ),
-    "antithetic, ρ = ¼": lambda **options: undrop.Analytic(
-        engine="antithetic", fraction=0.25, batch_dim=1, **options
-    ),
-    "reverse, explicit": lambda **options: undrop.Analytic(
-        engine="reverse", implicit=False, batch_dim=1, **options
-    ),
-    "reverse, both": lambda **options: undrop.Analytic(engine="reverse", batch_dim=1, **options),
+SIZES = ((128, 2), (256, 4), (384, 6))  # width and layers
+VOCABULARY, LENGTH, BATCH, ROUNDS = 2000, 128, 8, 7
+OUT = Path(__file__).parents[1] / "docs" / "figures" / "scaling.json"
+Step = Callable[[], undrop.Step]
+Figures = dict[str, float]
+
+
+class Method(NamedTuple):
+    """An objective, and what the page says of its arithmetic and of the activations it holds."""
+
+    make: Callable[..., undrop.Objective]
+    flops: float
+    held: float
+    bound: str = ""
+    """What the formula is: "" for equal, "≤" or "≥"."""
+
+
+def _analytic(engine: str, **options: object) -> Callable[..., undrop.Objective]:
+    return partial(undrop.Analytic, engine=engine, batch_dim=1, **options)
+
+
+METHODS = {
+    "dropout": Method(undrop.Dropout, 1, 1),
+    "tangent": Method(_analytic("tangent"), 2, 2),
+    "antithetic": Method(_analytic("antithetic"), 2, 2),
+    "tangent, ρ = ¼": Method(_analytic("tangent", fraction=0.25), 1.25, 1.25),
+    "antithetic, ρ = ¼": Method(_analytic("antithetic", fraction=0.25), 1.25, 1.25),
+    "reverse, explicit": Method(_analytic("reverse", implicit=False), 2, 2, "≥ "),
+    "reverse, both": Method(_analytic("reverse"), 3, 3, "≥ "),
 }
 
 
@@ -61,53 +82,97 @@ class Held:
         return tensor
 
 
-def measured(model: GPT, objective: undrop.Objective, x: Tensor, y: Tensor) -> dict[str, float]:
-    """FLOPs, bytes held and seconds of one step."""
-    inputs = {"tokens": x, "logits": False}
+def peak(step: Step) -> float:
+    """The most bytes that torch's allocator has out at once, over what it had before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step().backward()
+    events = profiled.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    now = most = 0
+    for _, change in sorted(changes, key=lambda event: event[0]):
+        now += change
+        most = max(most, now)
+    return float(most)
 
-    def step() -> undrop.Step:
-        model.zero_grad()
-        return objective(model, inputs, y)
 
+def counted(model: nn.Module, step: Step) -> Figures:
+    """What does not depend on the machine."""
     step().backward()  # the sites are looked up in the first step
     with FlopCounterMode(display=False) as counter:
         step().backward()
     held = Held(model)
-    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda tensor: tensor):
+    with saved_tensors_hooks(held.pack, lambda tensor: tensor):
         taken = step()
     taken.backward()
-    times = []
-    for _ in range(ROUNDS):
-        gc.collect()
-        start = time.process_time()
-        step().backward()
-        times.append(time.process_time() - start)
+    del taken
     return {
         "flops": float(counter.get_total_flops()),
-        "bytes": float(sum(held.storages.values())),
-        "seconds": statistics.median(times),
+        "held": float(sum(held.storages.values())),
+        "peak": peak(step),
     }
 
 
+def timed(step: Step) -> float:
+    """Processor time of one step."""
+    gc.collect()
+    start = time.process_time()
+    step().backward()
+    return time.process_time() - start
+
+
+def measured(width: int, layers: int) -> dict[str, Figures]:
+    """All figures of all methods on one model."""
+    torch.manual_seed(0)
+    model = GPT(VOCABULARY, size=width, layers=layers, heads=4, context=LENGTH, dropout=0.1)
+    x, y = torch.randint(VOCABULARY, (2, LENGTH, BATCH))
+    parameters = sum(p.numel() for p in model.parameters())
+
+    def step(objective: undrop.Objective) -> undrop.Step:
+        model.zero_grad()
+        return objective(model, {"tokens": x, "logits": False}, y)
+
+    steps = {name: partial(step, m.make(loss=model.loss())) for name, m in METHODS.items()}
+    found = {name: counted(model, step) for name, step in steps.items()}
+    rounds = [{name: timed(step) for name, step in steps.items()} for _ in range(ROUNDS)]
+    for name, figures in found.items():
+        ratios = (turn[name] / turn["dropout"] for turn in rounds)
+        figures["time"] = statistics.median(ratios)
+        figures["parameters"] = parameters
+    return found
+
+
+def row(name: str, sizes: list[dict[str, Figures]]) -> str:
+    """A line of the page's table: formulas beside what was found at the three sizes."""
+    method = METHODS[name]
+
+    def found(key: str) -> str:
+        return ", ".join(f"{size[name][key] / size['dropout'][key]:.2f}" for size in sizes)
+
+    # Gradients, four bytes a parameter, and activations are there at once, at the worst.
+    peaks = []
+    for size in sizes:
+        plain, gradients = size["dropout"]["held"], 4 * size["dropout"]["parameters"]
+        peaks.append(f"{(gradients + method.held * plain) / (gradients + plain):.2f}")
+    cells = [
+        name,
+        f"{method.bound}{method.flops:g}",
+        found("flops"),
+        f"{method.bound}{method.held:g}",
+    ]
+    times = ", ".join(f"{size[name]['time']:.2f}" for size in sizes)
+    return " | ".join(
+        ["", *cells, found("held"), ", ".join(peaks), found("peak"), times, ""]
+    ).strip()
+
+
 def main() -> None:
-    """Count, print, write."""
+    """Measure, print, write."""
     torch.set_num_threads(1)
-    found: dict[str, dict[str, Any]] = {}
-    for title, (width, layers) in SIZES.items():
-        torch.manual_seed(0)
-        model = GPT(VOCABULARY, size=width, layers=layers, heads=4, context=LENGTH, dropout=0.1)
-        x, y = torch.randint(VOCABULARY, (2, LENGTH, BATCH))
-        found[title] = {"parameters": sum(p.numel() for p in model.parameters())}
-        for name, make in METHODS.items():
-            found[title][name] = measured(model, make(loss=model.loss()), x, y)
-        plain = found[title]["dropout"]
-        print(f"{title}: {found[title]['parameters']:,} parameters")
-        for name in METHODS:
-            row = found[title][name]
-            ratios = (row[key] / plain[key] for key in ("flops", "bytes", "seconds"))
-            print(f"  {name:20} " + "  ".join(f"{ratio:6.2f}" for ratio in ratios))
-    path = Path(__file__).with_suffix(".json")
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    sizes = [measured(width, layers) for width, layers in SIZES]
+    print("parameters:", *(f"{size['dropout']['parameters']:,.0f}" for size in sizes))
+    for name in METHODS:
+        print(row(name, sizes))
+    OUT.write_text(json.dumps(sizes, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

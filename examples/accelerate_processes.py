@@ -1,6 +1,6 @@
 """Accelerate on several processes: your loop, with accelerator.backward on the step's total.
 
-pip install 'undrop[transformers]'
+pip install '.[transformers]'
 torchrun --standalone --nproc-per-node 2 examples/accelerate_processes.py
 """
 
@@ -51,6 +51,7 @@ def main():
             accuracy = float((net(x).argmax(-1) == y).float().mean())
         logged = ", ".join(f"{k} {v:.3f}" for k, v in parts.items())
         accelerator.print(f"{objective.__name__:16} {accuracy:8.3f}   {logged}")
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

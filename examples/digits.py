@@ -1,6 +1,6 @@
 """Handwritten digits (scikit-learn's, no download) and a convolutional net with Dropout2d.
 
-pip install 'undrop[examples]' && python examples/digits.py
+pip install '.[examples]' && python examples/digits.py
 """
 
 import argparse
@@ -46,6 +46,7 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # as fast for so small a net, and no burden to others
     print(undrop.sites(net(), images(0, 200)[0][0][:1]))
     print(f"\n{'objective':16} {'test accuracy':>13} {'over seeds':>11}")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):

@@ -8,7 +8,6 @@ import argparse
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +36,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
     dist.init_process_group("gloo")  # on GPUs "nccl", and "cuda" for the mesh, model and tokens
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model, objective = Model(), undrop.Analytic(engine="antithetic")
     for part in (*model.blocks, model):
@@ -52,6 +51,7 @@ def main():
         optimizer.zero_grad()
         if dist.get_rank() == 0 and (index % 10 == 0 or index == steps - 1):
             print(f"step {index:3}", *(f"{k} {v:+.4f}" for k, v in step.parts.items()))
+    dist.barrier()  # threads of gloo that still hold tensors when Python ends would abort it
     dist.destroy_process_group()
 
 

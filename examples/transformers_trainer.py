@@ -1,6 +1,6 @@
 """Transformers' Trainer: a small GPT-2 (random weights, no download) reads Python's documentation.
 
-pip install 'undrop[transformers]' && python examples/transformers_trainer.py
+pip install '.[transformers]' && python examples/transformers_trainer.py
 """
 
 import argparse
@@ -47,6 +47,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # as fast for so small a net, and no burden to others
     print(f"{'objective':16} {'eval loss':>9}   train loss, explicit and implicit part")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):
         with tempfile.TemporaryDirectory() as folder:

@@ -155,4 +155,5 @@ if __name__ == "__main__":
     found = results()
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.barrier()
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers as hf
 from torch import Tensor
 
@@ -67,3 +68,5 @@ if __name__ == "__main__":
     found = run(Path(sys.argv[1]), processes=2)
     if found["rank"] == 0:
         (Path(sys.argv[1]) / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

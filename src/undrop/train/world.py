@@ -87,5 +87,8 @@ def joined(device: torch.device) -> Iterator[World]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
+        # Meanwhile gloo's threads let go of the last tensors. One that does so when the interpreter
+        # is at its end aborts the process, and destroying the group does not wait for them.
+        dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -118,6 +118,19 @@ def test_text_is_escaped(tmp_path):
     assert not any("<" in row.replace("<br>", "") for row in rows)
 
 
+def test_what_records_say_of_themselves_is_escaped(tmp_path):
+    plan, records = fill(tmp_path, ["taylor"])
+    evil = "<script>alert(1)</script>"
+    told = {"machine": {"platform": evil, "device": evil}, "versions": {evil: evil}, "commit": evil}
+    for path in (tmp_path / "records").iterdir():
+        path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+    content = compose(Results(plan, Records(tmp_path / "records")), "smoke")
+    page = as_html(content, {})
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script" not in page
+    assert "<script" not in as_markdown(content, {})
+
+
 def test_a_report_of_everything_before_all_is_run(tmp_path):
     fill(tmp_path, ["replace-dropout"], seeds=1)
     write_report(tmp_path, EXPERIMENTS, "smoke", seeds=3)

@@ -148,7 +148,7 @@ def row(name: str, sizes: list[dict[str, Figures]]) -> str:
     def found(key: str) -> str:
         return ", ".join(f"{size[name][key] / size['dropout'][key]:.2f}" for size in sizes)
 
-    # Gradients, four bytes a parameter, and activations are there at once, at the worst.
+    # As if all gradients, four bytes a parameter, and all activations were there at once.
     peaks = []
     for size in sizes:
         plain, gradients = size["dropout"]["held"], 4 * size["dropout"]["parameters"]

@@ -119,7 +119,7 @@ def test_text_is_escaped(tmp_path):
 
 
 def test_what_records_say_of_themselves_is_escaped(tmp_path):
-    plan, records = fill(tmp_path, ["taylor"])
+    plan, _ = fill(tmp_path, ["taylor"])
     evil = "<script>alert(1)</script>"
     told = {"machine": {"platform": evil, "device": evil}, "versions": {evil: evil}, "commit": evil}
     for path in (tmp_path / "records").iterdir():

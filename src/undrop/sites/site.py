@@ -76,18 +76,12 @@ class Sites(Sequence[Site]):
 
     def table(self) -> list[tuple[str, ...]]:
         """The headings, and a row of words for each site."""
-        head = ("name", "kind", "p", "mask", "shape", "in eval")
-        return [head] + [
-            (
-                site.name,
-                site.kind,
-                f"{site.p:g}",
-                site.mask,
-                "×".join(map(str, site.shape)),
-                "ACTIVE" if site.active_in_eval else "off",
-            )
-            for site in self
-        ]
+        rows: list[tuple[str, ...]] = [("name", "kind", "p", "mask", "shape", "in eval")]
+        for site in self:
+            shape = "×".join(map(str, site.shape))
+            in_eval = "ACTIVE" if site.active_in_eval else "off"
+            rows.append((site.name, site.kind, f"{site.p:g}", site.mask, shape, in_eval))
+        return rows
 
     def __repr__(self) -> str:
         """The table as text."""

@@ -37,9 +37,9 @@ def test_the_best_of_the_tuning_is_run_on_the_other_seeds(records):
     cell = plan.cells["ptb:l2"]
     assert cell.waiting(records) == 2
     assert cell.found(records) == {}
-    for variant, ppl in zip(cell.variants, [9.0, 7.0, 8.0, 9.0], strict=True):
+    for variant in cell.variants:
         assert cell.choice(records) is None
-        records.add(made_up(cell.run(variant, 1), [ppl]))
+        records.add(made_up(cell.run(variant, 1), [7.0 if variant == 1 else 8.0 + variant]))
     assert cell.choice(records) == 1
     assert cell.waiting(records) == 0
     assert {run.key for run in plan.missing(records)} >= {cell.run(1, 2).key, cell.run(1, 3).key}

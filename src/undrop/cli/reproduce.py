@@ -80,12 +80,14 @@ def _show(plan: Plan, records: Records) -> None:
     missing = plan.missing(records)
     estimates = plan.estimates(missing, records)
     rows = [[run.title, f"{run.cost:g}", duration(estimates[run.key])] for run in missing]
-    for cell, count in plan.waiting(records):
+    waiting = plan.waiting(records)
+    for cell, count in waiting:
         title = (
             f"{cell.setting.name} {cell.method.name}, the best of its tuning, {count} more seeds"
         )
         rows.append([title, f"{cell.method.cost:g}", ""])
     print_table(["run", "cost of a step", "about"], rows, numbers={"cost of a step", "about"})
     there = len(plan.needed(records)) - len(missing)
+    wanted = len(missing) + sum(count for _, count in waiting)
     left = duration(plan.remaining(records))
-    typer.echo(f"{there} runs are there; {len(rows)} are missing: about {left} on one core.")
+    typer.echo(f"{there} runs are there; {wanted} are missing: about {left} on one core.")

@@ -111,9 +111,7 @@ def step_of(model, inputs, target, loss, engine, **options):
     return step.parts, [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@quick
-@given(
+steps = given(
     rows=shapes,
     classes=st.integers(1, 4),
     dtype=st.sampled_from(DTYPES[2:]),
@@ -122,6 +120,12 @@ def step_of(model, inputs, target, loss, engine, **options):
     ignored=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 99),
 )
+"""What an objective's step is tried on, where engines are compared."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@quick
+@steps
 def test_tangent_and_antithetic_agree(name, rows, classes, dtype, p, size, ignored, seed):
     """In every part and in the gradient, up to rounding, which grows with |F|/(ε₀|u|) ≤ 1/(ε₀σ)."""
     assume(dtype == torch.float64 or p > 0.01)
@@ -145,15 +149,7 @@ def test_tangent_and_antithetic_agree(name, rows, classes, dtype, p, size, ignor
 
 @pytest.mark.parametrize("name", LOSSES)
 @quick
-@given(
-    rows=shapes,
-    classes=st.integers(1, 4),
-    dtype=st.sampled_from(DTYPES[2:]),
-    p=rates,
-    size=st.sampled_from([0.0, 1.0, 1e4]),
-    ignored=st.sampled_from([0.0, 1.0]),
-    seed=st.integers(0, 99),
-)
+@steps
 def test_exact_and_tangent_agree(name, rows, classes, dtype, p, size, ignored, seed):
     """With one η a row, uᵀHu is the same for both signs: each draw has the value of the mean."""
     torch.manual_seed(seed)

@@ -41,7 +41,7 @@ class Row:
     peak_mb: float | None
     """Peak memory of a step in a process of its own, over what Python and torch take by themselves.
 
-    None where it was not measured, or where the process had more than the machine could give.
+    None where it was not measured, or where the process did not live to tell.
     """
 
     def to_json(self) -> dict[str, Any]:

@@ -56,7 +56,9 @@ def bench(
     _print(rows)
     for row in rows:
         if memory and row.peak_mb is None:
-            typer.echo(f"{row.name} took more memory than this machine could give.", err=True)
+            typer.echo(
+                f"{row.name}: no peak, its process died, likely for want of memory.", err=True
+            )
     if json is not None:
         _write(json, model, size, rows)
     if plot is not None:

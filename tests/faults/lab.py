@@ -62,10 +62,11 @@ class Lab:
         (folder / "text").mkdir(parents=True)
         self.config = tiny_config(write_text(folder / "text"), **sections)
         self._train = train_it or _train_here
-        began = time.monotonic()
         self.resume(folder / "whole")
-        self.seconds = time.monotonic() - began
         self.whole = bits(folder / "whole")
+        began = time.monotonic()
+        self.resume(folder / "again")  # the first one loads what the others find loaded
+        self.seconds = time.monotonic() - began
 
     def start(self, out: Path, point: str | None = None, count: int = 0) -> BaseProcess:
         """The run, or what is left of it, in a process of its own."""

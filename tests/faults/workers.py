@@ -1,4 +1,7 @@
-"""A worker killed under torchrun: its agent ends the other one; started again, they go on."""
+"""A worker killed under torchrun: its agent ends the other one; started again, they go on.
+
+Who starts them again is the agent itself in one half of the strikes, and a new launch in the other.
+"""
 
 import contextlib
 import logging
@@ -24,10 +27,11 @@ WORKERS = 2
 def work(config: dict[str, Any], out: str) -> None:
     """What each worker does; the agent told it its rank by the environment."""
     Path(f"{out}.rank-{os.environ['RANK']}").write_text(str(os.getpid()))
+    Path(f"{out}.restarts").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
     train.run(Config.parse(config), out=out, resume=True)
 
 
-def launch(config: Config, out: Path) -> None:
+def launch(config: Config, out: Path, restarts: int = 0) -> None:
     """Train under the agent of torchrun, whose workers are forked here, not started from nothing."""
     logs = DefaultLogsSpecs(str(out.parent / "logs"), redirects=Std.ALL)
     options = LaunchConfig(
@@ -37,7 +41,7 @@ def launch(config: Config, out: Path) -> None:
         run_id=out.name,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=restarts,
         monitor_interval=0.02,
         start_method="forkserver",
         logs_specs=logs,
@@ -46,29 +50,30 @@ def launch(config: Config, out: Path) -> None:
 
 
 def kill_worker(lab: Lab, out: Path, draw: Random) -> int:
-    """SIGKILL to one of the workers, at any moment after the run was begun."""
+    """SIGKILL to one of the workers, at any moment after it was started."""
     rank, delay = draw.randrange(WORKERS), draw.uniform(0.0, lab.seconds)
-    over, hit = threading.Event(), threading.Event()
+    restarts, over = draw.randrange(2), threading.Event()
+    its_process = Path(f"{out}.rank-{rank}")
+    its_process.unlink(missing_ok=True)
 
     def strike() -> None:
-        while train.RunFolder(out).holder() is None and not over.is_set():
+        while not its_process.exists() and not over.is_set():
             time.sleep(0.005)
         if not over.wait(delay):
-            hit.set()
             with contextlib.suppress(ProcessLookupError):  # it was over before
-                os.kill(int(Path(f"{out}.rank-{rank}").read_text()), signal.SIGKILL)
+                os.kill(int(its_process.read_text()), signal.SIGKILL)
 
     thread = threading.Thread(target=strike)
     thread.start()
     failed = False
     try:
-        launch(lab.config, out)
+        launch(lab.config, out, restarts)
     except ChildFailedError:
         failed = True
     over.set()
     thread.join()
-    assert hit.is_set() or not failed
-    return failed
+    assert not (failed and restarts), "the restarted workers did not go on"
+    return failed or Path(f"{out}.restarts").read_text() != "0"
 
 
 def kill_torchrun_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:

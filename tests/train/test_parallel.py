@@ -1,15 +1,18 @@
 import json
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from parallel_step import work
 from undrop import train
 from undrop.errors import RunError
 from undrop.train import RunFolder
+from undrop.train.meeting import fresh
 from undrop.train.world import World
 
 
@@ -87,3 +90,28 @@ def test_streams_are_shared_without_gap_or_overlap():
         shares = [World(rank, size).share(10) for rank in range(size)]
         columns = [column for share in shares for column in range(10)[share]]
         assert columns == list(range(10))
+
+
+def meet(store, *ranks, wait=30.0):
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda rank: fresh(store, rank, 3, timedelta(seconds=wait)), ranks))
+
+
+def test_processes_meet_where_nothing_is_left_of_those_before():
+    store = HashStore()
+    before = meet(store, 0, 1, 2)
+    for rank in (1, 2):  # and of those whose main process never came
+        store.set(f"undrop/asks/{rank}", "long ago")
+    after = meet(store, 0, 1, 2)
+    for rank, part in enumerate(before):
+        part.set(f"address {rank}", "of one that was killed")
+    assert not any(part.check([f"address {rank}"]) for part in after for rank in range(3))
+    after[2].set("address 2", "new")
+    assert [part.get("address 2") for part in after] == [b"new"] * 3
+
+
+def test_a_process_that_does_not_come_is_named():
+    with pytest.raises(TimeoutError, match=r"of 3 processes, ranks \[2\] did not come"):
+        meet(HashStore(), 0, 1, wait=0.2)
+    with pytest.raises(DistStoreError):
+        meet(HashStore(), 1, 2, wait=0.2)

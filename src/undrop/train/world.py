@@ -84,9 +84,13 @@ def joined(device: torch.device) -> Iterator[World]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    from undrop.train.meeting import meet  # needs what not every build of torch has
+
+    store, rank, size = meet()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
+        yield World(rank, size, device)
         # Meanwhile gloo's threads let go of the last tensors. One that does so when the interpreter
         # is at its end aborts the process, and destroying the group does not wait for them.
         dist.barrier()

@@ -14,6 +14,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,7 +37,7 @@ from undrop.train.world import World
 KINDS = (
     *("checkpoint", "signed checkpoint", "checkpoint tensors", "weights", "config", "metrics"),
     *("summary", "record", "corpus header", "vocabulary", "corpus tokens", "text"),
-    *("presets and --set", "command line"),
+    *("preset file", "presets and --set", "command line"),
 )
 """Their names."""
 
@@ -217,6 +218,13 @@ def configured(case: tuple[str | None, dict[str, Any], list[str]]) -> None:
         configure(*case)
 
 
+def of_a_preset(folder: Path) -> dict[str, Kind]:
+    """A preset in a file of its own."""
+    file = folder / "own.toml"
+    shutil.copy(resources.files("undrop") / "presets" / "ptb-awd-lstm-small.toml", file)
+    return {"preset file": Subject(file, lambda: configure(str(file))).kind()}
+
+
 COMMANDS = cli.commands()  # read off the files only once
 
 
@@ -247,6 +255,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
     return {
         **of_a_run(folder, write_text(text)),
         **of_a_corpus(text),
+        **of_a_preset(folder),
         "presets and --set": Kind(preset_case, configured),
         "command line": Kind(line_case, commanded),
     }

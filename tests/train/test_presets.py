@@ -78,3 +78,31 @@ def test_an_override_without_section_and_key_is_refused(text):
 def test_an_unknown_preset_is_answered_with_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'ptb-awd-lstm'"):
         configure("ptb-awd-lsmt")
+
+
+def test_a_file_of_ones_own_is_a_preset(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "ptb-awd-lstm"\n[optimizer]\nlr = 3.0\n')
+    mine, base = configure(str(file)), configure("ptb-awd-lstm")
+    assert (mine.optimizer.lr, mine.preset) == (3.0, str(file))
+    assert mine.model == base.model
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"mine.toml can't be read: No such file"),
+        (b"[optimizer\n", r"mine.toml is no TOML: .*line 1"),
+        (b"\xff", r"mine.toml is no TOML: .*utf-8"),
+        (b"a = " + b"[" * 10_000, r"mine.toml is no TOML"),
+        (b"extends = 'mine.toml'", r"extends 'mine.toml', which is none of demo, "),
+        (b"extends = ['demo']", r"extends \['demo'\], which is none of demo, "),
+        (b"[optimiser]\nlr = 1", r"optimiser"),
+    ],
+)
+def test_a_file_that_is_no_preset_is_named(tmp_path, content, message):
+    file = tmp_path / "mine.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        configure(str(file))

@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
     app.command("train", help=__doc__)(train)
 
 
-Preset = Annotated[str | None, typer.Option(help="Named settings to start from.")]
+Preset = Annotated[
+    str | None, typer.Option(help="Settings to start from: a name, or a .toml file.")
+]
 Model = Annotated[str | None, typer.Option(help="awd-lstm, qrnn, transformer-xl or gpt.")]
 Data = Annotated[
     str | None, typer.Option(help="A corpus, or a folder with train, valid and test texts.")
@@ -123,7 +125,7 @@ def settle(
 def _name(config: Config) -> str:
     """A run's folder, if none was given: what it trains, how, and the seed; never a path."""
     corpus = Path(config.data.name).name
-    base = Path(config.preset or f"{config.model.name}-{corpus}").name
+    base = Path(config.preset or f"{config.model.name}-{corpus}").name.removesuffix(".toml")
     return f"{base}-{config.objective.name}-{config.train.seed}"
 
 

@@ -1,10 +1,11 @@
-"""Named settings (TOML files in the package) and how settings are laid over each other."""
+"""Named settings (TOML files, the package's or one's own) and how settings are laid over each other."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from undrop.errors import ConfigError, UnknownNameError
@@ -34,6 +35,15 @@ def _read(name: str) -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
+def _read_own(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the preset {path} can't be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad TOML, a path with a zero in it
+        raise ConfigError(f"{path} is no TOML: {error}.") from None
+
+
 def describe(name: str) -> str:
     """A preset's own line of description."""
     return str(_read(name)["description"])
@@ -42,14 +52,25 @@ def describe(name: str) -> str:
 def preset(name: str) -> dict[str, Any]:
     """A preset's settings, laid over those of the one it extends.
 
+    Args:
+        name: one of ``presets()``, or the path of a file of one's own, which ends in ``.toml``.
+
     Raises:
         UnknownNameError: if there is none of that name.
+        ConfigError: if there is no such file, or no TOML in it.
     """
-    values = _read(name)
-    del values["description"]
+    values = _read_own(name) if name.endswith(".toml") else _read(name)
+    values.pop("description", None)
     base = values.pop("extends", None)
-    settings = merge(preset(base), values) if base is not None else values
+    settings = merge(preset(_named(base, name)), values) if base is not None else values
     return {**settings, "preset": name}
+
+
+def _named(base: object, name: str) -> str:
+    """What a preset extends: one of the package's, which does not lead back to it."""
+    if base not in presets():
+        raise ConfigError(f"{name} extends {base!r}, which is none of {', '.join(presets())}.")
+    return str(base)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

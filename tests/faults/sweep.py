@@ -128,12 +128,16 @@ def _ray_tasks() -> list[int]:
     """The processes that work on a task of the Ray cluster that this process started."""
     import psutil
 
-    below = psutil.Process().children(recursive=True)
-    return [p.pid for p in below if "".join(p.cmdline()).startswith("ray::_execute")]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "".join(process.cmdline()).startswith("ray::_execute"):
+                found.append(process.pid)
+    return found
 
 
 def kill_ray_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """Kill a worker of a sweep on Ray, at any moment of its work; (kills, those survived)."""
+    """Kill workers of sweeps on Ray, at any moment of their work; (kills, those survived)."""
     try:
         import ray
     except ImportError as error:
@@ -144,36 +148,40 @@ def kill_ray_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
     try:
         _on_ray(folder / "whole")
         expected = bits(folder / "whole")
-        for place in range(times):
+        for place in range(10 * times):
             out = folder / f"struck-{place}"
-            struck = _struck_on_ray(out, draw)
-            tried, survived = tried + struck, survived + struck * (bits(out) == expected)
+            struck = _struck_on_ray(out, draw, min(5, times - tried))
+            same = bits(out) == expected and not list((out / "runs").iterdir())
+            tried, survived = tried + struck, survived + struck * same
+            if tried >= times:
+                break
     finally:
         ray.shutdown()
     return tried, survived
 
 
 def _on_ray(out: Path) -> None:
-    executor = executor_named("ray", JOBS)
-    assert Campaign(Plan([EXPERIMENT], "smoke", 1), out, executor).run() == []
+    """A sweep until its end: Ray starts a task again once, and the same command one that failed."""
+    while Campaign(Plan([EXPERIMENT], "smoke", 1), out, executor_named("ray", JOBS)).run():
+        pass
 
 
-def _struck_on_ray(out: Path, draw: Random) -> bool:
-    """Let a sweep run whose first task, or the one after it, loses its worker; whether it did."""
-    hit, over, delay = threading.Event(), threading.Event(), draw.uniform(0.0, 1.0)
+def _struck_on_ray(out: Path, draw: Random, most: int) -> int:
+    """Let a sweep run while workers with a task are killed; how many were."""
+    over, hits = threading.Event(), []
 
     def strike() -> None:
-        while not over.wait(0.01):
+        while len(hits) < most and not over.wait(draw.uniform(0.0, 1.0)):
             if tasks := _ray_tasks():
-                over.wait(delay)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(draw.choice(tasks), signal.SIGKILL)
-                    hit.set()
-                return
+                    os.kill(task := draw.choice(tasks), signal.SIGKILL)
+                    hits.append(task)
 
     thread = threading.Thread(target=strike)
     thread.start()
-    _on_ray(out)
-    over.set()
-    thread.join()
-    return hit.is_set()
+    try:
+        _on_ray(out)
+    finally:
+        over.set()
+        thread.join()
+    return len(hits)

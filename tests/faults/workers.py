@@ -59,7 +59,8 @@ def kill_worker(lab: Lab, out: Path, draw: Random) -> int:
     def strike() -> None:
         while not its_process.exists() and not over.is_set():
             time.sleep(0.005)
-        if not over.wait(delay):
+        # The agent itself would wait forever for one killed when it is done and waits to be told so.
+        if not over.wait(delay) and not lab.ended(out):
             with contextlib.suppress(ProcessLookupError):  # it was over before
                 os.kill(int(its_process.read_text()), signal.SIGKILL)
 

@@ -98,12 +98,12 @@ class Subject:
     read: Callable[[], object]
 
     def kind(self, *, is_json: bool = False, sign: Callable[[bytes], bytes] = bytes) -> Kind:
-        """The file with bytes changed, and with values changed where it is JSON."""
+        """The file with bytes changed, and with values changed where it is JSON, then signed."""
         sound, stat = self.path.read_bytes(), self.path.stat()
         case = json_case(sound) if is_json else functools.partial(raw, sample=sound)
 
         def survives(data: bytes) -> None:
-            self.path.write_bytes(data)
+            self.path.write_bytes(sign(data))
             try:
                 with contextlib.suppress(UndropError):
                     self.read()
@@ -111,7 +111,7 @@ class Subject:
                 self.path.write_bytes(sound)
                 os.utime(self.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-        return Kind(lambda draw: sign(case(draw)), survives, sound)
+        return Kind(case, survives, sound)
 
 
 def signed(data: bytes) -> bytes:

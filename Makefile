@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-slow lint format docs bench faults clean
+.PHONY: help install demo test test-slow lint format docs bench faults audit clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,10 @@ faults: $(STAMP)  ## The fault campaign: kills, full disks, bad bytes (hours)
 	PYTHONPATH=tests $(BIN)/python -m faults --times $(or $(TIMES),100)
 	PYTHONPATH=tests $(BIN)/python -m faults --bad-bytes --times $(or $(CASES),100000)
 	UNDROP_LEAK_STEPS=2000 $(BIN)/python -m pytest tests/faults/test_leaks.py
+
+audit: $(STAMP)  ## Look for known weaknesses of the pinned dependencies (asks the network)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 lint: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -3,9 +3,12 @@
 import ast
 import json
 import pickle
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import undrop
 from tiny_run import tiny_config, write_text
@@ -121,3 +124,28 @@ def test_a_runs_name_can_not_leave_the_runs_folder(here, name):
     with pytest.raises(OptionError, match="a run's name must be a plain one, got"):
         train.take_turns({name: presets}, out=here / "out")
     assert not (here / "out").exists()
+
+
+def required(name, extras=frozenset(), found=None):
+    """The packages that one requires on this machine, all the way down."""
+    found = {} if found is None else found
+    if (name, extras) not in found:
+        found[name, extras] = None
+        try:
+            lines = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # an extra that is not installed
+            lines = []
+        for line in map(Requirement, lines):
+            if any(
+                line.marker is None or line.marker.evaluate({"extra": x}) for x in ("", *extras)
+            ):
+                required(canonicalize_name(line.name), frozenset(line.extras), found)
+    return {name for name, _ in found}
+
+
+def test_every_dependency_is_pinned():
+    constraints = Path(__file__).parents[2] / "constraints.txt"
+    lines = [line for line in constraints.read_text().splitlines() if line and line[0] != "#"]
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    assert len(pinned) == len(lines)
+    assert required("undrop", frozenset({"dev"})) - pinned == {"undrop"}

@@ -42,9 +42,7 @@ class Gradient:
         if world.size > 1:
             self._module = _Objective(model, objective)
             devices = [world.device] if world.device.type == "cuda" else None
-            self._parallel = DistributedDataParallel(
-                self._module, device_ids=devices, broadcast_buffers=False
-            )
+            self._parallel = DistributedDataParallel(self._module, device_ids=devices)
 
     def __call__(self, inputs: Any, targets: Tensor) -> Step:
         """The step, after its backward pass."""

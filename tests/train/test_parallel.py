@@ -1,5 +1,8 @@
 import json
 import multiprocessing
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -9,6 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from parallel_step import work
+from tiny_run import bits
 from undrop import train
 from undrop.errors import RunError
 from undrop.train import RunFolder
@@ -83,6 +87,24 @@ def test_several_processes_go_on_to_the_same_bits(launch, tiny, tmp_path):
         launch("-m", "undrop", "train", *arguments_of(config), *extra)
     whole, half = (RunFolder(tmp_path / name).read_best() for name in ("whole", "half"))
     assert all(torch.equal(whole[name], half[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_worker_and_it_ends_with_the_same_bits(launch, tiny, tmp_path):
+    config = tiny(objective={"name": "analytic"}, train={"epochs": 4, "checkpoint_every": 3})
+    struck, words = RunFolder(tmp_path / "struck"), ["-m", "undrop", "train", *arguments_of(config)]
+    launch(*words, "--out", tmp_path / "whole")
+
+    def strike():
+        while not struck.checkpoints.steps():
+            time.sleep(0.005)
+        os.kill(int(struck.holder()), signal.SIGKILL)
+
+    with ThreadPoolExecutor() as pool:
+        striking = pool.submit(strike)
+        launch("--max-restarts=1", *words, "--resume", "--out", tmp_path / "struck")
+    striking.result()
+    assert bits(tmp_path / "struck") == bits(tmp_path / "whole")
 
 
 def test_streams_are_shared_without_gap_or_overlap():

@@ -237,6 +237,7 @@ def commanded(line: list[str]) -> None:
         mock.patch("undrop.train.run", side_effect=stop),
         mock.patch("undrop.reproduce.Campaign.run", side_effect=stop),
         mock.patch("undrop.cli.diagnose._measured", side_effect=stop),
+        mock.patch("undrop.check", side_effect=stop),
         mock.patch("undrop.corpora.corpus.fetch", side_effect=stop),
         contextlib.redirect_stdout(shown),
         contextlib.redirect_stderr(errors),

@@ -1,14 +1,23 @@
-"""What commands print: JSON for programs, tables for people."""
+"""What commands print: JSON for programs, tables for people, and a sign of life meanwhile."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import typer
 
-__all__ = ["print_json", "print_table"]
+__all__ = ["print_json", "print_table", "working"]
+
+
+def working(what: str) -> AbstractContextManager[object]:
+    """Say on stderr, where that is a terminal, what is being done until it is done."""
+    from rich.console import Console
+    from rich.text import Text
+
+    return Console(stderr=True).status(Text(what))
 
 
 def print_json(value: Any) -> None:

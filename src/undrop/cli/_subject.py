@@ -17,6 +17,7 @@ __all__ = [
     "Json",
     "LossName",
     "ModelName",
+    "Progress",
     "RunFolderOrNone",
     "subject",
 ]
@@ -43,6 +44,7 @@ DataDir = Annotated[
     Path | None, typer.Option(help="Where the corpus is, if not where it was or would be.")
 ]
 Batches = Annotated[int, typer.Option(min=1, help="The most batches to take.")]
+Progress = Annotated[bool, typer.Option(help="Show a bar on stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

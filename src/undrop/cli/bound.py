@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from undrop.cli._output import print_json, print_table
+from undrop.cli._output import print_json, print_table, working
 from undrop.cli._subject import DataDir, Json
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ def bound(
     json: Json = False,
 ) -> None:
     """Evaluate every run and set them side by side."""
-    found = {str(run): _bound(run, batches, truncation, delta, data_dir) for run in runs}
+    found = {}
+    for run in runs:
+        with working(f"bounding {run}"):
+            found[str(run)] = _bound(run, batches, truncation, delta, data_dir)
     if json:
         print_json({name: result.to_json() for name, result in found.items()})
         return

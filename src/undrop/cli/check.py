@@ -13,6 +13,7 @@ from undrop.cli._subject import (
     Json,
     LossName,
     ModelName,
+    Progress,
     RunFolderOrNone,
     subject,
 )
@@ -40,6 +41,7 @@ def check(
     ] = None,
     data_dir: DataDir = None,
     seconds: Annotated[float, typer.Option(help="The time there is.")] = 20.0,
+    progress: Progress = True,
     json: Json = False,
 ) -> None:
     """Compare on the first batch."""
@@ -53,6 +55,7 @@ def check(
         source.model,
         (batch.inputs, batch.targets),
         seconds=seconds,
+        progress=progress,
     )
     if json:
         print_json(found.to_json())

@@ -15,6 +15,7 @@ from undrop.cli._subject import (
     Json,
     LossName,
     ModelName,
+    Progress,
     RunFolderOrNone,
     subject,
 )
@@ -48,7 +49,7 @@ def diagnose(
     save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plots: png, pdf or svg.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one HTML page.")] = None,
-    progress: Annotated[bool, typer.Option(help="Show a bar on stderr.")] = True,
+    progress: Progress = True,
     json: Json = False,
 ) -> None:
     """Measure, print, and write what was asked for."""

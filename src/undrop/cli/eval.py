@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from undrop.cli._output import print_json, print_table
+from undrop.cli._output import print_json, print_table, working
 
 __all__ = ["register"]
 
@@ -47,7 +47,8 @@ def evaluate(
     for name in splits:
         tokens = opened.corpus.splits[name]
         streams = batch_size or data.eval_batch_size
-        loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)
+        with working(f"reading {len(tokens):,} tokens of {name}"):
+            loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)
         results[name] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens)}
     if json:
         print_json(results)

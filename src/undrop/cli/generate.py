@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from undrop.cli._output import print_json
+from undrop.cli._output import print_json, working
 
 __all__ = ["register"]
 
@@ -41,17 +41,20 @@ def generate(
     from undrop.train.sampling import sample
 
     opened = open_run(run, data_dir=data_dir)
-    drawn = sample(
-        opened.model,
-        opened.corpus.vocabulary,
-        prompt=prompt,
-        words=words,
-        temperature=temperature,
-        top_k=top_k,
-        generator=torch.Generator().manual_seed(seed),
-    )
+    with working(f"drawing {words} words"):
+        drawn = list(
+            sample(
+                opened.model,
+                opened.corpus.vocabulary,
+                prompt=prompt,
+                words=words,
+                temperature=temperature,
+                top_k=top_k,
+                generator=torch.Generator().manual_seed(seed),
+            )
+        )
     if json:
-        print_json({"prompt": prompt, "seed": seed, "words": list(drawn)})
+        print_json({"prompt": prompt, "seed": seed, "words": drawn})
         return
     text = " ".join([prompt, *("\n" if word == EOS else word for word in drawn)])
     typer.echo(text.replace(" \n ", "\n").strip())

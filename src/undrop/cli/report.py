@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from undrop.cli._output import working
+
 __all__ = ["register"]
 
 
@@ -36,8 +38,9 @@ def report(
     from undrop.reproduce import EXPERIMENTS
     from undrop.reproduce.report import write_report
 
-    written = write_report(
-        results, experiment or EXPERIMENTS, scale or results.absolute().name, seeds, out
-    )
+    with working(f"drawing what {results} holds"):
+        written = write_report(
+            results, experiment or EXPERIMENTS, scale or results.absolute().name, seeds, out
+        )
     for path in written:
         typer.echo(str(path))

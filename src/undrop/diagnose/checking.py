@@ -15,7 +15,7 @@ from undrop.diagnose.estimates import Draws, Estimate, percent
 from undrop.diagnose.expansion import Expanded, Expander
 from undrop.diagnose.gradients import GradientNoise
 from undrop.diagnose.subject import Batch, Subject, collect
-from undrop.diagnose.timing import Budget, checked_seconds
+from undrop.diagnose.timing import Budget, checked_seconds, progress_bar
 from undrop.errors import OptionError
 from undrop.objectives import Analytic, Dropout, Objective
 from undrop.objectives.randomness import Randomness
@@ -93,6 +93,7 @@ def check(
     seconds: float = 10.0,
     draws: int = 256,
     generator: torch.Generator | None = None,
+    progress: bool = True,
 ) -> Check:
     """Compare an objective's analytic terms with dropout itself on one batch.
 
@@ -105,6 +106,7 @@ def check(
         seconds: the time there is.
         draws: the most masks.
         generator: where masks come from.
+        progress: whether to show a bar on stderr, where that is a terminal.
 
     Raises:
         OptionError: if the objective has no analytic part.
@@ -115,14 +117,16 @@ def check(
     objective.selection.check(subject.sites.names)
     probe = copy.copy(objective)  # with a generator of its own, so that the user's stays put
     probe.randomness = Randomness(generator)
-    budget = Budget(seconds, lambda done, what: None)
     table = Draws()
-    with subject.studied():
+    with progress_bar(progress) as show, subject.studied():
+        budget = Budget(seconds, show, what="comparing with dropout")
         only = subject.batches[0]
         expanded = Expander(subject)(only)
         base = subject.value(only, {})
         noise = GradientNoise(subject) if wants_noise else None
-        while table.masks < _LEAST or not (budget.spent() or table.masks >= draws):
+        while table.masks < _LEAST or not (
+            budget.spent(table.masks / draws) or table.masks >= draws
+        ):
             row = _row(subject, expanded, only, base, probe)
             if noise is not None:
                 row |= _noise_row(noise, only)

@@ -30,6 +30,7 @@ class Budget:
         self._seconds = seconds
         self._show, self._of, self._what = show, of, what
         self._began = time.monotonic()
+        show(of[0], what)
 
     @property
     def elapsed(self) -> float:

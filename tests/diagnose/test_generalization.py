@@ -131,6 +131,17 @@ def test_a_perfect_layer_leaves_the_low_order_term_alone():
     assert found.to_json()["beta"] is None
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-200, 1e-100])
+def test_features_of_no_size_leave_the_low_order_term_alone(size):
+    """κ = 0: G(β) = c/β², and every term but ζ has a factor κ. A κ of next to nothing goes there."""
+    weight, features, labels = map(torch.from_numpy, data())
+    found = undrop.bound(weight, size * features, labels)
+    assert found.nu == pytest.approx(1 - 1 / 5)  # a blind guess among five classes
+    assert found.g_minimum == pytest.approx(0.0, abs=1e-60)
+    assert found.total == pytest.approx(found.zeta)
+    assert math.isinf(found.beta) == (found.kappa == 0.0)
+
+
 def test_a_bias_is_one_more_feature_of_one():
     weight, features, labels = map(torch.from_numpy, data())
     bias = torch.randn(5).double()

@@ -103,9 +103,10 @@ class Curve(NamedTuple):
 def minimum_over_beta(curve: Curve) -> tuple[float, float]:
     """β* and G(β*): the zero of the growing G' by bisection in log β.
 
-    Where the loss has no gradient and no curvature left, the infimum 0 is at β = ∞.
+    Where the loss has no gradient and no curvature left, or no feature is other than 0 (s = 0, and a
+    with it), the infimum 0 is at β = ∞.
     """
-    if curve.a == 0.0 and curve.b == 0.0:
+    if curve.a == 0.0 and (curve.b == 0.0 or curve.s == 0.0):
         return math.inf, 0.0
     low, high = math.log(1e-80), math.log(_LARGEST / curve.s)
     for _ in range(200):

@@ -87,6 +87,17 @@ def test_training_is_not_touched():
         assert torch.equal(value, watched[name]), name
 
 
+def test_a_loss_for_one_observation_does_not_stay():
+    made = problem("mlp")
+    watcher = undrop.Watcher(interval=1)
+    before = watcher.observe(0, made.model, made.inputs, made.targets)
+    squared = watcher.observe(
+        0, made.model, made.inputs, torch.zeros(3, 3).double(), loss=undrop.losses.MSE()
+    )
+    assert squared != before
+    assert watcher.observe(0, made.model, made.inputs, made.targets) == before
+
+
 def test_a_loss_that_is_no_likelihood_has_no_shares():
     made = problem("mlp", "generic")
     watcher = undrop.Watcher(loss=made.loss, interval=1)
@@ -96,9 +107,14 @@ def test_a_loss_that_is_no_likelihood_has_no_shares():
     assert "generic" in LOSSES
 
 
-def test_bad_input():
-    with pytest.raises(undrop.errors.OptionError, match="interval must be a whole number"):
-        undrop.Watcher(interval=0)
+@pytest.mark.parametrize("interval", [0, 1.5, True])
+def test_an_interval_is_a_whole_number(interval):
+    message = f"interval must be a whole number of at least 1, got {interval}"
+    with pytest.raises(undrop.errors.OptionError, match=message):
+        undrop.Watcher(interval=interval)
+
+
+def test_a_model_without_dropout_has_nothing_to_watch():
     plain = torch.nn.Linear(2, 2)
     with pytest.raises(undrop.errors.NoDropoutError, match="no active dropout was met in Linear"):
         undrop.Watcher(interval=1).observe(0, plain, torch.randn(1, 2), torch.tensor([0]))

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from undrop.engines import Draw, Engine, Evaluation, Leaves, Request, Weights, engine_named
-from undrop.errors import EngineError, NoDropoutError, OptionError
+from undrop.errors import EngineError, NoDropoutError
 from undrop.losses import Loss, as_loss
+from undrop.options import whole
 from undrop.sites import Interception, Selection, call, keep_statistics, logits_of, unwrapped
 
 __all__ = ["Watcher"]
+
+
+class _Seen(NamedTuple):
+    """What one observation looks at."""
+
+    model: nn.Module
+    inputs: Any
+    targets: Any
+    loss: Loss
 
 
 class Watcher:
@@ -42,10 +52,8 @@ class Watcher:
         implicit: bool = True,
         seed: int = 0,
     ) -> None:
-        if interval < 1:
-            raise OptionError(f"interval must be a whole number of at least 1, got {interval}.")
         self.loss = as_loss(loss)
-        self.interval = interval
+        self.interval = whole("interval", interval)
         self.implicit = implicit
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -61,38 +69,38 @@ class Watcher:
             model: in train mode.
             inputs: as for an objective.
             targets: likewise.
-            loss: that of the training, if it is not the watcher's own.
+            loss: that of the training at this step, if it is not the watcher's own.
 
         Returns:
             ``psd`` (½E[uᵀHu]), ``xi_norm`` (‖ξ_approx‖) and ``share/SITE`` of each site.
         """
         if step % self.interval:
             return None
-        model = unwrapped(model)
+        seen = _Seen(unwrapped(model), inputs, targets, self.loss if loss is None else loss)
         for generator in self._generators.values():
             generator.manual_seed(self._seed + step)
         self._step = step
-        self.loss = loss or self.loss
-        with keep_statistics(model), torch.enable_grad():
-            figures = self._explicit(model, inputs, targets)
+        with keep_statistics(seen.model), torch.enable_grad():
+            figures = self._explicit(seen)
             if self.implicit:
-                figures["xi_norm"] = self._noise_norm(model, inputs, targets)
+                figures["xi_norm"] = self._noise_norm(seen)
         return figures
 
-    def _explicit(self, model: nn.Module, inputs: Any, targets: Any) -> dict[str, float]:
+    def _explicit(self, seen: _Seen) -> dict[str, float]:
+        model, inputs, targets, loss = seen
         field = Leaves(self._draw("dropout"))
         with Interception(model, field):
             logits = logits_of(call(model, inputs))
         if not field.leaves:
             raise NoDropoutError(f"no active dropout was met in {type(model).__name__} to watch.")
         try:
-            sampled = self.loss.sampled(logits, targets, "hessian", self._generator(logits.device))
+            sampled = loss.sampled(logits, targets, "hessian", self._generator(logits.device))
         except EngineError:  # a loss that is no likelihood: one draw of u, and no shares
-            return {"psd": self._quadratic(model, inputs, targets)}
+            return {"psd": self._quadratic(seen)}
         gradients = torch.autograd.grad(
             sampled, field.leaves, allow_unused=True, materialize_grads=True
         )
-        count = float(self.loss.count(logits, targets))
+        count = float(loss.count(logits, targets))
         squares = {
             site.name: 0.5 * site.sigma**2 * float(gradient.double().square().sum()) / count
             for site, gradient in zip(field.sites, gradients, strict=True)
@@ -101,27 +109,22 @@ class Watcher:
         shares = {f"share/{name}": value / total for name, value in squares.items() if total}
         return {"psd": total, **shares}
 
-    def _quadratic(self, model: nn.Module, inputs: Any, targets: Any) -> float:
+    def _quadratic(self, seen: _Seen) -> float:
         weights = Weights(loss=0.0, explicit=0.5, implicit=0.0)
-        return float(self._evaluate(model, inputs, targets, weights).parts["explicit"])
+        return float(self._evaluate(seen, weights).parts["explicit"])
 
-    def _noise_norm(self, model: nn.Module, inputs: Any, targets: Any) -> float:
+    def _noise_norm(self, seen: _Seen) -> float:
         weights = Weights(loss=0.0, explicit=0.0, implicit=1.0)
         gradients = torch.autograd.grad(
-            self._evaluate(model, inputs, targets, weights).total,
-            [p for p in model.parameters() if p.requires_grad],
+            self._evaluate(seen, weights).total,
+            [p for p in seen.model.parameters() if p.requires_grad],
             allow_unused=True,
             materialize_grads=True,
         )
         return math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradients))
 
-    def _evaluate(
-        self, model: nn.Module, inputs: Any, targets: Any, weights: Weights
-    ) -> Evaluation:
-        draw = self._draw("sign")
-        return self._engine.evaluate(
-            Request(model, inputs, targets, self.loss, "hessian", weights, draw)
-        )
+    def _evaluate(self, seen: _Seen, weights: Weights) -> Evaluation:
+        return self._engine.evaluate(Request(*seen, "hessian", weights, self._draw("sign")))
 
     def _draw(self, noise: str) -> Draw:
         return Draw(noise, "as-declared", Selection(), self._generator)

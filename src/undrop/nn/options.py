@@ -6,15 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from undrop.errors import OptionError
+from undrop.options import whole
 
 __all__ = ["increasing", "probability", "sizes", "whole"]
-
-
-def whole(field: str, value: int, *, least: int = 1) -> int:
-    """``value``, if it is a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{field} must be a whole number of at least {least}, got {value!r}.")
-    return value
 
 
 def probability(field: str, value: float) -> float:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import undrop
 from undrop.engines import Draw
 from undrop.errors import EngineError, RecomputationError
+from undrop.objectives import SAM, Jacobian, RDrop
 from undrop.sites import recomputation
 
 D = torch.float64
@@ -88,6 +89,9 @@ OBJECTIVES = {
     "none": undrop.NoRegularization,
     "dropout": lambda: undrop.Dropout(2),
     "own masks": lambda: undrop.Dropout(2, generator=torch.Generator().manual_seed(3)),
+    "jacobian": lambda: Jacobian(1.0, site="blocks.0.drop", step=0.5),
+    "r-drop": RDrop,
+    "sam": SAM,
 }
 ROADS = [each, without_random_state, nested, in_segments, with_contexts]
 
@@ -119,7 +123,7 @@ def test_gradients_and_statistics_are_those_without_checkpointing(name, run):
     assert_same(net(run), name)
 
 
-@pytest.mark.parametrize("name", ["reverse", "exact", "none"])
+@pytest.mark.parametrize("name", ["reverse", "exact", "none", "jacobian", "r-drop", "sam"])
 @pytest.mark.parametrize("run", [each, nested], ids=lambda run: run.__name__)
 def test_every_engine_and_objective(name, run):
     assert_same(net(run), name)

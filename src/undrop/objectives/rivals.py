@@ -120,23 +120,25 @@ class Jacobian(Objective):
         return [partial(self._stable, model, inputs, targets, self.site or names[0])]
 
     def _stable(self, model: nn.Module, inputs: Any, targets: Any, name: str) -> Evaluation:
-        shifted = _Shifted(name, self.step, self.randomness)
-        with Interception(model, shifted):
+        shift = _Shift(name, self.step, self.randomness)
+        with Interception(model, partial(shift, 1.0)):
             output = call(model, inputs)
-        shifted.sign = -1.0
-        with keep_statistics(model), Interception(model, shifted):
+        with keep_statistics(model), Interception(model, partial(shift, -1.0)):
             other = call(model, inputs)
         plus, minus = logits_of(output), logits_of(other)
         self.loss.check(plus, targets)
-        u = (plus - minus) / (2.0 * shifted.distance)
+        u = (plus - minus) / (2.0 * shift.distance)
         weights = Weights(loss=1.0, explicit=0.5 * self.weight, implicit=0.0)
         total, parts = self.loss.combined(0.5 * (plus + minus), u, targets, "identity", weights)
         between = tree_map(middle, output, other)
         return Evaluation(total, weighted_parts(weights, *parts), between)
 
 
-class _Shifted:
-    """The field h ± δη at one site, and h at all others."""
+class _Shift:
+    """h + sign·δη at one site, and h at all others; with a sign it is a field.
+
+    The sign is not kept: a checkpointed pass asks again, when the other pass has long been run.
+    """
 
     def __init__(
         self, name: str, step: float, generator: Callable[[torch.device], torch.Generator]
@@ -144,11 +146,10 @@ class _Shifted:
         self.name = name
         self.step = step
         self.generator = generator
-        self.sign = 1.0
         self.distance = 0.0
         self._eta: Tensor | None = None
 
-    def __call__(self, site: Site, h: Tensor) -> Tensor:
+    def __call__(self, sign: float, site: Site, h: Tensor) -> Tensor:
         if site.name != self.name:
             return h
         if self._eta is None:
@@ -157,7 +158,7 @@ class _Shifted:
             self._eta = draw_noise(
                 "sign", tuple(h.shape), site.p, like=like, generator=self.generator(h.device)
             )
-        return torch.add(h, self._eta, alpha=self.sign * self.distance)
+        return torch.add(h, self._eta, alpha=sign * self.distance)
 
 
 class SAM(Objective):

@@ -156,3 +156,47 @@ def test_every_engine_has_its_name():
         Tangent,
         Antithetic,
     ]
+
+
+@pytest.mark.parametrize(
+    ("way", "op"),
+    [
+        (lambda h: h / h.norm(p=1, dim=1, keepdim=True), "aten::linalg_vector_norm of order 1"),
+        (
+            lambda h: h.scatter(1, torch.zeros(len(h), 6, dtype=torch.long), h, reduce="multiply"),
+            "aten::scatter with reduce",
+        ),
+    ],
+)
+def test_a_variant_of_a_proven_op_is_not_proven_with_it(way, op):
+    assert blocking_op(Net(way), torch.randn(5, 4)) == op
+
+
+class Late(nn.Module):
+    """An unproven op behind a dropout that a test may switch on."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.first, self.late, self.last = nn.Dropout(p), nn.Dropout(0.3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.late(torch.asinh(self.first(x))))
+
+
+def test_a_dropout_switched_on_later_is_looked_at_anew(caplog):
+    torch.manual_seed(0)
+    model, x, y = Late(0.0).double(), torch.randn(5, 4).double(), torch.randint(3, (5,))
+    auto = undrop.Analytic(engine="auto")
+    auto(model, x, y)
+    assert not caplog.records
+    model.first.p = 0.5
+
+    def gradients(engine):
+        objective = undrop.Analytic(engine=engine, generator=torch.Generator().manual_seed(1))
+        return torch.autograd.grad(objective(model, x, y).total, list(model.parameters()))
+
+    torch.testing.assert_close(gradients("auto"), gradients("antithetic"))
+    auto(model, x, y)
+    assert "no proven rule for aten::asinh" in caplog.text
+    with pytest.raises(EngineError, match="no proven rule for aten::asinh"):
+        undrop.Analytic(engine="tangent")(model, x, y)

@@ -1,11 +1,11 @@
 """Carrying the tangent for a part of the batch: what it keeps, over every part and a design of signs."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
 from measuring import BOTH, EXPLICIT, IMPLICIT, design, evaluate, gradient, relative, seeded
@@ -161,6 +161,111 @@ def test_a_state_with_the_batch_elsewhere_stays_in_order(fraction, engine, toler
     torch.testing.assert_close(found.output, whole.output, rtol=tolerance, atol=1e-7)
 
 
+class Deep(nn.Module):
+    """Returns a state with the batch in dimension 1, and a number for each layer."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+        self.lstm = nn.LSTM(2, 5, layers, batch_first=True)
+        self.scale = nn.Parameter(torch.randn(layers))
+
+    def forward(self, x):
+        output, state = self.lstm(self.dropout(x))
+        return output, state, self.scale
+
+
+@pytest.mark.parametrize(("layers", "batch"), [(2, 4), (1, 2), (3, 6), (4, 4)])
+def test_passes_of_other_sizes_tell_where_the_batch_is(layers, batch):
+    """Though as many examples carry the tangent as do not, and as there are layers."""
+    inputs = torch.randn(batch, 3, 2, dtype=D)
+    p = Problem(Deep(layers).to(D), inputs, torch.randint(5, (batch, 3)), CrossEntropy())
+    found = evaluate(Antithetic(1e-4), p, seeded(2), BOTH, fraction=0.5)
+    whole = p.model.eval()(inputs)
+    torch.testing.assert_close(found.output, whole, rtol=1e-6, atol=1e-7)
+
+
+class Out:
+    """What some models return: no container that torch knows."""
+
+    def __init__(self, logits, state):
+        self.logits, self.state, self.name = logits, [state, None], "out"
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    logits: Tensor
+    state: list[Tensor | None]
+    name: str = "out"
+
+
+class Items(dict):
+    __getattr__ = dict.__getitem__
+
+
+MAKERS = {
+    "attributes": Out,
+    "slots": lambda logits, state: Slots(logits, [state, None]),
+    "items": lambda logits, state: Items(logits=logits, state=[state, None], name="out"),
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, net, make):
+        super().__init__()
+        self.net, self.make, self.last = net, make, None
+
+    def forward(self, x):
+        state = self.net[:-1](x)
+        self.last = self.make(self.net[-1](state), state)
+        return self.last
+
+
+@ENGINES
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_an_output_of_any_class_is_without_noise_and_in_order(make, fraction, engine, tolerance):
+    p = four_examples()
+    p = replace(p, model=Returning(p.model, make))
+    found = evaluate(engine, p, seeded(2), BOTH, fraction=fraction).output
+    assert found is not p.model.last  # the model may go on with what it made
+    plain = p.model.eval()(p.inputs)
+    assert type(found) is type(plain)
+    assert found.name == "out"
+    assert found.state[1] is None
+    for mine, theirs in [(found.logits, plain.logits), (found.state[0], plain.state[0])]:
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=1e-7)
+
+
+@ENGINES
+def test_inputs_of_any_class_are_put_in_order(engine, tolerance):
+    class Doubled(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.logits + x.state[0])
+
+    p = four_examples()
+    made = Out(p.inputs, torch.randn(4, 2, dtype=D))
+    p = replace(p, model=Doubled(*p.model), inputs=made)
+    found = evaluate(engine, p, seeded(2), BOTH, fraction=0.5)
+    torch.testing.assert_close(found.output, p.model.eval()(made), rtol=tolerance, atol=1e-7)
+
+
+def weighed(output, target):
+    return (nn.functional.cross_entropy(output, target["y"], reduction="none") * target["w"]).mean()
+
+
+@ENGINES
+@pytest.mark.parametrize("tree", [lambda y, w: (y, w), lambda y, w: {"y": y, "w": w}])
+def test_targets_may_be_several_tensors(parts, tree, engine, tolerance):
+    p = four_examples()
+    targets = tree(p.targets, torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=D))
+    loss = Generic(lambda f, y: weighed(f, y if isinstance(y, dict) else {"y": y[0], "w": y[1]}))
+    p = replace(p, targets=targets, loss=loss)
+    found = [evaluate(engine, p, draw, EXPLICIT, fraction=0.5).total for draw in parts(p, 4, 2)]
+    exact = evaluate(Exact(), p, seeded(0), EXPLICIT).total
+    assert torch.stack(found).mean().item() == pytest.approx(exact.item(), rel=tolerance)
+
+
 def narrowed(p, dim):
     """The targets of the first half of the batch alone; the others are ignored."""
     targets = p.targets.clone()
@@ -238,3 +343,39 @@ def test_batch_norm_in_train_mode_is_refused(engine, tolerance):
     for module in p.model:
         module.train(isinstance(module, nn.Dropout))
     assert evaluate(engine, p, seeded(0), fraction=0.5).total.isfinite()
+
+
+class TimeFirst(nn.Module):
+    """Takes the batch first and works with time first, as torch's own attention layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.inner, self.last = nn.Dropout(0.3), nn.Linear(2, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.inner(self.dropout(x).transpose(0, 1))).transpose(0, 1))
+
+
+class Attending(nn.Module):
+    """Torch's attention layer, which has time first inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+        self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x):
+        h = self.dropout(x)
+        return self.attention(h, h, h)[0]
+
+
+@pytest.mark.parametrize("model", [TimeFirst(), Attending()])
+def test_time_that_is_as_long_as_the_batch_is_not_taken_for_it(model):
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 4, 2).double(), torch.randint(2, (4, 4))
+    p = Problem(model.double().train(), x, y, CrossEntropy())
+    found, expected = (
+        evaluate(engine, p, seeded(1), BOTH, fraction=0.5).total
+        for engine in (Tangent(), Antithetic(1e-4))
+    )
+    assert relative(gradient(found, p.model), gradient(expected, p.model)) < 1e-5

@@ -138,3 +138,63 @@ def test_the_output_is_that_of_the_net_without_noise(name, engine):
         if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
             module.dropout = 0.0
     torch.testing.assert_close(output, silent(p.inputs), rtol=1e-7, atol=1e-7)
+
+
+class ByWay(nn.Module):
+    """A layer, what a test puts on the tangent's way, and a layer."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.last, self.way = nn.Linear(4, 6), nn.Linear(6, 3), way
+
+    def forward(self, x):
+        return self.last(self.way(self.first(x)))
+
+
+class NoisyBias(nn.Module):
+    """A recurrent layer with dropout on one of its biases."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.rnn, self.dropout = cell(6, 6), nn.Dropout(0.4)
+
+    def forward(self, x):
+        weights = list(self.rnn._flat_weights)
+        weights[2] = self.dropout(weights[2])
+        lstm = isinstance(self.rnn, nn.LSTM)
+        zero = x.new_zeros(1, len(x), 6)
+        function, state = (torch.lstm, (zero, zero)) if lstm else (torch.gru, zero)
+        out, *_ = function(x[None], state, weights, True, 1, 0.0, self.training, False, False)
+        return out[0]
+
+
+WAYS = {
+    "softmax without a dimension": nn.Sequential(nn.Dropout(0.3), nn.Softmax()),
+    "log-softmax without a dimension": nn.Sequential(nn.Dropout(0.3), nn.LogSoftmax()),
+    "SiLU in place before a dropout": nn.Sequential(nn.SiLU(inplace=True), nn.Dropout(0.3)),
+    "SiLU in place after one": nn.Sequential(nn.Dropout(0.3), nn.SiLU(inplace=True)),
+    "noise on a bias of an LSTM": NoisyBias(nn.LSTM),
+    "noise on a bias of a GRU": NoisyBias(nn.GRU),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+@pytest.mark.parametrize("way", WAYS)
+def test_on_less_usual_ways_it_is_what_two_passes_tell(way):
+    torch.manual_seed(0)
+    model = ByWay(WAYS[way]).double()
+    p = Problem(model, torch.randn(5, 4).double(), torch.randint(3, (5,)), CrossEntropy())
+    found, expected = (
+        evaluate(engine, p, seeded(1), BOTH).total for engine in (Tangent(), Antithetic(1e-4))
+    )
+    assert relative(gradient(found, model), gradient(expected, model)) < 1e-6
+
+
+def test_layer_norm_of_a_single_vector():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.3), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    p = Problem(model, torch.randn(4).double(), torch.tensor(1), CrossEntropy())
+    found, expected = (
+        evaluate(engine, p, seeded(1), BOTH).total for engine in (Tangent(), Antithetic(1e-4))
+    )
+    assert relative(gradient(found, model), gradient(expected, model)) < 1e-6

@@ -218,3 +218,25 @@ def test_half_precision_is_counted_and_summed_in_float32(name):
     for found, wanted in zip(loss.derivatives(output, u, target), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss.value(output, target), expected.loss, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_classes_in_another_dimension_are_the_same_classes(form):
+    torch.manual_seed(0)
+    output, u = torch.randn(2, 2, 3, 5, 4, dtype=D)
+    target = torch.randint(4, (2, 3, 5))
+    last, second = CrossEntropy(label_smoothing=0.1), CrossEntropy(label_smoothing=0.1, class_dim=1)
+    moved = [x.movedim(-1, 1) for x in (output, u)]
+    second.check(moved[0], target)
+    torch.testing.assert_close(
+        second.derivatives(*moved, target, form), last.derivatives(output, u, target, form)
+    )
+    weights = (1.0, 0.5, 2.0)
+    total = last.combined(output, u, target, form, weights)[0]
+    torch.testing.assert_close(second.combined(*moved, target, form, weights)[0], total)
+    probes = [
+        loss.sampled(x, target, form, torch.Generator().manual_seed(1))
+        for loss, x in ((last, output), (second, moved[0]))
+    ]
+    if form != "identity":  # whose probe is drawn in the output's own order
+        torch.testing.assert_close(*probes)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from undrop.errors import OptionError, TargetError
-from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Generic, as_loss
+from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Generic, LinearCrossEntropy, as_loss
 
 LOGITS = torch.zeros(2, 3, 5)
 
@@ -20,7 +20,7 @@ LOGITS = torch.zeros(2, 3, 5)
         (
             CrossEntropy(),
             torch.zeros(6).long(),
-            r"must have shape \(2, 3\), that of the output without its last dimension .*got \(6,\)",
+            r"must have shape \(2, 3\), that of the output without .* 5 classes, got \(6,\)",
         ),
         (CrossEntropy(), torch.full((2, 3), 5), r"must lie in 0 … 4 .* got 5"),
         (CrossEntropy(), torch.full((2, 3), -1), r"ignore_index = -100\), got -1"),
@@ -83,3 +83,45 @@ def test_torchs_cross_entropy_keeps_its_settings():
 def test_what_may_not():
     with pytest.raises(OptionError, match="loss must be a Loss or a callable, got str"):
         as_loss("cross-entropy")
+
+
+class Focal(nn.CrossEntropyLoss):
+    def forward(self, output, target):
+        return super().forward(output, target) ** 2
+
+
+class Rooted(nn.MSELoss):
+    def forward(self, output, target):
+        return super().forward(output, target).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [(Focal(), torch.tensor([1, 0])), (Rooted(), torch.zeros(2, 3))],
+    ids=["focal", "rooted"],
+)
+def test_a_subclass_of_a_torch_loss_is_what_it_computes(loss, target):
+    output = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
+    assert as_loss(loss).value(output, target) == loss(output, target)
+
+
+def test_torchs_cross_entropy_has_its_classes_in_dimension_one():
+    output, target = torch.randn(2, 4, 4), torch.randint(4, (2, 4))  # as many classes as places
+    theirs = nn.CrossEntropyLoss()
+    torch.testing.assert_close(as_loss(theirs).value(output, target), theirs(output, target))
+    with pytest.raises(
+        TargetError, match=r"must have shape \(2, 4\).* its 4 classes, got \(2, 5\)"
+    ):
+        as_loss(theirs).check(output, torch.zeros(2, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), LinearCrossEntropy(torch.randn(200, 3))])
+def test_bytes_hold_no_ignored_target(loss):
+    """-100 is 156 as a byte, and 156 is a class."""
+    output = torch.randn(4, 200 if isinstance(loss, CrossEntropy) else 3)
+    target = torch.tensor([156, 3, 156, 7])
+    for kind in (torch.uint8, torch.int64):
+        assert loss.count(output, target.to(kind)) == 4
+    torch.testing.assert_close(
+        loss.value(output, target.to(torch.uint8)), loss.value(output, target)
+    )

@@ -280,3 +280,23 @@ def test_a_model_without_dropout_is_an_error(model, hint):
 def test_a_compiled_model_is_looked_into():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     assert undrop.sites(torch.compile(model), X).names == ("1",)
+
+
+class Lazily(nn.Module):
+    """Registers a buffer in its first pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.ready = nn.Dropout(0.3), False
+
+    def forward(self, x):
+        if not self.ready:
+            self.register_buffer("scale", x.new_ones(()))
+            self.ready = True
+        return self.dropout(x) * self.scale
+
+
+def test_a_buffer_that_the_first_pass_registers_is_kept():
+    model, x = Lazily(), torch.ones(2, 3)
+    assert [site.name for site in undrop.sites(model, x)] == ["dropout"]
+    assert model(x).shape == (2, 3)

@@ -75,9 +75,11 @@ def _elementwise(curvature: Tensor, u: Tensor) -> Carried | None:
 def _softmax(
     loss: CrossEntropy | LinearCrossEntropy, output: Tensor, u: Tensor, targets: Tensor
 ) -> Carried:
+    if isinstance(loss, CrossEntropy):
+        output, u = loss.classes_last(output), loss.classes_last(u)
     head = loss if isinstance(loss, LinearCrossEntropy) else None
     classes = output.shape[-1] if head is None else len(head.weight)
-    kept = targets.reshape(-1) != loss.ignore_index
+    kept = targets.reshape(-1).long() != loss.ignore_index
     rows, tangents = (x.detach().reshape(-1, x.shape[-1])[kept] for x in (output, u))
     quadratic = torch.zeros(classes, dtype=torch.float64, device=output.device)
     weight = torch.zeros_like(quadratic)

@@ -11,6 +11,7 @@ from undrop.engines.antithetic import Antithetic
 from undrop.engines.base import Engine, Evaluation, Request
 from undrop.engines.proven import blocking_op
 from undrop.engines.tangent import Tangent
+from undrop.errors import EngineError
 
 __all__ = ["Auto"]
 
@@ -18,28 +19,36 @@ _log = logging.getLogger("undrop")
 
 
 class Auto(Engine):
-    """Decides once per model, and says in one line of the log why if it is not the tangent."""
+    """Decides by model, and says in one line of the log why if it is not the tangent."""
 
     name = "auto"
 
     def __init__(self) -> None:
-        self._chosen: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+        self._tangent, self._antithetic = Tangent(), Antithetic()
+        self._said: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def evaluate(self, request: Request) -> Evaluation:
         """What the engine chosen for this model answers."""
-        return self.choose(request).evaluate(request)
+        try:
+            return self.choose(request).evaluate(request)
+        except EngineError:
+            engine = self.choose(request)
+            if engine is self._tangent:
+                raise
+            return engine.evaluate(request)  # the pass met a dropout that was not active before
 
     def choose(self, request: Request) -> Engine:
-        """The engine for this model."""
+        """The engine for this model, by what is known of it so far."""
         model = request.model
-        if model not in self._chosen:
-            blocked = blocking_op(model, request.inputs)
-            if blocked is not None:
-                _log.warning(
-                    "undrop uses the antithetic engine for %s: the tangent engine has no proven rule "
-                    "for %s.",
-                    type(model).__name__,
-                    blocked,
-                )
-            self._chosen[model] = Tangent() if blocked is None else Antithetic()
-        return self._chosen[model]
+        blocked = blocking_op(model, request.inputs)
+        if blocked is None:
+            return self._tangent
+        if self._said.get(model) != blocked:
+            self._said[model] = blocked
+            _log.warning(
+                "undrop uses the antithetic engine for %s: the tangent engine has no proven rule "
+                "for %s.",
+                type(model).__name__,
+                blocked,
+            )
+        return self._antithetic

@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,9 +110,19 @@ class Tainted(TorchDispatchMode):
         touched = self.watching and name not in CONSTANT and self.touches((args, kwargs))
         out = func(*args, **(kwargs or {}))
         if touched and _storages(out):
-            self.ops.append(_enclosing() or name)
+            self.ops.append(_enclosing() or _variant(func, args))
             self.mark(out)
         return out
+
+
+def _variant(func: Any, args: tuple[Any, ...]) -> str:
+    """The op's name, with what sets apart a variant that the proof of its plain form does not cover."""
+    name: str = func.overloadpacket.__name__
+    if name == "linalg_vector_norm" and len(args) > 1 and args[1] != 2:
+        return f"{name} of order {args[1]}"
+    if name == "scatter" and "reduce" in func._overloadname:
+        return f"{name} with reduce"
+    return name
 
 
 def _storages(tree: Any) -> list[StorageWeakRef]:
@@ -141,22 +151,34 @@ def _enclosing() -> str | None:
     return None
 
 
-_blocking: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
+class _Proof(NamedTuple):
+    """What a pass found: the first unproven op, and the names of the sites that it met."""
+
+    blocked: str | None
+    sites: frozenset[str]
 
 
-def blocking_op(model: nn.Module, inputs: Any) -> str | None:
+_proofs: weakref.WeakKeyDictionary[nn.Module, _Proof] = weakref.WeakKeyDictionary()
+
+
+def blocking_op(model: nn.Module, inputs: Any, met: Iterable[Site] = ()) -> str | None:
     """The first op on the tangent's way through the model that is not proven; None if all are.
 
-    Found by one pass without gradients, the first time that a model is seen.
+    Found by one pass without gradients, the first time that a model is seen, and once more when a site
+    was ``met`` that the pass before did not come by: what follows a dropout of p = 0 needs no proof
+    until p is another.
     """
-    if model not in _blocking:
-        _blocking[model] = (
-            "parameters sharded by FSDP" if is_sharded(model) else _probe(model, inputs)
-        )
-    return _blocking[model]
+    names = frozenset(site.name for site in met)
+    proof = _proofs.get(model)
+    if proof is None or not names <= proof.sites:
+        proof = _probe(model, inputs)
+        _proofs[model] = proof = proof._replace(sites=proof.sites | names)
+    return proof.blocked
 
 
-def _probe(model: nn.Module, inputs: Any) -> str | None:
+def _probe(model: nn.Module, inputs: Any) -> _Proof:
+    if is_sharded(model):
+        return _Proof("parameters sharded by FSDP", frozenset())
     tainted = Tainted()
 
     def field(site: Site, h: Tensor) -> Tensor:
@@ -193,10 +215,10 @@ def _probe(model: nn.Module, inputs: Any) -> str | None:
         keep_statistics(model),
         torch.random.fork_rng(devices=[]),
         tainted,
-        Interception(model, field, rules),
+        Interception(model, field, rules) as mode,
     ):
         call(model, inputs)
-    found = [op for op in tainted.ops if op not in PROVEN]
-    if not found:
-        return None
-    return found[0] if " " in found[0] else f"aten::{found[0]}"
+    blocked = next((op for op in tainted.ops if op not in PROVEN), None)
+    if blocked is not None and not blocked.startswith((_CHECKPOINTING, _FUNCTION)):
+        blocked = f"aten::{blocked}"
+    return _Proof(blocked, frozenset(site.name for site in mode.sites))

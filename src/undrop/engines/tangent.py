@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import RLock
-from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
 from undrop.engines.fraction import Carried
 from undrop.engines.proven import blocking_op
 from undrop.engines.rules import TANGENT_RULES, TangentField, unpacked
 from undrop.errors import EngineError
-from undrop.sites import Interception
+from undrop.sites import Interception, Site, map_tensors
 
 __all__ = ["Tangent"]
 
@@ -36,31 +34,36 @@ class Tangent(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total ``c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε``, ready for one reverse pass."""
-        blocked = blocking_op(request.model, request.inputs)
-        if blocked is not None:
-            raise EngineError(
-                f"the tangent engine has no proven rule for {blocked}: use engine='antithetic', which "
-                "needs none."
-            )
+        _check_proof(request)
         carried = Carried(request)
         run = replace(request, inputs=carried.inputs, targets=carried.targets)
         with _forward_mode():
             field = TangentField(request.draw, carried.batch, carried.rows, carried.dim)
-            with Interception(request.model, field, TANGENT_RULES):
+            with Interception(request.model, field, TANGENT_RULES) as mode:
                 dual_output, dual = run.run()
             logits, tangent = unpacked(dual)
             u = torch.zeros_like(logits) if tangent is None else tangent
-            output = tree_map(_primal, dual_output)
+            output = map_tensors(_primal, dual_output)
+        _check_proof(request, mode.sites)
         if carried.whole:
             total, parts = request.loss.combined(
                 logits, u, request.targets, request.form, request.weights
             )
         else:
             total, parts = carried.combined(
-                request, carried.first(logits), carried.first(u), carried.rest(logits)
+                request, carried.first(logits), carried.first(u), carried.beside(logits)
             )
         output = carried.restore(output)
         return Evaluation(total, weighted_parts(request.weights, *parts), output)
+
+
+def _check_proof(request: Request, met: Iterable[Site] = ()) -> None:
+    blocked = blocking_op(request.model, request.inputs, met)
+    if blocked is not None:
+        raise EngineError(
+            f"the tangent engine has no proven rule for {blocked}: use engine='antithetic', which "
+            "needs none."
+        )
 
 
 @contextmanager
@@ -76,5 +79,5 @@ def _forward_mode() -> Iterator[None]:
             yield
 
 
-def _primal(x: Any) -> Any:
-    return unpacked(x)[0] if isinstance(x, Tensor) and x.is_floating_point() else x
+def _primal(x: Tensor) -> Tensor:
+    return unpacked(x)[0] if x.is_floating_point() else x

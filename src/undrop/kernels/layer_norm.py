@@ -59,9 +59,9 @@ class _LayerNorm(torch.autograd.Function):
         )
         gw = gb = None
         if ctx.needs_input_grad[2]:
-            gw = (gy * normal).addcmul_(gdy, projected.mul_(r)).flatten(0, -2).sum(0)
+            gw = (gy * normal).addcmul_(gdy, projected.mul_(r)).reshape(-1, x.shape[-1]).sum(0)
         if ctx.needs_input_grad[3]:
-            gb = gy.flatten(0, -2).sum(0)
+            gb = gy.reshape(-1, x.shape[-1]).sum(0)
         return gx.mul_(r), gdx, gw, gb, None
 
 

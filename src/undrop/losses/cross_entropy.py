@@ -19,7 +19,7 @@ __all__ = ["CrossEntropy"]
 
 
 class CrossEntropy(Loss):
-    """ℓ = -log softmax(F)_y, for logits (…, classes) and class indices (…).
+    """ℓ = -log softmax(F)_y, for logits F and class indices y of the shape of F without its classes.
 
     With p = softmax(F) and v = u - Σ_k p_k u_k the quadratic form is uᵀHu = Σ p v², and
     ∂ℓ/∂ε = Σ p u - u_y. The mean is over targets other than ``ignore_index``.
@@ -27,22 +27,36 @@ class CrossEntropy(Loss):
     Args:
         ignore_index: targets of this value take no part.
         label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C. H does not depend on it.
+        class_dim: the dimension of the classes, by default the last. Torch's own loss has 1: pass it
+            (``torch.nn.CrossEntropyLoss()``) to get that.
     """
 
-    def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, *, ignore_index: int = -100, label_smoothing: float = 0.0, class_dim: int = -1
+    ) -> None:
         if not 0.0 <= label_smoothing < 1.0:
             raise OptionError(f"label_smoothing must lie in [0, 1), got {label_smoothing}.")
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
+        self.class_dim = class_dim
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Class indices, one for each row of logits."""
-        check_class_indices(target, tuple(output.shape[:-1]), output.shape[-1], self.ignore_index)
+        shape = self.classes_last(output).shape
+        check_class_indices(target, shape[:-1], shape[-1], self.ignore_index)
+
+    def classes_last(self, output: Tensor) -> Tensor:
+        """The output, or its tangent, with the classes in the last dimension."""
+        alone = output.dim() <= 1  # one example without a batch
+        return output if alone else output.movedim(self.class_dim, -1)
+
+    def kept(self, target: Tensor) -> Tensor:
+        """Which targets are not ignored; as long integers, since uint8 has no -100."""
+        return target.long() != self.ignore_index
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of targets that are not ignored."""
-        kept = (target != self.ignore_index).sum().clamp(min=1)
-        return kept.to(working_dtype(output.dtype))
+        return self.kept(target).sum().clamp(min=1).to(working_dtype(output.dtype))
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy; 0 where every target is ignored."""
@@ -51,17 +65,21 @@ class CrossEntropy(Loss):
             F.cross_entropy, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing
         )
         mean = ce(*rows)
-        if math.isnan(mean.item()) and not bool((target != self.ignore_index).any()):
+        if math.isnan(mean.item()) and not bool(self.kept(target).any()):
             return ce(*rows, reduction="sum")  # torch's mean over nothing is NaN
         return mean
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.classes_last(output)
         return output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
 
-    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+    def _paired(self, output: Tensor, u: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, target = self._rows(output, target)
-        parts = cross_entropy_derivatives(logits, u.reshape_as(logits), target, **self._how(form))
-        return Derivatives(*parts)
+        return logits, self.classes_last(u).reshape_as(logits), target
+
+    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        rows = self._paired(output, u, target)
+        return Derivatives(*cross_entropy_derivatives(*rows, **self._how(form)))
 
     def _how(self, form: str) -> dict[str, Any]:
         return {
@@ -81,20 +99,18 @@ class CrossEntropy(Loss):
         """The weighted total, its gradient formed in the same sweep."""
         if form == "loss-jacobian":
             return super().combined(output, u, target, form, weights)
-        logits, target = self._rows(output, target)
-        total, parts = cross_entropy_combined(
-            logits, u.reshape_as(logits), target, weights, **self._how(form)
-        )
+        rows = self._paired(output, u, target)
+        total, parts = cross_entropy_combined(*rows, weights, **self._how(form))
         return total, Derivatives(*parts)
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
         logits, target = self._rows(precise(output), target)
-        logits = logits[target != self.ignore_index]  # the value itself may be one of the classes
+        logits = logits[self.kept(target)]  # the value itself may be one of the classes
         p = torch.softmax(logits.detach(), -1)
         label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
         return F.cross_entropy(logits, label, reduction="sum")
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        kept = (target != self.ignore_index).unsqueeze(-1)
+        kept = self.kept(target).unsqueeze(self.class_dim if output.dim() > 1 else -1)
         return super()._probe(output * kept, target, generator)

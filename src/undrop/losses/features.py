@@ -55,12 +55,13 @@ class FeatureLoss(Loss):
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of targets that are not ignored."""
-        kept = (target != self.ignore_index).sum().clamp(min=1)
-        return kept.to(working_dtype(output.dtype))
+        return (
+            (target.long() != self.ignore_index).sum().clamp(min=1).to(working_dtype(output.dtype))
+        )
 
     def _kept(self, output: Tensor, target: Tensor) -> Tensor:
         """The features of the targets that are not ignored, as rows."""
-        return output.reshape(-1, self.width)[(target != self.ignore_index).reshape(-1)]
+        return output.reshape(-1, self.width)[(target.long() != self.ignore_index).reshape(-1)]
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean of -log p(y | f); 0 where every target is ignored."""

@@ -27,11 +27,14 @@ def as_loss(loss: Loss | Callable[[Tensor, Any], Tensor] | None) -> Loss:
     plain_mean = (
         getattr(loss, "reduction", None) == "mean" and getattr(loss, "weight", None) is None
     )
-    if isinstance(loss, torch.nn.CrossEntropyLoss) and plain_mean:
-        return CrossEntropy(ignore_index=loss.ignore_index, label_smoothing=loss.label_smoothing)
-    if isinstance(loss, torch.nn.BCEWithLogitsLoss) and plain_mean and loss.pos_weight is None:
+    # The type itself: a subclass may compute something else.
+    if type(loss) is torch.nn.CrossEntropyLoss and plain_mean:
+        return CrossEntropy(
+            ignore_index=loss.ignore_index, label_smoothing=loss.label_smoothing, class_dim=1
+        )
+    if type(loss) is torch.nn.BCEWithLogitsLoss and plain_mean and loss.pos_weight is None:
         return BCEWithLogits()
-    if isinstance(loss, torch.nn.MSELoss) and plain_mean:
+    if type(loss) is torch.nn.MSELoss and plain_mean:
         return MSE()
     if callable(loss):
         return Generic(loss)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def check_class_indices(
-    target: Tensor, leading: tuple[int, ...], classes: int, ignore_index: int
+    target: Tensor, leading: Sequence[int], classes: int, ignore_index: int
 ) -> None:
     """Class indices of the given leading shape, each within the classes or ``ignore_index``.
 
@@ -27,10 +29,10 @@ def check_class_indices(
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TargetError(f"targets must be class indices of an integer type, got {got}.")
-    if tuple(target.shape) != leading:
+    if tuple(target.shape) != tuple(leading):
         raise TargetError(
-            f"targets must have shape {leading}, that of the output without its last dimension (the "
-            f"{classes} classes), got {_shape(target)}."
+            f"targets must have shape {tuple(leading)}, that of the output without the dimension of its "
+            f"{classes} classes, got {_shape(target)}."
         )
     if not target.numel():
         return
@@ -38,7 +40,7 @@ def check_class_indices(
     if low >= 0 and high < classes:  # as a rule, and cheap to see
         return
     wrong = (target < 0) | (target >= classes)
-    wrong &= target != ignore_index
+    wrong &= target.long() != ignore_index
     if bool(wrong.any()):
         value = int(target[wrong][0])
         raise TargetError(

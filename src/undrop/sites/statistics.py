@@ -66,5 +66,6 @@ def _copied_buffers(modules: list[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for m, buffers in zip(modules, originals, strict=True):
-            m._buffers.clear()
-            m._buffers.update(buffers)
+            m._buffers.update(
+                buffers
+            )  # one that the pass registered stays: its module counts on it

@@ -6,35 +6,33 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from undrop.engines.rules.dual import packed, read, unpacked
-from undrop.kernels.pointwise import GELU, GELU_TANH, SILU, Activation, pointwise
+from undrop.kernels.pointwise import GELU, GELU_TANH, SILU, pointwise
 from undrop.sites import Handler, Interception
 
 __all__ = ["RULES"]
 
 
-def _activated(activation: Activation, x: Tensor) -> Tensor:
-    x, tangent = unpacked(x)
-    if tangent is None:
-        return activation.f(x)
-    return packed(*pointwise(activation, x, tangent))
-
-
 def _gelu(
     mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+) -> Any:
     given = read(("input",), args, kwargs)
+    x, tangent = unpacked(given["input"])
+    if tangent is None:
+        return func(*args, **kwargs)
     tanh = given.get("approximate", "none") == "tanh"
-    return _activated(GELU_TANH if tanh else GELU, given["input"])
+    return packed(*pointwise(GELU_TANH if tanh else GELU, x, tangent))
 
 
 def _silu(
     mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+) -> Any:
     given = read(("input", "inplace"), args, kwargs)
-    out = _activated(SILU, given["input"])
+    x, tangent = unpacked(given["input"])
+    if tangent is None:
+        return func(*args, **kwargs)
+    out = packed(*pointwise(SILU, x, tangent))
     return given["input"].copy_(out) if given.get("inplace") else out
 
 

@@ -28,7 +28,8 @@ def _attention(
     if call.dropout_p == 0.0 and not has_tangent(*tensors):
         return func(*args, **kwargs)
     noise = _noise(mode, mode.field, call) if call.dropout_p > 0.0 else None
-    rows = mode.field.carrying(call.query, 0) if call.query.dim() == 4 else len(call.query)
+    alike = call.query.dim() == 4 and len({len(t) for t in tensors}) == 1
+    rows = mode.field.carrying(call.query, 0) if alike else len(call.query)
     (q, dq), (k, dk), (v, dv) = (unpacked(t) for t in tensors)
     dq, dk, dv, noise = (None if t is None else t[:rows] for t in (dq, dk, dv, noise))
     how: dict[str, Any] = {

@@ -39,10 +39,14 @@ class TangentField:
         return packed(primal, moved)
 
     def carrying(self, x: Tensor, dim: int | None = None) -> int:
-        """How many entries of x along its batch dimension carry the tangent: all, or the first few."""
+        """How many entries of x along its batch dimension carry the tangent: all, or the first few.
+
+        All, where another dimension has the batch's size as well: x may have been transposed.
+        """
         dim = self.dim if dim is None else dim
         size = x.shape[dim] if x.dim() > dim else 0
-        return self.rows if self.batch and size == self.batch else size
+        told = size == self.batch and x.shape.count(size) == 1
+        return self.rows if told else size
 
     def whole(self, x: Tensor) -> bool:
         """Whether all of x carries the tangent, or it can't be told."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrop.engines.rules.dual import TangentField, packed, padded, unpacked
+from undrop.engines.rules.dual import TangentField, has_tangent, packed, padded, unpacked
 from undrop.engines.twice import TWICE_DIFFERENTIABLE
 from undrop.kernels.gru import gru
 from undrop.kernels.lstm import lstm
@@ -86,8 +86,10 @@ def _recurrent(
     call = read(func, args)
     width = 4 if call.has_bias else 2
     projected = len(call.weights) != width * call.layers * call.directions
+    noisy_bias = has_tangent(*(w for w in call.weights if w.dim() == 1))
     field = mode.field
-    if call.batch_sizes is not None or projected or not isinstance(field, TangentField):
+    unusual = call.batch_sizes is not None or projected or noisy_bias
+    if unusual or not isinstance(field, TangentField):
         return TWICE_DIFFERENTIABLE[func](mode, func, args, kwargs)
     return run_layers(mode, call, partial(_layer, field=field))
 

@@ -17,30 +17,37 @@ __all__ = ["RULES", "softmax"]
 _NAMES = ("input", "dim")
 
 
+def _applied(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, int]:
+    """What the function makes of the primal, the tangent in its type, and the dimension it is along."""
+    given = read(_NAMES, args[:2], kwargs)
+    x, tangent = unpacked(given.pop("input"))
+    out: Tensor = func(x, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+    dim = given.get("dim")
+    if dim is None:
+        dim = 0 if x.dim() in (0, 1, 3) else 1  # torch's own choice, which it warns of
+    return out, None if tangent is None else tangent.to(out.dtype), dim
+
+
 def softmax(
     mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """ṗ = p(ẋ - Σ p ẋ)."""
-    given = read(_NAMES, args[:2], kwargs)
-    x, tangent = unpacked(given.pop("input"))
-    p: Tensor = func(x, given["dim"], *args[2:], **{k: v for k, v in given.items() if k != "dim"})
+    p, tangent, dim = _applied(func, args, kwargs)
     if tangent is None:
         return p
-    px = p * tangent.to(p.dtype)
-    return packed(p, torch.addcmul(px, p, px.sum(given["dim"], keepdim=True), value=-1.0))
+    px = p * tangent
+    return packed(p, torch.addcmul(px, p, px.sum(dim, keepdim=True), value=-1.0))
 
 
 def _log_softmax(
     mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """The tangent of log p is ẋ - Σ p ẋ."""
-    given = read(_NAMES, args[:2], kwargs)
-    x, tangent = unpacked(given.pop("input"))
-    dim = given.pop("dim")
-    log_p: Tensor = func(x, dim, *args[2:], **given)
+    log_p, tangent, dim = _applied(func, args, kwargs)
     if tangent is None:
         return log_p
-    tangent = tangent.to(log_p.dtype)
     return packed(log_p, tangent - (log_p.exp() * tangent).sum(dim, keepdim=True))
 
 

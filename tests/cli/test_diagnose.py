@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import pytest
 
@@ -174,6 +175,45 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     assert "give both as module:name" in refused(
         capsys, "sites", "--model", "mine:net", "--data", "ptb"
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def model(:\n", "can't be imported: SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("model = modle", "can't be imported: NameError: name 'modle' is not defined"),
+        ("raise RuntimeError('no\\n  GPU.')", "can't be imported: RuntimeError: no GPU;"),
+        ("import sys\nsys.exit(3)", "can't be imported: SystemExit: 3;"),
+        ("import nothing_of_the_kind", "can't be imported: No module named 'nothing_of_the_kind'."),
+        ("def model():\n    return 1 / 0", "can't be called: ZeroDivisionError: division by zero;"),
+    ],
+)
+def test_code_of_ones_own_that_fails_is_one_sentence(tmp_path, monkeypatch, capsys, code, told):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("mine", "broken"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    shown = refused(capsys, "sites", "--model", "broken:model", "--data", "mine:batches")
+    assert f"broken:model {told}" in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "mine", "--data", "mine:batches"), "as module:name, such as mine:model."),
+        (("--model", "gpt", "--data", "mine:batches"), "gpt is a language model of undrop's own"),
+        (("mine:net",), "there is no run mine:net: give a run's folder, or a model by --model"),
+        (("mine:net", "--data", "mine:batches"), "or a model by --model and its data by --data."),
+    ],
+)
+def test_a_name_in_the_wrong_place_is_told_the_right_one(
+    tmp_path, monkeypatch, capsys, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    assert told in refused(capsys, "sites", *words)
 
 
 def test_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):

@@ -59,11 +59,15 @@ def subject(
     """The model and data that the options name.
 
     Raises:
-        OptionError: if they name none, or two.
+        OptionError: if they name none, or two, or a run that is not there.
     """
     from undrop.diagnose.sources import from_names, from_run
     from undrop.errors import OptionError
 
+    if run is not None and model is None and not run.exists():
+        raise OptionError(
+            f"there is no run {run}: give a run's folder, or a model by --model and its data by --data."
+        )
     if run is not None and model is None and data is None:
         return from_run(run, data_dir=data_dir, batches=batches)
     if run is None and model is not None and data is not None:

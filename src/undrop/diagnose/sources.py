@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from torch.utils._pytree import tree_map
 
 from undrop.corpora.batching import TrainingWindows, Window
 from undrop.corpora.encode import Tokens
-from undrop.errors import OptionError
+from undrop.errors import OptionError, UndropError
 from undrop.losses import Loss
 from undrop.nn import LanguageModel
-from undrop.train import Config, configure
+from undrop.train import MODELS, Config, configure
 from undrop.train.runs import Run, open_run
 from undrop.train.session import load_corpus
 from undrop.train.trainer import build_model
@@ -120,16 +121,31 @@ def from_names(
         built = build_model(config, corpus.vocabulary.size)
         return _of_language_model(built, corpus, config, batches, None)
     if ":" not in model or ":" not in data:
-        raise OptionError(
-            f"a model of one's own needs data of one's own: give both as module:name, got {model!r} "
-            f"and {data!r}."
-        )
+        raise OptionError(_misfit(model, data))
     found = _made(model)
     if not isinstance(found, nn.Module):
         raise OptionError(
             f"{model} must be a torch module or make one, got {type(found).__name__}."
         )
     return Source(found, _made(data), None if loss is None else _imported(loss))
+
+
+def _misfit(model: str, data: str) -> str:
+    """What to say where only one of the two is of one's own."""
+    if ":" in model:
+        return (
+            f"a model of one's own needs data of one's own: give both as module:name, got {model!r} "
+            f"and {data!r}."
+        )
+    if model in MODELS.names():
+        return (
+            f"{model} is a language model of undrop's own, which reads a corpus: give the corpus's "
+            f"name or folder as data, got {data!r}."
+        )
+    return (
+        f"{model!r} is none of undrop's models ({', '.join(MODELS.names())}): one of your own is "
+        f"given as module:name, such as {model}:model."
+    )
 
 
 def _of_language_model(
@@ -149,14 +165,28 @@ def _imported(name: str) -> Any:
     module, _, attribute = name.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    try:
+    with _told(name, "imported"):
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise OptionError(f"{name} can't be imported: {error}.") from error
 
 
 def _made(name: str) -> Any:
     """What a name stands for, called if it is a function."""
     found = _imported(name)
-    is_factory = callable(found) and not isinstance(found, nn.Module)
-    return found() if is_factory else found
+    if isinstance(found, nn.Module) or not callable(found):
+        return found
+    with _told(name, "called"):
+        return found()
+
+
+@contextmanager
+def _told(name: str, what: str) -> Iterator[None]:
+    """Turn whatever code of one's own raises, whose kinds nobody knows, into one sentence."""
+    try:
+        yield
+    except UndropError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = " ".join(str(error).split()).rstrip(".")
+        if not isinstance(error, ImportError | AttributeError):  # their messages say what they are
+            message = f"{type(error).__name__}: {message}; --debug shows where"
+        raise OptionError(f"{name} can't be {what}: {message}.") from error

@@ -1,10 +1,14 @@
 """The analytic terms of an objective against Monte Carlo on one batch."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
+from torch.func import grad, vmap
 
 import undrop
+from brute_force import LOSSES, NETS, noise_directions
 from problems import problem
 
 MANY = {"seconds": 1e3, "draws": 120}
@@ -59,6 +63,107 @@ def test_only_the_objectives_sites_count():
     exact = undrop.diagnose(made.model, [batch], implicit=False, progress=False).explicit
     assert abs(last.taylor.value - exact.sites["5"].parts.psd.value) < 4.5 * last.taylor.stderr
     assert last.taylor.value < every.taylor.value
+
+
+CNN = {"2": 0, "5": 1}
+"""The sites of the small CNN by their place; both drop whole feature maps."""
+
+
+def dropouts_trace(made, sites):
+    """The trace of the covariance of dropout's gradient, from every mask of the sites."""
+    net, w = NETS["cnn"], {n: p.detach() for n, p in made.model.named_parameters()}
+    zeros = net.zeros("as-declared")
+    places = [CNN[name] for name in sites for _ in range(zeros[CNN[name]].numel())]
+    q = torch.tensor([net.q[place] for place in places]).double()
+    dropped = torch.tensor(list(product((False, True), repeat=len(places))))
+    parts = torch.where(dropped, -1.0, q / (1 - q)).split(
+        [zeros[CNN[name]].numel() for name in sites], 1
+    )
+    stacks = [z.expand(len(dropped), *z.shape) for z in zeros]
+    for name, part in zip(sites, parts, strict=True):
+        stacks[CNN[name]] = part.reshape(-1, *zeros[CNN[name]].shape)
+
+    def loss(w, *z):
+        return LOSSES["cross-entropy"](net.function(w, z, made.inputs), made.targets)
+
+    gradients = vmap(grad(loss), (None, 0, 0))(w, *stacks)
+    rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    weights = torch.where(dropped, q, 1 - q).prod(1)
+    return float((weights @ rows**2 - (weights @ rows) ** 2).sum())
+
+
+def analytic_trace(made, sites, mask):
+    """Σ over the entries j of every η of weight·σ²·‖∂²ℓ/∂W∂z_j‖²."""
+    net, w = NETS["cnn"], dict(made.model.named_parameters())
+    rows = noise_directions(net, w, made.inputs, made.targets, "cross-entropy", mask)
+    squares = rows.detach().square().sum(1).split([z.numel() for z in net.zeros(mask)])
+    return sum(weight * float(squares[CNN[name]].sum()) for name, weight in sites.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "sites", "mask", "factor"),
+    [
+        (undrop.Analytic, {"2": 1.0, "5": 1.0}, "as-declared", 1.0),
+        (undrop.Analytic, {"2": 1.0}, "as-declared", 1.0),
+        (undrop.Analytic, {"5": 1.0}, "independent", 1.0),
+        (undrop.Analytic, {"2": 9.0, "5": 1.0}, "as-declared", 1.0),
+        (undrop.Dropout, {"2": 1.0, "5": 1.0}, "as-declared", 1 - 1 / 4),
+        (undrop.Dropout, {"2": 1.0, "5": 4.0}, "independent", 1 - 1 / 4),
+    ],
+)
+def test_the_noise_is_the_objectives_own(make, sites, mask, factor):
+    """Its sites, its weights, its mask structure and its factor, beside every mask of dropout."""
+    made = problem("cnn")
+    options = {"k": 4, "noise": "analytic"} if make is undrop.Dropout else {"interval": 2}
+    found = undrop.check(
+        make(sites=sites, mask=mask, **options),
+        made.model,
+        (made.inputs, made.targets),
+        seconds=1e3,
+        draws=250,
+        generator=torch.Generator().manual_seed(0),
+    )
+    truth = factor * analytic_trace(made, sites, mask) / dropouts_trace(made, sites)
+    assert abs(found.noise_ratio.value - truth) < 4 * found.noise_ratio.stderr  # 250 samples
+    assert found.noise_ratio.stderr < 0.12 * truth
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        undrop.Analytic(engine="exact"),
+        undrop.Analytic(implicit=False),
+        undrop.Dropout(1, noise="analytic"),
+    ],
+)
+def test_an_objective_without_noise_has_no_ratio_of_it(objective):
+    made = problem("mlp")
+    found = undrop.check(objective, made.model, (made.inputs, made.targets), seconds=1e3, draws=4)
+    assert found.noise_ratio is None
+
+
+@pytest.mark.parametrize(("interval", "steps", "at"), [(1, 0, 0), (1, 2, 2), (3, 7, 6)])
+def test_a_schedule_stands_still(interval, steps, at):
+    """Every draw is of the strength at the objective's own step, or the last one that regularized."""
+    model, batch = net(0.1)
+
+    def explicit(strength):
+        objective = undrop.Analytic(
+            engine="exact", implicit=False, strength=strength, interval=interval
+        )
+        objective.steps = steps
+        return undrop.check(objective, model, batch, seconds=1e3, draws=4).explicit.value
+
+    assert explicit(lambda step: 10.0**-step) == pytest.approx(10.0**-at * explicit(1.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["auto", "exact"])
+def test_an_explicit_part_of_strength_zero_is_zero(engine):
+    model, batch = net(0.1)
+    objective = undrop.Analytic(engine=engine, strength=0.0)
+    found = undrop.check(objective, model, batch, seconds=1e3, draws=4)
+    assert found.explicit.value == 0.0
+    assert found.explicit.stderr == 0.0
 
 
 def test_neither_model_nor_objective_moves():

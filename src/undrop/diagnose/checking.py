@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from undrop.diagnose.advice import GOOD
 from undrop.diagnose.estimates import Draws, Estimate, percent
 from undrop.diagnose.expansion import Expanded, Expander
-from undrop.diagnose.gradients import GradientNoise
+from undrop.diagnose.gradients import GradientNoise, Xi
 from undrop.diagnose.subject import Batch, Subject, collect
 from undrop.diagnose.timing import Budget, checked_seconds, progress_bar
 from undrop.errors import OptionError
@@ -52,7 +53,11 @@ class Check:
     explicit: Estimate | None
     """The objective's own explicit part, strength and all; None where it has none."""
     noise_ratio: Estimate | None
-    """The trace of the objective's implicit noise over that of dropout's; None where it has none."""
+    """The trace of the objective's implicit noise over that of dropout's at the same sites.
+
+    The objective's is its own, with its weights on sites, its mask structure and its factor, as a mean
+    over steps: 1 - 1/k is all that ``Dropout(k, noise="analytic")`` has to put back. None where there is
+    no such noise: where it is switched off, for k = 1, and for the exact engine's expectations."""
     verdict: str
     """"good", "rough", "poor" or "unclear"."""
     draws: int
@@ -112,18 +117,17 @@ def check(
         OptionError: if the objective has no analytic part.
     """
     checked_seconds(seconds)
-    wants_noise = _wants_noise(objective)
+    xi = _xi(objective)
     subject = Subject(model, collect([batch], 1), loss=objective.loss, generator=generator)
     objective.selection.check(subject.sites.names)
-    probe = copy.copy(objective)  # with a generator of its own, so that the user's stays put
-    probe.randomness = Randomness(generator)
+    probe = _probe(objective, generator)
     table = Draws()
     with progress_bar(progress) as show, subject.studied():
         budget = Budget(seconds, show, what="comparing with dropout")
         only = subject.batches[0]
         expanded = Expander(subject)(only)
         base = subject.value(only, {})
-        noise = GradientNoise(subject) if wants_noise else None
+        noise = GradientNoise(subject, xi) if xi is not None else None
         while table.masks < _LEAST or not (
             budget.spent(table.masks / draws) or table.masks >= draws
         ):
@@ -134,16 +138,37 @@ def check(
     return _result(objective, table)
 
 
-def _wants_noise(objective: Objective) -> bool:
-    """Whether the objective has analytic noise; one without any analytic part is refused."""
+def _xi(objective: Objective) -> Xi | None:
+    """How the objective makes its analytic noise; one without any analytic part is refused.
+
+    Neither several samples nor an interval changes the mean covariance of a step.
+    """
     if isinstance(objective, Analytic):
-        return objective.implicit
+        if not objective.implicit or objective.engine.name == "exact":
+            return None
+        return Xi(
+            objective.engine,
+            objective.mask,
+            objective.selection,
+            fraction=objective.fraction,
+            batch_dim=objective.batch_dim,
+        )
     if isinstance(objective, Dropout) and objective.noise == "analytic":
-        return True
+        factor = math.sqrt(1.0 - 1.0 / objective.k)
+        return Xi(objective.engine, objective.mask, objective.selection, factor) if factor else None
     raise OptionError(
         f"{type(objective).__name__} has no analytic part to check: pass undrop.Analytic() or "
         "undrop.Dropout(k, noise='analytic')."
     )
+
+
+def _probe(objective: Objective, generator: torch.Generator | None) -> Objective:
+    """A copy at a step that regularizes, with a generator of its own: the user's stays put."""
+    probe = copy.copy(objective)
+    probe.randomness = Randomness(generator)
+    if isinstance(probe, Analytic):
+        probe.steps -= probe.steps % probe.interval
+    return probe
 
 
 def _row(
@@ -161,9 +186,9 @@ def _row(
         "psd": terms.total.psd,
     }
     if isinstance(probe, Analytic) and probe.explicit is not None:
-        probe.steps -= probe.steps % probe.interval  # a step at which it regularizes
         step = probe(subject.model, batch.inputs, batch.targets)
-        row["explicit"] = step.parts["explicit"] / probe.interval
+        probe.steps -= 1  # so that a schedule stands still
+        row["explicit"] = step.parts.get("explicit", 0.0) / probe.interval
     return row
 
 

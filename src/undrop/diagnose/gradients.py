@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from undrop.diagnose.subject import Batch, Subject
-from undrop.engines import Draw, Perturbed, Request, Weights, engine_named
+from undrop.engines import Draw, Engine, Perturbed, Request, Weights, engine_named
 from undrop.errors import GradientsDisabledError
 from undrop.sites import Field, Selection, keep_statistics, silent
 
-__all__ = ["GradientNoise", "Sketch", "group_of"]
+__all__ = ["GradientNoise", "Sketch", "Xi", "group_of"]
 
 
 def group_of(parameter: str) -> str:
@@ -28,11 +29,30 @@ def group_of(parameter: str) -> str:
     return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
 
 
-class GradientNoise:
-    """Draws gradient noise of a model."""
+@dataclass(frozen=True)
+class Xi:
+    """How ξ_approx is made: by which engine, at which sites, and how strongly."""
 
-    def __init__(self, subject: Subject) -> None:
+    engine: Engine = field(default_factory=lambda: engine_named("auto"))
+    mask: str = "as-declared"
+    selection: Selection = field(default_factory=Selection)
+    factor: float = 1.0
+    """That of ∂ℓ/∂ε in the objective."""
+    fraction: float = 1.0
+    batch_dim: int = 0
+
+
+class GradientNoise:
+    """Draws gradient noise of a model.
+
+    Args:
+        subject: the model under study.
+        xi: how the analytic noise is made. Dropout's is that of the same sites, at its own strength.
+    """
+
+    def __init__(self, subject: Subject, xi: Xi | None = None) -> None:
         self.subject = subject
+        self.xi = xi or Xi()
         named = [(n, p) for n, p in subject.model.named_parameters() if p.requires_grad]
         if not named:
             raise GradientsDisabledError(
@@ -41,7 +61,6 @@ class GradientNoise:
             )
         self.parameters = [p for _, p in named]
         self.groups = [group_of(name) for name, _ in named]
-        self.engine = engine_named("auto")
 
     @property
     def size(self) -> int:
@@ -50,30 +69,33 @@ class GradientNoise:
 
     def dropout(self, batch: Batch) -> list[Tensor]:
         """A sample of dropout's noise on a batch."""
-        one, two = (self._gradient(batch, Perturbed(self._draw("dropout"), 1.0)) for _ in range(2))
+        one, two = (self._gradient(batch, Perturbed(self._masks(), 1.0)) for _ in range(2))
         return _difference(one, two)
 
     def analytic(self, batch: Batch) -> list[Tensor]:
         """A sample of ξ_approx on a batch."""
-        weights = Weights(loss=0.0, explicit=0.0, implicit=1.0)
+        xi = self.xi
         request = Request(
             self.subject.model,
             batch.inputs,
             batch.targets,
             self.subject.loss,
             "hessian",
-            weights,
-            self._draw("sign"),
+            Weights(loss=0.0, explicit=0.0, implicit=xi.factor),
+            Draw("sign", xi.mask, xi.selection, self.subject.randomness),
+            xi.fraction,
+            xi.batch_dim,
         )
         with keep_statistics(self.subject.model):
-            return self._of(self.engine.evaluate(request).total)
+            return self._of(xi.engine.evaluate(request).total)
 
     def between(self, one: Batch, two: Batch) -> list[Tensor]:
         """A sample of the noise of the choice of batch."""
         return _difference(self._gradient(one, silent), self._gradient(two, silent))
 
-    def _draw(self, noise: str) -> Draw:
-        return Draw(noise, "as-declared", Selection(), self.subject.randomness)
+    def _masks(self) -> Draw:
+        sites = self.xi.selection.evenly()
+        return Draw("dropout", "as-declared", sites, self.subject.randomness)
 
     def _gradient(self, batch: Batch, field: Field) -> list[Tensor]:
         logits = self.subject.run(batch, field)

@@ -124,6 +124,10 @@ class Selection:
                 return weight
         return 0.0
 
+    def evenly(self) -> Selection:
+        """The same sites, each with weight 1."""
+        return Selection({pattern: float(w > 0.0) for pattern, w in self.patterns.items()})
+
     def check(self, names: Sequence[str]) -> None:
         """Raise where a pattern matches none of the names, or nothing is left.
 

@@ -7,7 +7,6 @@ import pytest
 
 from undrop.bench import METHODS, bench, run
 from undrop.cli import main
-from undrop.errors import OptionError
 
 NAMES = (
     "none",
@@ -47,13 +46,25 @@ def test_peak_memory_is_measured_in_a_process_of_its_own():
     assert row.peak_mb > 1.0
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(OptionError, match="no bench model 'lstm': use one of awd-lstm"):
-        bench("lstm", "small")
-    with pytest.raises(OptionError, match="no bench size 'huge': use one of small, paper"):
-        bench("mlp", "huge")
-    with pytest.raises(OptionError, match="no bench method 'fast': use some of none, dropout"):
-        bench("mlp", "small", names=["fast"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "awd-lsmt"), "unknown bench model 'awd-lsmt': did you mean 'awd-lstm'?"),
+        (("--size", "huge"), "unknown bench size 'huge': there are small, paper."),
+        (("--methods", "fast"), "unknown bench method 'fast': there are none, dropout,"),
+        (("--json", "."), ". can't be written: it is a folder, give the name of a file."),
+        (("--plot", "nowhere/x.png"), "can't be written: there is no folder nowhere."),
+    ],
+)
+def test_what_can_not_be_is_refused_before_a_process_is_started(
+    tmp_path, monkeypatch, capsys, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "_peak", None)  # to call it would be another error
+    assert main(["bench", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert told in err
 
 
 def test_a_method_that_memory_does_not_suffice_for_has_no_peak(monkeypatch):

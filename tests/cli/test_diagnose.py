@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
+import undrop
 from undrop import cli
+from undrop.diagnose import Diagnosis
+from undrop.errors import RunError
 
 TINY = [
     *("--set", "model.embedding_size=8", "--set", "model.hidden_size=8", "--set", "model.layers=2"),
@@ -112,6 +115,46 @@ def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
     assert "&lt;b&gt;" in files[2].read_text()
     assert cli.main(["diagnose", str(run), "--seconds", "0.5", "--batches", "1"]) == 0
     assert "What dropout does in AWDLSTM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--save", "."), ". can't be written: it is a folder, give the name of a file."),
+        (("--html", ".."), ".. can't be written: it is a folder, give the name of a file."),
+        (("--plot", "nodir/x.png"), "nodir/x.png can't be written: there is no folder nodir."),
+        (("--plot", "x.xyz"), "x.xyz can't be drawn: .xyz is no kind of picture, use .png, .pdf"),
+        (("--plot", "x"), "x can't be drawn: it has no suffix, use .png, .pdf or .svg."),
+    ],
+)
+def test_where_nothing_can_be_written_is_told_before_the_work(
+    run, tmp_path, monkeypatch, capsys, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(undrop, "diagnose", None)  # to call it would be another error
+    shown = refused(capsys, "diagnose", run, *words)
+    assert told in shown
+    assert len(shown.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_without_matplotlib_is_told_before_the_work(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for words in (("--plot", tmp_path / "x.png"), ("--html", tmp_path / "x.html")):
+        told = "a picture needs matplotlib: pip install 'undrop[plot]'."
+        assert told in refused(capsys, "diagnose", run, *words)
+
+
+def test_what_was_measured_is_printed_before_it_is_written(run, tmp_path, monkeypatch, capsys):
+    def full(path):
+        raise RunError(f"the disk is full: {path}.")
+
+    monkeypatch.setattr(Diagnosis, "save", lambda self, path: full(path))
+    words = ["diagnose", run, "--seconds", 0.5, "--batches", 1, "--save", tmp_path / "d.json"]
+    assert cli.main([*map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert "What dropout does in AWDLSTM" in out
+    assert "the disk is full" in err
 
 
 def test_check_holds_the_runs_terms_against_dropout(run, capsys):

@@ -1,9 +1,10 @@
 import os
+from pathlib import Path
 
 import pytest
 
 from undrop.errors import RunError
-from undrop.train.files import read_json, replacing, write_json
+from undrop.train.files import check_writable, read_json, replacing, write_json
 
 
 def test_a_file_is_replaced_whole_and_nothing_else_is_left(tmp_path):
@@ -42,6 +43,28 @@ def test_a_folder_that_is_none_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="can't be written: not a directory"):
         write_json(tmp_path / "file" / "a.json", 1)
+
+
+@pytest.mark.parametrize("name", [".", "..", "folder"])
+def test_a_folder_in_place_of_a_file_is_one_sentence(tmp_path, monkeypatch, name):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="can't be written: it is a folder, give the name of a file"):
+        write_json(Path(name), 1)
+
+
+def test_what_could_not_be_written_is_told_beforehand(tmp_path, monkeypatch):
+    check_writable(tmp_path / "a.json")
+    (tmp_path / "file").write_text("")
+    check_writable(tmp_path / "file")
+    with pytest.raises(RunError, match=r"can't be written: there is no folder .*file"):
+        check_writable(tmp_path / "file" / "a.json")
+    with pytest.raises(RunError, match="can't be written: it is a folder"):
+        check_writable(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(RunError, match=r"a\.json can't be written: permission denied"):
+        check_writable(tmp_path / "a.json")
+    assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "\x00", '{"a": ', "[" * 100_000])

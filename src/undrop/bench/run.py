@@ -18,8 +18,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from undrop.bench.methods import METHODS
-from undrop.bench.subjects import subject
-from undrop.errors import OptionError
+from undrop.bench.subjects import check_named, subject
+from undrop.errors import UnknownNameError
 
 __all__ = ["Row", "bench"]
 
@@ -71,12 +71,14 @@ def bench(
         names: the methods, of which the baseline "dropout" is always one.
         memory: whether to measure peak memory, in one more process for each method.
         tick: told of each step that has been run.
+
+    Raises:
+        UnknownNameError: listing the names there are, before any process is started.
     """
-    unknown = [name for name in names if name not in METHODS]
-    if unknown:
-        raise OptionError(
-            f"there is no bench method {unknown[0]!r}: use some of {', '.join(METHODS)}."
-        )
+    check_named(model, size)
+    for name in names:
+        if name not in METHODS:
+            raise UnknownNameError("bench method", name, METHODS)
     names = list(dict.fromkeys([BASELINE, *names]))
     peaks: dict[str, float | None] = dict.fromkeys(names)
     for name in names if memory else ():  # first, while this process is small itself

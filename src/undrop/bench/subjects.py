@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.errors import OptionError
+from undrop.errors import UnknownNameError
 from undrop.losses import CrossEntropy, Loss
 
-__all__ = ["SIZES", "SUBJECTS", "Subject", "subject"]
+__all__ = ["SIZES", "SUBJECTS", "Subject", "check_named", "subject"]
 
 SIZES = ("small", "paper")
 _VOCABULARY = 10_000
@@ -84,15 +84,19 @@ SUBJECTS: dict[str, Callable[[str], Subject]] = {
 """What can be timed, by name; each takes a size."""
 
 
-def subject(model: str, size: str) -> Subject:
-    """The model of that name and size with a batch to run it on, the same for every caller.
+def check_named(model: str, size: str) -> None:
+    """Refuse a name of no model or size.
 
     Raises:
-        OptionError: listing the names there are.
+        UnknownNameError: listing the names there are.
     """
     if model not in SUBJECTS:
-        raise OptionError(f"there is no bench model {model!r}: use one of {', '.join(SUBJECTS)}.")
+        raise UnknownNameError("bench model", model, SUBJECTS)
     if size not in SIZES:
-        raise OptionError(f"there is no bench size {size!r}: use one of {', '.join(SIZES)}.")
+        raise UnknownNameError("bench size", size, SIZES)
+
+
+def subject(model: str, size: str) -> Subject:
+    """The model of that name and size with a batch to run it on, the same for every caller."""
     torch.manual_seed(0)
     return SUBJECTS[model](size)

@@ -1,15 +1,67 @@
-"""What commands print: JSON for programs, tables for people, and a sign of life meanwhile."""
+"""What commands print and write: JSON, tables, a sign of life meanwhile, and where files may go."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import typer
 
-__all__ = ["print_json", "print_table", "working"]
+__all__ = ["check_drawable", "check_outputs", "print_json", "print_table", "working"]
+
+
+def check_outputs(
+    *, files: Iterable[Path | None] = (), pictures: Iterable[Path | None] = ()
+) -> None:
+    """Refuse, before any work is done, what could not be written when it is done.
+
+    Args:
+        files: paths to write to; None is one that was not asked for.
+        pictures: likewise, of plots: their suffix must be that of a kind of picture.
+
+    Raises:
+        RunError: if a file can't be written there.
+        OptionError: if a suffix is not that of a kind of picture.
+        MissingExtraError: if there are pictures and matplotlib is not installed.
+    """
+    from undrop.train.files import check_writable
+
+    for picture in pictures:
+        if picture is not None:
+            _check_suffix(picture)
+            check_writable(picture)
+    for file in files:
+        if file is not None:
+            check_writable(file)
+
+
+def check_drawable() -> None:
+    """Refuse to go on where a picture is to be drawn in the end and can't be.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+    """
+    import importlib.util
+
+    from undrop.errors import MissingExtraError
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError("a picture", "matplotlib", "plot")
+
+
+def _check_suffix(picture: Path) -> None:
+    check_drawable()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    from undrop.errors import OptionError
+
+    suffix = picture.suffix.removeprefix(".").lower()
+    if suffix not in FigureCanvasBase.get_supported_filetypes():
+        kind = f"{picture.suffix} is no kind of picture" if suffix else "it has no suffix"
+        raise OptionError(f"{picture} can't be drawn: {kind}, use .png, .pdf or .svg.")
 
 
 def working(what: str) -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from undrop.cli._output import print_table
+from undrop.cli._output import check_outputs, print_table
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -38,6 +38,7 @@ def bench(
     from undrop.bench import METHODS
     from undrop.bench import bench as run
 
+    check_outputs(files=[json], pictures=[plot])
     if threads:
         torch.set_num_threads(threads)
     names = [m.strip() for m in methods.split(",") if m.strip()] or list(METHODS)

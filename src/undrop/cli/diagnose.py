@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undrop.cli._output import print_json
+from undrop.cli._output import check_drawable, check_outputs, print_json
 from undrop.cli._subject import (
     Batches,
     DataDir,
@@ -53,17 +53,20 @@ def diagnose(
     json: Json = False,
 ) -> None:
     """Measure, print, and write what was asked for."""
+    check_outputs(files=[save, html], pictures=[plot])
+    if html is not None:
+        check_drawable()
     source = subject(run, model, data, loss, data_dir, batches)
     found = _measured(
         source, implicit=implicit, seconds=seconds, max_batches=batches, seed=seed, bar=progress
     )
-    for path, write in ((save, found.save), (plot, found.plot), (html, found.html)):
-        if path is not None:
-            write(path)
     if json:
         print_json(found.to_json())
     else:
         typer.echo(str(found))
+    for path, write in ((save, found.save), (plot, found.plot), (html, found.html)):
+        if path is not None:
+            write(path)
 
 
 def _measured(source: Source, *, seed: int, bar: bool, **options: Any) -> Diagnosis:

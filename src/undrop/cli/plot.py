@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from undrop.cli._output import check_outputs
+
 __all__ = ["register"]
 
 
@@ -26,6 +28,7 @@ def plot(
     from undrop.train import RunFolder
     from undrop.train.plots import curves
 
+    check_outputs(pictures=[out])
     records = {}
     for run in runs:
         folder = RunFolder(run)

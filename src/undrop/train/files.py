@@ -13,7 +13,15 @@ from typing import Any
 
 from undrop.errors import RunError
 
-__all__ = ["TEMPORARY", "naming_disk_errors", "read_json", "replacing", "sha256", "write_json"]
+__all__ = [
+    "TEMPORARY",
+    "check_writable",
+    "naming_disk_errors",
+    "read_json",
+    "replacing",
+    "sha256",
+    "write_json",
+]
 
 TEMPORARY = ".tmp"
 """The suffix of a file that is being written; one that is left over means nothing."""
@@ -36,13 +44,31 @@ def naming_disk_errors(path: Path) -> Iterator[None]:
         raise RunError(f"{path} can't be written: {reason}.") from error
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a path at which no file can be written, before any work is done for it.
+
+    Raises:
+        RunError: if it is a folder, or its folder is missing, or either may not be written to.
+    """
+    _refuse_folder(path)
+    if not path.parent.is_dir():
+        raise RunError(f"{path} can't be written: there is no folder {path.parent}.")
+    for place in (path.parent, path):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise RunError(f"{path} can't be written: permission denied.")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to; on success it takes the place of ``path`` for good.
 
     The file's bytes reach the disk before its name does (fsync, rename, fsync of the folder), so
     after a crash ``path`` holds either the old bytes or the new ones, all of them.
+
+    Raises:
+        RunError: if it can't be written.
     """
+    _refuse_folder(path)
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with naming_disk_errors(path):
@@ -54,6 +80,11 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def _refuse_folder(path: Path) -> None:
+    if path.is_dir():
+        raise RunError(f"{path} can't be written: it is a folder, give the name of a file.")
 
 
 def _sync(path: Path) -> None:

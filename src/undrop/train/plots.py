@@ -67,7 +67,7 @@ def curves(
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
-        raise OptionError(f"{path} can't be drawn: {error}") from error
+        raise OptionError(f"{path} can't be drawn: {error}.") from error
 
 
 def _figure() -> tuple[Any, Any]:

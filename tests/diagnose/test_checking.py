@@ -128,6 +128,27 @@ def test_the_noise_is_the_objectives_own(make, sites, mask, factor):
     assert found.noise_ratio.stderr < 0.12 * truth
 
 
+def test_a_mask_structure_of_its_own_counts():
+    """Over n equal steps a locked η has n times the trace of independent ones: (Σd)² = n·Σd²."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), undrop.nn.LockedDropout(0.1), nn.Linear(6, 3)).double()
+    batch = (torch.randn(1, 5, 3).double().expand(4, 5, 3), torch.randint(3, (5,)).expand(4, 5))
+    locked, independent = (
+        undrop.check(
+            undrop.Analytic(explicit=None, mask=mask),
+            model,
+            batch,
+            generator=torch.Generator().manual_seed(0),
+            **MANY,
+        ).noise_ratio
+        for mask in ("as-declared", "independent")
+    )
+    ratio = locked.value / independent.value
+    parts = [each.stderr / each.value for each in (locked, independent)]
+    assert abs(ratio - 4.0) < 4 * ratio * (parts[0] ** 2 + parts[1] ** 2) ** 0.5
+    assert max(parts) < 0.12
+
+
 @pytest.mark.parametrize(
     "objective",
     [

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
 from undrop.engines.draw import Perturbed
 from undrop.engines.fraction import Carried
 from undrop.errors import OptionError
-from undrop.sites import Interception, keep_statistics, silent
+from undrop.sites import Interception, Replay, keep_statistics, map_tensors, silent
 
 __all__ = ["EPSILON", "EPSILON_HALF", "Antithetic", "middle"]
 
@@ -51,27 +50,29 @@ class Antithetic(Engine):
             request, inputs=carried.first(carried.inputs), targets=carried.first(carried.targets)
         )
         output, logits, u = self._both(mine)
-        rest = replace(
-            request, inputs=carried.rest(carried.inputs), targets=carried.rest(carried.targets)
+        others = replace(
+            request, inputs=carried.beside(carried.inputs), targets=carried.beside(carried.targets)
         )
         with keep_statistics(request.model), Interception(request.model, silent):
-            rest_output, others = rest.run()
-        total, parts = carried.combined(request, logits, u, others)
-        joined = carried.joined(output, rest_output)
+            other_output, beside = others.run()
+        total, parts = carried.combined(request, logits, u, beside)
+        joined = carried.joined(output, other_output)
         return Evaluation(total, weighted_parts(request.weights, *parts), joined)
 
     def _both(self, request: Request) -> tuple[Any, Tensor, Tensor]:
         """What the model returns, and of that what the loss sees: F and u."""
         epsilon = _suitable(request.model) if self.epsilon is None else self.epsilon
+        replay = Replay.of(request.model, request.draw.generator)
         with Interception(request.model, Perturbed(request.draw, epsilon)):
             up, plus = request.run()
+        replay.restart()
         with (
             keep_statistics(request.model),
             Interception(request.model, Perturbed(request.draw, -epsilon)),
         ):
             down, minus = request.run()
         u = (plus - minus) * (0.5 / epsilon)
-        return tree_map(middle, up, down), (plus + minus) * 0.5, u
+        return map_tensors(middle, up, down), (plus + minus) * 0.5, u
 
 
 def _suitable(model: nn.Module) -> float:
@@ -83,6 +84,6 @@ def _suitable(model: nn.Module) -> float:
     return EPSILON_HALF if half or torch.is_autocast_enabled(weight.device.type) else EPSILON
 
 
-def middle(a: Any, b: Any) -> Any:
+def middle(a: Tensor, b: Tensor) -> Tensor:
     """What lies between the two passes: the noise-free value to O(ε₀²)."""
-    return (a + b) * 0.5 if isinstance(a, Tensor) and a.is_floating_point() else a
+    return (a + b) * 0.5 if a.is_floating_point() else a

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from undrop.engines.base import Request
 from undrop.errors import EngineError
 from undrop.losses import Derivatives
+from undrop.sites import map_tensors, tensors_in
 
 __all__ = ["Carried"]
 
@@ -29,20 +29,22 @@ class Carried:
         self.dim = request.batch_dim
         self.inputs, self.targets = request.inputs, request.targets
         self._back: Tensor | None = None
-        self.batch = self.rows = 0
+        self.batch = self.rows = self._spare = 0
         if request.fraction < 1.0:
-            self.batch = _batch_size(request)
+            target = _batched_target(request)
+            self.batch = target.shape[self.dim]
             self.rows = max(1, round(request.fraction * self.batch))
-        if self.rows < self.batch:
-            _refuse_batch_norm(request.model)
-            self._check_inputs()
-            device = request.targets.device
-            order = torch.randperm(
-                self.batch, generator=request.draw.generator(device), device=device
-            )
-            self._back = torch.argsort(order)
-            self.inputs = self._permuted(request.inputs, order)
-            self.targets = self._permuted(request.targets, order)
+            if self.rows < self.batch:
+                self._shuffle(request, target.device)
+
+    def _shuffle(self, request: Request, device: torch.device) -> None:
+        _refuse_batch_norm(request.model)
+        self._check_inputs()
+        order = torch.randperm(self.batch, generator=request.draw.generator(device), device=device)
+        self._back = torch.argsort(order)
+        self.inputs = self._permuted(request.inputs, order)
+        self.targets = self._permuted(request.targets, order)
+        self._spare = int(2 * self.rows == self.batch)
 
     @property
     def whole(self) -> bool:
@@ -53,36 +55,44 @@ class Carried:
         """The carrying examples of every tensor that has the batch."""
         return self._narrowed(tree, 0, self.rows)
 
-    def rest(self, tree: Any) -> Any:
-        """The other examples of every tensor that has the batch."""
-        return self._narrowed(tree, self.rows, self.batch - self.rows)
+    def beside(self, tree: Any) -> Any:
+        """The other examples of every tensor that has the batch, for a pass of their own.
+
+        Where they are as many as the carrying ones, one of these is before them: the shapes of two
+        passes of different size tell for certain where an output has its batch.
+        """
+        start = self.rows - self._spare
+        return self._narrowed(tree, start, self.batch - start)
 
     def restore(self, output: Any) -> Any:
         """The model's output with its examples in the batch's own order."""
         return output if self._back is None else self._permuted(output, self._back)
 
-    def joined(self, first: Any, rest: Any) -> Any:
-        """One output, in the batch's own order, from that of the first examples and the rest."""
-        sizes = (self.rows, self.batch - self.rows)
+    def joined(self, first: Any, beside: Any) -> Any:
+        """One output, in the batch's own order, from those of the ``first`` examples and ``beside``."""
+        sizes = self._sizes
 
-        def join(a: Any, b: Any) -> Any:
-            if not isinstance(a, Tensor) or self._back is None:
-                return a
+        def join(a: Tensor, b: Tensor) -> Tensor:
             pairs = list(zip(a.shape, b.shape, strict=True))
-            found = [
-                d
-                for d, pair in enumerate(pairs)
-                if pair == sizes and all(n == m for n, m in pairs[:d] + pairs[d + 1 :])
-            ]
-            if not found:
+            apart = [d for d, (n, m) in enumerate(pairs) if n != m]
+            if self._back is None or [pairs[d] for d in apart] != [sizes]:
                 return a
-            where = self.dim if self.dim in found else found[0]
-            return torch.cat((a, b), where).index_select(where, self._back)
+            (where,) = apart
+            return torch.cat((a, self._others(b, where)), where).index_select(where, self._back)
 
-        return tree_map(join, first, rest)
+        return map_tensors(join, first, beside)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """How many examples are ``first`` and how many ``beside``: never as many."""
+        return self.rows, self.batch - self.rows + self._spare
+
+    def _others(self, x: Tensor, where: int) -> Tensor:
+        """Of the examples ``beside`` those that carry no tangent."""
+        return x.narrow(where, self._spare, self.batch - self.rows)
 
     def combined(
-        self, request: Request, logits: Tensor, u: Tensor, others: Tensor
+        self, request: Request, logits: Tensor, u: Tensor, beside: Tensor
     ) -> tuple[Tensor, Derivatives]:
         """The weighted total: ℓ over the whole batch, the regularizers over the carrying examples.
 
@@ -97,13 +107,15 @@ class Carried:
             request: what was asked.
             logits: the output for the carrying examples.
             u: its tangent.
-            others: the output for the other examples.
+            beside: the output for the examples ``beside`` them.
 
         Raises:
             EngineError: if the output has no batch.
         """
-        self._check_output(logits, others)
-        mine, theirs = self.first(self.targets), self.rest(self.targets)
+        self._check_output(logits, beside)
+        others = self._others(beside, self.dim)
+        mine = self.first(self.targets)
+        theirs = self._narrowed(self.targets, self.rows, self.batch - self.rows)
         n, m = (self._share(request, *part) for part in ((logits, mine), (others, theirs)))
         rho = self.rows / self.batch
         c = request.weights
@@ -125,55 +137,54 @@ class Carried:
 
     def _check_inputs(self) -> None:
         """Were the targets alone put in another order, they would belong to other inputs."""
-        tensors = [x for x in tree_leaves(self.inputs) if isinstance(x, Tensor)]
-        if all(self._where(x, self.batch) is None for x in tensors):
+        tensors = list(tensors_in(self.inputs))
+        if all(self._where(x) is None for x in tensors):
             raise EngineError(
                 f"fraction < 1 needs inputs with the batch of the targets, {self.batch} in dimension "
                 f"{self.dim}, got {', '.join(str(tuple(x.shape)) for x in tensors)}: set batch_dim, or "
                 "use fraction=1."
             )
 
-    def _check_output(self, logits: Tensor, others: Tensor) -> None:
-        sizes = [x.shape[self.dim] if x.dim() > self.dim else None for x in (logits, others)]
-        if sizes != [self.rows, self.batch - self.rows]:
+    def _check_output(self, logits: Tensor, beside: Tensor) -> None:
+        sizes = tuple(x.shape[self.dim] if x.dim() > self.dim else None for x in (logits, beside))
+        if sizes != self._sizes:
             raise EngineError(
                 f"fraction < 1 needs an output with the batch of {self.batch} in dimension {self.dim}, "
                 f"got shape {tuple(logits.shape)} for {self.rows} of it: set batch_dim, or use "
                 "fraction=1."
             )
 
-    def _where(self, x: Any, size: int) -> int | None:
-        """The dimension in which a tensor has so many examples; None where it has no batch."""
-        if not isinstance(x, Tensor):
-            return None
-        if x.dim() > self.dim and x.shape[self.dim] == size:
+    def _where(self, x: Tensor) -> int | None:
+        """The dimension in which a tensor has the batch; None where it has none."""
+        if x.dim() > self.dim and x.shape[self.dim] == self.batch:
             return self.dim
-        found = [d for d, n in enumerate(x.shape) if n == size]
+        found = [d for d, n in enumerate(x.shape) if n == self.batch]
         return found[0] if len(found) == 1 else None
 
     def _permuted(self, tree: Any, order: Tensor) -> Any:
-        def permute(x: Any) -> Any:
-            where = self._where(x, self.batch)
+        def permute(x: Tensor) -> Tensor:
+            where = self._where(x)
             return x if where is None else x.index_select(where, order)
 
-        return tree_map(permute, tree)
+        return map_tensors(permute, tree)
 
     def _narrowed(self, tree: Any, start: int, length: int) -> Any:
-        def narrow(x: Any) -> Any:
-            where = self._where(x, self.batch)
+        def narrow(x: Tensor) -> Tensor:
+            where = self._where(x)
             return x if where is None else x.narrow(where, start, length)
 
-        return tree_map(narrow, tree)
+        return map_tensors(narrow, tree)
 
 
-def _batch_size(request: Request) -> int:
-    tensors = [t for t in tree_leaves(request.targets) if isinstance(t, Tensor)]
-    if not tensors or tensors[0].dim() <= request.batch_dim:
+def _batched_target(request: Request) -> Tensor:
+    """The first tensor of the targets, whose batch is that of them all."""
+    target = next(tensors_in(request.targets), None)
+    if target is None or target.dim() <= request.batch_dim:
         raise EngineError(
             f"fraction < 1 needs targets with a batch in dimension {request.batch_dim}: set "
             "batch_dim to the dimension that holds it."
         )
-    return tensors[0].shape[request.batch_dim]
+    return target
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from undrop.engines import Draw, Evaluation, Perturbed, Weights
 from undrop.engines.antithetic import middle
@@ -23,7 +22,15 @@ from undrop.losses import Loss
 from undrop.noise import draw as draw_noise
 from undrop.objectives.base import Objective, Plan
 from undrop.objectives.dropout import Dropout
-from undrop.sites import Field, Interception, Site, call, keep_statistics, logits_of
+from undrop.sites import (
+    Field,
+    Interception,
+    Site,
+    call,
+    keep_statistics,
+    logits_of,
+    map_tensors,
+)
 
 __all__ = ["SAM", "EarlyDropout", "Jacobian", "RDrop"]
 
@@ -130,7 +137,7 @@ class Jacobian(Objective):
         u = (plus - minus) / (2.0 * shift.distance)
         weights = Weights(loss=1.0, explicit=0.5 * self.weight, implicit=0.0)
         total, parts = self.loss.combined(0.5 * (plus + minus), u, targets, "identity", weights)
-        between = tree_map(middle, output, other)
+        between = map_tensors(middle, output, other)
         return Evaluation(total, weighted_parts(weights, *parts), between)
 
 

@@ -1,4 +1,7 @@
-"""Measure the perplexity of a run's best weights."""
+"""Measure the perplexity of a run's best weights.
+
+It is that of whole splits, also where the run itself was judged by the first data.eval_tokens of each.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,13 @@ def evaluate(
         with working(f"reading {len(tokens):,} tokens of {name}"):
             loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)
         results[name] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens)}
+    judged_by = data.eval_tokens
+    if judged_by is not None and any(r["tokens"] > judged_by for r in results.values()):
+        typer.echo(
+            f"These are whole splits; the run's own figures are of the first {judged_by:,} tokens of "
+            "each (data.eval_tokens), so they differ.",
+            err=True,
+        )
     if json:
         print_json(results)
         return

@@ -63,7 +63,7 @@ def train(
 ) -> None:
     """Train, with progress on stderr and the summary on stdout."""
     chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
-    start(settle(preset, chosen, settings or [], out if resume else None), out, resume, json)
+    start(settle(preset, chosen, settings or [], out, resume), out, resume, json)
 
 
 def choose(
@@ -105,7 +105,8 @@ def settle(
     preset: str | None,
     chosen: dict[str, dict[str, Any]],
     overrides: list[str],
-    going_on: Path | None,
+    out: Path | None,
+    resume: bool,
 ) -> Config:
     """The config that the options make, laid over that of the run to go on with, if there is one."""
     from undrop.errors import ConfigError
@@ -115,11 +116,20 @@ def settle(
         section: {key: value for key, value in values.items() if value is not None}
         for section, values in chosen.items()
     }
-    if preset is None and going_on is not None and RunFolder(going_on).holds_run():
-        settings = merge(RunFolder(going_on).read_config(), settings)
+    if preset is None and resume and out is not None and RunFolder(out).holds_run():
+        settings = merge(RunFolder(out).read_config(), settings)
     elif preset is None and not settings["model"] and not settings["data"]:
-        raise ConfigError("say what to train: --preset NAME, or --model NAME and --data NAME.")
+        raise ConfigError(_nothing_to_train(out, resume))
     return configure(preset, settings, overrides)
+
+
+def _nothing_to_train(out: Path | None, resume: bool) -> str:
+    named = "--preset NAME, or --model NAME and --data NAME"
+    if not resume:
+        return f"say what to train: {named}."
+    if out is None:
+        return "--resume needs --out, the folder of the run to go on with."
+    return f"{out} holds no run to go on with: give the folder of one, or begin it by {named}."
 
 
 def _name(config: Config) -> str:

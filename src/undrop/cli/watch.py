@@ -41,7 +41,7 @@ def watch(
     resume: Resume = False,
     settings: Settings = None,
     interval: Annotated[
-        int, typer.Option(min=1, help="Steps between two looks; 200 cost at most 5 %.")
+        int, typer.Option(min=1, help="Steps between two looks; at 200 they cost 1 to 3 %.")
     ] = 200,
     implicit: Annotated[
         bool, typer.Option(help="Whether to look at the gradient noise, the dearer half.")
@@ -56,6 +56,6 @@ def watch(
     from undrop.diagnose import Watcher
 
     chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
-    config = settle(preset, chosen, settings or [], out if resume else None)
+    config = settle(preset, chosen, settings or [], out, resume)
     watcher = Watcher(interval=interval, implicit=implicit, seed=config.train.seed)
     start(config, out, resume, json, watcher)

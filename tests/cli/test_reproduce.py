@@ -1,6 +1,7 @@
 """`undrop reproduce` and `undrop report` as one uses them, at the smallest scale."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def test_runs_then_a_report(here, capsys):
     assert code == 0
     assert "8 records in results/smoke: `undrop report results/smoke` sums them up." in out
     assert err.count("best validation") == 8
-    assert "[8/8, about 0 s left]" in err
+    assert re.search(r"\[8/8, about \d+ s left\]", err)  # more than 0 on a busy machine
     code, out, err = undrop(capsys, *words)
     assert (code, err) == (0, "")
     one = next((here / "results/smoke/records").iterdir())
@@ -70,7 +71,8 @@ def test_runs_then_a_report(here, capsys):
         (["reproduce", "--scale", "tiny"], "unknown scale 'tiny': there are smoke, small, paper."),
         (["reproduce", "--executor", "slurm"], "unknown executor 'slurm': there are local, ray."),
         (["report", "nowhere", "--scale", "small"], "nowhere has no records: run `undrop"),
-        (["report", "nowhere"], "unknown scale 'nowhere': there are smoke, small, paper."),
+        (["report", "nowhere"], "there is no folder nowhere: `undrop reproduce` writes one."),
+        (["report", "."], ". is named after no scale: add --scale (smoke, small, paper)."),
     ],
 )
 def test_errors_are_one_sentence(here, capsys, words, told):

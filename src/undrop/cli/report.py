@@ -38,9 +38,21 @@ def report(
     from undrop.reproduce import EXPERIMENTS
     from undrop.reproduce.report import write_report
 
+    scale = scale or _scale_of(results)
     with working(f"drawing what {results} holds"):
-        written = write_report(
-            results, experiment or EXPERIMENTS, scale or results.absolute().name, seeds, out
-        )
+        written = write_report(results, experiment or EXPERIMENTS, scale, seeds, out)
     for path in written:
         typer.echo(str(path))
+
+
+def _scale_of(results: Path) -> str:
+    """The scale that a folder of results is named after."""
+    from undrop.errors import OptionError, RunError
+    from undrop.reproduce.tables import SCALES
+
+    if not results.is_dir():
+        raise RunError(f"there is no folder {results}: `undrop reproduce` writes one.")
+    name = results.absolute().name
+    if name not in SCALES:
+        raise OptionError(f"{results} is named after no scale: add --scale ({', '.join(SCALES)}).")
+    return name

@@ -1,6 +1,6 @@
 import pytest
 
-from undrop.errors import ConfigError, UnknownNameError
+from undrop.errors import ConfigError, OptionError, UnknownNameError
 from undrop.train import configure, merge, presets
 from undrop.train.presets import describe, parse_override
 
@@ -95,8 +95,12 @@ def test_a_file_of_ones_own_is_a_preset(tmp_path):
         (b"[optimizer\n", r"mine.toml is no TOML: .*line 1"),
         (b"\xff", r"mine.toml is no TOML: .*utf-8"),
         (b"a = " + b"[" * 10_000, r"mine.toml is no TOML"),
-        (b"extends = 'mine.toml'", r"extends 'mine.toml', which is none of demo, "),
-        (b"extends = ['demo']", r"extends \['demo'\], which is none of demo, "),
+        (b"extends = 'mine.toml'", r"unknown preset 'mine.toml': there are demo, "),
+        (
+            b"extends = 'dmo'",
+            r"'dmo': did you mean 'demo'\? There are .* for .*mine.toml to extend.",
+        ),
+        (b"extends = ['demo']", r"mine.toml extends must be the name of a preset, got \['demo'\]."),
         (b"[optimiser]\nlr = 1", r"optimiser"),
     ],
 )
@@ -104,5 +108,5 @@ def test_a_file_that_is_no_preset_is_named(tmp_path, content, message):
     file = tmp_path / "mine.toml"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(OptionError, match=message):
         configure(str(file))

@@ -56,7 +56,7 @@ def preset(name: str) -> dict[str, Any]:
         name: one of ``presets()``, or the path of a file of one's own, which ends in ``.toml``.
 
     Raises:
-        UnknownNameError: if there is none of that name.
+        UnknownNameError: if there is none of that name, or of that which it extends.
         ConfigError: if there is no such file, or no TOML in it.
     """
     values = _read_own(name) if name.endswith(".toml") else _read(name)
@@ -68,9 +68,11 @@ def preset(name: str) -> dict[str, Any]:
 
 def _named(base: object, name: str) -> str:
     """What a preset extends: one of the package's, which does not lead back to it."""
+    if not isinstance(base, str):
+        raise ConfigError(f"what {name} extends must be the name of a preset, got {base!r}.")
     if base not in presets():
-        raise ConfigError(f"{name} extends {base!r}, which is none of {', '.join(presets())}.")
-    return str(base)
+        raise UnknownNameError("preset", base, presets(), f" for {name} to extend")
+    return base
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

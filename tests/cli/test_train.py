@@ -66,11 +66,20 @@ def test_resume_needs_no_other_option_and_takes_more_epochs(trained, capsys):
         (["train", "--data", "pydocs", "--set", "train.epochs=0"], "greater than or equal to 1"),
         (["train", "--data", "pydocs", "--seed", "-1"], "train.seed must be greater than or equal"),
         (["train", "--data", "nowhere/at/all"], "there is no folder nowhere/at/all"),
-        (["train", "--resume", "--out", "none"], "say what to train"),
+        (
+            ["train", "--resume", "--out", "none"],
+            "none holds no run to go on with: give the folder",
+        ),
+        (["train", "--resume"], "--resume needs --out, the folder of the run to go on with."),
+        (
+            ["watch", "--resume", "--out", "none"],
+            "none holds no run to go on with: give the folder",
+        ),
         (["eval", "none"], "none holds no run: it has no config.json."),
         (["generate", "none"], "none holds no run"),
         (["plot", "none"], "none holds no run"),
         (["runs", "none"], "there is no folder none."),
+        (["demo", "--out", "tales"], "tales is not empty: give --out a new folder."),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(text, capsys, arguments, told):
@@ -119,6 +128,27 @@ def test_eval_agrees_with_what_training_said(trained, capsys):
     assert "unknown split 'dev'" in capsys.readouterr().err
 
 
+def test_resume_begins_a_run_that_is_not_there_yet(text):
+    words = ["--data", str(text), "--objective", "none", *SMALL]
+    assert main(["train", "--resume", *words, "--out", "new"]) == 0
+    assert RunFolder("new").read_summary()["epochs"] == 1
+
+
+def test_eval_says_so_where_the_run_was_judged_by_less_than_whole_splits(text, capsys):
+    words = ["--data", str(text), "--objective", "none", *SMALL, "--set", "data.eval_tokens=20"]
+    assert main(["train", *words, "--out", "r"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "r", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["valid"]["tokens"] == 72
+    assert "the run's own figures are of the first 20 tokens of each (data.eval_tokens)" in err
+    words[-1] = "data.eval_tokens=72"
+    assert main(["train", *words, "--out", "s"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "s"]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_eval_names_weights_that_were_changed(trained, capsys):
     weights = RunFolder(trained).path / "best.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
@@ -158,6 +188,15 @@ def test_demo_trains_three_ways_and_draws_them(text, capsys, tmp_path):
     assert (tmp_path / "d" / "curves.png").exists()
     assert main(["demo", "--out", "e", "--set", f"data.name={text}", *SMALL]) == 0
     assert "Analytic, no dropout" in capsys.readouterr().out
+
+
+def test_ctrl_c_in_a_demo_does_not_pass_one_of_its_runs_for_it(text, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    step = "undrop.cli.demo._Row.step"
+    monkeypatch.setattr(step, lambda self, done, tokens, parts: os.kill(os.getpid(), signal.SIGINT))
+    assert main(["demo", "--out", "d", "--set", f"data.name={text}", *SMALL]) == 130
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == "stopped: undrop demo begins anew; d has its runs."
 
 
 def test_ctrl_c_says_how_to_go_on_and_exits_as_shells_expect(text, capsys, monkeypatch):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from undrop.cli._output import print_json, print_table
+from undrop.cli._output import check_drawable, print_json, print_table
 from undrop.train.reporters import Outline, Reporter
 
 if TYPE_CHECKING:
@@ -42,9 +42,11 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Train one small LSTM in three ways, from the same weights, on the same windows."""
+    from undrop.errors import StoppedError
     from undrop.train import configure, take_turns
 
-    folder = out or Path(tempfile.mkdtemp(prefix="undrop-demo-"))
+    check_drawable()
+    folder = _new(out)
     chosen = {"train": {"seed": seed}}
     configs = {
         name: configure("demo", {**chosen, "objective": {"name": name}}, settings or [])
@@ -54,13 +56,28 @@ def demo(
     show.print("The same LSTM, weights and windows three times; an epoch of each in turn.")
     with _bars(show) as bars:
         reporters = {name: _Row(bars, show, METHODS[name]) for name in METHODS}
-        summaries = take_turns(configs, out=folder, reporters=reporters)
+        try:
+            summaries = take_turns(configs, out=folder, reporters=reporters)
+        except StoppedError:  # which tells how to go on with one of the three
+            raise StoppedError(
+                f"stopped: undrop demo begins anew; {folder} has its runs."
+            ) from None
     picture = _draw(folder)
     if json:
         print_json({"rows": _rows(summaries), "picture": str(picture), "out": str(folder)})
         return
     _print(_rows(summaries))
     typer.echo(f"curves: {picture}")
+
+
+def _new(out: Path | None) -> Path:
+    from undrop.errors import RunError
+
+    if out is None:
+        return Path(tempfile.mkdtemp(prefix="undrop-demo-"))
+    if out.is_dir() and any(out.iterdir()):
+        raise RunError(f"{out} is not empty: give --out a new folder.")
+    return out
 
 
 def _bars(console: Console) -> Progress:

@@ -130,6 +130,58 @@ def test_with_dropout_they_move_as_in_the_first_pass():
         assert torch.equal(ours, theirs)
 
 
+# What is around a step
+
+
+LATER = [name for name in OBJECTIVES if "3" in name or name == "resampled"]
+WAYS = {
+    "backward": lambda step: step.backward(),
+    "total": lambda step: step.total,
+    "parts": lambda step: step.parts,
+}
+
+
+@pytest.fixture(params=LATER)
+def several(request):
+    """An objective of several samples, made anew, with the same noise each time."""
+    return lambda: OBJECTIVES[request.param](generator=torch.Generator().manual_seed(1))
+
+
+def half(enabled=True):
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+def test_later_samples_have_the_autocast_of_the_first(several, enabled, way):
+    p = problem("mlp")
+    model, x, objective = p.model.float(), p.inputs.float(), several()
+    objective(model, x, p.targets).backward()  # what is done once per model
+    seen = []
+    model[-1].register_forward_hook(lambda module, x, output: seen.append(output.dtype))
+    with half(enabled):
+        step = objective(model, x, p.targets)
+    first = len(seen)
+    with half(not enabled):
+        way(step)
+        assert torch.is_autocast_enabled("cpu") is not enabled
+    assert len(seen) > first
+    assert set(seen) == {torch.bfloat16 if enabled else torch.float32}
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("read", [WAYS["total"], WAYS["parts"]], ids=["total", "parts"])
+def test_what_is_read_without_gradients_leaves_the_gradient(several, read, off):
+    p, step = called(several)
+    step.backward()
+    q, other = called(several)
+    with off():
+        read(other)
+        assert not torch.is_grad_enabled()
+    other.backward()
+    torch.testing.assert_close(gradient(q.model), gradient(p.model))
+
+
 # Memory
 
 

@@ -7,17 +7,19 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from undrop.engines import Evaluation
 from undrop.errors import EvalModeError, GradientsDisabledError, NonFiniteError
 from undrop.losses import Loss, as_loss
 from undrop.objectives.randomness import Randomness
 from undrop.objectives.step import Step
+from undrop.objectives.surroundings import Surroundings
 from undrop.sites import (
     Field,
     Interception,
@@ -32,6 +34,7 @@ from undrop.sites import (
     logits_of,
     silent,
     sites,
+    tensors_in,
     unwrapped,
 )
 
@@ -97,7 +100,17 @@ class Objective(ABC):
             statistics.restore()
             raise
         self.steps += 1
-        return Step(first, [_keeping_statistics(run, model) for run in plan[1:]])
+        return Step(first, self._later(plan[1:], model, inputs))
+
+    def _later(self, plan: Plan, model: nn.Module, inputs: Any) -> Plan:
+        """Evaluations that are run as the first one was, whenever that is, and move no statistics."""
+        around = Surroundings(chain(model.parameters(), model.buffers(), tensors_in(inputs)))
+
+        def kept(run: Callable[[], Evaluation]) -> Evaluation:
+            with around.again(), apart(), keep_statistics(model):
+                return run()
+
+        return [partial(kept, run) for run in plan]
 
     def passed(
         self, model: nn.Module, inputs: Any, targets: Any, field: Field | None
@@ -165,7 +178,7 @@ def _trains(model: nn.Module, inputs: Any) -> bool:
     """Whether there is anything to have a gradient: a parameter, or else an input."""
     if any(parameter.requires_grad for parameter in model.parameters()):
         return True
-    return any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(inputs))
+    return any(t.requires_grad for t in tensors_in(inputs))
 
 
 def _nothing_trained(model: nn.Module) -> GradientsDisabledError:
@@ -173,16 +186,6 @@ def _nothing_trained(model: nn.Module) -> GradientsDisabledError:
         f"no parameter of {type(model).__name__} requires a gradient: set requires_grad_(True) on those "
         "that are to be trained."
     )
-
-
-def _keeping_statistics(
-    run: Callable[[], Evaluation], model: nn.Module
-) -> Callable[[], Evaluation]:
-    def kept() -> Evaluation:
-        with apart(), keep_statistics(model):
-            return run()
-
-    return kept
 
 
 def _not_finite(evaluation: Evaluation, model: nn.Module, inputs: Any) -> str:

@@ -158,6 +158,7 @@ def test_every_engine_has_its_name():
     ]
 
 
+@pytest.mark.filterwarnings("ignore:The reduce argument")
 @pytest.mark.parametrize(
     ("way", "op"),
     [

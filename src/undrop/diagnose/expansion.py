@@ -22,7 +22,7 @@ from undrop.diagnose.subject import Batch, Given, Noise, Subject
 from undrop.engines import Draw, Leaves
 from undrop.engines.twice import TWICE_DIFFERENTIABLE
 from undrop.errors import NoDropoutError, NonFiniteError
-from undrop.sites import Interception, Selection, Site, call, keep_statistics, logits_of
+from undrop.sites import Selection, Site
 
 __all__ = ["Differences", "Expanded", "Expander", "Expansion", "Order", "Terms"]
 
@@ -73,14 +73,11 @@ class _AtZero:
 
     def __init__(self, subject: Subject, batch: Batch, field: Leaves) -> None:
         self.subject, self.batch = subject, batch
-        model = subject.model
-        with keep_statistics(model), Interception(model, field, TWICE_DIFFERENTIABLE):
-            self.logits = logits_of(call(model, batch.inputs))
+        self.logits = subject.run(batch, field, TWICE_DIFFERENTIABLE)
         if not field.leaves:
             raise NoDropoutError(f"no active dropout was met in batch {batch.number}.")
         self.found = list(zip(field.sites, field.leaves, strict=True))
         self.output = self.logits.detach().requires_grad_()
-        subject.loss.check(self.output, batch.targets)
         self.count = float(subject.loss.count(self.output, batch.targets))
 
     def quadratic(self, u: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from undrop.noise import sigma
 from undrop.objectives.randomness import Randomness
 from undrop.sites import (
     Field,
+    Handler,
     Interception,
+    Replay,
     Site,
     Sites,
     as_it_was,
@@ -122,11 +124,21 @@ class Subject:
         with as_it_was(self.model), torch.inference_mode(False), torch.enable_grad():
             if not self.model.training:
                 self.model.train()
+            self._replay = Replay.of(self.model, self.randomness)
             yield
 
-    def run(self, batch: Batch, field: Field) -> Tensor:
-        """The tensor that the loss sees, with the field's say at every site."""
-        with keep_statistics(self.model), Interception(self.model, field):
+    def run(
+        self,
+        batch: Batch,
+        field: Field,
+        rules: Mapping[Callable[..., Any], Handler] | None = None,
+    ) -> Tensor:
+        """The tensor that the loss sees, with the field's say at every site.
+
+        What the model draws on its own account is the same in every pass: it is no dropout.
+        """
+        self._replay.restart()
+        with keep_statistics(self.model), Interception(self.model, field, rules):
             logits = logits_of(call(self.model, batch.inputs))
         self.loss.check(logits, batch.targets)
         return logits

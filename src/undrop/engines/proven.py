@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from undrop.engines.rules import TANGENT_RULES
-from undrop.sites import Handler, Interception, Site, call, is_sharded, keep_statistics
+from undrop.sites import Handler, Interception, Replay, Site, call, is_sharded, keep_statistics
 from undrop.sites.recomputation import in_checkpoint
 
 __all__ = ["CONSTANT", "PROVEN", "Tainted", "blocking_op"]
@@ -211,9 +211,9 @@ def _probe(model: nn.Module, inputs: Any) -> _Proof:
 
     rules = {function: excused(rule) for function, rule in TANGENT_RULES.items()}
     with (
+        Replay(),
         torch.no_grad(),
         keep_statistics(model),
-        torch.random.fork_rng(devices=[]),
         tainted,
         Interception(model, field, rules) as mode,
     ):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from undrop.errors import NoDropoutError
 from undrop.sites.calling import call
 from undrop.sites.interception import Interception
+from undrop.sites.replay import Replay
 from undrop.sites.site import Site, Sites
 from undrop.sites.statistics import keep_buffers
 from undrop.sites.wrappers import unwrapped
@@ -88,16 +89,11 @@ def _nothing_found(model: nn.Module) -> str:
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put the mode of every module, all buffers and torch's random state back in the end."""
+    """Put the mode of every module, all buffers and the global random state back in the end."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with keep_buffers(model), torch.random.fork_rng(devices=_devices(model)):
+        with keep_buffers(model), Replay():
             yield
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _devices(model: nn.Module) -> list[torch.device]:
-    found = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    return sorted(found, key=str)

@@ -76,6 +76,21 @@ def test_jacobian_hands_on_the_output_between_its_passes():
     torch.testing.assert_close(step.output, model[1](x))
 
 
+def test_jacobian_does_so_in_an_output_of_any_class():
+    class Out:
+        def __init__(self, logits):
+            self.logits = logits
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return Out(super().forward(x))
+
+    model = Net(nn.Dropout(0.5), nn.Linear(3, 2)).double()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    step = Jacobian(0.2, loss=MSE())(model, x, y)
+    torch.testing.assert_close(step.output.logits, model[1](x))
+
+
 def test_jacobian_is_taken_at_the_site_that_is_named():
     made = problem("mlp")
     parts = [
@@ -111,6 +126,34 @@ def test_sam_has_the_gradient_from_uphill(name):
     there.backward()
     assert step.parts == {"loss": pytest.approx(there.item())}
     torch.testing.assert_close(ours, gradient(made.model))
+
+
+def test_sam_goes_uphill_in_the_weights_of_a_loss_that_is_a_module():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([2.0, 0.5]).double())
+
+        def forward(self, output, target):
+            return (self.scale * output - target).square().mean()
+
+    loss, model = Scaled(), nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)).double()
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    before = loss.scale.detach().clone()
+    step = SAM(0.3, loss=loss, generator=generator())(model, x, y)
+    assert torch.equal(loss.scale, before)
+    step.backward()
+
+    class Whole(nn.Sequential):
+        def forward(self, x):
+            return loss.scale * super().forward(x)
+
+    whole = Whole(*model)
+    whole.register_parameter("scale", loss.scale)
+    expected = [p.grad for p in whole.parameters()]
+    whole.zero_grad()
+    SAM(0.3, loss=MSE(), generator=generator())(whole, x, y).backward()
+    torch.testing.assert_close([p.grad for p in whole.parameters()], expected)
 
 
 def test_sam_puts_the_weights_back_when_it_fails(monkeypatch):

@@ -8,6 +8,8 @@ from torch import nn
 
 import undrop
 from problems import problem
+from undrop.losses import LinearCrossEntropy
+from undrop.objectives import SAM, RDrop
 
 ENGINES = ("tangent", "antithetic", "reverse")
 OBJECTIVES = {
@@ -86,6 +88,54 @@ def test_l2_leaves_out_what_is_not_trained():
     norm = sum(q.square().sum() for q in p.model.parameters() if q.requires_grad).item()
     parts = undrop.L2(1.0)(p.model, p.inputs, p.targets).parts
     assert parts["l2"] == pytest.approx(norm, rel=1e-12)
+
+
+# An output layer in the loss
+
+
+def with_head(inside, *, tied=False):
+    """The net, all its parameters, and the loss, with the last layer in one of the two."""
+    p = problem("mlp")
+    net, head = p.model[:-1], p.model[-1]
+    if tied:
+        head.weight = net[3].weight = nn.Parameter(net[3].weight[:, :3].detach())
+        net[0] = nn.Linear(2, 3, dtype=torch.float64)
+    every = nn.ModuleList([net, head])
+    if inside:
+        return p, nn.Sequential(*net, head), every, undrop.CrossEntropy()
+    return p, net, every, LinearCrossEntropy(head.weight, head.bias)
+
+
+def gradients_with_head(make, inside, **how):
+    p, model, every, loss = with_head(inside, **how)
+    step = make(loss=loss, generator=torch.Generator().manual_seed(1))(model, p.inputs, p.targets)
+    step.backward()
+    return step.parts, gradient(every)
+
+
+EVERY = {
+    **OBJECTIVES,
+    "l2": lambda generator, **how: undrop.L2(0.1, **how),
+    "r-drop": RDrop,
+    "sam": lambda **how: SAM(0.5, **how),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("name", EVERY)
+def test_an_output_layer_in_the_loss_is_as_one_in_the_model(name, tied):
+    parts, found = gradients_with_head(EVERY[name], False, tied=tied)
+    expected, gradients = gradients_with_head(EVERY[name], True, tied=tied)
+    assert parts == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_may_be_all_that_is_trained(name):
+    p, model, every, loss = with_head(False)
+    model.requires_grad_(False)
+    EVERY[name](loss=loss, generator=None)(model, p.inputs, p.targets).backward()
+    assert gradient(every[1]).norm() > 0
 
 
 # Batch norm

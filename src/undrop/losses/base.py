@@ -7,6 +7,7 @@ so that the parts of an objective add up to its total.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,10 @@ class Loss(ABC):
     A new loss is one subclass; every engine and objective works with it. ``derivatives`` must be
     differentiable (once) in ``output`` and ``u`` by plain reverse mode.
     """
+
+    def parameters(self) -> Sequence[Tensor]:
+        """The weights within the loss, such as an output layer's; the model may have them as well."""
+        return ()
 
     @abstractmethod
     def check(self, output: Tensor, target: Tensor) -> None:

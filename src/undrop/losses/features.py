@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from undrop.errors import OptionError, OutputError
@@ -43,6 +45,10 @@ class FeatureLoss(Loss):
         self.width, self.classes, self.chunk = width, classes, chunk
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
+
+    def parameters(self) -> Sequence[Tensor]:
+        """Those of the output layer."""
+        return [p for p in self.layer.parameters if p is not None]
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Class indices, one for each row of features."""

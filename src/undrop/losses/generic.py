@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from undrop.errors import EngineError, TargetError
 from undrop.losses.base import Derivatives, Loss, number
@@ -26,6 +26,10 @@ class Generic(Loss):
 
     def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
         self.function = function
+
+    def parameters(self) -> Sequence[Tensor]:
+        """Those of the function, if it is a module."""
+        return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """The function must give one number."""

@@ -127,10 +127,15 @@ class Objective(ABC):
         output, loss = self.passed(model, inputs, targets, silent)
         return Evaluation(loss, {"loss": loss.detach()}, output)
 
+    def trained(self, model: nn.Module) -> list[Tensor]:
+        """The parameters that are trained, of the model and within the loss, each once."""
+        every = dict.fromkeys(chain(model.parameters(), self.loss.parameters()))
+        return [p for p in every if p.requires_grad and p.is_leaf]
+
     def sites(self, model: nn.Module, inputs: Any) -> Sites:
         """The model's noise sites, found the first time the model is seen."""
         if model not in self._sites:
-            if not _trains(model, inputs):
+            if not self.trained(model) and not any(t.requires_grad for t in tensors_in(inputs)):
                 raise _nothing_trained(model)
             found = sites(model, inputs)
             self.selection.check(found.names)
@@ -172,13 +177,6 @@ class Objective(ABC):
         """Go on from a saved state."""
         self.steps = int(state["steps"])
         self.randomness.load_state_dict(state["generators"])
-
-
-def _trains(model: nn.Module, inputs: Any) -> bool:
-    """Whether there is anything to have a gradient: a parameter, or else an input."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return True
-    return any(t.requires_grad for t in tensors_in(inputs))
 
 
 def _nothing_trained(model: nn.Module) -> GradientsDisabledError:

@@ -49,7 +49,7 @@ class L2(NoRegularization):
 
     def _penalised(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
         plain = self.plain(model, inputs, targets)
-        squares = (p.square().sum() for p in model.parameters() if p.requires_grad)
+        squares = (p.square().sum() for p in self.trained(model))
         penalty = self.weight * sum(squares, torch.zeros_like(plain.total))
         parts = {**plain.parts, "l2": penalty.detach()}
         return Evaluation(plain.total + penalty, parts, plain.output)

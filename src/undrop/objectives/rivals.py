@@ -197,7 +197,7 @@ class SAM(Objective):
 
     def _sharp(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
         mask = _dropout(self)
-        weights = [p for p in model.parameters() if p.requires_grad]
+        weights = self.trained(model)
         output, loss = self.passed(model, inputs, targets, mask)
         ascent = _gradient(loss, weights)
         norm = torch.stack([g.norm() for g in ascent]).norm()

@@ -38,6 +38,10 @@ class NonFiniteError(UndropError):
     """A part of the objective came out infinite or NaN."""
 
 
+class StepError(UndropError):
+    """A step whose gradient was taken before."""
+
+
 class SiteSelectionError(UndropError):
     """A pattern for choosing sites that matches none."""
 

@@ -125,3 +125,29 @@ def test_bytes_hold_no_ignored_target(loss):
     torch.testing.assert_close(
         loss.value(output, target.to(torch.uint8)), loss.value(output, target)
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [(nn.NLLLoss(), torch.tensor([1, 0])), (nn.L1Loss(), torch.zeros(2, 3))],
+    ids=["nll", "l1"],
+)
+def test_a_loss_without_curvature_is_told_of_once(loss, target, caplog):
+    output, u = torch.randn(2, 2, 3)
+    known = as_loss(loss)
+    for _ in range(2):
+        assert known.derivatives(output.requires_grad_(), u, target).quadratic == 0.0
+    (record,) = caplog.records
+    assert "has no curvature in the model's output" in record.message
+
+
+def test_probabilities_of_classes_are_met_by_torchs_function():
+    output, target = torch.randn(2, 3), torch.softmax(torch.randn(2, 3), -1)
+    with pytest.raises(TargetError, match=r"float32: .* for probabilities .* loss=F.cross_entropy"):
+        CrossEntropy().check(output, target)
+    found = as_loss(nn.functional.cross_entropy).derivatives(output, torch.ones(2, 3), target)
+    torch.testing.assert_close(found.quadratic, torch.tensor(0.0), atol=1e-6, rtol=0.0)
+    p, u = torch.softmax(output, -1), torch.randn(2, 3)
+    expected = ((p * u.square()).sum(-1) - (p * u).sum(-1).square()).mean()
+    found = as_loss(nn.functional.cross_entropy).derivatives(output, u, target)
+    torch.testing.assert_close(found.quadratic, expected)

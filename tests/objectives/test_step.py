@@ -8,6 +8,7 @@ from torch import nn
 
 import undrop
 from problems import problem
+from undrop.errors import StepError
 from undrop.losses import LinearCrossEntropy
 from undrop.objectives import SAM, RDrop
 
@@ -280,3 +281,10 @@ def test_memory_does_not_grow_with_samples(name, make):
     p = problem(name)
     one, many = (peak_of_saved(make(k, generator=torch.Generator()), p) for k in (1, 8))
     assert 0 < many <= 1.05 * one
+
+
+def test_a_gradient_is_taken_once(objective):
+    _, step = called(objective)
+    step.backward()
+    with pytest.raises(StepError, match="has been taken: call the objective again"):
+        step.backward()

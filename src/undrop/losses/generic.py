@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from undrop.errors import EngineError, TargetError
 from undrop.losses.base import Derivatives, Loss, number
 
 __all__ = ["Generic"]
+
+_log = logging.getLogger("undrop")
 
 
 class Generic(Loss):
@@ -26,6 +29,7 @@ class Generic(Loss):
 
     def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
         self.function = function
+        self._looked = False
 
     def parameters(self) -> Sequence[Tensor]:
         """Those of the function, if it is a module."""
@@ -66,6 +70,9 @@ class Generic(Loss):
         else:
             self._check_linear(at, u, gradient, target)
             quadratic = torch.zeros_like(loss)
+        if not self._looked:
+            self._looked = True
+            self._warn_of_no_curvature(quadratic, u)
         return Derivatives(loss, quadratic, directional)
 
     def _derivative(self, directional: Tensor, at: Tensor) -> Tensor:
@@ -84,6 +91,15 @@ class Generic(Loss):
         (other,) = torch.autograd.grad(self.value(elsewhere, target), elsewhere)
         if not torch.allclose(other, gradient):
             raise self._once("its gradient has no graph")
+
+    def _warn_of_no_curvature(self, quadratic: Tensor, u: Tensor) -> None:
+        if bool(u.any()) and not bool(quadratic):
+            _log.warning(
+                "the loss %s has no curvature in the model's output, so that uᵀHu = 0 and there is no "
+                "explicit regularizer: if the output is log-probabilities, let the model return logits "
+                "and use undrop.CrossEntropy().",
+                _name(self.function),
+            )
 
     def _once(self, why: str) -> EngineError:
         return EngineError(

@@ -28,7 +28,10 @@ def check_class_indices(
     """
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise TargetError(f"targets must be class indices of an integer type, got {got}.")
+        raise TargetError(
+            f"targets must be class indices of an integer type, got {got}: for numbers to be met pass "
+            "loss=nn.MSELoss(), for probabilities of classes loss=F.cross_entropy."
+        )
     if tuple(target.shape) != tuple(leading):
         raise TargetError(
             f"targets must have shape {tuple(leading)}, that of the output without the dimension of its "

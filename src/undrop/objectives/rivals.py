@@ -25,6 +25,7 @@ from undrop.objectives.dropout import Dropout
 from undrop.sites import (
     Field,
     Interception,
+    Replay,
     Site,
     call,
     keep_statistics,
@@ -128,8 +129,10 @@ class Jacobian(Objective):
 
     def _stable(self, model: nn.Module, inputs: Any, targets: Any, name: str) -> Evaluation:
         shift = _Shift(name, self.step, self.randomness)
+        replay = Replay.of(model, self.randomness)
         with Interception(model, partial(shift, 1.0)):
             output = call(model, inputs)
+        replay.restart()
         with keep_statistics(model), Interception(model, partial(shift, -1.0)):
             other = call(model, inputs)
         plus, minus = logits_of(output), logits_of(other)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from undrop.engines import Evaluation
+from undrop.errors import StepError
 
 __all__ = ["Step"]
 
@@ -49,7 +50,15 @@ class Step:
         return parts
 
     def backward(self, scale: float = 1.0) -> None:
-        """Add the gradient of ``scale · total`` to the parameters' ``.grad``."""
+        """Add the gradient of ``scale · total`` to the parameters' ``.grad``.
+
+        Raises:
+            StepError: the second time, when the graphs are gone.
+        """
+        if not (self._held or self._waiting):
+            raise StepError(
+                "the gradient of this step has been taken: call the objective again for another one."
+            )
         while self._held or self._waiting:
             if not self._held:
                 self._held.append(self._waiting.pop(0)())

@@ -1,6 +1,7 @@
 """What every command shares: how it is found, and what its errors look like."""
 
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def test_help_lists_every_command_with_its_line(capsys):
 def test_no_words_at_all_are_a_call_for_help(capsys):
     assert cli.main([]) == 0
     assert "Usage: undrop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [[], ["plot"], ["data", "info"]])
+def test_h_is_short_for_help(capsys, command):
+    assert cli.main([*command, "--help"]) == 0
+    long = capsys.readouterr().out
+    assert cli.main([*command, "-h"]) == 0
+    assert capsys.readouterr().out == long
+    assert " ".join(["Usage: undrop", *command]) in long
 
 
 def test_every_command_has_its_place_and_its_line():
@@ -91,6 +101,25 @@ def test_a_slip_of_the_keys_gets_the_nearest_name(capsys, words, sentence):
 def test_an_error_is_one_sentence_and_exit_code_2(capsys, failing):
     assert failing(DataError("it is not there."))(["data", "info", "x"]) == 2
     assert capsys.readouterr().err == "error: it is not there.\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("no_color", "colour"), [(None, True), ("", True), ("1", False)])
+def test_an_error_is_red_on_a_terminal_unless_it_is_asked_not_to_be(
+    monkeypatch, failing, no_color, colour
+):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert failing(DataError("it is not there."))(["data", "info", "x"]) == 2
+    assert ("\x1b[" in terminal.getvalue()) == colour
+    assert terminal.getvalue().endswith(" it is not there.\n")
 
 
 @pytest.mark.parametrize(

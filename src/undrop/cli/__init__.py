@@ -65,7 +65,11 @@ def _first_line(file: Path) -> str:
 def app_for(loaded: Sequence[str]) -> typer.Typer:
     """The app in which the ``loaded`` commands are real and all others only names with a help."""
     app = typer.Typer(
-        name="undrop", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+        name="undrop",
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit them
     )
     app.callback()(_root)
     for name, line in commands().items():

@@ -41,7 +41,10 @@ def report(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if sentence:
-        typer.echo(f"{typer.style('error:', fg='red', bold=True)} {sentence}", err=True)
+        plain = False if os.environ.get("NO_COLOR") else None  # None: as it fits what stderr is
+        typer.echo(
+            f"{typer.style('error:', fg='red', bold=True)} {sentence}", err=True, color=plain
+        )
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else BAD_INPUT
 
 

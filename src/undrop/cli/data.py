@@ -74,7 +74,10 @@ def get_corpora(
 ) -> None:
     """Download corpora if they are not here, and encode them."""
     from undrop.corpora import load
+    from undrop.corpora.corpus import find
 
+    for name in names:
+        find(name, data_dir)  # an unknown one is told before any other is downloaded
     for name in names:
         typer.echo(f"getting {name}", err=True)
         corpus = load(name, data_dir=data_dir, cache_dir=cache_dir)

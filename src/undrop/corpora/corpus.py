@@ -104,16 +104,32 @@ def _texts(
     name_or_path: StrPath, data_dir: Path | None, cache: Path, download: bool
 ) -> tuple[str, dict[str, Path]]:
     """The corpus's name and its text files, which are on this machine afterwards."""
-    path = Path(name_or_path).expanduser()
+    found = find(name_or_path, data_dir)
+    if isinstance(found, Entry):
+        return found.name, _named(found, data_dir, cache, download)
+    return found.resolve().name or "corpus", find_splits(found)
+
+
+def find(name_or_path: StrPath, data_dir: Path | None = None) -> Entry | Path:
+    """What a name stands for, be it on this machine or not: a corpus of the catalogue, or a folder.
+
+    Args:
+        name_or_path: as for :func:`load`.
+        data_dir: a folder that may hold it.
+
+    Raises:
+        UnknownNameError: if it is neither.
+    """
     entry = CATALOGUE.get(str(name_or_path))
     if entry is not None:
-        return entry.name, _named(entry, data_dir, cache, download)
+        return entry
+    path = Path(name_or_path).expanduser()
     if data_dir is not None and (data_dir / path).is_dir():
         path = data_dir / path
     if not path.is_dir() and os.fspath(name_or_path) == path.name:
         hint = ", or give a folder with train, valid and test text files"
         raise UnknownNameError("corpus", str(name_or_path), CATALOGUE, hint)
-    return path.resolve().name or "corpus", find_splits(path)
+    return path
 
 
 def _named(entry: Entry, data_dir: Path | None, cache: Path, download: bool) -> dict[str, Path]:

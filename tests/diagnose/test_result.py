@@ -144,6 +144,23 @@ def diagnosed(model, batches=1):
     return undrop.diagnose(model, pairs, implicit=False, progress=False)
 
 
+def test_a_loss_that_is_linear_in_the_output_is_told_from_a_large_p():
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3), nn.LogSoftmax(-1)]
+    model = nn.Sequential(*layers).double()
+    found = undrop.diagnose(
+        model,
+        [(torch.randn(1, 3).double(), torch.tensor([i])) for i in range(3)],
+        loss=nn.NLLLoss(),
+        implicit=False,
+        progress=False,
+    )
+    advice = " ".join(found.advice)
+    assert "½E[uᵀHu] is 0 whatever p, since the loss is linear in the model's output" in advice
+    assert "let the model return logits" in advice
+    assert "smaller p" not in advice
+
+
 def test_a_site_that_does_nothing_is_named_with_its_figure():
     advice = diagnosed(model_with_shares(0.01)).advice
     (idle,) = [sentence for sentence in advice if "nothing measurable" in sentence]

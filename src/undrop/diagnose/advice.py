@@ -19,6 +19,7 @@ GOOD = 0.8
 _POOR = 0.5
 _NOTHING = 0.01  # a share that does not matter
 _SOME = 0.2  # a part that does
+_ROUNDING = 1e-9  # of R_drop: less is no curvature
 
 
 def advise(sites: Sites, explicit: Explicit, implicit: Implicit | None) -> list[str]:
@@ -53,6 +54,11 @@ def _quadratic(explicit: Explicit) -> Iterator[str]:
         yield (
             f"The quadratic picture holds: ½E[uᵀHu] is {percent(share)} of R_drop, so "
             "undrop.Analytic(strength=undrop.TAYLOR) stands in for the explicit effect."
+        )
+    elif abs(parts.psd.value) <= _ROUNDING * whole:
+        yield (
+            "½E[uᵀHu] is 0 whatever p, since the loss is linear in the model's output, as NLLLoss is in "
+            "log-probabilities: let the model return logits and take cross-entropy as the loss."
         )
     elif share.high < _POOR or share.low > 2.0 - _POOR:
         yield (

@@ -36,6 +36,34 @@ def test_one_plus_sigma_times_dropouts_noise_is_dropouts_mask(q):
     torch.testing.assert_close(mask, torch.where(mask.abs() < 1e-9, 0.0, kept), atol=1e-12, rtol=0)
 
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_dropped_entry_is_zero_in_every_precision(dtype):
+    """1 + σ·η is 0 to the bit where it drops, and 1/(1 - q) to the rounding of σ·η elsewhere."""
+    for q in (k / 100 for k in range(1, 100)):
+        noise = draw("dropout", (500,), q, scale=sigma(q), like=torch.empty(0, dtype=dtype))
+        h = torch.rand(500, dtype=torch.float64).to(dtype) + 0.5
+        dropped = torch.addcmul(h, h, noise) == 0
+        assert torch.equal(dropped, noise < 0), q
+        kept = noise[~dropped].double()
+        ulps = 0.51 if dtype.itemsize == 2 else 2.0
+        rounding = ulps * torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            kept, torch.full_like(kept, q / (1 - q)), rtol=rounding, atol=0.0
+        )
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_scale_multiplies(noise):
+    one, three = (
+        draw(noise, (50,), 0.3, scale=scale, like=LIKE, generator=torch.Generator().manual_seed(0))
+        for scale in (1.0, 3.0)
+    )
+    torch.testing.assert_close(three, 3.0 * one, rtol=1e-14, atol=0.0)
+
+
 def test_signs_are_signs():
     assert set(drawn("sign", 100).tolist()) == {-1.0, 1.0}
 

@@ -30,16 +30,21 @@ def mask_shape(shape: Sequence[int], shared: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if d in dims else n for d, n in enumerate(shape))
 
 
-def _dropout(like: Tensor, q: float, generator: torch.Generator | None) -> Tensor:
+def _dropout(like: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
+    """At the scale σ a dropped entry is -1 to the bit, so that 1 + σ·η is 0 in every precision."""
     s = sigma(q)
     dropped = torch.rand(like.shape, device=like.device, generator=generator) < q
-    return s - dropped.to(like.dtype) * (s + 1.0 / s)
+    wide = torch.promote_types(
+        like.dtype, torch.float32
+    )  # half precision is rounded once, at the end
+    kept = float(torch.tensor(s, dtype=wide).mul_(scale))
+    return torch.full_like(dropped, kept, dtype=like.dtype).masked_fill_(dropped, -scale / s)
 
 
 _SIGN, _ONE = -(2**31), 0x3F80_0000  # of a float32: its sign bit, and the bits of 1.0
 
 
-def _sign(like: Tensor, q: float, generator: torch.Generator | None) -> Tensor:
+def _sign(like: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
     """±1 from the bits of random words: 20 times as fast as a Bernoulli draw for every entry."""
     n = like.numel()
     words = torch.randint(
@@ -52,19 +57,19 @@ def _sign(like: Tensor, q: float, generator: torch.Generator | None) -> Tensor:
     )
     shifts = torch.arange(32, dtype=torch.int32, device=like.device)
     signs = (words << shifts).bitwise_and_(_SIGN).bitwise_or_(_ONE).view(torch.float32)
-    return signs.flatten()[:n].view(like.shape).to(like.dtype)
+    return signs.flatten()[:n].view(like.shape).to(like.dtype).mul_(scale)
 
 
-def _gaussian(like: Tensor, q: float, generator: torch.Generator | None) -> Tensor:
-    return torch.empty_like(like).normal_(generator=generator)
+def _gaussian(like: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
+    return torch.empty_like(like).normal_(generator=generator).mul_(scale)
 
 
-NOISES: dict[str, Callable[[Tensor, float, torch.Generator | None], Tensor]] = {
+NOISES: dict[str, Callable[[Tensor, float, float, torch.Generator | None], Tensor]] = {
     "dropout": _dropout,
     "sign": _sign,
     "gaussian": _gaussian,
 }
-"""The distributions of η by name; each has mean 0 and variance 1."""
+"""The distributions of η by name; each has mean 0 and variance 1, and comes times a scale."""
 
 
 def draw(
@@ -73,16 +78,17 @@ def draw(
     q: float,
     *,
     like: Tensor,
+    scale: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw η of the given shape, with the dtype and device of ``like``.
+    """Draw ``scale``·η of the given shape, with the dtype and device of ``like``.
 
     Raises:
         OptionError: if there is no noise of that name.
     """
     if noise not in NOISES:
         raise OptionError(f"there is no noise {noise!r}: use one of {', '.join(NOISES)}.")
-    return NOISES[noise](like.new_empty(tuple(shape)), q, generator)
+    return NOISES[noise](like.new_empty(tuple(shape)), q, scale, generator)
 
 
 def structured_dropout(

@@ -119,6 +119,24 @@ def test_its_own_masks_are_the_declared_ones_whatever_the_analytic_noise_is():
     assert 0 < (other == 0).double().mean() < 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.4, 0.9])
+def test_what_its_own_masks_drop_is_zero_in_every_precision(p, dtype):
+    """As of torch's own dropout: either 0 to the bit, or scaled up."""
+    model = nn.Sequential(nn.Linear(3, 64), nn.Dropout(p)).to(dtype)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    drop = undrop.Dropout(loss=undrop.MSE(), generator=torch.Generator().manual_seed(0))
+    output = drop(model, x, torch.zeros(8, 64, dtype=dtype)).output.detach()
+    before = model[0](x).detach()
+    kept = output.abs() > 0.5 * before.abs()
+    assert 0 < kept.double().mean() < 1
+    assert float(output[~kept].abs().max()) == 0.0
+    expected = before[kept].double() / (1 - p)
+    torch.testing.assert_close(
+        output[kept].double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0.0
+    )
+
+
 # Covariances, as traces: over n draws their relative standard error is about 1/sqrt(2n).
 
 

@@ -69,11 +69,11 @@ class Draw:
         held = self._drawn.get(site.name)
         noise = held() if held is not None else None
         if noise is None:
-            noise = self._draw(site, h).mul_(scale)
+            noise = self._draw(site, h, scale)
             self._drawn[site.name] = TensorWeakRef(noise)
         return noise
 
-    def _draw(self, site: Site, h: Tensor) -> Tensor:
+    def _draw(self, site: Site, h: Tensor, scale: float) -> Tensor:
         if site.name in self._states:
             generator = torch.Generator(h.device)
             generator.set_state(self._states[site.name])
@@ -81,7 +81,12 @@ class Draw:
             generator = self.generator(h.device)
             self._states[site.name] = generator.get_state()
         return draw_noise(
-            self.noise, self.shape(site), site.p, like=h.detach(), generator=generator
+            self.noise,
+            self.shape(site),
+            site.p,
+            like=h.detach(),
+            scale=scale,
+            generator=generator,
         )
 
 

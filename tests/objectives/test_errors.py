@@ -131,7 +131,7 @@ def test_no_dropout_in_the_model(dropping):
 
 def test_no_dropout_that_is_active(dropping):
     model = Net(nn.Dropout(0.0))
-    refused(dropping, NoDropoutError, r"it has dropout \(p = 0\), but none was active", model)
+    refused(dropping, NoDropoutError, r"it has 'dropout' \(p = 0\), but none was active", model)
 
 
 @pytest.mark.parametrize("make", [undrop.NoRegularization, lambda: undrop.L2(0.1)])

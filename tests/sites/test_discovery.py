@@ -268,7 +268,7 @@ def test_looking_does_not_spoil_a_graph_that_holds_the_models_buffers():
     ("model", "hint"),
     [
         (nn.Linear(3, 3), r"Linear: add one, e.g. nn.Dropout\(0.1\)"),
-        (nn.Sequential(nn.Dropout(0.0)), r"Sequential: it has 0 \(p = 0\), but none was active"),
+        (nn.Sequential(nn.Dropout(0.0)), r"Sequential: it has '0' \(p = 0\), but none was active"),
     ],
 )
 def test_a_model_without_dropout_is_an_error(model, hint):

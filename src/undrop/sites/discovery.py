@@ -74,7 +74,7 @@ def _met(model: nn.Module, inputs: Any) -> Sites:
 
 def _nothing_found(model: nn.Module) -> str:
     idle = [
-        f"{name or type(module).__name__} (p = {module.p:g})"
+        f"{name or type(module).__name__!r} (p = {module.p:g})"
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.dropout._DropoutNd)
     ]

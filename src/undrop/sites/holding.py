@@ -39,7 +39,8 @@ def _places(x: Any) -> list[_Place]:
 
 def _slots(c: type) -> tuple[str, ...]:
     slots = c.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name != "__dict__")  # whose names are looked up anyway
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -12,6 +12,19 @@ from undrop.diagnose.subject import Subject, collect
 from undrop.diagnose.timing import Budget
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.4, 0.9])
+def test_a_mask_drops_to_zero_in_every_precision(p, dtype):
+    """σ·η is -1 to the bit, at p itself and at a multiple of it."""
+    model = nn.Sequential(nn.Linear(2, 90), nn.Dropout(p), nn.Linear(90, 2))
+    subject = Subject(model, collect([(torch.randn(5, 2), torch.zeros(5).long())], 1))
+    like = torch.zeros(5, 90, dtype=dtype)
+    for factor in (1.0, 0.7):
+        noise = subject.masks([(subject.sites[0], like)], factor)["1"]
+        assert noise.dtype == dtype
+        assert set(noise[noise < 0].tolist()) == {-1.0}
+
+
 def quietly(done, what):
     pass
 

@@ -183,12 +183,12 @@ class Subject:
         noise = {}
         for site, like in found:
             q = site.p * factor
-            eta = draw_noise(
+            noise[site.name] = draw_noise(
                 "dropout",
                 site.mask_shape,
                 q,
                 like=like.detach(),
+                scale=sigma(q),
                 generator=self.randomness(like.device),
             )
-            noise[site.name] = eta.mul_(sigma(q))
         return noise

@@ -302,8 +302,21 @@ def test_bad_input_to_the_model_is_the_models_own_error(objective):
         (lambda: undrop.Analytic(interval=0), "interval must be a whole number .* got 0"),
         (lambda: undrop.Analytic(mask="locked"), "no mask structure 'locked': use one of as-dec"),
         (lambda: undrop.Analytic(engine="fast"), "no engine 'fast': use one of auto, tangent"),
+        (lambda: undrop.Analytic(samples=True), "samples must be a whole number .* got True"),
+        (lambda: undrop.Analytic(interval=True), "interval must be a whole number .* got True"),
+        (lambda: undrop.Analytic(fraction="half"), r"fraction must lie in \(0, 1\], got 'half'"),
+        (lambda: undrop.Analytic(fraction=None), r"fraction must lie in \(0, 1\], got None"),
+        (lambda: undrop.Analytic(strength=None), "strength must be finite .* got None: pass a"),
+        (lambda: undrop.Analytic(strength="1"), "strength must be finite .* got '1': pass a"),
+        (lambda: undrop.Analytic(strength=-1.0), "strength must be finite and not negative"),
         (lambda: undrop.Analytic(sites={"*": -1.0}), "site weights must be finite and not neg"),
+        (lambda: undrop.Analytic(sites={"*": "x"}), r"site weights .* got \{'\*': 'x'\}"),
+        (lambda: undrop.Analytic(sites=3), "sites must be a name pattern, .* got int"),
+        (lambda: undrop.Dropout(sites=3), "sites must be a name pattern, .* got int"),
         (lambda: undrop.Analytic(loss="mse"), "loss must be a Loss or a callable, got str"),
+        (lambda: undrop.Analytic(loss=nn.MSELoss), r"got the class MSELoss: pass MSELoss\(\)"),
+        (lambda: undrop.Watcher(loss=undrop.MSE), r"got the class MSE: pass MSE\(\)"),
+        (lambda: undrop.Dropout(True), "k must be a whole number of at least 1, got True"),
         (lambda: undrop.Dropout(0), "k must be a whole number of at least 1, got 0"),
         (lambda: undrop.Dropout(2.0), "k must be a whole number of at least 1, got 2.0"),
         (lambda: undrop.Dropout(noise="white"), "noise must be None, 'resampled' or 'analytic'"),
@@ -311,6 +324,7 @@ def test_bad_input_to_the_model_is_the_models_own_error(objective):
         (lambda: undrop.Dropout(mask="locked"), "no mask structure 'locked'"),
         (lambda: undrop.L2(-1.0), "L2 weight must be finite and not negative, got -1.0"),
         (lambda: undrop.L2(float("inf")), "L2 weight must be finite"),
+        (lambda: undrop.L2(None), "L2 weight must be finite and not negative, got None"),
     ],
 )
 def test_options_outside_of_their_range(make, message):
@@ -318,10 +332,32 @@ def test_options_outside_of_their_range(make, message):
         make()
 
 
-@pytest.mark.parametrize("strength", [-1.0, float("nan"), lambda step: float("inf")])
-def test_strength_has_a_range(strength):
-    objective = undrop.Analytic(strength=strength)
+@pytest.mark.parametrize("strength", [-1.0, float("nan"), float("inf"), None, "1"])
+def test_a_schedule_has_the_range_of_a_strength(strength):
+    objective = undrop.Analytic(strength=lambda step: strength)
     refused(objective, OptionError, "strength must be finite and not negative", Net())
+
+
+@pytest.mark.parametrize("strength", [1, torch.tensor(1.0), lambda step: torch.tensor(1.0)])
+def test_a_strength_may_be_any_number(strength):
+    model = Net()
+    parts = [
+        undrop.Analytic(strength=s, generator=torch.Generator().manual_seed(0))(model, X, Y).parts
+        for s in (1.0, strength)
+    ]
+    assert parts[0] == parts[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda x: x, "model must be an nn.Module, got function: wrap it into one"),
+        (nn.Linear, r"model must be an nn.Module, got the class Linear: pass Linear\(…\)"),
+    ],
+)
+def test_a_model_that_is_no_module(objective, model, message):
+    with pytest.raises(OptionError, match=message):
+        objective(model, X, Y)
 
 
 @pytest.mark.parametrize("engine", ["tangent", "antithetic", "exact"])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import undrop
-from undrop.errors import NoDropoutError
+from undrop.errors import NoDropoutError, OptionError
 from undrop.nn import EmbeddingDropout, LockedDropout, WeightDrop
 
 
@@ -274,6 +274,11 @@ def test_looking_does_not_spoil_a_graph_that_holds_the_models_buffers():
 def test_a_model_without_dropout_is_an_error(model, hint):
     with pytest.raises(NoDropoutError, match=rf"no active dropout .* pass of {hint}"):
         undrop.sites(model, X)
+
+
+def test_a_function_is_no_model():
+    with pytest.raises(OptionError, match=r"must be an nn.Module, got function: wrap it into one"):
+        undrop.sites(lambda x: F.dropout(x, 0.5), torch.randn(2, 3))
 
 
 @pytest.mark.slow

@@ -32,10 +32,20 @@ def test_the_same_sites_at_even_weights():
     assert tuple(chosen.weight(name) for name in NAMES) == (1, 0, 1)
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan"), "x", "1", None, [1.0]])
 def test_weights_have_a_range(weight):
     with pytest.raises(OptionError, match="site weights must be finite and not negative"):
         Selection({"*": weight})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "got"),
+    [(3, "int"), ([3], r"\[3\]"), ([["*"]], r"\[\['\*'\]\]"), ({None: 1.0}, r"\{None: 1.0\}")],
+)
+def test_patterns_are_words(patterns, got):
+    message = f"sites must be a name pattern, a list of them, or a mapping .* to weights, got {got}"
+    with pytest.raises(OptionError, match=message):
+        Selection(patterns)
 
 
 def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_site():

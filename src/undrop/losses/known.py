@@ -24,6 +24,9 @@ def as_loss(loss: Loss | Callable[[Tensor, Any], Tensor] | None) -> Loss:
         return CrossEntropy()
     if isinstance(loss, Loss):
         return loss
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise OptionError(f"loss must be an instance, got the class {name}: pass {name}().")
     plain_mean = (
         getattr(loss, "reduction", None) == "mean" and getattr(loss, "weight", None) is None
     )

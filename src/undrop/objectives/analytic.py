@@ -14,6 +14,7 @@ from undrop.engines import Draw, Evaluation, Request, Weights, engine_named
 from undrop.errors import OptionError
 from undrop.losses import FORMS, Loss
 from undrop.objectives.base import Objective, Plan
+from undrop.options import number, whole
 from undrop.sites import Selection
 
 __all__ = ["PAPER", "TAYLOR", "Analytic"]
@@ -84,7 +85,7 @@ class Analytic(Objective):
         self.explicit = explicit
         self.implicit = implicit
         self.engine = engine_named(engine)
-        self.strength = strength
+        self.strength = strength if callable(strength) else _checked_strength(strength)
         self.fraction = fraction
         self.samples = samples
         self.mask = mask
@@ -101,9 +102,8 @@ class Analytic(Objective):
         return [run] * self.samples
 
     def _weights(self) -> Weights:
-        strength = self.strength(self.steps) if callable(self.strength) else self.strength
-        if not 0.0 <= strength < math.inf:
-            raise OptionError(f"strength must be finite and not negative, got {strength}.")
+        found = self.strength(self.steps) if callable(self.strength) else self.strength
+        strength = _checked_strength(found)
         n, every = self.samples, self.interval
         return Weights(
             loss=1.0 / n,
@@ -141,8 +141,17 @@ def _check_options(
         )
     if explicit is None and not implicit:
         raise OptionError("neither explicit nor implicit: use undrop.NoRegularization() for that.")
-    if not 0.0 < fraction <= 1.0:
-        raise OptionError(f"fraction must lie in (0, 1], got {fraction}.")
-    for name, value in (("samples", samples), ("interval", interval)):
-        if not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    if not 0.0 < number(fraction) <= 1.0:
+        raise OptionError(f"fraction must lie in (0, 1], got {fraction!r}.")
+    whole("samples", samples)
+    whole("interval", interval)
+
+
+def _checked_strength(strength: Any) -> float:
+    found = number(strength)
+    if not 0.0 <= found < math.inf:
+        raise OptionError(
+            f"strength must be finite and not negative, got {strength!r}: pass a number, or a function "
+            "from the number of the step to one."
+        )
+    return found

@@ -13,6 +13,7 @@ from undrop.engines import Evaluation
 from undrop.errors import OptionError
 from undrop.losses import Loss
 from undrop.objectives.base import Objective, Plan
+from undrop.options import number
 
 __all__ = ["L2", "NoRegularization"]
 
@@ -39,8 +40,8 @@ class L2(NoRegularization):
         self, weight: float, *, loss: Loss | Callable[[Tensor, Any], Tensor] | None = None
     ) -> None:
         super().__init__(loss=loss)
-        if not 0.0 <= weight < float("inf"):
-            raise OptionError(f"the L2 weight must be finite and not negative, got {weight}.")
+        if not 0.0 <= number(weight) < float("inf"):
+            raise OptionError(f"the L2 weight must be finite and not negative, got {weight!r}.")
         self.weight = weight
 
     def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:

@@ -14,6 +14,7 @@ from undrop.engines import Draw, Evaluation, Perturbed, Request, Weights, engine
 from undrop.errors import OptionError
 from undrop.losses import Loss
 from undrop.objectives.base import Objective, Plan
+from undrop.options import whole
 from undrop.sites import Selection
 
 __all__ = ["Dropout"]
@@ -56,15 +57,13 @@ class Dropout(Objective):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(loss=loss, generator=generator)
-        if not isinstance(k, int) or k < 1:
-            raise OptionError(f"k must be a whole number of at least 1, got {k!r}.")
         if noise not in NOISES:
             raise OptionError(f"noise must be None, 'resampled' or 'analytic', got {noise!r}.")
         if engine == "exact":
             raise OptionError(
                 "engine='exact' gives expectations, in which there is no noise to put back: use another."
             )
-        self.k = k
+        self.k = whole("k", k)
         self.noise = noise
         self.mask = mask
         self.engine = engine_named(engine)

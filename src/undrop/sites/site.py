@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from undrop.errors import OptionError, SiteSelectionError
 from undrop.noise import sigma
+from undrop.options import number
 
 __all__ = ["Selection", "Site", "Sites"]
 
@@ -111,11 +112,12 @@ class Selection:
         elif isinstance(patterns, str):
             patterns = {patterns: 1.0}
         elif not isinstance(patterns, Mapping):
-            patterns = dict.fromkeys(patterns, 1.0)
-        self.patterns: dict[str, float] = {p: float(w) for p, w in patterns.items()}
-        bad = {p: w for p, w in self.patterns.items() if not 0.0 <= w < float("inf")}
+            patterns = dict.fromkeys(_words(patterns), 1.0)
+        self.patterns: dict[str, float] = {p: number(patterns[p]) for p in _words(patterns)}
+        bad = [p for p, w in self.patterns.items() if not 0.0 <= w < float("inf")]
         if bad:
-            raise OptionError(f"site weights must be finite and not negative, got {bad}.")
+            weights = {p: patterns[p] for p in bad}
+            raise OptionError(f"site weights must be finite and not negative, got {weights}.")
 
     def weight(self, name: str) -> float:
         """The factor on σ² at the site of that name; 0 where it is not chosen."""
@@ -143,3 +145,15 @@ class Selection:
                 )
         if not any(self.weight(name) > 0.0 for name in names):
             raise SiteSelectionError("every dropout site has weight 0: choose at least one.")
+
+
+def _words(patterns: Iterable[str]) -> list[str]:
+    """The patterns, if they are words."""
+    words = list(patterns) if isinstance(patterns, Iterable) else None
+    if words is None or not all(isinstance(word, str) for word in words):
+        got = type(patterns).__name__ if words is None else repr(patterns)
+        raise OptionError(
+            "sites must be a name pattern, a list of them, or a mapping from patterns to weights, got "
+            f"{got}."
+        )
+    return words

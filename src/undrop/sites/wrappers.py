@@ -19,14 +19,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The module behind ``torch.compile``, whose compiled code hides its dropout from view.
 
     Raises:
-        OptionError: for ``nn.DataParallel``, whose threads no interception reaches.
+        OptionError: for what is no module, and for ``nn.DataParallel``, whose threads no interception
+            reaches.
     """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be an nn.Module, got {_not_a_module(model)}.")
     if isinstance(model, DataParallel):
         raise OptionError(
             "nn.DataParallel runs the model in threads of its own, where undrop sees no dropout: use "
             "DistributedDataParallel, one process a device (torchrun)."
         )
     return model._modules.get("_orig_mod") or model
+
+
+def _not_a_module(thing: object) -> str:
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}: pass {thing.__name__}(…)"
+    return f"{type(thing).__name__}: wrap it into one"
 
 
 def paths(model: nn.Module) -> dict[int, str]:

@@ -196,7 +196,8 @@ def test_ctrl_c_in_a_demo_does_not_pass_one_of_its_runs_for_it(text, capsys, mon
     monkeypatch.setattr(step, lambda self, done, tokens, parts: os.kill(os.getpid(), signal.SIGINT))
     assert main(["demo", "--out", "d", "--set", f"data.name={text}", *SMALL]) == 130
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told == "stopped: undrop demo begins anew; d has its runs."
+    assert told.startswith("stopped: a demo does not go on, undrop demo begins a new one;")
+    assert told.endswith("its runs are in d.")
 
 
 def test_ctrl_c_says_how_to_go_on_and_exits_as_shells_expect(text, capsys, monkeypatch):

@@ -22,6 +22,7 @@ __all__ = ["register"]
 
 METHODS = {"none": "no regularization", "dropout": "dropout", "analytic": "Analytic, no dropout"}
 _REFRESH = 0.1  # seconds
+_STOPPED = "stopped: a demo does not go on, undrop demo begins a new one; its runs are in {folder}."
 
 
 def register(app: typer.Typer) -> None:
@@ -62,12 +63,14 @@ def demo(
             raise StoppedError(
                 f"stopped: undrop demo begins anew; {folder} has its runs."
             ) from None
-    picture = _draw(folder)
+    rows, picture = _rows(summaries), folder / "curves.png"
     if json:
-        print_json({"rows": _rows(summaries), "picture": str(picture), "out": str(folder)})
-        return
-    _print(_rows(summaries))
-    typer.echo(f"curves: {picture}")
+        print_json({"rows": rows, "picture": str(picture), "out": str(folder)})
+        _draw(folder, picture)
+    else:
+        _print(rows)
+        _draw(folder, picture)
+        typer.echo(f"curves: {picture}")
 
 
 def _new(out: Path | None) -> Path:
@@ -155,7 +158,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _draw(folder: Path) -> Path:
+def _draw(folder: Path, picture: Path) -> None:
     from undrop.train import RunFolder
     from undrop.train.plots import curves
 
@@ -164,6 +167,4 @@ def _draw(folder: Path) -> Path:
         title: [record for record in found if record["kind"] == "epoch"]
         for title, found in records.items()
     }
-    picture = folder / "curves.png"
     curves(epochs, picture)
-    return picture

@@ -60,9 +60,7 @@ def demo(
         try:
             summaries = take_turns(configs, out=folder, reporters=reporters)
         except StoppedError:  # which tells how to go on with one of the three
-            raise StoppedError(
-                f"stopped: undrop demo begins anew; {folder} has its runs."
-            ) from None
+            raise StoppedError(_STOPPED.format(folder=folder)) from None
     rows, picture = _rows(summaries), folder / "curves.png"
     if json:
         print_json({"rows": rows, "picture": str(picture), "out": str(folder)})

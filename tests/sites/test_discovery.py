@@ -305,3 +305,13 @@ def test_a_buffer_that_the_first_pass_registers_is_kept():
     model, x = Lazily(), torch.ones(2, 3)
     assert [site.name for site in undrop.sites(model, x)] == ["dropout"]
     assert model(x).shape == (2, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(
+    "script", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 3), check_trace=False)]
+)
+def test_a_model_in_torchscript_is_refused(script):
+    model = script(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3)))
+    with pytest.raises(OptionError, match="TorchScript hides its dropout: pass the module"):
+        undrop.sites(model, torch.ones(2, 3))

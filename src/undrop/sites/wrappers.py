@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -19,8 +20,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The module behind ``torch.compile``, whose compiled code hides its dropout from view.
 
     Raises:
-        OptionError: for what is no module, and for ``nn.DataParallel``, whose threads no interception
-            reaches.
+        OptionError: for what is no module, for ``nn.DataParallel``, whose threads no interception
+            reaches, and for a model in TorchScript, which runs no Python.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be an nn.Module, got {_not_a_module(model)}.")
@@ -28,6 +29,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
         raise OptionError(
             "nn.DataParallel runs the model in threads of its own, where undrop sees no dropout: use "
             "DistributedDataParallel, one process a device (torchrun)."
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise OptionError(
+            "a model in TorchScript hides its dropout: pass the module that it was made from."
         )
     return model._modules.get("_orig_mod") or model
 

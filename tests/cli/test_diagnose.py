@@ -183,6 +183,11 @@ def test_bound_sets_runs_side_by_side(run, text, capsys, tmp_path):
     assert "constants are universal and unknown" in shown
 
 
+def test_a_run_that_is_not_there_is_told_before_the_others_are_bounded(run, monkeypatch, capsys):
+    monkeypatch.setattr(undrop, "bound", None)  # to call it would be another error
+    assert "nowhere holds no run" in refused(capsys, "bound", run, "nowhere")
+
+
 OWN = """
 import torch
 from torch import nn

@@ -30,7 +30,7 @@ def bench(
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file.")] = None,
-    threads: Annotated[int, typer.Option(help="Threads of torch; 0 leaves them alone.")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads of torch; 0 leaves them alone.", min=0)] = 0,
 ) -> None:
     """Time forward and backward of one step by each method, in turns in one process."""
     import torch

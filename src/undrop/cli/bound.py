@@ -35,6 +35,10 @@ def bound(
     json: Json = False,
 ) -> None:
     """Evaluate every run and set them side by side."""
+    from undrop.train import RunFolder
+
+    for run in runs:
+        RunFolder(run).read_config()  # says so if there is no run, before the others are read
     found = {}
     for run in runs:
         with working(f"bounding {run}"):

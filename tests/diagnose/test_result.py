@@ -1,6 +1,7 @@
 """What a diagnosis says: table, JSON, plots and page."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -156,9 +157,15 @@ def test_a_loss_that_is_linear_in_the_output_is_told_from_a_large_p():
         progress=False,
     )
     advice = " ".join(found.advice)
+    assert re.search(r"2 +0\.5 +– ", str(found))  # no share of nothing
     assert "½E[uᵀHu] is 0 whatever p, since the loss is linear in the model's output" in advice
     assert "let the model return logits" in advice
     assert "smaller p" not in advice
+
+
+@pytest.mark.parametrize(("batches", "where"), [(1, "on one batch,"), (2, "on 2 batches,")])
+def test_one_batch_is_no_batches(batches, where):
+    assert where in str(diagnosed(model_with_shares(1.0), batches))
 
 
 def test_a_site_that_does_nothing_is_named_with_its_figure():
@@ -249,4 +256,23 @@ def test_estimates_read_well():
     assert str(Estimate(12.3, None)) == "12.3 ± ?"
     assert str(Estimate(0.25, 0.0)) == "0.25 (exact)"
     assert percent(Estimate(0.834, 0.021)) == "83 % ± 2.1 %"
+
+
+@pytest.mark.parametrize(
+    ("whole", "shown"),
+    [
+        (Estimate(0.03, 0.01), "-256 % ± 3 %"),
+        (Estimate(-0.03, 0.01), "-256 % ± 3 %"),
+        (Estimate(0.019, 0.01), "–"),
+        (Estimate(-0.019, 0.01), "–"),
+        (Estimate(0.03, None), "–"),
+        (Estimate(0.0, 0.0), "–"),
+    ],
+)
+def test_a_share_of_what_is_not_told_from_0_is_a_dash(whole, shown):
+    assert percent(Estimate(-2.56, 0.03), of=whole) == shown
+
+
+def test_a_share_that_is_none_is_a_dash():
+    assert percent(Estimate(math.nan, None)) == "–"
     assert Estimate(float("nan"), None).to_json() == {"value": None, "stderr": None}

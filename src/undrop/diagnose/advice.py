@@ -25,7 +25,7 @@ _ROUNDING = 1e-9  # of R_drop: less is no curvature
 def advise(sites: Sites, explicit: Explicit, implicit: Implicit | None) -> list[str]:
     """What the figures say, the most urgent first."""
     sentences = [*_mistakes(sites)]
-    if explicit.parts.r_drop.low <= 0.0 <= explicit.parts.r_drop.high:
+    if explicit.parts.r_drop.vanishes:
         sentences.append(
             "The explicit effect can't be told from zero (R_drop = "
             f"{explicit.parts.r_drop}): take more batches or more seconds before acting on it."

@@ -39,6 +39,11 @@ class Estimate(NamedTuple):
         """The value and two standard errors; ∞ where the error is unknown."""
         return math.inf if self.stderr is None else self.value + 2.0 * self.stderr
 
+    @property
+    def vanishes(self) -> bool:
+        """Whether two standard errors do not tell it from 0, so that no share of it means anything."""
+        return not (self.low > 0.0 or self.high < 0.0)
+
     def __str__(self) -> str:
         if self.stderr is None:
             return f"{self.value:.3g} ± ?"
@@ -51,8 +56,15 @@ def _finite(x: float | None) -> float | None:
     return x if x is not None and math.isfinite(x) else None
 
 
-def percent(estimate: Estimate) -> str:
-    """A share with its error, as a person reads it."""
+def percent(estimate: Estimate, of: Estimate | None = None) -> str:
+    """A share with its error, as a person reads it; a dash where there is nothing to have a share of.
+
+    Args:
+        estimate: the share.
+        of: what it is a share of, if that may be 0.
+    """
+    if math.isnan(estimate.value) or (of is not None and of.vanishes):
+        return "–"
     if estimate.stderr is None:
         return f"{100.0 * estimate.value:.1f} % ± ?"
     if estimate.stderr == 0.0:

@@ -71,8 +71,9 @@ class Diagnosis:
         """How the figures were had."""
         explicit, implicit = self.explicit, self.implicit
         how = "exactly" if explicit.exact else f"from {explicit.masks} masks"
+        where = "one batch" if explicit.batches == 1 else f"{explicit.batches} batches"
         notes = [
-            f"R_drop and its parts {how} on {explicit.batches} batches, in {self.seconds:.0f} s.",
+            f"R_drop and its parts {how} on {where}, in {self.seconds:.0f} s.",
             EXACT if explicit.exact else ERRORS,
         ]
         if explicit.differences is not None:
@@ -114,8 +115,11 @@ class Diagnosis:
             ["½E[uᵀHu], the explicit regularizer", str(parts.psd)],
             ["½E[Dℓ·∂²F/∂ε²], the non-PSD term", str(parts.non_psd)],
             ["what Taylor misses", str(parts.rest)],
-            ["½E[uᵀHu] / R_drop", percent(explicit.quadratic_share)],
-            ["all of second order / R_drop", percent(explicit.second_order_share)],
+            ["½E[uᵀHu] / R_drop", percent(explicit.quadratic_share, of=parts.r_drop)],
+            [
+                "all of second order / R_drop",
+                percent(explicit.second_order_share, of=parts.r_drop),
+            ],
         ]
 
     def _sites(self) -> list[list[str]]:

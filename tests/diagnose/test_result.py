@@ -256,6 +256,7 @@ def test_estimates_read_well():
     assert str(Estimate(12.3, None)) == "12.3 ± ?"
     assert str(Estimate(0.25, 0.0)) == "0.25 (exact)"
     assert percent(Estimate(0.834, 0.021)) == "83 % ± 2.1 %"
+    assert Estimate(float("nan"), None).to_json() == {"value": None, "stderr": None}
 
 
 @pytest.mark.parametrize(
@@ -275,4 +276,3 @@ def test_a_share_of_what_is_not_told_from_0_is_a_dash(whole, shown):
 
 def test_a_share_that_is_none_is_a_dash():
     assert percent(Estimate(math.nan, None)) == "–"
-    assert Estimate(float("nan"), None).to_json() == {"value": None, "stderr": None}

@@ -198,12 +198,11 @@ def _not_finite(evaluation: Evaluation, model: nn.Module, inputs: Any) -> str:
 
     with torch.no_grad(), keep_statistics(model), Interception(model, watch):
         call(model, inputs)
-    names = " and ".join(bad) or "total"
+    *others, last = bad or ["total"]
+    parts = f"{', '.join(others)} and {last} parts are" if others else f"{last} part is"
     if reached:
-        return (
-            f"the {names} part is not finite: the activation at site {reached[0]!r} is not either."
-        )
+        return f"the {parts} not finite: the activation at site {reached[0]!r} is not either."
     return (
-        f"the {names} part is not finite, while the activations at every site are: look at the layers "
-        "after the last site, the learning rate, or the inputs."
+        f"the {parts} not finite, while the activations at every site are: look at the layers after "
+        "the last site, the learning rate, or the inputs."
     )

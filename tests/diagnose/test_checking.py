@@ -1,5 +1,7 @@
 """The analytic terms of an objective against Monte Carlo on one batch."""
 
+import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +12,7 @@ from torch.func import grad, vmap
 import undrop
 from brute_force import LOSSES, NETS, noise_directions
 from problems import problem
+from undrop.diagnose.estimates import Estimate
 
 MANY = {"seconds": 1e3, "draws": 120}
 
@@ -201,6 +204,25 @@ def test_neither_model_nor_objective_moves():
         assert torch.equal(after["generators"][device], state)
     for name, value in made.model.state_dict().items():
         assert torch.equal(value, weights[name])
+
+
+@pytest.mark.parametrize("objective", [undrop.Analytic(), undrop.Dropout(2, noise="analytic")])
+def test_the_figures_stand_in_one_column(objective):
+    model, batch = net(0.1)
+    *rows, verdict = str(undrop.check(objective, model, batch, seconds=1e3, draws=20)).splitlines()
+    assert len({re.search(r" {2,}(?=\S)", row).end() for row in rows}) == 1
+    assert verdict.startswith("good")
+
+
+def test_no_ratio_to_an_effect_that_is_not_told_from_0():
+    model, (x, y) = net(0.1)
+    found = undrop.check(undrop.Analytic(), model, (x, y), seconds=1e3, draws=20)
+    assert "of R_drop)" in str(found)
+    assert "times R_drop)" in str(found)
+    nothing = replace(found, r_drop=Estimate(1e-5, 1e-3))
+    assert "0.0000 ± 0.001  (not told from 0)" in str(nothing)
+    assert "of R_drop" not in str(nothing)
+    assert "times R_drop" not in str(nothing)
 
 
 def test_json_has_every_figure():

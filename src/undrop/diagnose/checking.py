@@ -74,20 +74,25 @@ class Check:
         }
 
     def __repr__(self) -> str:
-        lines = [
-            f"R_drop by Monte Carlo       {self.r_drop}",
-            f"½E[uᵀHu]                    {self.taylor}  ({percent(self.taylor_share)} of R_drop)",
-            f"Taylor error                {self.taylor_error}",
-        ]
+        told = not self.r_drop.vanishes
+        share = f"  ({percent(self.taylor_share)} of R_drop)" if told else ""
+        rows = {
+            "R_drop by Monte Carlo": f"{self.r_drop}{'' if told else '  (not told from 0)'}",
+            "½E[uᵀHu]": f"{self.taylor}{share}",
+            "Taylor error": f"{self.taylor_error}",
+        }
         if self.explicit is not None:
-            ratio = self.explicit.value / self.r_drop.value if self.r_drop.value else float("nan")
-            lines.append(
-                f"{self.objective}'s explicit part  {self.explicit}  ({ratio:.2f} times R_drop)"
+            ratio = (
+                f"  ({self.explicit.value / self.r_drop.value:.2f} times R_drop)" if told else ""
             )
+            rows[f"{self.objective}'s explicit part"] = f"{self.explicit}{ratio}"
         if self.noise_ratio is not None:
-            lines.append(f"its noise over dropout's    {self.noise_ratio}  (traces)")
-        lines.append(f"{self.verdict}: {VERDICTS[self.verdict]} ({self.draws} masks).")
-        return "\n".join(lines)
+            rows["its noise over dropout's"] = f"{self.noise_ratio}  (traces)"
+        width = max(map(len, rows))
+        lines = [f"{label:<{width}}  {value}" for label, value in rows.items()]
+        return "\n".join(
+            [*lines, f"{self.verdict}: {VERDICTS[self.verdict]} ({self.draws} masks)."]
+        )
 
 
 def check(

@@ -33,7 +33,7 @@ class Watcher:
     The explicit figures are those of Algorithm 4: one pass and one gradient with labels drawn from the
     model, for all sites at once and with the expectation over masks taken in closed form. The norm is
     that of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so that at the default
-    interval watching costs 2 to 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no
+    interval watching costs 1 to 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no
     gradient is left, no random number is taken from training's generators. What is drawn hangs on the
     seed and the step alone, so that a resumed run observes the same.
 

@@ -53,7 +53,7 @@ def test_runs_then_a_report(here, capsys):
     record["config"]["train"]["colour"] = "red"
     (one.parent / "old.json").write_text(json.dumps(record))
     code, out, err = undrop(capsys, *words)
-    assert (code, err) == (0, "1 records have settings that are no more: they are left out.\n")
+    assert (code, err) == (0, "records left out, whose settings are no more: 1.\n")
     report = ["report", "results/smoke", "--experiment", "noise-put-back"]
     code, out, _ = undrop(capsys, *report)
     assert code == 0

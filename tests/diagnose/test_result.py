@@ -108,7 +108,7 @@ def test_plots_are_drawn(found, tmp_path, suffix):
 
 
 def test_an_unknown_kind_of_picture_is_named(found, tmp_path):
-    with pytest.raises(undrop.errors.OptionError, match=r"d\.xyz can't be drawn"):
+    with pytest.raises(undrop.errors.OptionError, match=r"d\.xyz can't be drawn.*\.$"):
         found.plot(tmp_path / "d.xyz")
 
 

@@ -58,7 +58,7 @@ def reproduce(
     listener = campaign_listener(jobs)
     campaign = Campaign(plan, folder, executor_named(executor, jobs), listener)
     if stale := len(campaign.records.stale):
-        typer.echo(f"{stale} records have settings that are no more: they are left out.", err=True)
+        typer.echo(f"records left out, whose settings are no more: {stale}.", err=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         errors = campaign.run()

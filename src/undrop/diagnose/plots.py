@@ -56,7 +56,7 @@ def draw(diagnosis: Diagnosis, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
-        raise OptionError(f"{path} can't be drawn: {error}") from error
+        raise OptionError(f"{path} can't be drawn: {error}.") from error
 
 
 def svg(diagnosis: Diagnosis, panel: Panel) -> bytes:

@@ -111,6 +111,7 @@ class Subject:
         self.randomness = Randomness(generator)
         self.batch_dim = batch_dim
         self._stacks = True
+        self._drew = False
         self.sites: Sites = sites(self.model, batches[0].inputs)
 
     @property
@@ -137,9 +138,11 @@ class Subject:
 
         What the model draws on its own account is the same in every pass: it is no dropout.
         """
-        self._replay.restart()
-        with keep_statistics(self.model), Interception(self.model, field, rules):
+        if self._drew:
+            self._replay.restart()
+        with keep_statistics(self.model), Interception(self.model, field, rules) as mode:
             logits = logits_of(call(self.model, batch.inputs))
+        self._drew |= mode.drew
         self.loss.check(logits, batch.targets)
         return logits
 

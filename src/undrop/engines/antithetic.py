@@ -63,9 +63,10 @@ class Antithetic(Engine):
         """What the model returns, and of that what the loss sees: F and u."""
         epsilon = _suitable(request.model) if self.epsilon is None else self.epsilon
         replay = Replay.of(request.model, request.draw.generator)
-        with Interception(request.model, Perturbed(request.draw, epsilon)):
+        with Interception(request.model, Perturbed(request.draw, epsilon)) as first:
             up, plus = request.run()
-        replay.restart()
+        if first.drew:
+            replay.restart()
         with (
             keep_statistics(request.model),
             Interception(request.model, Perturbed(request.draw, -epsilon)),

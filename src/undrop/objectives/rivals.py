@@ -130,9 +130,10 @@ class Jacobian(Objective):
     def _stable(self, model: nn.Module, inputs: Any, targets: Any, name: str) -> Evaluation:
         shift = _Shift(name, self.step, self.randomness)
         replay = Replay.of(model, self.randomness)
-        with Interception(model, partial(shift, 1.0)):
+        with Interception(model, partial(shift, 1.0)) as first:
             output = call(model, inputs)
-        replay.restart()
+        if first.drew:
+            replay.restart()
         with keep_statistics(model), Interception(model, partial(shift, -1.0)):
             other = call(model, inputs)
         plus, minus = logits_of(output), logits_of(other)

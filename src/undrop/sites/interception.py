@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.autograd.forward_ad as forward
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -71,6 +72,20 @@ def intercepts(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
     return register
 
 
+RANDOM = frozenset(
+    [
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.poisson),
+        *(torch.rand_like, torch.randn_like, torch.randint_like),
+        *(torch.bernoulli, torch.multinomial, torch.binomial, torch.rrelu, torch.rrelu_),
+        *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_),
+        *(Tensor.uniform_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_),
+        *(Tensor.log_normal_, Tensor.random_),
+        *(F.gumbel_softmax, F.rrelu),
+    ]
+)
+"""Torch's functions that draw from a global generator, unless they are given one."""
+
+
 class _Depth(local):
     """How many pieces of work within the pass of a model, each no part of it, this thread is in."""
 
@@ -108,6 +123,8 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self.field = field
         self.sites: list[Site] = []
+        self.drew = False
+        """Whether the pass has drawn random numbers from torch's global generators."""
         self._handlers = {**SITE_HANDLERS, **(rules or {})}
         self._model = model
         self._rules = rules
@@ -132,6 +149,8 @@ class Interception(TorchFunctionMode):
         """Hand an intercepted function to its handler, and let all others pass."""
         handler = self._handlers.get(func)
         if handler is None or _depth.value != self._depth:
+            if func in RANDOM and (kwargs or {}).get("generator") is None:
+                self.drew = True
             return func(*args, **(kwargs or {}))
         self._prepare_recomputation()
         return handler(self, func, args, kwargs or {})

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +12,12 @@ __all__ = ["Replay"]
 
 
 class Replay:
-    """The state of torch's and Python's global random generators, for several passes to begin with.
+    """The state of torch's global random generators, for several passes to begin with.
 
     A model may draw random numbers that are no dropout: stochastic depth, sampled activations. Passes
     whose difference is taken must have the same ones. In u ≈ (F₊ - F₋)/2ε₀ they would else be taken for
-    the effect of ε, and 1/2ε₀ times their own size.
+    the effect of ε, and 1/2ε₀ times their own size. Other threads draw from the same generators, so
+    the state is put back only after a pass that ``drew`` (see ``Interception``).
 
     As a context manager it puts the state back in the end.
     """
@@ -31,7 +30,6 @@ class Replay:
         self._mps: Tensor | None = None
         if torch.backends.mps.is_available():
             self._mps = torch.mps.get_rng_state()
-        self._python: tuple[Any, ...] = random.getstate()
 
     @classmethod
     def of(cls, model: nn.Module, noise: Callable[[torch.device], torch.Generator]) -> Replay:
@@ -55,4 +53,3 @@ class Replay:
             torch.cuda.set_rng_state_all(self._cuda)
         if self._mps is not None:
             torch.mps.set_rng_state(self._mps)
-        random.setstate(self._python)

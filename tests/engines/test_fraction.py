@@ -12,7 +12,7 @@ from measuring import BOTH, EXPLICIT, IMPLICIT, design, evaluate, gradient, rela
 from problems import D, Problem, problem
 from undrop.engines import Antithetic, Exact, Tangent
 from undrop.errors import EngineError
-from undrop.losses import FORMS, CrossEntropy, Generic
+from undrop.losses import FORMS, CrossEntropy, Generic, as_loss
 from undrop.nn import WeightDrop
 
 ENGINES = pytest.mark.parametrize(
@@ -379,3 +379,10 @@ def test_time_that_is_as_long_as_the_batch_is_not_taken_for_it(model):
         for engine in (Tangent(), Antithetic(1e-4))
     )
     assert relative(gradient(found, p.model), gradient(expected, p.model)) < 1e-5
+
+
+@pytest.mark.parametrize("engine", [Tangent(), Antithetic()], ids=lambda e: e.name)
+def test_a_loss_that_is_a_sum_is_refused(engine):
+    p = replace(four_examples(), loss=as_loss(nn.CrossEntropyLoss(reduction="sum")))
+    with pytest.raises(EngineError, match=r"is a mean: give CrossEntropyLoss reduction='mean'"):
+        evaluate(engine, p, seeded(0), fraction=0.5)

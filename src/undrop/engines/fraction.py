@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from undrop.engines.base import Request
 from undrop.errors import EngineError
-from undrop.losses import Derivatives
+from undrop.losses import Derivatives, Generic, Loss
 from undrop.sites import map_tensors, tensors_in
 
 __all__ = ["Carried"]
@@ -39,6 +39,7 @@ class Carried:
 
     def _shuffle(self, request: Request, device: torch.device) -> None:
         _refuse_batch_norm(request.model)
+        _refuse_sums(request.loss)
         self._check_inputs()
         order = torch.randperm(self.batch, generator=request.draw.generator(device), device=device)
         self._back = torch.argsort(order)
@@ -195,3 +196,13 @@ def _refuse_batch_norm(model: nn.Module) -> None:
                 f"fraction < 1 is not for models with batch norm in train mode, such as {name!r}: its "
                 "statistics are those of the whole batch, so use fraction=1."
             )
+
+
+def _refuse_sums(loss: Loss) -> None:
+    """Parts of a batch are put together as parts of a mean."""
+    function = loss.function if isinstance(loss, Generic) else None
+    if getattr(function, "reduction", "mean") != "mean":
+        raise EngineError(
+            f"fraction < 1 needs a loss that is a mean: give {type(function).__name__} "
+            "reduction='mean', or use fraction=1."
+        )

@@ -104,6 +104,8 @@ class Objective(ABC):
 
     def _later(self, plan: Plan, model: nn.Module, inputs: Any) -> Plan:
         """Evaluations that are run as the first one was, whenever that is, and move no statistics."""
+        if not plan:
+            return []
         around = Surroundings(chain(model.parameters(), model.buffers(), tensors_in(inputs)))
 
         def kept(run: Callable[[], Evaluation]) -> Evaluation:

@@ -134,6 +134,15 @@ def test_resume_begins_a_run_that_is_not_there_yet(text):
     assert RunFolder("new").read_summary()["epochs"] == 1
 
 
+def test_eval_is_in_the_precision_of_the_run(text, capsys):
+    words = ["--data", str(text), "--objective", "none", *SMALL]
+    assert main(["train", *words, "--set", "train.precision=bfloat16", "--out", "half"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "half", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["valid"]["perplexity"] == RunFolder("half").read_summary()["best_valid_ppl"]
+
+
 def test_eval_says_so_where_the_run_was_judged_by_less_than_whole_splits(text, capsys):
     words = ["--data", str(text), "--objective", "none", *SMALL, "--set", "data.eval_tokens=20"]
     assert main(["train", *words, "--out", "r"]) == 0

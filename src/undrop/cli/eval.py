@@ -36,6 +36,7 @@ def evaluate(
     """Evaluate on whole splits, without noise, the state carried on."""
     from undrop.corpora import SPLITS
     from undrop.errors import UnknownNameError
+    from undrop.train.devices import autocast
     from undrop.train.evaluation import mean_loss
     from undrop.train.meters import perplexity
     from undrop.train.runs import open_run
@@ -45,12 +46,15 @@ def evaluate(
         if name not in SPLITS:
             raise UnknownNameError("split", name, SPLITS)
     opened = open_run(run, data_dir=data_dir)
-    data = opened.config.data
+    data, device = opened.config.data, next(opened.model.parameters()).device
     results = {}
     for name in splits:
         tokens = opened.corpus.splits[name]
         streams = batch_size or data.eval_batch_size
-        with working(f"reading {len(tokens):,} tokens of {name}"):
+        with (
+            working(f"reading {len(tokens):,} tokens of {name}"),
+            autocast(opened.config.train, device),
+        ):
             loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)
         results[name] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens)}
     judged_by = data.eval_tokens

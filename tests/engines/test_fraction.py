@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, jacrev
 from measuring import BOTH, EXPLICIT, IMPLICIT, design, evaluate, gradient, relative, seeded
 from problems import D, Problem, problem
 from undrop.engines import Antithetic, Exact, Tangent
+from undrop.engines.rules import TangentField
 from undrop.errors import EngineError
 from undrop.losses import FORMS, CrossEntropy, Generic, as_loss
 from undrop.nn import WeightDrop
@@ -386,3 +387,19 @@ def test_a_loss_that_is_a_sum_is_refused(engine):
     p = replace(four_examples(), loss=as_loss(nn.CrossEntropyLoss(reduction="sum")))
     with pytest.raises(EngineError, match=r"is a mean: give CrossEntropyLoss reduction='mean'"):
         evaluate(engine, p, seeded(0), fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mixed", "rows"),
+    [
+        ((4, 5, 8), 1, 2),  # the batch first
+        ((4, 5, 4), 1, 2),  # as many features as examples: a layer mixes them
+        ((4, 4, 8), 1, 4),  # as much time
+        ((5, 4, 8), 1, 5),  # time first
+        ((4, 3, 4, 4), 2, 2),  # attention over as many places, of as many features
+        ((4, 4, 5, 8), 2, 4),  # as many heads
+    ],
+)
+def test_the_tangent_is_carried_for_a_part_where_the_batch_is_told(shape, mixed, rows):
+    field = TangentField(seeded(0), batch=4, rows=2)
+    assert field.carrying(torch.zeros(shape), mixed=mixed) == rows

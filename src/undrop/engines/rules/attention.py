@@ -29,7 +29,7 @@ def _attention(
         return func(*args, **kwargs)
     noise = _noise(mode, mode.field, call) if call.dropout_p > 0.0 else None
     alike = call.query.dim() == 4 and len({len(t) for t in tensors}) == 1
-    rows = mode.field.carrying(call.query, 0) if alike else len(call.query)
+    rows = mode.field.carrying(call.query, 0, mixed=2) if alike else len(call.query)
     (q, dq), (k, dk), (v, dv) = (unpacked(t) for t in tensors)
     dq, dk, dv, noise = (None if t is None else t[:rows] for t in (dq, dk, dv, noise))
     how: dict[str, Any] = {

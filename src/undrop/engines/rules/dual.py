@@ -38,14 +38,19 @@ class TangentField:
         moved = primal * noise if tangent is None else torch.addcmul(tangent, primal, noise)
         return packed(primal, moved)
 
-    def carrying(self, x: Tensor, dim: int | None = None) -> int:
+    def carrying(self, x: Tensor, dim: int | None = None, mixed: int = 1) -> int:
         """How many entries of x along its batch dimension carry the tangent: all, or the first few.
 
         All, where another dimension has the batch's size as well: x may have been transposed.
+
+        Args:
+            x: what an op takes.
+            dim: where it has the batch.
+            mixed: how many of its last dimensions the op mixes, so that the batch is none of them.
         """
         dim = self.dim if dim is None else dim
         size = x.shape[dim] if x.dim() > dim else 0
-        told = size == self.batch and x.shape.count(size) == 1
+        told = size == self.batch and x.shape[: x.dim() - mixed].count(size) == 1
         return self.rows if told else size
 
     def whole(self, x: Tensor) -> bool:

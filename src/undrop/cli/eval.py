@@ -6,11 +6,14 @@ It is that of whole splits, also where the run itself was judged by the first da
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from undrop.cli._output import print_json, print_table, working
+
+if TYPE_CHECKING:
+    from undrop.train.runs import Run
 
 __all__ = ["register"]
 
@@ -36,9 +39,6 @@ def evaluate(
     """Evaluate on whole splits, without noise, the state carried on."""
     from undrop.corpora import SPLITS
     from undrop.errors import UnknownNameError
-    from undrop.train.devices import autocast
-    from undrop.train.evaluation import mean_loss
-    from undrop.train.meters import perplexity
     from undrop.train.runs import open_run
 
     splits = split or ["valid", "test"]
@@ -46,18 +46,8 @@ def evaluate(
         if name not in SPLITS:
             raise UnknownNameError("split", name, SPLITS)
     opened = open_run(run, data_dir=data_dir)
-    data, device = opened.config.data, next(opened.model.parameters()).device
-    results = {}
-    for name in splits:
-        tokens = opened.corpus.splits[name]
-        streams = batch_size or data.eval_batch_size
-        with (
-            working(f"reading {len(tokens):,} tokens of {name}"),
-            autocast(opened.config.train, device),
-        ):
-            loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)
-        results[name] = {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens)}
-    judged_by = data.eval_tokens
+    results = {name: _measured(opened, name, batch_size) for name in splits}
+    judged_by = opened.config.data.eval_tokens
     if judged_by is not None and any(r["tokens"] > judged_by for r in results.values()):
         typer.echo(
             f"These are whole splits; the run's own figures are of the first {judged_by:,} tokens of "
@@ -75,3 +65,19 @@ def evaluate(
         ],
         numbers={"perplexity", "loss", "tokens"},
     )
+
+
+def _measured(opened: Run, split: str, batch_size: int | None) -> dict[str, Any]:
+    """The figures of one split, in the precision of the run."""
+    from undrop.train.devices import autocast
+    from undrop.train.evaluation import mean_loss
+    from undrop.train.meters import perplexity
+
+    data, device = opened.config.data, next(opened.model.parameters()).device
+    tokens, streams = opened.corpus.splits[split], batch_size or data.eval_batch_size
+    with (
+        working(f"reading {len(tokens):,} tokens of {split}"),
+        autocast(opened.config.train, device),
+    ):
+        loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)
+    return {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens)}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from undrop.diagnose.estimates import Estimate
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, LinearCrossEntropy, Loss
+from undrop.losses.targets import not_ignored
 
 __all__ = ["ClassShare", "ClassShares", "carried"]
 
@@ -79,7 +80,7 @@ def _softmax(
         output, u = loss.classes_last(output), loss.classes_last(u)
     head = loss if isinstance(loss, LinearCrossEntropy) else None
     classes = output.shape[-1] if head is None else len(head.weight)
-    kept = targets.reshape(-1).long() != loss.ignore_index
+    kept = not_ignored(targets.reshape(-1), loss.ignore_index)
     rows, tangents = (x.detach().reshape(-1, x.shape[-1])[kept] for x in (output, u))
     quadratic = torch.zeros(classes, dtype=torch.float64, device=output.device)
     weight = torch.zeros_like(quadratic)

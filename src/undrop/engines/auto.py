@@ -29,13 +29,14 @@ class Auto(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """What the engine chosen for this model answers."""
+        engine = self.choose(request)
         try:
-            return self.choose(request).evaluate(request)
+            return engine.evaluate(request)
         except EngineError:
-            engine = self.choose(request)
-            if engine is self._tangent:
+            other = self.choose(request)
+            if other is engine:
                 raise
-            return engine.evaluate(request)  # the pass met a dropout that was not active before
+            return other.evaluate(request)  # the pass met a dropout that was not active before
 
     def choose(self, request: Request) -> Engine:
         """The engine for this model, by what is known of it so far."""

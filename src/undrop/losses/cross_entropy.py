@@ -13,7 +13,7 @@ from torch import Tensor
 from undrop.errors import OptionError
 from undrop.kernels.softmax import cross_entropy_combined, cross_entropy_derivatives, working_dtype
 from undrop.losses.base import Derivatives, Loss, precise
-from undrop.losses.targets import check_class_indices
+from undrop.losses.targets import check_class_indices, not_ignored
 
 __all__ = ["CrossEntropy"]
 
@@ -50,13 +50,14 @@ class CrossEntropy(Loss):
         alone = output.dim() <= 1  # one example without a batch
         return output if alone else output.movedim(self.class_dim, -1)
 
-    def kept(self, target: Tensor) -> Tensor:
-        """Which targets are not ignored; as long integers, since uint8 has no -100."""
-        return target.long() != self.ignore_index
-
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of targets that are not ignored."""
-        return self.kept(target).sum().clamp(min=1).to(working_dtype(output.dtype))
+        return (
+            not_ignored(target, self.ignore_index)
+            .sum()
+            .clamp(min=1)
+            .to(working_dtype(output.dtype))
+        )
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy; 0 where every target is ignored."""
@@ -65,7 +66,7 @@ class CrossEntropy(Loss):
             F.cross_entropy, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing
         )
         mean = ce(*rows)
-        if math.isnan(mean.item()) and not bool(self.kept(target).any()):
+        if math.isnan(mean.item()) and not bool(not_ignored(target, self.ignore_index).any()):
             return ce(*rows, reduction="sum")  # torch's mean over nothing is NaN
         return mean
 
@@ -106,11 +107,15 @@ class CrossEntropy(Loss):
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
         logits, target = self._rows(precise(output), target)
-        logits = logits[self.kept(target)]  # the value itself may be one of the classes
+        logits = logits[
+            not_ignored(target, self.ignore_index)
+        ]  # the value itself may be one of the classes
         p = torch.softmax(logits.detach(), -1)
         label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
         return F.cross_entropy(logits, label, reduction="sum")
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        kept = self.kept(target).unsqueeze(self.class_dim if output.dim() > 1 else -1)
+        kept = not_ignored(target, self.ignore_index).unsqueeze(
+            self.class_dim if output.dim() > 1 else -1
+        )
         return super()._probe(output * kept, target, generator)

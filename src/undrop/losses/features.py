@@ -10,7 +10,7 @@ from undrop.errors import OptionError, OutputError
 from undrop.kernels.fused import Output
 from undrop.kernels.softmax import Coefficients, Rule, working_dtype
 from undrop.losses.base import Derivatives, Loss
-from undrop.losses.targets import check_class_indices
+from undrop.losses.targets import check_class_indices, not_ignored
 
 __all__ = ["FeatureLoss"]
 
@@ -61,13 +61,12 @@ class FeatureLoss(Loss):
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of targets that are not ignored."""
-        return (
-            (target.long() != self.ignore_index).sum().clamp(min=1).to(working_dtype(output.dtype))
-        )
+        kept = not_ignored(target, self.ignore_index).sum().clamp(min=1)
+        return kept.to(working_dtype(output.dtype))
 
     def _kept(self, output: Tensor, target: Tensor) -> Tensor:
         """The features of the targets that are not ignored, as rows."""
-        return output.reshape(-1, self.width)[(target.long() != self.ignore_index).reshape(-1)]
+        return output.reshape(-1, self.width)[not_ignored(target, self.ignore_index).reshape(-1)]
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean of -log p(y | f); 0 where every target is ignored."""

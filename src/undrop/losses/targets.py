@@ -9,7 +9,7 @@ from torch import Tensor
 
 from undrop.errors import TargetError
 
-__all__ = ["check_class_indices", "check_like_output"]
+__all__ = ["check_class_indices", "check_like_output", "not_ignored"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -43,12 +43,17 @@ def check_class_indices(
     if low >= 0 and high < classes:  # as a rule, and cheap to see
         return
     wrong = (target < 0) | (target >= classes)
-    wrong &= target.long() != ignore_index
+    wrong &= not_ignored(target, ignore_index)
     if bool(wrong.any()):
         value = int(target[wrong][0])
         raise TargetError(
             f"targets must lie in 0 … {classes - 1} (or be ignore_index = {ignore_index}), got {value}."
         )
+
+
+def not_ignored(target: Tensor, ignore_index: int) -> Tensor:
+    """Which class indices count; compared as long integers, since uint8 has no -100."""
+    return target.long() != ignore_index
 
 
 def check_like_output(output: Tensor, target: Tensor, low: float, high: float) -> None:

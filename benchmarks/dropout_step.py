@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 import undrop
-from undrop.bench.subjects import SIZES, SUBJECTS, Subject, subject
+from undrop.lab.bench.subjects import SIZES, SUBJECTS, Subject, subject
 
 Step = Callable[[], object]
 

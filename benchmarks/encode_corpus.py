@@ -23,7 +23,7 @@ BLOCK = 1 << 20
 
 _MEASURED = """
 import json, resource, sys, time
-from undrop import corpora
+from undrop.lab import corpora
 start = time.perf_counter()
 corpus = corpora.load(sys.argv[1], cache_dir=sys.argv[2])
 seconds = time.perf_counter() - start

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import undrop
 from undrop.engines import Antithetic, Draw, Request, Tangent, Weights
-from undrop.nn import AWDLSTM, GPT
-from undrop.sites import Selection
+from undrop.intercept import Selection
+from undrop.lab.models import AWDLSTM, GPT
 
 EPSILONS = [10 ** (-e / 4) for e in range(0, 17)]
 VOCABULARY = 500

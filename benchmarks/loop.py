@@ -21,15 +21,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from undrop import corpora
-from undrop.corpora.batching import TrainingWindows
-from undrop.nn import detach
-from undrop.train import Config, Reporter, RunFolder, configure
-from undrop.train.components import OBJECTIVES
-from undrop.train.interrupts import Interrupts
-from undrop.train.session import load_corpus, opened
-from undrop.train.trainer import build_model
-from undrop.train.world import World
+from undrop.lab import corpora
+from undrop.lab.corpora.batching import TrainingWindows
+from undrop.lab.models import detach
+from undrop.lab.train import Config, Reporter, RunFolder, configure
+from undrop.lab.train.components import OBJECTIVES
+from undrop.lab.train.interrupts import Interrupts
+from undrop.lab.train.session import load_corpus, opened
+from undrop.lab.train.trainer import build_model
+from undrop.lab.train.world import World
 
 Seconds = tuple[float, float]  # by the clock, of CPU
 

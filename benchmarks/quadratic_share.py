@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 import undrop
-from undrop.diagnose import Diagnosis
-from undrop.diagnose.sources import from_run
-from undrop.train import configure, run
+from undrop.diagnosis import Diagnosis
+from undrop.lab.cli._sources import from_run
+from undrop.lab.train import configure, run
 
 EVERY_LAYER = {"layers": 2, "embedding_size": 200, "hidden_size": 200, "output_dropout": 0.5}
 BETWEEN_LAYERS = {"layers": 3, "output_dropout": 0.0}

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import undrop
-from undrop.nn import GPT
+from undrop.lab.models import GPT
 
 SIZES = ((128, 2), (256, 4), (384, 6))  # width and layers
 VOCABULARY, LENGTH, BATCH, ROUNDS = 2000, 128, 8, 7

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import undrop
-from undrop.nn import AWDLSTM, GPT, MLP, LanguageModel
+from undrop.lab.models import AWDLSTM, GPT, MLP, LanguageModel
 
 
 def seconds(work: Callable[[], object]) -> float:

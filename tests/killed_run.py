@@ -5,8 +5,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from undrop import train
-from undrop.train import checkpoints, folder
+from undrop.lab import train
+from undrop.lab.train import checkpoints, folder
 
 
 def _die(*args: Any) -> None:

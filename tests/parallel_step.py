@@ -9,14 +9,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from undrop import noise
-from undrop.corpora.batching import TrainingWindows
 from undrop.engines import draw as draws
-from undrop.nn import AWDLSTM
-from undrop.train.components import OBJECTIVES
-from undrop.train.config import OptimizerConfig
-from undrop.train.optimizers import Stepper
-from undrop.train.parallel import Gradient
-from undrop.train.world import World, joined
+from undrop.lab.corpora.batching import TrainingWindows
+from undrop.lab.models import AWDLSTM
+from undrop.lab.train.components import OBJECTIVES
+from undrop.lab.train.config import OptimizerConfig
+from undrop.lab.train.optimizers import Stepper
+from undrop.lab.train.parallel import Gradient
+from undrop.lab.train.world import World, joined
 
 BATCH, LENGTH, WORDS = 6, 5, 13
 TOKENS = np.random.default_rng(0).integers(0, WORDS, BATCH * (2 * LENGTH + 1))

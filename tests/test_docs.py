@@ -20,10 +20,10 @@ import pytest
 import torch
 from typer.main import get_command
 
-from undrop.cli import app_for, commands, main
 from undrop.engines import ENGINES
 from undrop.engines.rules import TANGENT_RULES
-from undrop.train import OBJECTIVES
+from undrop.lab.cli import app_for, commands, main
+from undrop.lab.train import OBJECTIVES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -15,8 +15,9 @@ except ImportError:  # Python 3.10
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "undrop"
 ORDER = (
-    *("errors", "options", "noise", "kernels", "sites", "losses", "engines", "objectives", "nn"),
-    *("corpora", "train", "diagnose", "reproduce", "bench", "integrations", "cli"),
+    *("errors", "options", "files", "tensor_files", "rng_snapshot", "generators", "noise"),
+    *("kernels", "intercept", "losses", "engines", "objectives", "nn", "diagnosis"),
+    *("integrations", "lab"),
 )
 """From the bottom up: what stands before may be imported by what stands after, never the reverse."""
 

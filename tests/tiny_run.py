@@ -5,7 +5,7 @@ import random
 
 from safetensors.torch import load_file
 
-from undrop import train
+from undrop.lab import train
 
 
 def write_text(folder):

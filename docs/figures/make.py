@@ -54,7 +54,7 @@ def classifier() -> Subject:
     """Two hidden layers on scikit-learn's digits after 20 epochs of plain dropout."""
     from sklearn.datasets import load_digits
 
-    from undrop.nn import MLP
+    from undrop.lab.models import MLP
 
     rows, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(rows, dtype=torch.float32) / 16.0 - 0.3, torch.tensor(labels)
@@ -73,9 +73,9 @@ def classifier() -> Subject:
 
 def language_model() -> Subject:
     """A two-layer LSTM on Python's manual after 4 epochs of plain dropout."""
-    from undrop.corpora.batching import TrainingWindows
-    from undrop.train import configure, run
-    from undrop.train.runs import open_run
+    from undrop.lab.corpora.batching import TrainingWindows
+    from undrop.lab.train import configure, run
+    from undrop.lab.train.runs import open_run
 
     with tempfile.TemporaryDirectory() as folder:
         run(configure(None, LANGUAGE_MODEL), out=folder)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from undrop.cli import main
+from undrop.lab.cli import main
 
 if __name__ == "__main__":
     code = main()

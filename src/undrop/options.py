@@ -1,16 +1,18 @@
-"""Checks of arguments that every part of undrop makes."""
+"""Checks of arguments, each with the field, the value and the range in its error."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from undrop.errors import OptionError
 
-__all__ = ["number", "whole"]
+__all__ = ["as_float", "check_increasing", "check_int", "check_probability", "check_sizes"]
 
 
-def number(value: Any) -> float:
+def as_float(value: Any) -> float:
     """``value`` as a float; NaN, which lies in no range, for what is not a number."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
@@ -18,8 +20,33 @@ def number(value: Any) -> float:
         return math.nan
 
 
-def whole(field: str, value: int, *, least: int = 1) -> int:
+def check_int(field: str, value: int, *, least: int = 1) -> int:
     """``value``, if it is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"{field} must be a whole number of at least {least}, got {value!r}.")
     return value
+
+
+def check_probability(field: str, value: float) -> float:
+    """``value``, if it is a drop probability."""
+    if not 0.0 <= value < 1.0:
+        raise OptionError(f"{field} must lie in [0, 1), got {value!r}.")
+    return float(value)
+
+
+def check_sizes(field: str, values: Sequence[int], *, least: int) -> tuple[int, ...]:
+    """``values``, if they are at least ``least`` positive whole numbers."""
+    if len(values) < least:
+        raise OptionError(f"{field} must name at least {least} sizes, got {list(values)}.")
+    return tuple(check_int(f"{field}[{i}]", value) for i, value in enumerate(values))
+
+
+def check_increasing(field: str, values: Sequence[int], *, below: int) -> tuple[int, ...]:
+    """``values``, if 0 < values[0] < values[1] < … < below."""
+    bounds = (0, *values, below)
+    if not all(isinstance(v, int) for v in bounds) or any(a >= b for a, b in pairwise(bounds)):
+        raise OptionError(
+            f"{field} must be whole numbers that rise strictly within 1 … {below - 1}, "
+            f"got {list(values)}."
+        )
+    return tuple(values)

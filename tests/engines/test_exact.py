@@ -5,7 +5,7 @@ import torch
 from torch.func import grad
 
 from brute_force import LOSSES, NETS, explicit
-from measuring import BOTH, EXPLICIT, evaluate, gradient, relative, seeded
+from engine_helpers import BOTH, EXPLICIT, evaluate, gradient, relative, seeded
 from problems import problem
 from undrop.engines import Exact
 from undrop.losses import FORMS

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from measuring import BOTH, evaluate, gradient, relative, seeded
+from engine_helpers import BOTH, evaluate, gradient, relative, seeded
 from problems import D, Problem, Recurrent, Stacked, problem
-from undrop.engines import Antithetic, Perturbed, Reverse, Tangent
+from undrop.engines import Antithetic, Reverse, ScaledNoise, Tangent
+from undrop.intercept import Interception, call, logits_of
+from undrop.lab.models import ConvNet
 from undrop.losses import CrossEntropy
-from undrop.nn import ConvNet
-from undrop.sites import Interception, call, logits_of
 
 WEIGHTS = (-1 / 12, 2 / 3, -2 / 3, 1 / 12)
 POINTS = (2.0, 1.0, -1.0, -2.0)  # d/ds f = Σ w f(s·h) / h to O(h⁴)
@@ -119,7 +119,7 @@ def total_by_differences(p, step=2e-3):
     draw = seeded(5)
 
     def logits(epsilon):
-        with Interception(p.model, Perturbed(draw, epsilon)):
+        with Interception(p.model, ScaledNoise(draw, epsilon)):
             return logits_of(call(p.model, p.inputs))
 
     with torch.no_grad():

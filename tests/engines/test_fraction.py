@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
-from measuring import BOTH, EXPLICIT, IMPLICIT, design, evaluate, gradient, relative, seeded
+from engine_helpers import BOTH, EXPLICIT, IMPLICIT, design, evaluate, gradient, relative, seeded
 from problems import D, Problem, problem
 from undrop.engines import Antithetic, Exact, Tangent
 from undrop.engines.rules import TangentField

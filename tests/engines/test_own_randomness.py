@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
-from measuring import BOTH, evaluate, gradient, relative, seeded
+from engine_helpers import BOTH, evaluate, gradient, relative, seeded
 from problems import D, Problem
 from undrop.engines import Antithetic, Tangent
 from undrop.losses import CrossEntropy

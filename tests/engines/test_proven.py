@@ -5,7 +5,7 @@ import torch
 import torch.autograd.forward_ad as forward
 import torch.nn.functional as F
 
-from undrop.engines.proven import CONSTANT, PROVEN, Tainted
+from undrop.engines.proven import CONSTANT, PROVEN, TangentTrace
 
 D = torch.float64
 
@@ -255,7 +255,7 @@ WRONG = {
 
 def ops_of(function, x):
     """The aten ops that a function's input goes through."""
-    tainted = Tainted()
+    tainted = TangentTrace()
     with torch.no_grad(), tainted:
         x = x.clone()
         tainted.mark(x)

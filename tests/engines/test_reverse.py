@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from measuring import EXPLICIT, assert_mean, evaluate, gradient, relative, seeded
+from engine_helpers import EXPLICIT, assert_mean, evaluate, gradient, relative, seeded
 from problems import Problem, problem
 from undrop.engines import Exact, Reverse
 from undrop.errors import EngineError

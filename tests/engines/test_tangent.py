@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from brute_force import NETS, noise_directions
-from measuring import (
+from engine_helpers import (
     BOTH,
     EXPLICIT,
     IMPLICIT,

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from undrop import cli
-from undrop.train import presets
+from undrop.lab.train import presets
 
 NASTY = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63) - 1, 2**64, 10**30),

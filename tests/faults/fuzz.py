@@ -24,15 +24,16 @@ from faults.cases import json_case, line_case, preset_case, raw
 from tiny_run import tiny_config, write_text
 from undrop import cli, corpora, train
 from undrop.errors import StoppedError, UndropError
-from undrop.reproduce.records import Curve, Record, Records
-from undrop.train import configure
-from undrop.train.checkpoints import _check, load_tensors
-from undrop.train.journal import Journal
-from undrop.train.reporters import Reporter
-from undrop.train.runs import row
-from undrop.train.session import _go_on, load_corpus
-from undrop.train.trainer import Trainer
-from undrop.train.world import World
+from undrop.lab.reproduce.records import Curve, Record, Records
+from undrop.lab.train import configure
+from undrop.lab.train.checkpoints import _check
+from undrop.lab.train.journal import Journal
+from undrop.lab.train.reporters import Reporter
+from undrop.lab.train.runs import row
+from undrop.lab.train.session import _go_on, load_corpus
+from undrop.lab.train.trainer import Trainer
+from undrop.lab.train.world import World
+from undrop.tensor_files import load_tensors
 
 KINDS = (
     *("checkpoint", "signed checkpoint", "checkpoint tensors", "weights", "config", "metrics"),
@@ -233,12 +234,12 @@ def commanded(line: list[str]) -> None:
     stop = StoppedError("begun")
     shown, errors = io.StringIO(), io.StringIO()
     with (
-        mock.patch("undrop.cli.commands", return_value=COMMANDS),
-        mock.patch("undrop.train.run", side_effect=stop),
-        mock.patch("undrop.reproduce.Campaign.run", side_effect=stop),
-        mock.patch("undrop.cli.diagnose._measured", side_effect=stop),
+        mock.patch("undrop.lab.cli.commands", return_value=COMMANDS),
+        mock.patch("undrop.lab.train.run", side_effect=stop),
+        mock.patch("undrop.lab.reproduce.Campaign.run", side_effect=stop),
+        mock.patch("undrop.lab.cli.diagnose._measured", side_effect=stop),
         mock.patch("undrop.check", side_effect=stop),
-        mock.patch("undrop.corpora.corpus.fetch", side_effect=stop),
+        mock.patch("undrop.lab.corpora.corpus.fetch", side_effect=stop),
         contextlib.redirect_stdout(shown),
         contextlib.redirect_stderr(errors),
     ):

@@ -15,8 +15,8 @@ import torch._dynamo  # noqa: F401  # comes with forward mode: loaded here, it i
 
 from killed_run import work
 from tiny_run import bits, tiny_config, write_text
-from undrop import train
 from undrop.errors import StoppedError
+from undrop.lab import train
 
 SHORT = {
     "model": {"layers": 1},
@@ -29,7 +29,7 @@ SHORT = {
 
 WARM = multiprocessing.get_context("forkserver")
 """Starts processes by forking one that has everything loaded: milliseconds instead of seconds."""
-WARM.set_forkserver_preload(["undrop.reproduce", "torch._dynamo", "faults.lab"])
+WARM.set_forkserver_preload(["undrop.lab.reproduce", "torch._dynamo", "faults.lab"])
 
 
 class NotPossibleError(Exception):

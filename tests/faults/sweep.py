@@ -18,7 +18,7 @@ from unittest import mock
 import killed_run
 from faults.lab import WARM, NotPossibleError
 from undrop import cli
-from undrop.reproduce import Campaign, Plan, executor_named, records
+from undrop.lab.reproduce import Campaign, Plan, executor_named, records
 
 EXPERIMENT = "noise-put-back"
 JOBS = 2

@@ -12,12 +12,13 @@ from packaging.utils import canonicalize_name
 
 import undrop
 from tiny_run import tiny_config, write_text
-from undrop import corpora, train
-from undrop.cli.train import RUNS, _name
 from undrop.errors import CheckpointError, OptionError, UndropError
-from undrop.reproduce import Records
-from undrop.train.checkpoints import _check, load_tensors
-from undrop.train.files import sha256
+from undrop.files import sha256
+from undrop.lab import corpora, train
+from undrop.lab.cli.train import RUNS, _name
+from undrop.lab.reproduce import Records
+from undrop.lab.train.checkpoints import _check
+from undrop.tensor_files import load_tensors
 
 SOURCES = sorted(Path(undrop.__file__).parent.rglob("*.py"))
 UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "yaml"}

@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from faults.lab import SHORT, Lab, campaign
-from undrop import train
-from undrop.train import Config
+from undrop.lab import train
+from undrop.lab.train import Config
 
 WORKERS = 2
 

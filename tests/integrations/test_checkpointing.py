@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import undrop
 from undrop.engines import Draw
 from undrop.errors import EngineError, RecomputationError
+from undrop.intercept import recomputation
 from undrop.objectives import SAM, Jacobian, RDrop
-from undrop.sites import recomputation
 
 D = torch.float64
 

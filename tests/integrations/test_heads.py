@@ -5,8 +5,8 @@ import torch
 import transformers as hf
 
 import undrop
+from engine_helpers import EXPLICIT, design, evaluate
 from integrations.families import BERT, FAMILIES, SPECIAL, V, text, words
-from measuring import EXPLICIT, design, evaluate
 from problems import Problem
 from undrop.engines import Antithetic, Exact, Tangent
 from undrop.errors import EngineError, OptionError, TargetError

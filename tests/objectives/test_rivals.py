@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from measuring import seeded
+from engine_helpers import seeded
 from problems import problem
-from undrop.engines import Perturbed
+from undrop.engines import ScaledNoise
 from undrop.errors import OptionError
+from undrop.intercept import Interception, call, logits_of
 from undrop.losses import MSE
 from undrop.objectives import SAM, EarlyDropout, Jacobian, NoRegularization, RDrop
-from undrop.sites import Interception, call, logits_of
 
 NETS = ["mlp", "lstm", "gru", "transformer"]
 
@@ -24,7 +24,7 @@ def generator():
 
 
 def dropped(made, draw):
-    with Interception(made.model, Perturbed(draw, 1.0)):
+    with Interception(made.model, ScaledNoise(draw, 1.0)):
         return logits_of(call(made.model, made.inputs))
 
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian
 
-from measuring import EXPLICIT, evaluate, seeded
+from engine_helpers import EXPLICIT, evaluate, seeded
 from problems import D, Problem
 from undrop.engines import Exact
+from undrop.intercept import Interception
 from undrop.losses import MSE, CrossEntropy
-from undrop.sites import Interception
 
 Q = 0.01
 

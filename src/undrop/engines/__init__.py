@@ -5,7 +5,7 @@ from collections.abc import Callable
 from undrop.engines.antithetic import Antithetic
 from undrop.engines.auto import Auto
 from undrop.engines.base import Engine, Evaluation, Request, Weights
-from undrop.engines.draw import MASKS, Draw, Leaves, Perturbed
+from undrop.engines.draw import MASKS, Draw, ScaledNoise, ZeroLeaves
 from undrop.engines.exact import Exact
 from undrop.engines.reverse import Reverse
 from undrop.engines.tangent import Tangent
@@ -20,8 +20,8 @@ __all__ = [
     "Engine",
     "Evaluation",
     "Exact",
-    "Leaves",
-    "Perturbed",
+    "ZeroLeaves",
+    "ScaledNoise",
     "Request",
     "Reverse",
     "Tangent",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
-from undrop.engines.draw import Perturbed
+from undrop.engines.draw import ScaledNoise
 from undrop.engines.fraction import Carried
 from undrop.errors import OptionError
-from undrop.sites import Interception, Replay, keep_statistics, map_tensors, silent
+from undrop.intercept import Interception, RngSnapshot, keep_statistics, map_tensors, silent
 
 __all__ = ["EPSILON", "EPSILON_HALF", "Antithetic", "middle"]
 
@@ -62,14 +62,14 @@ class Antithetic(Engine):
     def _both(self, request: Request) -> tuple[Any, Tensor, Tensor]:
         """What the model returns, and of that what the loss sees: F and u."""
         epsilon = _suitable(request.model) if self.epsilon is None else self.epsilon
-        replay = Replay.of(request.model, request.draw.generator)
-        with Interception(request.model, Perturbed(request.draw, epsilon)) as first:
+        replay = RngSnapshot.of(request.model, request.draw.generator)
+        with Interception(request.model, ScaledNoise(request.draw, epsilon)) as first:
             up, plus = request.run()
         if first.drew:
             replay.restart()
         with (
             keep_statistics(request.model),
-            Interception(request.model, Perturbed(request.draw, -epsilon)),
+            Interception(request.model, ScaledNoise(request.draw, -epsilon)),
         ):
             down, minus = request.run()
         u = (plus - minus) * (0.5 / epsilon)

@@ -9,7 +9,7 @@ from torch import nn
 
 from undrop.engines.antithetic import Antithetic
 from undrop.engines.base import Engine, Evaluation, Request
-from undrop.engines.proven import blocking_op
+from undrop.engines.proven import first_unproven_op
 from undrop.engines.tangent import Tangent
 from undrop.errors import EngineError
 
@@ -41,7 +41,7 @@ class Auto(Engine):
     def choose(self, request: Request) -> Engine:
         """The engine for this model, by what is known of it so far."""
         model = request.model
-        blocked = blocking_op(model, request.inputs)
+        blocked = first_unproven_op(model, request.inputs)
         if blocked is None:
             return self._tangent
         if self._said.get(model) != blocked:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from undrop.engines.draw import Draw
 from undrop.errors import EngineError, NoDropoutError
+from undrop.intercept import call, is_sharded, logits_of
 from undrop.losses import Loss
-from undrop.sites import call, is_sharded, logits_of
 
 __all__ = ["Engine", "Evaluation", "Request", "Weights"]
 

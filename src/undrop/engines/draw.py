@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from undrop.errors import OptionError
+from undrop.intercept import Selection, Site
 from undrop.noise import draw as draw_noise
-from undrop.sites import Selection, Site
 
-__all__ = ["MASKS", "Draw", "Leaves", "Perturbed"]
+__all__ = ["MASKS", "Draw", "ZeroLeaves", "ScaledNoise"]
 
 MASKS = ("as-declared", "independent")
 """Entries share η as the site declares, or each has its own (as the paper's regularizers do)."""
@@ -90,7 +90,7 @@ class Draw:
         )
 
 
-class Perturbed:
+class ScaledNoise:
     """The field h ⊙ (1 + ε·σ·η) for a fixed ε. Dropout itself is ε = 1 with dropout's own noise."""
 
     def __init__(self, draw: Draw, epsilon: float) -> None:
@@ -103,7 +103,7 @@ class Perturbed:
         return h if noise is None else torch.addcmul(h, h, noise, value=self.epsilon)
 
 
-class Leaves:
+class ZeroLeaves:
     """The field h ⊙ (1 + z) with a zero leaf z in the shape of η, to be differentiated in.
 
     ∂ℓ/∂z sums J ⊙ h over all entries that share one η, which is what mask sharing means.

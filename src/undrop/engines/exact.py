@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from undrop.engines.base import Engine, Evaluation, Request, refuse_sharded, weighted_parts
-from undrop.engines.draw import Leaves
-from undrop.engines.twice import TWICE_DIFFERENTIABLE
-from undrop.sites import Interception
+from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
+from undrop.engines.draw import ZeroLeaves
+from undrop.intercept import Interception
 
 __all__ = ["Exact"]
 
@@ -24,7 +24,7 @@ class Exact(Engine):
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total, differentiable once more in the parameters."""
         refuse_sharded(self, request.model)
-        field = Leaves(request.draw)
+        field = ZeroLeaves(request.draw)
         with Interception(request.model, field, TWICE_DIFFERENTIABLE):
             output, logits = request.run()
         loss = request.loss.value(logits, request.targets)
@@ -33,7 +33,7 @@ class Exact(Engine):
         total = request.weights.loss * loss + request.weights.explicit * explicit
         return Evaluation(total, weighted_parts(request.weights, loss, explicit, zero), output)
 
-    def _explicit(self, request: Request, field: Leaves, logits: Tensor) -> Tensor:
+    def _explicit(self, request: Request, field: ZeroLeaves, logits: Tensor) -> Tensor:
         rows = [
             torch.autograd.grad(
                 entry, field.leaves, create_graph=True, allow_unused=True, materialize_grads=True

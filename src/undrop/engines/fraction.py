@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from undrop.engines.base import Request
 from undrop.errors import EngineError
+from undrop.intercept import map_tensors, tensors_in
 from undrop.losses import Derivatives, Generic, Loss
-from undrop.sites import map_tensors, tensors_in
 
 __all__ = ["Carried"]
 

@@ -22,10 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from undrop.engines.rules import TANGENT_RULES
-from undrop.sites import Handler, Interception, Replay, Site, call, is_sharded, keep_statistics
-from undrop.sites.recomputation import in_checkpoint
+from undrop.intercept import (
+    Handler,
+    Interception,
+    RngSnapshot,
+    Site,
+    call,
+    is_sharded,
+    keep_statistics,
+)
+from undrop.intercept.checkpointing import in_checkpoint
 
-__all__ = ["CONSTANT", "PROVEN", "Tainted", "blocking_op"]
+__all__ = ["CONSTANT", "PROVEN", "TangentTrace", "first_unproven_op"]
 
 _SHAPES = """view _unsafe_view expand permute transpose t unsqueeze squeeze select slice
     split split_with_sizes unbind alias clone _to_copy copy_ cat stack repeat flip roll constant_pad_nd
@@ -73,7 +81,7 @@ _CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent gets th
 _FUNCTION = "the autograd function"  # whose own rule for the tangent, if it has one, nobody proved
 
 
-class Tainted(TorchDispatchMode):
+class TangentTrace(TorchDispatchMode):
     """Watches which ops meet tensors that depend on a noise site, and the unproven one among them.
 
     What is marked is a tensor's storage: what is written into a part of it is in every view of it.
@@ -161,7 +169,7 @@ class _Proof(NamedTuple):
 _proofs: weakref.WeakKeyDictionary[nn.Module, _Proof] = weakref.WeakKeyDictionary()
 
 
-def blocking_op(model: nn.Module, inputs: Any, met: Iterable[Site] = ()) -> str | None:
+def first_unproven_op(model: nn.Module, inputs: Any, met: Iterable[Site] = ()) -> str | None:
     """The first op on the tangent's way through the model that is not proven; None if all are.
 
     Found by one pass without gradients, the first time that a model is seen, and once more when a site
@@ -179,7 +187,7 @@ def blocking_op(model: nn.Module, inputs: Any, met: Iterable[Site] = ()) -> str 
 def _probe(model: nn.Module, inputs: Any) -> _Proof:
     if is_sharded(model):
         return _Proof("parameters sharded by FSDP", frozenset())
-    tainted = Tainted()
+    tainted = TangentTrace()
 
     def field(site: Site, h: Tensor) -> Tensor:
         h = h.clone()
@@ -211,7 +219,7 @@ def _probe(model: nn.Module, inputs: Any) -> _Proof:
 
     rules = {function: excused(rule) for function, rule in TANGENT_RULES.items()}
     with (
-        Replay(),
+        RngSnapshot(),
         torch.no_grad(),
         keep_statistics(model),
         tainted,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from undrop.engines.base import Engine, Evaluation, Request, refuse_sharded, weighted_parts
-from undrop.engines.draw import Leaves
-from undrop.engines.twice import TWICE_DIFFERENTIABLE
-from undrop.sites import Interception
+from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
+from undrop.engines.draw import ZeroLeaves
+from undrop.intercept import Interception
 
 __all__ = ["Reverse"]
 
@@ -27,7 +27,7 @@ class Reverse(Engine):
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total; its backward pass is a double backward of the model."""
         refuse_sharded(self, request.model)
-        field = Leaves(request.draw)
+        field = ZeroLeaves(request.draw)
         with Interception(request.model, field, TWICE_DIFFERENTIABLE):
             output, logits = request.run()
         weights = request.weights
@@ -40,7 +40,7 @@ class Reverse(Engine):
         total = weights.loss * loss + weights.explicit * explicit + weights.implicit * implicit
         return Evaluation(total, weighted_parts(weights, loss, explicit, implicit), output)
 
-    def _explicit(self, request: Request, field: Leaves, logits: Tensor) -> Tensor:
+    def _explicit(self, request: Request, field: ZeroLeaves, logits: Tensor) -> Tensor:
         generator = request.draw.generator(logits.device)
         sampled = request.loss.sampled(logits, request.targets, request.form, generator)
         gradients = _gradients(sampled, field)
@@ -51,7 +51,7 @@ class Reverse(Engine):
         total = torch.stack(squares).sum() / request.loss.count(logits, request.targets)
         return total
 
-    def _implicit(self, request: Request, field: Leaves, loss: Tensor) -> Tensor:
+    def _implicit(self, request: Request, field: ZeroLeaves, loss: Tensor) -> Tensor:
         products = []
         for site, leaf, gradient in zip(
             field.sites, field.leaves, _gradients(loss, field), strict=True
@@ -62,7 +62,7 @@ class Reverse(Engine):
         return torch.stack(products).sum()
 
 
-def _gradients(scalar: Tensor, field: Leaves) -> tuple[Tensor, ...]:
+def _gradients(scalar: Tensor, field: ZeroLeaves) -> tuple[Tensor, ...]:
     return torch.autograd.grad(
         scalar, field.leaves, create_graph=True, allow_unused=True, materialize_grads=True
     )

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
 from undrop.engines.fraction import Carried
-from undrop.engines.proven import blocking_op
+from undrop.engines.proven import first_unproven_op
 from undrop.engines.rules import TANGENT_RULES, TangentField, unpacked
 from undrop.errors import EngineError
-from undrop.sites import Interception, Site, map_tensors
+from undrop.intercept import Interception, Site, map_tensors
 
 __all__ = ["Tangent"]
 
@@ -58,7 +58,7 @@ class Tangent(Engine):
 
 
 def _check_proof(request: Request, met: Iterable[Site] = ()) -> None:
-    blocked = blocking_op(request.model, request.inputs, met)
+    blocked = first_unproven_op(request.model, request.inputs, met)
     if blocked is not None:
         raise EngineError(
             f"the tangent engine has no proven rule for {blocked}: use engine='antithetic', which "

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.errors import EngineError, OptionError, TargetError
+from undrop.intercept import Interception, keep_statistics, logits_of, silent
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Loss
-from undrop.sites import Interception, keep_statistics, logits_of, silent
 
 __all__ = ["Task", "check_attention", "decoder_inputs", "read_head", "same_as_the_models_own"]
 

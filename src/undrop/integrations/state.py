@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from undrop.files import replacing
 from undrop.objectives import Objective
-from undrop.train.checkpoints import load_tensors, save_tensors
-from undrop.train.files import replacing
-from undrop.train.tree import from_bytes, to_bytes
+from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes
 
 __all__ = ["load_state", "save_state"]
 

@@ -26,9 +26,9 @@ from undrop.integrations.heads import (
     same_as_the_models_own,
 )
 from undrop.integrations.state import load_state, save_state
+from undrop.intercept import logits_of, unwrapped
 from undrop.losses import CrossEntropy
 from undrop.objectives import Analytic, Objective, Step
-from undrop.sites import logits_of, unwrapped
 
 try:
     from transformers import Trainer

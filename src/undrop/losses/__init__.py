@@ -3,9 +3,9 @@
 from undrop.losses.adaptive import AdaptiveSoftmax
 from undrop.losses.base import FORMS, Derivatives, Loss
 from undrop.losses.bce import BCEWithLogits
+from undrop.losses.convert import as_loss
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.generic import Generic
-from undrop.losses.known import as_loss
 from undrop.losses.linear import LinearCrossEntropy
 from undrop.losses.mse import MSE
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from undrop.errors import OptionError
 from undrop.losses import AdaptiveSoftmax, Loss
-from undrop.nn.options import increasing, whole
+from undrop.options import check_increasing, check_int
 
 __all__ = ["AdaptiveEmbedding", "AdaptiveHead"]
 
@@ -50,10 +50,12 @@ class AdaptiveEmbedding(nn.Module):
         std: float = 0.02,
     ) -> None:
         super().__init__()
-        self.num_embeddings = whole("vocab_size", vocab_size)
-        self.cutoffs = increasing("cutoffs", cutoffs, below=vocab_size)
+        self.num_embeddings = check_int("vocab_size", vocab_size)
+        self.cutoffs = check_increasing("cutoffs", cutoffs, below=vocab_size)
         tails = len(self.cutoffs)
-        widths = [whole("size", size) // whole("shrink", shrink) ** c for c in range(tails + 1)]
+        widths = [
+            check_int("size", size) // check_int("shrink", shrink) ** c for c in range(tails + 1)
+        ]
         if widths[-1] == 0:
             raise OptionError(
                 f"shrink must leave {tails} tails some of {size} features, got {shrink}."
@@ -106,7 +108,9 @@ class AdaptiveHead(nn.Module):
 
     def __init__(self, vocab_size: int, *, cutoffs: Sequence[int]) -> None:
         super().__init__()
-        self.cutoffs = increasing("cutoffs", cutoffs, below=whole("vocab_size", vocab_size))
+        self.cutoffs = check_increasing(
+            "cutoffs", cutoffs, below=check_int("vocab_size", vocab_size)
+        )
         counts = [b - a for a, b in pairwise((0, *self.cutoffs, vocab_size))]
         counts[0] += len(self.cutoffs)
         self.biases = nn.ParameterList(torch.zeros(count) for count in counts)

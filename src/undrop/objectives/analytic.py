@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from undrop.engines import Draw, Evaluation, Request, Weights, engine_named
 from undrop.errors import OptionError
+from undrop.intercept import Selection
 from undrop.losses import FORMS, Loss
 from undrop.objectives.base import Objective, Plan
-from undrop.options import number, whole
-from undrop.sites import Selection
+from undrop.options import as_float, check_int
 
 __all__ = ["PAPER", "TAYLOR", "Analytic"]
 
@@ -141,14 +141,14 @@ def _check_options(
         )
     if explicit is None and not implicit:
         raise OptionError("neither explicit nor implicit: use undrop.NoRegularization() for that.")
-    if not 0.0 < number(fraction) <= 1.0:
+    if not 0.0 < as_float(fraction) <= 1.0:
         raise OptionError(f"fraction must lie in (0, 1], got {fraction!r}.")
-    whole("samples", samples)
-    whole("interval", interval)
+    check_int("samples", samples)
+    check_int("interval", interval)
 
 
 def _checked_strength(strength: Any) -> float:
-    found = number(strength)
+    found = as_float(strength)
     if not 0.0 <= found < math.inf:
         raise OptionError(
             f"strength must be finite and not negative, got {strength!r}: pass a number, or a function "

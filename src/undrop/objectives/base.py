@@ -16,11 +16,8 @@ from torch import Tensor, nn
 
 from undrop.engines import Evaluation
 from undrop.errors import EvalModeError, GradientsDisabledError, NonFiniteError
-from undrop.losses import Loss, as_loss
-from undrop.objectives.randomness import Randomness
-from undrop.objectives.step import Step
-from undrop.objectives.surroundings import Surroundings
-from undrop.sites import (
+from undrop.generators import Generators
+from undrop.intercept import (
     Field,
     Interception,
     Selection,
@@ -37,6 +34,9 @@ from undrop.sites import (
     tensors_in,
     unwrapped,
 )
+from undrop.losses import Loss, as_loss
+from undrop.objectives.autocast import AutocastState
+from undrop.objectives.step import Step
 
 __all__ = ["Objective", "Plan"]
 
@@ -66,7 +66,7 @@ class Objective(ABC):
         generator: torch.Generator | None = None,
     ) -> None:
         self.loss = as_loss(loss)
-        self.randomness = Randomness(generator)
+        self.randomness = Generators(generator)
         self.selection = Selection()
         self.steps = 0
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
@@ -106,7 +106,7 @@ class Objective(ABC):
         """Evaluations that are run as the first one was, whenever that is, and move no statistics."""
         if not plan:
             return []
-        around = Surroundings(chain(model.parameters(), model.buffers(), tensors_in(inputs)))
+        around = AutocastState(chain(model.parameters(), model.buffers(), tensors_in(inputs)))
 
         def kept(run: Callable[[], Evaluation]) -> Evaluation:
             with around.again(), apart(), keep_statistics(model):

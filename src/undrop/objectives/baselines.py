@@ -13,7 +13,7 @@ from undrop.engines import Evaluation
 from undrop.errors import OptionError
 from undrop.losses import Loss
 from undrop.objectives.base import Objective, Plan
-from undrop.options import number
+from undrop.options import as_float
 
 __all__ = ["L2", "NoRegularization"]
 
@@ -40,7 +40,7 @@ class L2(NoRegularization):
         self, weight: float, *, loss: Loss | Callable[[Tensor, Any], Tensor] | None = None
     ) -> None:
         super().__init__(loss=loss)
-        if not 0.0 <= number(weight) < float("inf"):
+        if not 0.0 <= as_float(weight) < float("inf"):
             raise OptionError(f"the L2 weight must be finite and not negative, got {weight!r}.")
         self.weight = weight
 

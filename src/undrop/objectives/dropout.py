@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.engines import Draw, Evaluation, Perturbed, Request, Weights, engine_named
+from undrop.engines import Draw, Evaluation, Request, ScaledNoise, Weights, engine_named
 from undrop.errors import OptionError
+from undrop.intercept import Selection
 from undrop.losses import Loss
 from undrop.objectives.base import Objective, Plan
-from undrop.options import whole
-from undrop.sites import Selection
+from undrop.options import check_int
 
 __all__ = ["Dropout"]
 
@@ -40,7 +40,7 @@ class Dropout(Objective):
         noise: None, "resampled" or "analytic".
         engine: how the analytic noise is had.
         mask: its mask structure, "as-declared" or "independent".
-        sites: where the analytic noise enters; see :class:`~undrop.sites.Selection`.
+        sites: where the analytic noise enters; see :class:`~undrop.intercept.Selection`.
         loss: as for every objective.
         generator: as for every objective.
     """
@@ -63,7 +63,7 @@ class Dropout(Objective):
             raise OptionError(
                 "engine='exact' gives expectations, in which there is no noise to put back: use another."
             )
-        self.k = whole("k", k)
+        self.k = check_int("k", k)
         self.noise = noise
         self.mask = mask
         self.engine = engine_named(engine)
@@ -90,7 +90,7 @@ class Dropout(Objective):
         field = None
         if self.own_masks:
             draw = Draw("dropout", "as-declared", Selection(), self.randomness)
-            field = Perturbed(draw, 1.0)
+            field = ScaledNoise(draw, 1.0)
         output, loss = self.passed(model, inputs, targets, field)
         total = loss if factor == 1.0 else factor * loss
         return Evaluation(total, {part: total.detach()}, output)

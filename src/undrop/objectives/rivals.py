@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.engines import Draw, Evaluation, Perturbed, Weights
+from undrop.engines import Draw, Evaluation, ScaledNoise, Weights
 from undrop.engines.antithetic import middle
 from undrop.engines.base import weighted_parts
 from undrop.errors import OptionError
-from undrop.losses import Loss
-from undrop.noise import draw as draw_noise
-from undrop.objectives.base import Objective, Plan
-from undrop.objectives.dropout import Dropout
-from undrop.sites import (
+from undrop.intercept import (
     Field,
     Interception,
-    Replay,
+    RngSnapshot,
     Site,
     call,
     keep_statistics,
     logits_of,
     map_tensors,
 )
+from undrop.losses import Loss
+from undrop.noise import draw as draw_noise
+from undrop.objectives.base import Objective, Plan
+from undrop.objectives.dropout import Dropout
 
 __all__ = ["SAM", "EarlyDropout", "Jacobian", "RDrop"]
 
@@ -129,7 +129,7 @@ class Jacobian(Objective):
 
     def _stable(self, model: nn.Module, inputs: Any, targets: Any, name: str) -> Evaluation:
         shift = _Shift(name, self.step, self.randomness)
-        replay = Replay.of(model, self.randomness)
+        replay = RngSnapshot.of(model, self.randomness)
         with Interception(model, partial(shift, 1.0)) as first:
             output = call(model, inputs)
         if first.drew:
@@ -264,4 +264,4 @@ class EarlyDropout(Dropout):
 def _dropout(objective: Objective) -> Field:
     """One fixed dropout mask for all sites."""
     draw = Draw("dropout", "as-declared", objective.selection, objective.randomness)
-    return Perturbed(draw, 1.0)
+    return ScaledNoise(draw, 1.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from undrop.engines.rules import activations, attention, linear, norms, recurrent, softmax
 from undrop.engines.rules.dual import TangentField, unpacked
-from undrop.sites import Handler
+from undrop.intercept import Handler
 
 __all__ = ["TANGENT_RULES", "TangentField", "unpacked"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 
 from undrop.engines.rules.dual import packed, read, unpacked
+from undrop.intercept import Handler, Interception
 from undrop.kernels.pointwise import GELU, GELU_TANH, SILU, pointwise
-from undrop.sites import Handler, Interception
 
 __all__ = ["RULES"]
 

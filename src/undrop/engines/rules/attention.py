@@ -11,9 +11,9 @@ from torch import Tensor
 
 from undrop.engines.rules.dual import TangentField, has_tangent, packed, padded, unpacked
 from undrop.engines.rules.softmax import softmax
+from undrop.intercept import Handler, Interception
+from undrop.intercept.attention import AttentionCall, written_out
 from undrop.kernels.attention import attention
-from undrop.sites import Handler, Interception
-from undrop.sites.attention import AttentionCall, written_out
 
 __all__ = ["RULES"]
 

@@ -9,7 +9,7 @@ import torch.autograd.forward_ad as forward
 from torch import Tensor
 
 from undrop.engines.draw import Draw
-from undrop.sites import Site
+from undrop.intercept import Site
 
 __all__ = ["TangentField", "has_tangent", "packed", "padded", "read", "unpacked"]
 

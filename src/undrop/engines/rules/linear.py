@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from undrop.engines.rules.dual import TangentField, has_tangent, packed, padded, read, unpacked
-from undrop.sites import Handler, Interception
+from undrop.intercept import Handler, Interception
 
 __all__ = ["RULES"]
 

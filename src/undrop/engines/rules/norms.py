@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.engines.rules.dual import has_tangent, packed, read, unpacked
+from undrop.intercept import Handler, Interception
 from undrop.kernels.layer_norm import layer_norm
-from undrop.sites import Handler, Interception
 
 __all__ = ["RULES"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.engines.rules.dual import TangentField, has_tangent, packed, padded, unpacked
-from undrop.engines.twice import TWICE_DIFFERENTIABLE
+from undrop.intercept import Handler, Interception
+from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layers
 from undrop.kernels.gru import gru
 from undrop.kernels.lstm import lstm
-from undrop.sites import Handler, Interception
-from undrop.sites.recurrent import RECURRENT, RecurrentCall, read, run_layers
 
 __all__ = ["RULES"]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.engines.rules.dual import packed, read, unpacked
-from undrop.sites import Handler, Interception
+from undrop.intercept import Handler, Interception
 
 __all__ = ["RULES", "softmax"]
 

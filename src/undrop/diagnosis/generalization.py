@@ -1,0 +1,404 @@
+"""The paper's generalisation bound for a linear layer under cross-entropy, term by term.
+
+For W (classes × features) on n examples, with μ(W) = E‖Dℓ‖₂, ν(W) = E tr D²ℓ over the training
+examples, A ≥ ‖Wᵀ‖₂,₁ = Σ_classes ‖row of W‖₂, κ = max‖x_i‖₂, θ = log³(n·c)·κ² and the loss cut off at B,
+Theorem 3.1 says that with probability 1 - δ
+
+    E_P[ℓ] - 1.01 E_n[ℓ] ≲ (Aμ)^⅔(θB)^⅓/n^⅓ + A·sqrt(Bνθ)/√n + BA²θ/(n(log²(BA²θ/(νn)) + 1)) + ζ
+
+with ζ = B(log(1/δ) + log log n)/n. Theorem B.1 is the same for any loss whose tail is exponential with
+τ (√2 for cross-entropy): its third term has τ² and, in the logarithm, τ⁴. Both follow from
+
+    min over β of G(β) = (1+1/α)(βμκ + ν(e^{τβκ} - τβκ - 1)/τ²) + (1+α)·B·A²·log³(n·c)/(β²n),  α = 100.
+
+(Lemma B.2 prints βκ for the second τβκ; its proof, and the Taylor formula it rests on, have τβκ.) The
+constants in front are universal and unknown: the terms can be compared with each other and between
+models, not with a measured gap as numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from undrop.diagnosis.estimates import Estimate
+from undrop.errors import OptionError, TargetError
+
+__all__ = ["TAU", "Assumption", "Bound", "Statistics", "bound", "minimum_over_beta", "statistics"]
+
+TAU = math.sqrt(2.0)
+"""The exponential tail of cross-entropy."""
+_CHUNK = 1 << 22  # numbers of a chunk of logits
+_LARGEST = 700.0  # exp of more is no float
+
+
+class Statistics(NamedTuple):
+    """What the bound needs to know of the loss on the examples."""
+
+    mu: float
+    """The mean norm of the loss gradient p - 1_y."""
+    nu: float
+    """The mean trace of the loss Hessian, Σ p(1-p)."""
+    loss: Estimate
+    """The mean of min(ℓ, B), with its error over examples."""
+    tail: float
+    """The largest ‖D tr D²ℓ‖ / tr D²ℓ that was met."""
+    above: float
+    """The share of examples with ℓ > B."""
+
+
+@torch.no_grad()
+def statistics(
+    weight: Tensor, features: Tensor, labels: Tensor, *, truncation: float
+) -> Statistics:
+    """μ(W), ν(W), the truncated loss and the steepest tail, in chunks of rows."""
+    sums = torch.zeros(5, dtype=torch.float64, device=features.device)
+    tail = 0.0
+    rows = max(1, _CHUNK // len(weight))
+    for x, y in zip(features.split(rows), labels.split(rows), strict=True):
+        log_p = torch.log_softmax(x.double() @ weight.double().T, -1)
+        p = log_p.exp()
+        q = -torch.expm1(log_p)  # 1 - p, to full precision where p is near 1
+        trace = (p * q).sum(-1)
+        steep = p * (q - p)  # p(1 - 2p)
+        slope = (steep - p * steep.sum(-1, keepdim=True)).norm(dim=-1)
+        tail = max(tail, float((slope / trace.clamp_min(1e-300)).max()))
+        target = y.unsqueeze(-1)
+        loss = -log_p.gather(-1, target).squeeze(-1)
+        gradient = p.scatter(-1, target, -q.gather(-1, target)).norm(dim=-1)
+        cut = loss.clamp(max=truncation)
+        parts = (gradient, trace, cut, cut.square(), (loss > truncation).double())
+        sums += torch.stack([part.sum() for part in parts])
+    n = len(labels)
+    mu, nu, loss_mean, square, above = (float(s) / n for s in sums)
+    spread = max(square - loss_mean**2, 0.0)
+    return Statistics(mu, nu, Estimate(loss_mean, math.sqrt(spread / max(n - 1, 1))), tail, above)
+
+
+class Curve(NamedTuple):
+    """The coefficients of G(β) = a·β + b·(e^{sβ} - sβ - 1) + c/β²."""
+
+    a: float
+    b: float
+    c: float
+    s: float
+
+    def terms(self, beta: float) -> tuple[float, float, float]:
+        """The three terms at a β."""
+        t = self.s * beta
+        # For small t the difference would lose its digits to cancellation.
+        grown = t * t * (0.5 + t * (1 / 6 + t / 24)) if t < 1e-3 else math.expm1(t) - t
+        return self.a * beta, self.b * grown, self.c / beta**2
+
+    def slope(self, beta: float) -> float:
+        """G'(β), which only ever grows."""
+        return self.a + self.b * self.s * math.expm1(self.s * beta) - 2.0 * self.c / beta**3
+
+
+def minimum_over_beta(curve: Curve) -> tuple[float, float]:
+    """β* and G(β*): the zero of the growing G' by bisection in log β.
+
+    Where the loss has no gradient and no curvature left, or no feature is other than 0 (s = 0, and a
+    with it), the infimum 0 is at β = ∞.
+    """
+    if curve.a == 0.0 and (curve.b == 0.0 or curve.s == 0.0):
+        return math.inf, 0.0
+    low, high = math.log(1e-80), math.log(_LARGEST / curve.s)
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if curve.slope(math.exp(middle)) > 0.0 else (middle, high)
+    beta = math.exp(0.5 * (low + high))
+    return beta, sum(curve.terms(beta))
+
+
+class Assumption(NamedTuple):
+    """Something that the theorem asks for."""
+
+    what: str
+    holds: bool | None
+    """None where the data can't tell."""
+    why: str
+
+
+@dataclass(frozen=True, repr=False)
+class Bound:
+    """Theorem 3.1 and Theorem B.1 on one set of weights; every constant is taken as 1."""
+
+    examples: int
+    classes: int
+    truncation: float
+    delta: float
+    alpha: float
+    tau: float
+    norm: float
+    """A: ‖Wᵀ‖₂,₁, or the bound on it that was given."""
+    kappa: float
+    theta: float
+    zeta: float
+    mu: float
+    nu: float
+    terms: dict[str, float]
+    """Of Theorem 3.1: gradient (with μ), hessian (with ν), tail, zeta."""
+    general_terms: dict[str, float]
+    """The same of Theorem B.1, with τ."""
+    beta: float
+    """Where G is least."""
+    g_minimum: float
+    g_terms: dict[str, float]
+    """The three terms of G there."""
+    train_loss: Estimate
+    test_loss: Estimate | None
+    gap: Estimate | None
+    """The measured E_test[ℓ] - 1.01·E_train[ℓ], of the truncated loss."""
+    assumptions: list[Assumption]
+
+    @property
+    def total(self) -> float:
+        """The sum of Theorem 3.1's terms."""
+        return math.fsum(self.terms.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        values = asdict(self)
+        for name in ("train_loss", "test_loss", "gap"):
+            found: Estimate | None = getattr(self, name)
+            values[name] = None if found is None else found.to_json()
+        values["beta"] = self.beta if math.isfinite(self.beta) else None
+        values["assumptions"] = [assumption._asdict() for assumption in self.assumptions]
+        return {**values, "total": self.total}
+
+    def __repr__(self) -> str:
+        rows = [
+            ("examples n, classes c", f"{self.examples:,}, {self.classes:,}"),
+            ("loss cut off at B", f"{self.truncation:.4g}"),
+            ("A = ‖Wᵀ‖₂,₁", f"{self.norm:.4g}"),
+            ("θ = log³(nc)·max‖x‖²", f"{self.theta:.4g}"),
+            ("μ(W), mean ‖Dℓ‖", f"{self.mu:.4g}"),
+            ("ν(W), mean tr D²ℓ", f"{self.nu:.4g}"),
+            *((f"term: {name}", f"{value:.4g}") for name, value in self.terms.items()),
+            ("sum of the terms (Theorem 3.1)", f"{self.total:.4g}"),
+            ("sum with τ (Theorem B.1)", f"{math.fsum(self.general_terms.values()):.4g}"),
+            (f"min G(β), at β = {self.beta:.3g}", f"{self.g_minimum:.4g}"),
+            ("training loss, cut off", str(self.train_loss)),
+        ]
+        if self.test_loss is not None:
+            rows.append(("test loss, cut off", str(self.test_loss)))
+            rows.append(("measured test - 1.01 · training", str(self.gap)))
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
+        verdict = {True: "holds", False: "FAILS", None: "can't be told"}
+        lines += [f"- {a.what}: {verdict[a.holds]}; {a.why}" for a in self.assumptions]
+        return "\n".join([*lines, CONSTANTS])
+
+
+CONSTANTS = (
+    "The theorem's constants are universal and unknown, and taken as 1 here: compare terms and models, "
+    "not the sum with a measured gap."
+)
+
+
+def bound(
+    weight: Tensor,
+    features: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    test: tuple[Tensor, Tensor] | None = None,
+    truncation: float | None = None,
+    delta: float = 0.05,
+    alpha: float = 100.0,
+    tau: float = TAU,
+    norm_bound: float | None = None,
+) -> Bound:
+    """Evaluate the paper's bound for a linear layer: Theorem 3.1, Theorem B.1 and min G(β).
+
+    Args:
+        weight: W (classes, features), such as the last layer of a network.
+        features: its inputs on the training examples (n, features).
+        labels: their classes (n,).
+        bias: taken in as one more column of W, with a feature of 1.
+        test: features and labels of other examples, to measure the gap.
+        truncation: B, where the loss is cut off; log(classes), the loss of a blind guess, unless
+            given. It must not be chosen by looking at the data.
+        delta: δ.
+        alpha: α of Lemma B.2; 100 gives the theorems' factor 1.01.
+        tau: τ of Theorem B.1.
+        norm_bound: A, chosen in advance; the norm itself unless given.
+
+    Raises:
+        OptionError: for shapes or options that do not fit.
+        TargetError: for labels that are no classes.
+    """
+    if bias is not None:
+        weight, features, test = _with_bias(weight, bias, features, test)
+    _check(weight, features, labels)
+    n, c = len(labels), len(weight)
+    cut = math.log(c) if truncation is None else truncation
+    for name, value in (("truncation", cut), ("alpha", alpha), ("tau", tau)):
+        if not 0.0 < value < math.inf:
+            raise OptionError(f"{name} must be positive and finite, got {value}.")
+    if not 0.0 < delta < 1.0:
+        raise OptionError(f"delta must lie in (0, 1), got {delta}.")
+    own = float(weight.double().norm(dim=1).sum())
+    norm = own if norm_bound is None else float(norm_bound)
+    if norm < own * (1.0 - 1e-12):
+        raise OptionError(f"norm_bound must be at least ‖Wᵀ‖₂,₁ = {own:.6g}, got {norm_bound}.")
+    found = statistics(weight, features, labels, truncation=cut)
+    return _evaluated(
+        found,
+        _Setting(n, c, cut, delta, alpha, tau, norm, float(features.double().norm(dim=1).max())),
+        _measured(weight, test, cut),
+        chosen_in_advance=norm_bound is not None,
+    )
+
+
+class _Setting(NamedTuple):
+    n: int
+    c: int
+    cut: float
+    delta: float
+    alpha: float
+    tau: float
+    norm: float
+    kappa: float
+
+    @property
+    def logs(self) -> float:
+        return math.log(self.n * self.c) ** 3
+
+    @property
+    def theta(self) -> float:
+        return self.logs * self.kappa**2
+
+    @property
+    def zeta(self) -> float:
+        return self.cut * (math.log(1.0 / self.delta) + math.log(math.log(self.n))) / self.n
+
+    def terms(self, mu: float, nu: float, tau2: float) -> dict[str, float]:
+        """The right-hand side; τ² = 1 gives Theorem 3.1, where it is a constant."""
+        scale = self.cut * self.norm**2 * self.theta / self.n
+        tail = 0.0
+        if nu > 0.0 and scale > 0.0:
+            tail = scale * tau2 / (math.log(scale * tau2**2 / nu) ** 2 + 1.0)
+        return {
+            "gradient": ((self.norm * mu) ** 2 * self.theta * self.cut / self.n) ** (1.0 / 3.0),
+            "hessian": math.sqrt(scale * nu),
+            "tail": tail,
+            "zeta": self.zeta,
+        }
+
+    def curve(self, mu: float, nu: float) -> Curve:
+        """G as a function of β."""
+        up, down = 1.0 + 1.0 / self.alpha, 1.0 + self.alpha
+        return Curve(
+            a=up * mu * self.kappa,
+            b=up * nu / self.tau**2,
+            c=down * self.cut * self.norm**2 * self.logs / self.n,
+            s=self.tau * self.kappa,
+        )
+
+
+def _evaluated(
+    found: Statistics, at: _Setting, test: Estimate | None, *, chosen_in_advance: bool
+) -> Bound:
+    curve = at.curve(found.mu, found.nu)
+    beta, least = minimum_over_beta(curve)
+    g_terms = curve.terms(beta) if math.isfinite(beta) else (0.0, 0.0, 0.0)
+    return Bound(
+        examples=at.n,
+        classes=at.c,
+        truncation=at.cut,
+        delta=at.delta,
+        alpha=at.alpha,
+        tau=at.tau,
+        norm=at.norm,
+        kappa=at.kappa,
+        theta=at.theta,
+        zeta=at.zeta,
+        mu=found.mu,
+        nu=found.nu,
+        terms=at.terms(found.mu, found.nu, 1.0),
+        general_terms=at.terms(found.mu, found.nu, at.tau**2),
+        beta=beta,
+        g_minimum=least,
+        g_terms=dict(zip(("gradient", "hessian", "complexity"), g_terms, strict=True)),
+        train_loss=found.loss,
+        test_loss=test,
+        gap=None if test is None else _gap(found.loss, test),
+        assumptions=list(_assumptions(found, at, chosen_in_advance)),
+    )
+
+
+def _assumptions(found: Statistics, at: _Setting, chosen_in_advance: bool) -> Iterator[Assumption]:
+    yield Assumption(
+        "the loss is convex with an exponential tail",
+        found.tail <= at.tau * (1.0 + 1e-9),
+        f"‖D tr D²ℓ‖ is at most {found.tail:.4g} times tr D²ℓ on these examples, τ = {at.tau:.4g}",
+    )
+    yield Assumption(
+        "A is chosen before W",
+        True if chosen_in_advance else None,
+        f"A = {at.norm:.4g} " + ("was given" if chosen_in_advance else "is the norm of W itself"),
+    )
+    yield Assumption(
+        "the examples are independent draws, and the features do not hang on their labels",
+        None,
+        "features that a network learned on these very examples, or tokens of one text, are not",
+    )
+    yield Assumption(
+        "the bound says more than ℓ ≤ B, with constants of 1",
+        math.fsum(at.terms(found.mu, found.nu, 1.0).values()) < at.cut,
+        f"B = {at.cut:.4g}; {found.above:.1%} of the losses are above it and count as B",
+    )
+
+
+def _measured(weight: Tensor, test: tuple[Tensor, Tensor] | None, cut: float) -> Estimate | None:
+    if test is None:
+        return None
+    _check(weight, *test)
+    return statistics(weight, *test, truncation=cut).loss
+
+
+def _gap(train: Estimate, test: Estimate) -> Estimate:
+    error = math.hypot(1.01 * (train.stderr or 0.0), test.stderr or 0.0)
+    return Estimate(test.value - 1.01 * train.value, error)
+
+
+def _with_bias(
+    weight: Tensor, bias: Tensor, features: Tensor, test: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    def extended(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_ones(len(x), 1)], 1)
+
+    if bias.shape != weight.shape[:1]:
+        raise OptionError(
+            f"bias must have one number a class, {weight.shape[0]}, got shape {tuple(bias.shape)}."
+        )
+    joined = torch.cat([weight, bias.unsqueeze(1).to(weight)], 1)
+    return joined, extended(features), None if test is None else (extended(test[0]), test[1])
+
+
+def _check(weight: Tensor, features: Tensor, labels: Tensor) -> None:
+    if weight.dim() != 2 or features.dim() != 2 or weight.shape[1] != features.shape[1]:
+        raise OptionError(
+            "weight must be (classes, features) and features (n, features), got "
+            f"{tuple(weight.shape)} and {tuple(features.shape)}."
+        )
+    if labels.shape != features.shape[:1] or labels.is_floating_point():
+        raise TargetError(
+            f"labels must be {len(features)} class indices of an integer type, got {labels.dtype} of "
+            f"shape {tuple(labels.shape)}."
+        )
+    if len(labels) < 3 or len(weight) < 2:
+        raise OptionError(
+            f"the bound needs at least 3 examples and 2 classes, got {len(labels)} and {len(weight)}."
+        )
+    if bool((labels < 0).any() | (labels >= len(weight)).any()):
+        raise TargetError(f"labels must lie in 0 … {len(weight) - 1}.")
+    if not bool(torch.isfinite(weight).all() & torch.isfinite(features).all()):
+        raise OptionError("weight and features must be finite, got NaN or infinity among them.")

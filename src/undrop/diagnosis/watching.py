@@ -1,0 +1,136 @@
+"""Cheap figures of dropout while a model trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from undrop.engines import Draw, Engine, Evaluation, Request, Weights, ZeroLeaves, engine_named
+from undrop.errors import EngineError, NoDropoutError
+from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, unwrapped
+from undrop.losses import Loss, as_loss
+from undrop.options import check_int
+
+__all__ = ["Watcher"]
+
+
+class _Seen(NamedTuple):
+    """What one observation looks at."""
+
+    model: nn.Module
+    inputs: Any
+    targets: Any
+    loss: Loss
+
+
+class Watcher:
+    """Every so many steps: ½E[uᵀHu], each site's share of it, and the norm of ξ_approx.
+
+    The explicit figures are those of Algorithm 4: one pass and one gradient with labels drawn from the
+    model, for all sites at once and with the expectation over masks taken in closed form. The norm is
+    that of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so that at the default
+    interval watching costs 1 to 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no
+    gradient is left, no random number is taken from training's generators. What is drawn hangs on the
+    seed and the step alone, so that a resumed run observes the same.
+
+    Args:
+        loss: as for an objective.
+        interval: steps between observations.
+        implicit: whether to observe the norm of ξ_approx, the dearer half.
+        seed: of the labels and noise that are drawn.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        interval: int = 200,
+        implicit: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.loss = as_loss(loss)
+        self.interval = check_int("interval", interval)
+        self.implicit = implicit
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._engine: Engine = engine_named("auto")
+
+    def observe(
+        self, step: int, model: nn.Module, inputs: Any, targets: Any, *, loss: Loss | None = None
+    ) -> dict[str, float] | None:
+        """The figures of this step, or None between intervals.
+
+        Args:
+            step: the number of the step.
+            model: in train mode.
+            inputs: as for an objective.
+            targets: likewise.
+            loss: that of the training at this step, if it is not the watcher's own.
+
+        Returns:
+            ``psd`` (½E[uᵀHu]), ``xi_norm`` (‖ξ_approx‖) and ``share/SITE`` of each site.
+        """
+        if step % self.interval:
+            return None
+        seen = _Seen(unwrapped(model), inputs, targets, self.loss if loss is None else loss)
+        for generator in self._generators.values():
+            generator.manual_seed(self._seed + step)
+        self._step = step
+        with keep_statistics(seen.model), torch.enable_grad():
+            figures = self._explicit(seen)
+            if self.implicit:
+                figures["xi_norm"] = self._noise_norm(seen)
+        return figures
+
+    def _explicit(self, seen: _Seen) -> dict[str, float]:
+        model, inputs, targets, loss = seen
+        field = ZeroLeaves(self._draw("dropout"))
+        with Interception(model, field):
+            logits = logits_of(call(model, inputs))
+        if not field.leaves:
+            raise NoDropoutError(f"no active dropout was met in {type(model).__name__} to watch.")
+        try:
+            sampled = loss.sampled(logits, targets, "hessian", self._generator(logits.device))
+        except EngineError:  # a loss that is no likelihood: one draw of u, and no shares
+            return {"psd": self._quadratic(seen)}
+        gradients = torch.autograd.grad(
+            sampled, field.leaves, allow_unused=True, materialize_grads=True
+        )
+        count = float(loss.count(logits, targets))
+        squares = {
+            site.name: 0.5 * site.sigma**2 * float(gradient.double().square().sum()) / count
+            for site, gradient in zip(field.sites, gradients, strict=True)
+        }
+        total = math.fsum(squares.values())
+        shares = {f"share/{name}": value / total for name, value in squares.items() if total}
+        return {"psd": total, **shares}
+
+    def _quadratic(self, seen: _Seen) -> float:
+        weights = Weights(loss=0.0, explicit=0.5, implicit=0.0)
+        return float(self._evaluate(seen, weights).parts["explicit"])
+
+    def _noise_norm(self, seen: _Seen) -> float:
+        weights = Weights(loss=0.0, explicit=0.0, implicit=1.0)
+        gradients = torch.autograd.grad(
+            self._evaluate(seen, weights).total,
+            [p for p in seen.model.parameters() if p.requires_grad],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradients))
+
+    def _evaluate(self, seen: _Seen, weights: Weights) -> Evaluation:
+        return self._engine.evaluate(Request(*seen, "hessian", weights, self._draw("sign")))
+
+    def _draw(self, noise: str) -> Draw:
+        return Draw(noise, "as-declared", Selection(), self._generator)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            made = torch.Generator(device).manual_seed(self._seed + self._step)
+            self._generators[device] = made
+        return self._generators[device]

@@ -1,0 +1,74 @@
+"""Where an objective's noise comes from: generators that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undrop.errors import OptionError
+
+__all__ = ["Generators"]
+
+_RANK = "rank"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class Generators:
+    """One generator a device: the user's own, or one made where it is first needed.
+
+    A generator of our own is seeded from torch's global one, so that ``torch.manual_seed`` decides. Of
+    several processes each gets noise of its own, even if all of them set the same seed: the examples
+    are not the same either.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self._given = generator
+        self._generators: dict[str, torch.Generator] = {}
+        if generator is not None:
+            self._generators[generator.device.type] = generator
+
+    def __call__(self, device: torch.device) -> torch.Generator:
+        """The generator for a device.
+
+        Raises:
+            OptionError: if the user's generator is for another device.
+        """
+        if device.type not in self._generators:
+            if self._given is not None:
+                raise OptionError(
+                    f"the generator is for {self._given.device.type} but the model runs on "
+                    f"{device.type}: pass torch.Generator({device.type!r})."
+                )
+            seed = int(torch.randint(2**62, ())) ^ _rank()
+            self._generators[device.type] = torch.Generator(device).manual_seed(seed)
+        return self._generators[device.type]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state of every generator, by device, and the process that it is of."""
+        states = {device: g.get_state() for device, g in self._generators.items()}
+        return {**states, _RANK: torch.tensor(_rank())}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state.
+
+        Some trainers keep the state of one process for all. From the state of another process we go on
+        with noise that hangs on it and is our own.
+        """
+        foreign = int(state.get(_RANK, torch.tensor(_rank()))) != _rank()
+        for device, value in state.items():
+            if device == _RANK:
+                continue
+            generator = self._generators.setdefault(device, torch.Generator(device))
+            generator.set_state(value)
+            if foreign:
+                generator.manual_seed(_drawn(generator) ^ _rank())
+
+
+def _drawn(generator: torch.Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))

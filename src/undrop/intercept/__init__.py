@@ -1,0 +1,42 @@
+"""Where noise enters: every dropout of any ``nn.Module``, found, named and driven unchanged."""
+
+from undrop.intercept import (  # they register what they stand in for
+    attention,
+    functional,
+    recurrent,
+)
+from undrop.intercept.discovery import in_training, preserve_model, silent, sites
+from undrop.intercept.interception import Field, Handler, Interception, apart, intercepts
+from undrop.intercept.model_call import call, logits_of
+from undrop.intercept.pytrees import map_tensors, tensors_in
+from undrop.intercept.running_statistics import Statistics, keep_statistics
+from undrop.intercept.site import Selection, Site, Sites
+from undrop.intercept.wrappers import is_sharded, unwrapped
+from undrop.rng_snapshot import RngSnapshot
+
+__all__ = [
+    "Field",
+    "Handler",
+    "Interception",
+    "RngSnapshot",
+    "Selection",
+    "Site",
+    "Sites",
+    "Statistics",
+    "apart",
+    "preserve_model",
+    "attention",
+    "call",
+    "functional",
+    "in_training",
+    "intercepts",
+    "is_sharded",
+    "keep_statistics",
+    "logits_of",
+    "map_tensors",
+    "recurrent",
+    "silent",
+    "sites",
+    "tensors_in",
+    "unwrapped",
+]

@@ -1,0 +1,132 @@
+"""Dropout on attention probabilities, which torch hides inside its fused attention."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from undrop.intercept.interception import Interception, intercepts
+
+__all__ = ["AttentionCall", "additive_mask", "probabilities", "spread", "written_out"]
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of ``F.scaled_dot_product_attention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the attention probabilities."""
+        return (*self.query.shape[:-1], self.key.shape[-2])
+
+
+def spread(call: AttentionCall) -> AttentionCall:
+    """With grouped queries, repeat keys and values to one per query head."""
+    if not call.enable_gqa:
+        return call
+    n = call.query.shape[-3] // call.key.shape[-3]
+    key, value = call.key.repeat_interleave(n, -3), call.value.repeat_interleave(n, -3)
+    return call._replace(key=key, value=value, enable_gqa=False)
+
+
+def probabilities(call: AttentionCall, softmax: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """softmax(QKᵀ·scale + mask); rows that are masked everywhere are zero, as in torch."""
+    scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale
+    scores = (call.query * scale) @ call.key.transpose(-2, -1)
+    bias = additive_mask(call)
+    if bias is None:
+        return softmax(scores, -1)
+    empty = (bias == -math.inf).all(-1, keepdim=True)
+    # Where nothing is allowed the softmax is taken of zeros, not of -inf, lest NaN come back.
+    bias = bias.masked_fill(empty, 0.0)
+    return softmax(scores + bias, -1).masked_fill(empty, 0.0)
+
+
+def additive_mask(call: AttentionCall) -> Tensor | None:
+    """The mask as a term of the logits, 0 or -inf for a boolean one; None where there is none."""
+    mask = call.attn_mask
+    if call.is_causal:
+        shape = (call.query.shape[-2], call.key.shape[-2])
+        mask = torch.ones(shape, dtype=torch.bool, device=call.query.device).tril()
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device).masked_fill(
+        ~mask, -math.inf
+    )
+
+
+def written_out(
+    mode: Interception,
+    call: AttentionCall,
+    softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
+) -> Tensor:
+    """softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η) V: the mask inside of torch's fused one is invisible."""
+    call = spread(call)
+    p = probabilities(call, softmax)
+    if call.dropout_p > 0.0:
+        p = mode.noisy(
+            p, call.dropout_p, kind="attention", mask="per probability", label="attention"
+        )
+    return p @ call.value
+
+
+@intercepts(F.scaled_dot_product_attention)
+def _attention(
+    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    call = AttentionCall(*args, **kwargs)
+    if call.dropout_p > 0.0:
+        return written_out(mode, call)
+    out: Tensor = func(*args, **kwargs)
+    return out
+
+
+def _without_overrides(function: types.FunctionType) -> types.FunctionType:
+    """A copy of a torch function that does its work instead of handing itself to a mode.
+
+    Inside a mode's handler the mode is off, and entering it again to call the function itself would
+    only hand over the function once more. In the copy the calls *within* are seen.
+    """
+    blind = {
+        name: (lambda *_: False)
+        for name in (
+            "has_torch_function",
+            "has_torch_function_unary",
+            "has_torch_function_variadic",
+        )
+    }
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **blind},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_multi_head_attention = _without_overrides(inspect.unwrap(F.multi_head_attention_forward))
+
+
+@intercepts(F.multi_head_attention_forward)
+def _multi_head(
+    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with mode:
+        return _multi_head_attention(*args, **kwargs)

@@ -1,0 +1,107 @@
+"""Dropout between the layers of torch's recurrent networks, which run as one fused call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from undrop.intercept.interception import Interception, intercepts
+
+__all__ = ["RECURRENT", "RecurrentCall", "RunLayer", "read", "run_layers"]
+
+RECURRENT: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+class RecurrentCall(NamedTuple):
+    """The arguments of ``torch.lstm`` and its kin, packed sequences included."""
+
+    function: Callable[..., Any]
+    x: Tensor
+    batch_sizes: Tensor | None  # of a packed sequence
+    state: tuple[Tensor, ...]
+    weights: Sequence[Tensor]
+    has_bias: bool
+    layers: int
+    dropout: float
+    training: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def directions(self) -> int:
+        """2 for a bidirectional network, else 1."""
+        return 2 if self.bidirectional else 1
+
+    def layer(self, index: int, x: Tensor) -> RecurrentCall:
+        """The call that runs layer ``index`` alone on x."""
+        width = len(self.weights) // self.layers
+        rows = slice(index * self.directions, (index + 1) * self.directions)
+        return self._replace(
+            x=x,
+            state=tuple(s[rows] for s in self.state),
+            weights=self.weights[index * width : (index + 1) * width],
+            layers=1,
+            dropout=0.0,
+        )
+
+    def run(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Let torch run it: the output and the final state."""
+        state: Any = list(self.state) if self.function is torch.lstm else self.state[0]
+        tail = (self.has_bias, self.layers, self.dropout, self.training, self.bidirectional)
+        weights = list(self.weights)
+        if self.batch_sizes is not None:
+            out, *final = self.function(self.x, self.batch_sizes, state, weights, *tail)
+        else:
+            out, *final = self.function(self.x, state, weights, *tail, self.batch_first)
+        return out, tuple(final)
+
+
+RunLayer: TypeAlias = Callable[[RecurrentCall], tuple[Tensor, tuple[Tensor, ...]]]
+"""How one layer is run: its output and its final state."""
+
+
+def read(function: Callable[..., Any], args: tuple[Any, ...]) -> RecurrentCall:
+    """Read the arguments as torch's own modules pass them: all by position."""
+    state_at = 2 if isinstance(args[2], Tensor) or not isinstance(args[3], bool) else 1
+    batch_sizes = args[1] if state_at == 2 else None
+    state, weights, *rest = args[state_at:]
+    state = (state,) if isinstance(state, Tensor) else tuple(state)
+    batch_first = False if batch_sizes is not None else bool(rest.pop())
+    bias, layers, dropout, training, bidirectional = rest
+    return RecurrentCall(
+        function,
+        args[0],
+        batch_sizes,
+        state,
+        weights,
+        bias,
+        layers,
+        dropout,
+        training,
+        bidirectional,
+        batch_first,
+    )
+
+
+def run_layers(mode: Interception, call: RecurrentCall, run: RunLayer) -> tuple[Tensor, ...]:
+    """Run layer after layer, with the field's say on what goes from one to the next."""
+    x, finals = call.x, []
+    for index in range(call.layers):
+        x, final = run(call.layer(index, x))
+        finals.append(final)
+        if call.training and call.dropout > 0.0 and index + 1 < call.layers:
+            x = mode.noisy(x, call.dropout, kind="recurrent", label=f"layer{index}")
+    return (x, *(torch.cat(states) for states in zip(*finals, strict=True)))
+
+
+@intercepts(*RECURRENT)
+def _recurrent(
+    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    call = read(func, args)
+    if not call.training or call.dropout == 0.0 or call.layers == 1:
+        return func(*args, **kwargs)
+    return run_layers(mode, call, RecurrentCall.run)

@@ -1,0 +1,159 @@
+"""The record of one noise site, the table of a model's sites, and how sites are chosen by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, overload
+
+from undrop.errors import OptionError, SiteSelectionError
+from undrop.noise import sigma
+from undrop.options import as_float
+
+__all__ = ["Selection", "Site", "Sites"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a model multiplies an activation (or a weight) h by 1 + ε·σ·η."""
+
+    name: str
+    """The path of the module that drops, and the call (``#2``) where it does so more than once."""
+    kind: str
+    """dropout, dropout1d/2d/3d, attention, recurrent, locked, weight, embedding, or a model's own."""
+    p: float
+    """The drop probability q."""
+    mask: str
+    """Which entries share one η, in words."""
+    shape: tuple[int, ...]
+    """The shape of h."""
+    mask_shape: tuple[int, ...]
+    """The shape of η; it broadcasts to h."""
+    per_example: bool = True
+    """False where all examples of a batch share the noise."""
+    active_in_eval: bool = False
+    """Whether the site drops in eval mode too (a common mistake with ``dropout_p``)."""
+
+    @property
+    def sigma(self) -> float:
+        """σ = sqrt(q / (1 - q))."""
+        return sigma(self.p)
+
+
+class Sites(Sequence[Site]):
+    """The noise sites of a model, in the order in which a forward pass meets them."""
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self._sites = tuple(sites)
+
+    @overload
+    def __getitem__(self, index: int) -> Site: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sites: ...
+    def __getitem__(self, index: int | slice) -> Site | Sites:
+        """The site at a position, or a part of the table."""
+        found = self._sites[index]
+        return found if isinstance(found, Site) else Sites(found)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sites) and self._sites == other._sites
+
+    def __hash__(self) -> int:
+        return hash(self._sites)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in order."""
+        return tuple(site.name for site in self)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """One dictionary a site, for programs."""
+        return [asdict(site) for site in self]
+
+    def table(self) -> list[tuple[str, ...]]:
+        """The headings, and a row of words for each site."""
+        rows: list[tuple[str, ...]] = [("name", "kind", "p", "mask", "shape", "in eval")]
+        for site in self:
+            shape = "×".join(map(str, site.shape))
+            in_eval = "ACTIVE" if site.active_in_eval else "off"
+            rows.append((site.name, site.kind, f"{site.p:g}", site.mask, shape, in_eval))
+        return rows
+
+    def __repr__(self) -> str:
+        """The table as text."""
+        rows = self.table()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def flagged(self, active: Iterable[str]) -> Sites:
+        """The same sites, those named in ``active`` marked as active in eval mode."""
+        names = set(active)
+        return Sites(replace(site, active_in_eval=site.name in names) for site in self)
+
+
+class Selection:
+    """Which sites carry noise, and how much: a weight on the variance σ² of each, by name pattern.
+
+    Args:
+        patterns: None for every site; a pattern or a list of them (``"encoder.*"``) for those
+            alone; a mapping from pattern to weight. The last pattern that matches decides.
+    """
+
+    def __init__(self, patterns: str | Iterable[str] | Mapping[str, float] | None = None) -> None:
+        if patterns is None:
+            patterns = {"*": 1.0}
+        elif isinstance(patterns, str):
+            patterns = {patterns: 1.0}
+        elif not isinstance(patterns, Mapping):
+            patterns = dict.fromkeys(_words(patterns), 1.0)
+        self.patterns: dict[str, float] = {p: as_float(patterns[p]) for p in _words(patterns)}
+        bad = [p for p, w in self.patterns.items() if not 0.0 <= w < float("inf")]
+        if bad:
+            weights = {p: patterns[p] for p in bad}
+            raise OptionError(f"site weights must be finite and not negative, got {weights}.")
+
+    def weight(self, name: str) -> float:
+        """The factor on σ² at the site of that name; 0 where it is not chosen."""
+        for pattern, weight in reversed(self.patterns.items()):
+            if fnmatchcase(name, pattern):
+                return weight
+        return 0.0
+
+    def evenly(self) -> Selection:
+        """The same sites, each with weight 1."""
+        return Selection({pattern: float(w > 0.0) for pattern, w in self.patterns.items()})
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise where a pattern matches none of the names, or nothing is left.
+
+        Raises:
+            SiteSelectionError: naming the pattern and the nearest site.
+        """
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise SiteSelectionError(
+                    f"no dropout site matches {pattern!r}{hint}: the sites are {', '.join(names)}."
+                )
+        if not any(self.weight(name) > 0.0 for name in names):
+            raise SiteSelectionError("every dropout site has weight 0: choose at least one.")
+
+
+def _words(patterns: Iterable[str]) -> list[str]:
+    """The patterns, if they are words."""
+    words = list(patterns) if isinstance(patterns, Iterable) else None
+    if words is None or not all(isinstance(word, str) for word in words):
+        got = type(patterns).__name__ if words is None else repr(patterns)
+        raise OptionError(
+            "sites must be a name pattern, a list of them, or a mapping from patterns to weights, got "
+            f"{got}."
+        )
+    return words

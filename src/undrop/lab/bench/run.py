@@ -1,0 +1,160 @@
+"""Timing in turns, and peak memory in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from undrop.errors import UnknownNameError
+from undrop.lab.bench.methods import METHODS
+from undrop.lab.bench.subjects import check_named, subject
+
+__all__ = ["Row", "bench"]
+
+BASELINE = "dropout"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method costs."""
+
+    name: str
+    ratio: float
+    """Median over rounds of its time over dropout's in the same round."""
+    low: float
+    high: float
+    """The ratio's 5 % and 95 % quantiles."""
+    seconds: float
+    """Median time of a step."""
+    peak_mb: float | None
+    """Peak memory of a step in a process of its own, over what Python and torch take by themselves.
+
+    None where it was not measured, or where the process did not live to tell.
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+
+def bench(
+    model: str,
+    size: str,
+    *,
+    rounds: int = 10,
+    names: Sequence[str] = tuple(METHODS),
+    memory: bool = True,
+    tick: Callable[[str], None] = lambda name: None,
+) -> list[Row]:
+    """Time every method in turn, round after round, in one process.
+
+    Whatever else slows the machine down slows neighbours in a round alike, so that the ratios hold.
+    Before each timed step comes a plain one that is not: no method pays for the caches and the memory
+    that its neighbour left behind.
+
+    Args:
+        model: "awd-lstm", "transformer" or "mlp".
+        size: "small" or "paper".
+        rounds: how often each is timed, after one round to warm up.
+        names: the methods, of which the baseline "dropout" is always one.
+        memory: whether to measure peak memory, in one more process for each method.
+        tick: told of each step that has been run.
+
+    Raises:
+        UnknownNameError: listing the names there are, before any process is started.
+    """
+    check_named(model, size)
+    for name in names:
+        if name not in METHODS:
+            raise UnknownNameError("bench method", name, METHODS)
+    names = list(dict.fromkeys([BASELINE, *names]))
+    peaks: dict[str, float | None] = dict.fromkeys(names)
+    for name in names if memory else ():  # first, while this process is small itself
+        peaks[name] = _peak(model, size, name)
+        tick(name)
+    what = subject(model, size)
+    steps = {name: METHODS[name](what) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            _timed(steps[BASELINE], what.model)
+            seconds = _timed(step, what.model)
+            if turn > 0:
+                times[name].append(seconds)
+            tick(name)
+    order = [name for name in METHODS if name in names]
+    return [_row(name, times[name], times[BASELINE], peaks[name]) for name in order]
+
+
+def _row(name: str, times: list[float], baseline: list[float], peak: float | None) -> Row:
+    ratios = sorted(a / b for a, b in zip(times, baseline, strict=True))
+    return Row(
+        name,
+        statistics.median(ratios),
+        _quantile(ratios, 0.05),
+        _quantile(ratios, 0.95),
+        statistics.median(times),
+        peak,
+    )
+
+
+def _quantile(ordered: list[float], q: float) -> float:
+    return float(torch.quantile(torch.tensor(ordered, dtype=torch.float64), q))
+
+
+def _timed(step: Callable[[], None], model: nn.Module) -> float:
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _peak(model: str, size: str, name: str) -> float | None:
+    """Peak memory in MB of two steps in a fresh process; None if the process did not live to tell."""
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_peak, args=(model, size, name, send))
+    process.start()
+    send.close()
+    try:
+        peak: float = receive.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+    return peak
+
+
+def _measure_peak(model: str, size: str, name: str, send: Any) -> None:
+    with forward_ad.dual_level():  # libraries that load on first use are not the method's memory
+        forward_ad.make_dual(torch.randn(64, 64), torch.randn(64, 64)) @ torch.randn(64, 64)
+    before = _resident()
+    what = subject(model, size)
+    step = METHODS[name](what)
+    for _ in range(2):
+        what.model.zero_grad(set_to_none=True)
+        step()
+    send.send(_resident() - before)
+
+
+def _resident() -> float:
+    """The peak resident memory of this process so far, in MB."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent had when it forked
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return float(line.split()[1]) / 1024.0
+    unit = 1024.0**2 if sys.platform == "darwin" else 1024.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -1,0 +1,58 @@
+"""List runs with their best perplexity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from undrop.lab.cli._output import print_json, print_table
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``undrop runs``."""
+    app.command("runs", help=__doc__)(runs)
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.")] = Path("runs"),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List every run below a folder, the best one first."""
+    from undrop.lab.train.runs import find_runs, row
+
+    rows = [row(run) for run in find_runs(folder)]
+    rows.sort(key=lambda r: (r.get("best_valid_ppl") is None, r.get("best_valid_ppl")))
+    if json:
+        print_json(rows)
+        return
+    print_table(
+        ["run", "objective", "data", "seed", "epochs", "validation", "test", "time", "status"],
+        [_cells(row) for row in rows],
+        numbers={"seed", "epochs", "validation", "test", "time"},
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    from undrop.lab.cli._progress import duration
+
+    if "model" not in row:
+        return [row["path"], *[""] * 7, row["status"]]
+    return [
+        row["path"],
+        row["objective"],
+        row["data"],
+        str(row["seed"]),
+        f"{row['epochs']}/{row['planned_epochs']}",
+        _number(row["best_valid_ppl"]),
+        _number(row["test_ppl"]),
+        duration(row["seconds"]),
+        row["status"],
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

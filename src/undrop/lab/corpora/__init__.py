@@ -1,0 +1,24 @@
+"""Corpora: text on disk or on the net, as memory-mapped tokens with a vocabulary.
+
+::
+
+    from undrop.lab import corpora
+
+    corpus = corpora.load("ptb", data_dir="data", limit_tokens=60_000, max_vocab=2_000)
+    corpus.train, corpus.vocabulary.decode(corpus.train[:5])
+
+Streams and windows for training are in :mod:`undrop.lab.corpora.batching`, which is the only part that
+needs torch.
+"""
+
+from __future__ import annotations
+
+from undrop.lab.corpora.catalogue import CATALOGUE as CATALOGUE
+from undrop.lab.corpora.catalogue import SPLITS as SPLITS
+from undrop.lab.corpora.corpus import Corpus as Corpus
+from undrop.lab.corpora.corpus import load as load
+from undrop.lab.corpora.vocabulary import EOS as EOS
+from undrop.lab.corpora.vocabulary import UNK as UNK
+from undrop.lab.corpora.vocabulary import Vocabulary as Vocabulary
+
+__all__ = ["CATALOGUE", "EOS", "SPLITS", "UNK", "Corpus", "Vocabulary", "load"]

@@ -1,0 +1,174 @@
+"""Windows of tokens for training and evaluation, as AWD-LSTM cuts them.
+
+Tokens are cut into B contiguous streams that are read side by side: a window is ``(T, B)``, time
+first, and the next window goes on where it ended, so that a recurrent state carries over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from undrop.errors import OptionError
+from undrop.lab.corpora.encode import Tokens
+
+__all__ = ["IGNORED", "TrainingWindows", "Window", "evaluation_windows"]
+
+IGNORED = -100
+"""The target of a place that is not to be counted; torch's own choice."""
+
+_HALF = 0.05  # how often a window is of half the length
+_SPREAD = 5.0  # the standard deviation of its length
+_SHORTEST = 5
+
+
+class Window(NamedTuple):
+    """One step's worth of tokens.
+
+    Attributes:
+        inputs: (T, B) int64.
+        targets: (T, B) int64, the token after each input.
+        scale: T / bptt, by which to scale the learning rate: the loss is a mean, so a short window
+            would otherwise weigh as much as a long one.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    scale: float
+
+
+class TrainingWindows:
+    """Epochs of windows over B contiguous streams, from a position that can be saved.
+
+    Each pass of ``for window in windows`` ends an epoch; the next one starts at the beginning. The
+    tokens that do not fill the streams evenly (less than B) are left out. A window's length is
+    ``bptt``, or with a ``generator`` random as in AWD-LSTM: N(bptt, 5²), with probability 5 %
+    N(bptt/2, 5²), rounded down, and at least 5. The last window of an epoch has what is left.
+
+    ``state_dict`` holds the position and the generator's state: loaded between any two windows, the
+    epoch goes on with exactly the windows it would have had.
+
+    Args:
+        tokens: a split's tokens.
+        batch_size: the number of streams, over all shards.
+        bptt: the number of steps per window.
+        generator: where random lengths come from; None for windows of fixed length.
+        shard: (rank, number of ranks): take only every rank's own, equal part of the streams. The
+            lengths agree between ranks whose generators do.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        batch_size: int,
+        bptt: int,
+        *,
+        generator: torch.Generator | None = None,
+        shard: tuple[int, int] = (0, 1),
+    ) -> None:
+        _check(tokens, batch_size, bptt)
+        rank, ranks = shard
+        if not 0 <= rank < ranks or batch_size % ranks:
+            raise OptionError(
+                f"{ranks} ranks can't share {batch_size} streams with rank {rank} among them: the "
+                "batch size must be a multiple of the number of ranks, and the rank less than it."
+            )
+        steps = len(tokens) // batch_size
+        share = batch_size // ranks
+        streams = tokens[: steps * batch_size].reshape(batch_size, steps)
+        self._streams = streams[rank * share : (rank + 1) * share]
+        self.bptt = bptt
+        self._generator = generator
+        self._position = 0
+
+    @property
+    def steps(self) -> int:
+        """The number of predictions per stream in an epoch."""
+        return int(self._streams.shape[1]) - 1
+
+    @property
+    def position(self) -> int:
+        """The number of steps of the epoch that are done."""
+        return self._position
+
+    def __iter__(self) -> Iterator[Window]:
+        while self._position < self.steps:
+            start = self._position
+            end = min(start + self._length(), self.steps)
+            self._position = end
+            piece = self._streams[:, start : end + 1]
+            inputs, targets = _to_tensor(piece[:, :-1]), _to_tensor(piece[:, 1:])
+            yield Window(inputs, targets, (end - start) / self.bptt)
+        self._position = 0
+
+    def _length(self) -> int:
+        if self._generator is None:
+            return self.bptt
+        half = torch.rand((), generator=self._generator).item() < _HALF
+        deviation = _SPREAD * torch.randn((), generator=self._generator).item()
+        return max(_SHORTEST, int((self.bptt / 2 if half else self.bptt) + deviation))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the generator's state where there is one."""
+        generator = None if self._generator is None else self._generator.get_state()
+        return {"position": self._position, "generator": generator}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position.
+
+        Raises:
+            OptionError: if it is of windows of the other kind, or of other tokens.
+        """
+        position, generator = int(state["position"]), state["generator"]
+        if (generator is None) != (self._generator is None) or not 0 <= position <= self.steps:
+            raise OptionError(
+                f"a saved position must be that of the same tokens and kind of windows, got step "
+                f"{position} of {self.steps}, with{'out' if generator is None else ''} a generator."
+            )
+        self._position = position
+        if self._generator is not None:
+            self._generator.set_state(generator)
+
+
+def evaluation_windows(tokens: Tokens, batch_size: int, bptt: int) -> Iterator[Window]:
+    """The windows of a whole split in order: every token but the first is a target exactly once.
+
+    The streams are as equal as can be; where the last is shorter than the others its end is filled
+    with targets of :data:`IGNORED`, so weigh each window's mean by its number of other targets.
+
+    Args:
+        tokens: a split's tokens.
+        batch_size: the number of streams; 1 gives every prediction all that came before it.
+        bptt: the number of steps per window.
+    """
+    _check(tokens, batch_size, bptt)
+    predictions = len(tokens) - 1
+    steps = -(-predictions // batch_size)
+    starts = steps * np.arange(batch_size)
+    for first in range(0, steps, bptt):
+        length = min(bptt, steps - first)
+        places = starts[:, None] + np.arange(first, first + length)
+        inside = places < predictions
+        places[~inside] = 0
+        targets = np.where(inside, tokens[places + 1].astype(np.int64), IGNORED)
+        yield Window(_to_tensor(tokens[places]), _to_tensor(targets), length / bptt)
+
+
+def _check(tokens: Tokens, batch_size: int, bptt: int) -> None:
+    if batch_size < 1 or bptt < 1:
+        raise OptionError(f"batch_size and bptt must be at least 1, got {batch_size} and {bptt}.")
+    if len(tokens) < 2 * batch_size:
+        raise OptionError(
+            f"{len(tokens)} tokens are too few for {batch_size} streams of at least 2: use a "
+            "smaller batch size or more tokens."
+        )
+
+
+def _to_tensor(streams: NDArray[Any]) -> Tensor:
+    """(B, T) tokens of any integer type to a (T, B) tensor of its own memory."""
+    return torch.from_numpy(np.ascontiguousarray(streams.T, dtype=np.int64))

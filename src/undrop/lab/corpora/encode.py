@@ -1,0 +1,226 @@
+"""Text to numbers, once: memory-mapped integer files, their vocabulary, and a JSON header."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undrop.errors import DataError
+from undrop.lab.corpora.cache import publishing
+from undrop.lab.corpora.catalogue import SPLITS
+from undrop.lab.corpora.text import sha256, words
+from undrop.lab.corpora.vocabulary import StoredVocabulary, Vocabulary
+
+__all__ = ["Header", "Split", "Tokens", "damaged", "encode", "open_encoded"]
+
+Tokens = NDArray[np.integer[Any]]
+"""A split: one-dimensional, memory-mapped, uint16 or int32."""
+
+_FORMAT = 1
+_DTYPES = ("uint16", "int32")
+_HEADER = "header.json"
+_VOCABULARY = "vocabulary.txt"
+
+
+@dataclass(frozen=True)
+class Split:
+    """What is known of one split.
+
+    Attributes:
+        tokens: how many there are.
+        sha256: the checksum of the encoded file.
+        source: the text file it was made from.
+        source_bytes: that file's length.
+        source_sha256: that file's checksum.
+    """
+
+    tokens: int
+    sha256: str
+    source: str
+    source_bytes: int
+    source_sha256: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of an encoded corpus without reading it.
+
+    Attributes:
+        name: the corpus.
+        format: the version of this layout.
+        dtype: the type of the encoded tokens, little-endian: uint16 where it fits, else int32.
+        vocabulary: the number of words.
+        vocabulary_sha256: the checksum of the words in their order.
+        limit_tokens: the number of training tokens asked for, if not all.
+        max_vocab: the number of words asked for, if not all.
+        splits: each split by its name.
+    """
+
+    name: str
+    format: int
+    dtype: str
+    vocabulary: int
+    vocabulary_sha256: str
+    limit_tokens: int | None
+    max_vocab: int | None
+    splits: Mapping[str, Split]
+
+
+def encode(
+    name: str,
+    files: Mapping[str, Path],
+    cache: Path,
+    *,
+    limit_tokens: int | None = None,
+    max_vocab: int | None = None,
+) -> Path:
+    """Encode a corpus's text files into a folder of the cache, unless it is there, and return it.
+
+    The folder's name depends on the files (their paths, lengths and times of change) and on the
+    options, so a folder never changes and another text or option is another folder. Memory stays
+    at a few megabytes of text and the vocabulary, whatever the corpus.
+
+    Args:
+        name: what the corpus is called.
+        files: the text file of each split.
+        cache: the cache folder.
+        limit_tokens: take only the first so many tokens of the training split.
+        max_vocab: the most words there may be; see :meth:`Vocabulary.of`.
+
+    Raises:
+        DataError: if a file has no words or is not UTF-8, or the cache can't be written.
+    """
+    folder = cache / "encoded" / f"{name}-{_key(files, limit_tokens, max_vocab)}"
+    if folder.exists():
+        if _sound(folder):
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+    vocabulary = _vocabulary(files, limit_tokens, max_vocab)
+    dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
+    with publishing(folder) as temporary:
+        (temporary / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
+        splits = {}
+        for split, file in files.items():
+            limit = limit_tokens if split == "train" else None
+            splits[split] = _encode_split(
+                file, temporary / f"{split}.bin", vocabulary, dtype, limit
+            )
+        header = Header(
+            name=name,
+            format=_FORMAT,
+            dtype=dtype.name,
+            vocabulary=vocabulary.size,
+            vocabulary_sha256=vocabulary.sha256,
+            limit_tokens=limit_tokens,
+            max_vocab=max_vocab,
+            splits=splits,
+        )
+        (temporary / _HEADER).write_text(json.dumps(asdict(header), indent=2), encoding="utf-8")
+    return folder
+
+
+def _key(files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None) -> str:
+    stats = [(str(file.resolve()), file.stat()) for file in files.values()]
+    identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    made_of = json.dumps([_FORMAT, identity, limit_tokens, max_vocab])
+    return hashlib.sha256(made_of.encode()).hexdigest()[:16]
+
+
+def _vocabulary(
+    files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None
+) -> Vocabulary:
+    counts: Counter[str] = Counter()
+    for chunk in words(files["train"], limit_tokens):
+        counts.update(chunk)
+    others: set[str] = set()
+    for split in SPLITS[1:]:
+        for chunk in words(files[split]):
+            others.update(chunk)
+    return Vocabulary.of(counts, max_vocab=max_vocab, others=others)
+
+
+def _encode_split(
+    source: Path,
+    target: Path,
+    vocabulary: Vocabulary,
+    dtype: np.dtype[np.integer[Any]],
+    limit: int | None,
+) -> Split:
+    number_of = vocabulary.index.__getitem__
+    digest = hashlib.sha256()
+    tokens = 0
+    with target.open("wb") as file:
+        for chunk in words(source, limit):
+            encoded = np.fromiter(map(number_of, chunk), dtype=dtype, count=len(chunk)).tobytes()
+            digest.update(encoded)
+            file.write(encoded)
+            tokens += len(chunk)
+    return Split(
+        tokens=tokens,
+        sha256=digest.hexdigest(),
+        source=str(source),
+        source_bytes=source.stat().st_size,
+        source_sha256=sha256(source),
+    )
+
+
+def _sound(folder: Path) -> bool:
+    """Whether the folder holds an encoded corpus, none of whose files was cut short."""
+    try:
+        header = _read_header(folder)
+        size = np.dtype(header.dtype).itemsize
+        return (folder / _VOCABULARY).is_file() and all(
+            (folder / f"{split}.bin").stat().st_size == info.tokens * size
+            for split, info in header.splits.items()
+        )
+    except (OSError, DataError):
+        return False
+
+
+def _read_header(folder: Path) -> Header:
+    try:
+        values = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+        splits = {split: Split(**values["splits"][split]) for split in SPLITS}
+        header = Header(**{**values, "splits": splits})
+        counts = [header.vocabulary, *(split.tokens for split in splits.values())]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _changed(folder) from error
+    counted = all(type(count) is int and count > 0 for count in counts)
+    if not counted or header.dtype not in _DTYPES or header.format != _FORMAT:
+        raise _changed(folder)
+    return header
+
+
+def _changed(folder: Path) -> DataError:
+    return DataError(
+        f"{folder / _HEADER} was cut short or changed: delete {folder}, and the corpus is encoded "
+        "anew."
+    )
+
+
+def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
+    """The header, the vocabulary and the memory-mapped tokens of each split."""
+    header = _read_header(folder)
+    vocabulary = StoredVocabulary(folder / _VOCABULARY, header.vocabulary)
+    dtype = np.dtype(header.dtype).newbyteorder("<")
+    tokens: dict[str, Tokens] = {
+        split: np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r") for split in header.splits
+    }
+    return header, vocabulary, tokens
+
+
+def damaged(folder: Path) -> list[str]:
+    """The files of an encoded corpus whose bytes are not those that were written; reads them all."""
+    header, vocabulary, _ = open_encoded(folder)
+    checksums = {f"{split}.bin": info.sha256 for split, info in header.splits.items()}
+    bad = [name for name, expected in checksums.items() if sha256(folder / name) != expected]
+    return bad + [_VOCABULARY] * (vocabulary.sha256 != header.vocabulary_sha256)

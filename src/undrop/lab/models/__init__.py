@@ -1,0 +1,28 @@
+"""Models for the experiments: language models, and small classifiers.
+
+Language models read windows of text, time first, and carry a state from window to window:
+``output, state = model(tokens, state)``.
+"""
+
+from undrop.lab.models.awd_lstm import AWDLSTM
+from undrop.lab.models.convnet import ConvNet
+from undrop.lab.models.gpt import GPT
+from undrop.lab.models.heads import LinearHead
+from undrop.lab.models.language import LanguageModel
+from undrop.lab.models.mlp import MLP
+from undrop.lab.models.qrnn import QRNN
+from undrop.lab.models.state import State, detach
+from undrop.lab.models.transformer_xl import TransformerXL
+
+__all__ = [
+    "AWDLSTM",
+    "GPT",
+    "MLP",
+    "QRNN",
+    "ConvNet",
+    "LanguageModel",
+    "LinearHead",
+    "State",
+    "TransformerXL",
+    "detach",
+]

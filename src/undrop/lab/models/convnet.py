@@ -1,0 +1,73 @@
+"""A small convolutional classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from undrop import options
+
+__all__ = ["ConvNet"]
+
+
+class _Stage(nn.Module):
+    """A 3 × 3 convolution, ReLU, pooling by 2, and dropout of whole feature maps."""
+
+    def __init__(self, inputs: int, outputs: int, *, dropout: float, batch_norm: bool) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=not batch_norm)
+        nn.init.kaiming_normal_(self.convolution.weight, nonlinearity="relu")
+        self.norm = nn.BatchNorm2d(outputs) if batch_norm else nn.Identity()
+        self.dropout = nn.Dropout2d(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.convolution(x)))
+        dropped: Tensor = self.dropout(F.max_pool2d(x, 2))
+        return dropped
+
+
+class ConvNet(nn.Module):
+    """Convolutions with dropout of feature maps (Tompson et al. 2015), averaged and classified.
+
+    Images may have any size of at least 2 to the number of stages.
+
+    Args:
+        channels: the images' channels.
+        classes: the number of classes.
+        widths: the feature maps of each stage.
+        feature_dropout: the probability to drop a feature map.
+        output_dropout: the probability to drop a feature of the linear classifier.
+        batch_norm: whether each stage normalizes its batch (Ioffe & Szegedy 2015).
+    """
+
+    def __init__(
+        self,
+        channels: int = 1,
+        classes: int = 10,
+        *,
+        widths: Sequence[int] = (32, 64),
+        feature_dropout: float = 0.1,
+        output_dropout: float = 0.5,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        p = options.check_probability("feature_dropout", feature_dropout)
+        widths = options.check_sizes("widths", widths, least=1)
+        widths = (options.check_int("channels", channels), *widths)
+        self.stages = nn.ModuleList(
+            _Stage(a, b, dropout=p, batch_norm=batch_norm) for a, b in pairwise(widths)
+        )
+        self.output_dropout = nn.Dropout(
+            options.check_probability("output_dropout", output_dropout)
+        )
+        self.classifier = nn.Linear(widths[-1], options.check_int("classes", classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, channels, height, width)."""
+        for stage in self.stages:
+            x = stage(x)
+        logits: Tensor = self.classifier(self.output_dropout(x.mean((2, 3))))
+        return logits

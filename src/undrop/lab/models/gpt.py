@@ -1,0 +1,133 @@
+"""GPT: a plain causal transformer."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from undrop.errors import OptionError
+from undrop.lab.models.language import LanguageModel
+from undrop.lab.models.state import State
+from undrop.options import check_int, check_probability
+
+__all__ = ["GPT"]
+
+
+class _Attention(nn.Module):
+    """Causal self-attention through PyTorch's fused kernel, dropout on its probabilities inside."""
+
+    def __init__(self, size: int, heads: int, *, dropout: float, attention_dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_dropout = attention_dropout
+        self.query_key_value = nn.Linear(size, 3 * size)
+        self.output = nn.Linear(size, size)
+        self.output_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, B, 3, H, d)
+        query, key, value = packed.permute(2, 1, 3, 0, 4).unbind()  # (B, H, T, d) each
+        # The kernel has no mode of its own: it drops in eval too, unless told.
+        p = self.attention_dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        dropped: Tensor = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
+        return dropped
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, size: int, *, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(size, 4 * size)
+        self.output = nn.Linear(4 * size, size)
+        self.output_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.output_dropout(self.output(F.gelu(self.inner(x))))
+        return dropped
+
+
+class _Layer(nn.Module):
+    def __init__(self, size: int, heads: int, *, dropout: float, attention_dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(size)
+        self.attention = _Attention(
+            size, heads, dropout=dropout, attention_dropout=attention_dropout
+        )
+        self.feedforward_norm = nn.LayerNorm(size)
+        self.feedforward = _FeedForward(size, dropout=dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.feedforward(self.feedforward_norm(x))
+        return x
+
+
+class GPT(LanguageModel):
+    """A causal transformer with norms before its blocks and learned positions.
+
+    Radford et al. 2019, "Language models are unsupervised multitask learners" (GPT-2, whose
+    smallest size is the default). The head uses the embedding's matrix. Nothing is carried from
+    window to window: the state is ``()``.
+
+    Args:
+        vocab_size: the number of words.
+        size: the number of features d.
+        layers: the number of layers.
+        heads: the number of attention heads, which divides the size.
+        context: the longest window.
+        dropout: the probability to drop an embedded word's feature, or one of a block's output.
+        attention_dropout: … to drop an attention probability.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        size: int = 768,
+        layers: int = 12,
+        heads: int = 12,
+        context: int = 1024,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+    ) -> None:
+        super().__init__(vocab_size, check_int("size", size), bias=False)
+        if size % check_int("heads", heads):
+            raise OptionError(f"heads must divide size={size}, got {heads}.")
+        p = check_probability("dropout", dropout)
+        attention_p = check_probability("attention_dropout", attention_dropout)
+        self.embedding = nn.Embedding(vocab_size, size)
+        self.positions = nn.Embedding(check_int("context", context), size)
+        self.input_dropout = nn.Dropout(p)
+        self.layers = nn.ModuleList(
+            _Layer(size, heads, dropout=p, attention_dropout=attention_p)
+            for _ in range(check_int("layers", layers))
+        )
+        self.norm = nn.LayerNorm(size)
+        self._initialize()
+
+    def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """The last layer's outputs, normalized."""
+        steps, context = len(tokens), self.positions.num_embeddings
+        if steps > context:
+            raise OptionError(
+                f"tokens must be at most {context} steps long, the model's context, got {steps}."
+            )
+        x = self.embedding(tokens) + self.positions.weight[:steps, None]
+        x = self.input_dropout(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x), ()
+
+    def table(self) -> nn.Embedding:
+        """The words' embedding."""
+        return self.embedding
+
+    def _initialize(self) -> None:
+        """Normal weights of 0.02, scaled down where 2 · layers outputs add up in one residual."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+            if isinstance(module, _Attention | _FeedForward):
+                nn.init.normal_(module.output.weight, std=0.02 / (2 * len(self.layers)) ** 0.5)

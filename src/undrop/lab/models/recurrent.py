@@ -1,0 +1,97 @@
+"""The frame of AWD language models: dropouts around a stack of recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from undrop.lab.models.language import LanguageModel
+from undrop.lab.models.state import State
+from undrop.nn.adaptive import AdaptiveEmbedding
+from undrop.nn.dropout import EmbeddingDropout, LockedDropout
+from undrop.options import check_int, check_probability
+
+__all__ = ["RecurrentLM", "layer_sizes"]
+
+_SPREAD = 0.1  # initial embeddings are uniform in ±0.1, or normal with the same variance
+
+
+def layer_sizes(
+    *, embedding_size: int, hidden_size: int, layers: int, tied: bool
+) -> tuple[int, ...]:
+    """The sizes between layers: embedding, hidden …, and the embedding's again if tied."""
+    embedding_size = check_int("embedding_size", embedding_size)
+    hidden_size = check_int("hidden_size", hidden_size)
+    hidden = (hidden_size,) * (check_int("layers", layers) - 1)
+    return (embedding_size, *hidden, embedding_size if tied else hidden_size)
+
+
+class RecurrentLM(LanguageModel):
+    """Embedding, recurrent layers and a softmax, with dropout between all of them.
+
+    Masks between layers are locked: one for all steps of a window (Gal & Ghahramani 2016).
+
+    Args:
+        vocab_size: the number of words.
+        sizes: the embedding's size and each layer's.
+        layers: modules called as ``layer(x, state) -> (y, state)`` on (T, B, size).
+        tied: whether the head uses the embedding's matrix.
+        cutoffs: the first word of each tail of an adaptive softmax; none for a plain one.
+        embedding_dropout: the probability to drop a word of the vocabulary for a whole batch.
+        input_dropout: … to drop a feature of the embedded words.
+        hidden_dropout: … to drop a feature between two layers.
+        output_dropout: … to drop a feature of the last layer.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        sizes: Sequence[int],
+        layers: Sequence[nn.Module],
+        *,
+        tied: bool,
+        cutoffs: Sequence[int],
+        embedding_dropout: float,
+        input_dropout: float,
+        hidden_dropout: float,
+        output_dropout: float,
+    ) -> None:
+        super().__init__(vocab_size, sizes[-1], tied=tied, cutoffs=cutoffs)
+        p = check_probability("hidden_dropout", hidden_dropout)
+        self.embedding = EmbeddingDropout(
+            _embedding(vocab_size, sizes[0], cutoffs),
+            check_probability("embedding_dropout", embedding_dropout),
+        )
+        self.input_dropout = LockedDropout(check_probability("input_dropout", input_dropout))
+        self.layers = nn.ModuleList(layers)
+        self.hidden_dropouts = nn.ModuleList(LockedDropout(p) for _ in layers[1:])
+        self.output_dropout = LockedDropout(check_probability("output_dropout", output_dropout))
+
+    def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """The last layer's dropped outputs, and each layer's state."""
+        x = self.input_dropout(self.embedding(tokens))
+        after: State = ()
+        for layer, dropout, before in zip(
+            self.layers,
+            (*self.hidden_dropouts, self.output_dropout),
+            state or (None,) * len(self.layers),
+            strict=True,
+        ):
+            x, new = layer(x, before)
+            x, after = dropout(x), (*after, new)
+        return x, after
+
+    def table(self) -> nn.Embedding | AdaptiveEmbedding:
+        """The embedding, without its dropout."""
+        return self.embedding.embedding
+
+
+def _embedding(
+    vocab_size: int, size: int, cutoffs: Sequence[int]
+) -> nn.Embedding | AdaptiveEmbedding:
+    if cutoffs:
+        return AdaptiveEmbedding(vocab_size, size, cutoffs=cutoffs, std=_SPREAD / 3**0.5)
+    embedding = nn.Embedding(vocab_size, size)
+    nn.init.uniform_(embedding.weight, -_SPREAD, _SPREAD)
+    return embedding

@@ -1,0 +1,249 @@
+"""Transformer-XL: attention by relative position over the window and a memory of those before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from undrop.errors import OptionError
+from undrop.lab.models.language import LanguageModel
+from undrop.lab.models.state import State
+from undrop.nn.adaptive import AdaptiveEmbedding
+from undrop.noise import structured_dropout
+from undrop.options import check_int, check_probability
+
+__all__ = ["RelativeAttention", "TransformerXL", "sinusoids"]
+
+
+def sinusoids(steps: int, size: int, *, like: Tensor) -> Tensor:
+    """Encodings R_k of the distances k = steps - 1, …, 1, 0, as (steps, size).
+
+    R_k = [sin(k ω), cos(k ω)] with ω_i = 10000^(-2i / size).
+    """
+    # Angles of up to thousands of radians need at least single precision, whatever the model has.
+    precise = torch.promote_types(like.dtype, torch.float32)
+    distances = torch.arange(steps - 1, -1, -1, dtype=precise, device=like.device)
+    halves = torch.arange(0, size, 2, dtype=precise, device=like.device)
+    angles = distances[:, None] * 10000.0 ** (-halves / size)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :size].to(like.dtype)
+
+
+def _relative_shift(scores: Tensor) -> Tensor:
+    """Turn scores (…, T, K) by distance into scores by key.
+
+    Column m stands for distance K-1-m, and query i is at distance i + K-T - j from key j: so entry
+    (i, j) of the result is scores[i, j + T-1-i], each row further to the left than the next. With
+    one column more, reading on at the rows' old length moves each row by just that: no copy by
+    index is needed. Entries of keys after the query, j > i + K-T, mean nothing.
+    """
+    *batch, queries, keys = scores.shape
+    longer = F.pad(scores, (1, 0)).view(*batch, keys + 1, queries)
+    return longer[..., 1:, :].reshape(*batch, queries, keys)
+
+
+class RelativeAttention(nn.Module):
+    """Causal self-attention whose scores see the distance to a key instead of its place.
+
+    Query i scores key j at distance k = i - j ≥ 0 by
+
+        ((W_q x_i + u)ᵀ W_k x_j + (W_q x_i + v)ᵀ W_r R_k) / √d_head.
+
+    Args:
+        size: the number of features d.
+        heads: the number of heads H; d_head = d / H.
+        dropout: the probability to drop a feature of the output.
+        attention_dropout: the probability to drop an attention probability.
+    """
+
+    def __init__(
+        self, size: int, heads: int, *, dropout: float = 0.0, attention_dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(size, size, bias=False)
+        self.key_value = nn.Linear(size, 2 * size, bias=False)
+        self.position = nn.Linear(size, size, bias=False)
+        self.output = nn.Linear(size, size, bias=False)
+        self.attention_dropout = nn.Dropout(attention_dropout)
+        self.output_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, memory: Tensor, encodings: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """Attend from the window to the memory and itself.
+
+        Args:
+            x: the window (T, B, d).
+            memory: what came before it (M, B, d).
+            encodings: R of the distances T+M-1, …, 0, as (T+M, d).
+            u: the bias of queries for content (H, d_head).
+            v: the bias of queries for position (H, d_head).
+        """
+        query = self._split(self.query(x))  # (T, B, H, d_head)
+        key, value = self.key_value(torch.cat([memory, x])).chunk(2, dim=-1)
+        key, value = (self._split(part).permute(1, 2, 0, 3) for part in (key, value))
+        position = self._split(self.position(encodings)).transpose(0, 1)  # (H, T+M, d_head)
+        content_scores = (query + u).permute(1, 2, 0, 3) @ key.mT  # (B, H, T, T+M)
+        position_scores = (query + v).permute(1, 2, 0, 3) @ position.mT
+        scores = (content_scores + _relative_shift(position_scores)) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(self._future(scores), float("-inf"))
+        probabilities = F.softmax(scores, dim=-1)
+        mixed = self.attention_dropout(probabilities) @ value
+        dropped: Tensor = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
+        return dropped
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.heads, -1)
+
+    @staticmethod
+    def _future(scores: Tensor) -> Tensor:
+        queries, keys = scores.shape[-2:]
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        return ones.triu(keys - queries + 1)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, size: int, inner_size: int, *, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(size, inner_size)
+        self.inner_dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(inner_size, size)
+        self.output_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner_dropout(F.relu(self.inner(x)))
+        dropped: Tensor = self.output_dropout(self.output(hidden))
+        return dropped
+
+
+class _Layer(nn.Module):
+    def __init__(
+        self, size: int, inner_size: int, heads: int, *, dropout: float, attention_dropout: float
+    ) -> None:
+        super().__init__()
+        self.attention = RelativeAttention(
+            size, heads, dropout=dropout, attention_dropout=attention_dropout
+        )
+        self.attention_norm = nn.LayerNorm(size)
+        self.feedforward = _FeedForward(size, inner_size, dropout=dropout)
+        self.feedforward_norm = nn.LayerNorm(size)
+
+    def forward(self, x: Tensor, memory: Tensor, encodings: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        x = self.attention_norm(x + self.attention(x, memory, encodings, u, v))
+        x = self.feedforward_norm(x + self.feedforward(x))
+        return x
+
+
+class _PositionDropout(nn.Module):
+    """Dropout of encodings that all examples of a batch share."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, encodings: Tensor) -> Tensor:
+        return structured_dropout(
+            encodings, self.p, training=self.training, kind="position", per_example=False
+        )
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class TransformerXL(LanguageModel):
+    """A transformer that remembers its own activations of the windows before.
+
+    Dai et al. 2019, "Transformer-XL: attentive language models beyond a fixed-length context"; the
+    defaults are its base model on WikiText-103, which needs a vocabulary of more than 200,000 words.
+    Norms follow the blocks, u and v are shared by all layers, and the adaptive softmax uses the rows
+    and projections of the adaptive embedding. With ``shrink`` > 1 (4 in the large model) the
+    shortlist has no projection of its own, unlike there.
+
+    The state is one memory (M, B, d) for each layer: its inputs at the last M ≤ ``memory`` steps.
+    ``model.memory`` may be set to another length at any time.
+
+    Args:
+        vocab_size: the number of words, sorted by falling frequency.
+        size: the number of features d.
+        inner_size: the number of hidden units of the feed-forward blocks.
+        layers: the number of layers.
+        heads: the number of attention heads, which divides the size.
+        memory: how many steps are remembered.
+        cutoffs: the first word of each tail of the adaptive softmax; none for a plain one.
+        shrink: how much shorter the embeddings of each tail are than those of the cluster before.
+        dropout: the probability to drop an embedded word's feature, one of a position's encoding,
+            a hidden unit of a feed-forward block, or a feature of a block's output or the last one.
+        attention_dropout: … to drop an attention probability.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        size: int = 410,
+        inner_size: int = 2100,
+        layers: int = 16,
+        heads: int = 10,
+        memory: int = 150,
+        cutoffs: Sequence[int] = (20_000, 40_000, 200_000),
+        shrink: int = 1,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.0,
+    ) -> None:
+        super().__init__(vocab_size, check_int("size", size), cutoffs=cutoffs)
+        if size % check_int("heads", heads):
+            raise OptionError(f"heads must divide size={size}, got {heads}.")
+        if shrink != 1 and not cutoffs:
+            raise OptionError(f"shrink must be 1 without cutoffs, got {shrink!r}.")
+        p = check_probability("dropout", dropout)
+        attention_p = check_probability("attention_dropout", attention_dropout)
+        inner_size = check_int("inner_size", inner_size)
+        self.memory = check_int("memory", memory, least=0)
+        self.embedding = (
+            AdaptiveEmbedding(vocab_size, size, cutoffs=cutoffs, shrink=shrink)
+            if cutoffs
+            else nn.Embedding(vocab_size, size)
+        )
+        self.input_dropout = nn.Dropout(p)
+        self.position_dropout = _PositionDropout(p)
+        self.content_bias = nn.Parameter(torch.empty(heads, size // heads))
+        self.position_bias = nn.Parameter(torch.empty(heads, size // heads))
+        self.layers = nn.ModuleList(
+            _Layer(size, inner_size, heads, dropout=p, attention_dropout=attention_p)
+            for _ in range(check_int("layers", layers))
+        )
+        self.output_dropout = nn.Dropout(p)
+        self._initialize()
+
+    def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """The last layer's dropped outputs, and the memories of all layers' inputs."""
+        x = self.embedding(tokens)
+        x = self.input_dropout(x * x.shape[-1] ** 0.5)
+        before = state or tuple(repeat(x[:0], len(self.layers)))
+        encodings = sinusoids(len(before[0]) + len(x), x.shape[-1], like=x)
+        encodings = self.position_dropout(encodings)
+        after: State = ()
+        for layer, memory in zip(self.layers, before, strict=True):
+            after = (*after, self._remember(memory, x))
+            x = layer(x, memory, encodings, self.content_bias, self.position_bias)
+        return self.output_dropout(x), after
+
+    def table(self) -> nn.Embedding | AdaptiveEmbedding:
+        """The words' embedding."""
+        return self.embedding
+
+    def _remember(self, memory: Tensor, x: Tensor) -> Tensor:
+        past = torch.cat([memory, x]) if len(x) < self.memory else x
+        return past[max(len(past) - self.memory, 0) :]
+
+    def _initialize(self) -> None:
+        """Normal weights of 0.02, zero biases."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.content_bias, std=0.02)
+        nn.init.normal_(self.position_bias, std=0.02)

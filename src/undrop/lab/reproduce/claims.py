@@ -1,0 +1,131 @@
+"""Claims and verdicts: a sentence, a ratio with its interval, and whether it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from undrop.lab.reproduce.measures import measure_named
+from undrop.lab.reproduce.results import Results
+from undrop.lab.reproduce.statistics import Interval, paired_ratio
+from undrop.lab.reproduce.tables import Claim, Experiment, method, paper_number
+
+__all__ = ["DOES_NOT_HOLD", "HOLDS", "UNDECIDED", "Verdict", "judge", "verdicts"]
+
+HOLDS = "holds"
+DOES_NOT_HOLD = "does not hold at this scale"
+UNDECIDED = "undecided"
+
+_FEWEST = 2
+"""Seeds below which nothing is decided: one value has no spread."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a claim.
+
+    Attributes:
+        claim: the sentence.
+        experiment: where it is tested.
+        verdict: one of :data:`HOLDS`, :data:`DOES_NOT_HOLD` and :data:`UNDECIDED`.
+        seeds: the number of seeds that it rests on.
+        estimate: the ratio that the claim is about; None if nothing was run.
+        low: the lower end of its 95 % interval.
+        high: the upper end.
+        paper: the same ratio of the paper's numbers, where it has them.
+        measured: what the ratio is of.
+        asked: where it must lie.
+        reason: why it may be that it does not hold; empty where it does.
+    """
+
+    claim: str
+    experiment: str
+    verdict: str
+    seeds: int
+    estimate: float | None
+    low: float | None
+    high: float | None
+    paper: float | None
+    measured: str
+    asked: str
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, which has no infinity: a ratio without bound is None."""
+        values = asdict(self)
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+
+
+def judge(claim: Claim, interval: Interval | None) -> str:
+    """Holds if the whole interval lies where it must, does not if none of it does."""
+    if interval is None or interval.seeds < _FEWEST:
+        return UNDECIDED
+    if claim.above < interval.low and interval.high < claim.below:
+        return HOLDS
+    if interval.high <= claim.above or interval.low >= claim.below:
+        return DOES_NOT_HOLD
+    return UNDECIDED
+
+
+def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
+    """The verdicts on all claims of an experiment."""
+    return [_verdict(experiment, claim, results) for claim in experiment.claims]
+
+
+def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
+    interval = paired_ratio(
+        [results.values(claim.measure, cell) for cell in claim.over],
+        [results.values(claim.measure, cell) for cell in claim.under],
+    )
+    verdict = judge(claim, interval)
+    return Verdict(
+        claim=claim.sentence,
+        experiment=experiment.name,
+        verdict=verdict,
+        seeds=0 if interval is None else interval.seeds,
+        estimate=None if interval is None else interval.estimate,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        paper=_paper_ratio(experiment, claim),
+        measured=_measured(claim, experiment.settings),
+        asked=_asked(claim),
+        reason="" if verdict == HOLDS else claim.reasons.get(results.plan.scale, ""),
+    )
+
+
+def _paper_ratio(experiment: Experiment, claim: Claim) -> float | None:
+    over = _paper_values(experiment, claim, claim.over)
+    under = _paper_values(experiment, claim, claim.under)
+    return None if over is None or under is None else math.prod(over) / math.prod(under)
+
+
+def _paper_values(experiment: Experiment, claim: Claim, cells: Sequence[str]) -> list[float] | None:
+    numbers = [paper_number(experiment.name, *cell.split(":")) for cell in cells]
+    values = [n.value for n in numbers if n is not None and n.measure == claim.measure]
+    return values if len(values) == len(cells) else None
+
+
+def _measured(claim: Claim, settings: Sequence[str]) -> str:
+    """The ratio in words, with settings named where there are several."""
+
+    def product(cells: Sequence[str]) -> str:
+        pairs = [cell.split(":") for cell in cells]
+        labels = [
+            f"{method(name).label} on {setting}" if len(settings) > 1 else method(name).label
+            for setting, name in pairs
+        ]
+        return " × ".join(labels)
+
+    under = f" / {product(claim.under)}" if claim.under else ""
+    return f"{measure_named(claim.measure).label}: {product(claim.over)}{under}"
+
+
+def _asked(claim: Claim) -> str:
+    if claim.below == math.inf:
+        return f"> {claim.above:.3g}"
+    return f"{claim.above:.3g} – {claim.below:.3g}"

@@ -1,0 +1,235 @@
+"""Where runs are run: processes on this machine, or a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeAlias
+
+from undrop.errors import OptionError, RunError, StoppedError, UndropError, UnknownNameError
+from undrop.lab.reproduce.plan import Run
+from undrop.lab.reproduce.records import Record
+from undrop.lab.reproduce.worker import execute, single_threaded
+
+__all__ = ["EXECUTORS", "Executor", "Local", "Outcome", "RayCluster", "executor_named"]
+
+Outcome: TypeAlias = tuple[Run, Record | UndropError]
+"""A run and its record, or why there is none."""
+
+_LOOK = 0.5
+"""Seconds between two looks at what is under way."""
+
+
+class Executor(ABC):
+    """Runs runs, as many at a time as it has room for.
+
+    Args:
+        jobs: how many at a time.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        if jobs < 1:
+            raise OptionError(f"jobs must be at least 1, got {jobs}.")
+        self.jobs = jobs
+
+    def outcomes(
+        self, runs: Sequence[Run], scratch: Callable[[Run], Path], look: Callable[[], None]
+    ) -> Iterator[Outcome]:
+        """Run all, in order; yield each as it ends.
+
+        Args:
+            runs: what to run.
+            scratch: the folder of a run's work.
+            look: called now and then while runs are under way.
+        """
+        queue, waiting = list(runs), dict[Any, Run]()
+        with self.opened():
+            while queue or waiting:
+                # No more than fit: what has been started can't be taken back when it must end.
+                while queue and len(waiting) < self.jobs:
+                    run = queue.pop(0)
+                    waiting[self.start(run, str(scratch(run)))] = run
+                for handle in self.ended(waiting):
+                    yield waiting.pop(handle), _outcome(partial(self.result, handle))
+                look()
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[None]:
+        """Have workers; runs under way when it must end are told so, and save their state."""
+
+    @abstractmethod
+    def start(self, run: Run, scratch: str) -> Any:
+        """Start a run; a handle for it."""
+
+    @abstractmethod
+    def ended(self, handles: Iterable[Any]) -> list[Any]:
+        """Wait a little; the handles of those that have ended."""
+
+    @abstractmethod
+    def result(self, handle: Any) -> Record:
+        """The record of a run that has ended, or what it raised."""
+
+
+class Local(Executor):
+    """Processes on this machine, with one thread each."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Have processes; each is a pool of its own, so that one that is killed breaks no other."""
+        others = set(multiprocessing.active_children())
+        self._idle = [_process() for _ in range(self.jobs)]
+        self._busy: dict[Future[Record], ProcessPoolExecutor] = {}
+        try:
+            yield
+        except BaseException:
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()  # a training that hears of it saves its state first
+            raise
+        finally:
+            for pool in [*self._idle, *self._busy.values()]:
+                pool.shutdown()
+
+    def start(self, run: Run, scratch: str) -> Future[Record]:
+        """Hand it to a process that is idle."""
+        pool = self._idle.pop()
+        future = pool.submit(_execute_for_parent, run, scratch)
+        self._busy[future] = pool
+        return future
+
+    def ended(self, handles: Iterable[Future[Record]]) -> list[Future[Record]]:
+        """Those that are done."""
+        return list(wait(handles, timeout=_LOOK, return_when=FIRST_COMPLETED).done)
+
+    def result(self, handle: Future[Record]) -> Record:
+        """What came back from the process."""
+        pool = self._busy.pop(handle)
+        try:
+            return handle.result()
+        except BrokenProcessPool as error:
+            pool.shutdown()
+            pool = _process()
+            raise _killed() from error
+        finally:
+            self._idle.append(pool)
+
+
+def _process() -> ProcessPoolExecutor:
+    """A pool of one process, which starts with its first run."""
+    # A forked child would inherit torch's threads in an unknown state.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, context, initializer=_begin)
+
+
+def _begin() -> None:
+    single_threaded()
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Stop as by a signal once the parent is gone: without it nothing would ever end this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _execute_for_parent(run: Run, scratch: str) -> Record:
+    try:
+        return execute(run, scratch)
+    finally:
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            os._exit(1)  # the state is saved, and no one waits for the record
+
+
+def _killed() -> RunError:
+    return RunError(
+        "its process was killed, perhaps for want of memory (then lower --jobs): the same command "
+        "goes on where it was."
+    )
+
+
+class RayCluster(Executor):
+    """Tasks of one core each on a Ray cluster: the one that RAY_ADDRESS names, or one of our own."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Join the cluster, or start one on this machine."""
+        self._ray = _ray()
+        ours = not self._ray.is_initialized()
+        if ours:
+            room = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": self.jobs}
+            self._ray.init(include_dashboard=False, log_to_driver=False, **room)
+        try:
+            self._gpus = self._ray.cluster_resources().get("GPU", 0) > 0
+            yield
+        finally:
+            if ours:
+                self._ray.shutdown()
+
+    def start(self, run: Run, scratch: str) -> Any:
+        """Make it a task, with a GPU where it wants one: a task sees none that it did not ask for."""
+        gpus = int(self._gpus and run.config.train.device != "cpu")
+        task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(_execute_anywhere)
+        return task.remote(run, scratch)
+
+    def ended(self, handles: Iterable[Any]) -> list[Any]:
+        """Those that are done."""
+        done, _ = self._ray.wait(list(handles), timeout=_LOOK)
+        return list(done)
+
+    def result(self, handle: Any) -> Record:
+        """What the task returned; its own error, not Ray's around it."""
+        try:
+            record: Record = self._ray.get(handle)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except self._ray.exceptions.RayError as error:
+            raise _killed() from error
+        return record
+
+
+def _execute_anywhere(run: Run, scratch: str) -> Record:
+    single_threaded()
+    return execute(run, scratch)
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise OptionError(
+            "the executor 'ray' needs the ray package: pip install 'undrop[ray]'."
+        ) from error
+    return ray
+
+
+def _outcome(result: Callable[[], Record]) -> Record | UndropError:
+    """The record, or the sentence that says why there is none. Being stopped is not an outcome."""
+    try:
+        return result()
+    except StoppedError:
+        raise
+    except UndropError as error:
+        return error
+
+
+EXECUTORS: dict[str, type[Executor]] = {"local": Local, "ray": RayCluster}
+"""The executors by name."""
+
+
+def executor_named(name: str, jobs: int) -> Executor:
+    """The executor of that name."""
+    if name not in EXECUTORS:
+        raise UnknownNameError("executor", name, EXECUTORS)
+    return EXECUTORS[name](jobs)

@@ -1,0 +1,181 @@
+"""Which runs the experiments need: one run serves all that share it, and tuning comes first."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from undrop.lab.reproduce import tables
+from undrop.lab.reproduce.records import Record, Records, key_of
+from undrop.lab.train import Config, merge
+
+__all__ = ["Cell", "Plan", "Run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, perhaps with a measurement at its end.
+
+    Attributes:
+        config: every setting, the seed among them.
+        probe: what is measured on the trained model, if anything.
+        setting: the setting that it belongs to, for the time estimate.
+        cost: the price of a step, in plain steps.
+    """
+
+    config: Config
+    probe: str | None
+    setting: str
+    cost: float
+
+    @cached_property
+    def key(self) -> str:
+        """The hash of all that bears on the result."""
+        return key_of(self.config, self.probe)
+
+    @property
+    def title(self) -> str:
+        """A few words for progress lines."""
+        options = ", ".join(
+            f"{name}={value}"
+            for name, value in self.config.objective.options.items()
+            if name in ("k", "noise", "strength", "weight") and value is not None
+        )
+        shown = f"{self.config.objective.name}({options})"
+        return f"{self.setting} {shown} seed {self.config.train.seed}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method on a setting, with all its seeds and tuning variants."""
+
+    setting: tables.Setting
+    method: tables.Method
+    seeds: tuple[int, ...]
+    overlay: Mapping[str, Any]
+    _runs: dict[tuple[int, int], Run] = field(default_factory=dict)
+
+    def run(self, variant: int, seed: int) -> Run:
+        """One run of one variant."""
+        if (variant, seed) not in self._runs:
+            self._runs[variant, seed] = self._make(variant, seed)
+        return self._runs[variant, seed]
+
+    def _make(self, variant: int, seed: int) -> Run:
+        chosen = self.method.variants()[variant]
+        values = merge(merge(self.setting.settings, chosen), self.overlay)
+        values = merge(values, {"train": {"seed": seed}})
+        return Run(Config.parse(values), self.setting.probe, self.setting.name, self.method.cost)
+
+    @property
+    def variants(self) -> range:
+        """The numbers of the method's variants."""
+        return range(len(self.method.variants()))
+
+    def choice(self, records: Records) -> int | None:
+        """The best variant by the first seed's validation; None while one is still missing."""
+        if len(self.variants) == 1:
+            return 0
+        found = [records.get(self.run(v, self.seeds[0]).key) for v in self.variants]
+        if any(record is None for record in found):
+            return None
+        return min(self.variants, key=lambda v: _best(found[v]))
+
+    def found(self, records: Records) -> dict[int, Record]:
+        """The records there are of the chosen variant, by seed."""
+        choice = self.choice(records)
+        if choice is None:
+            return {}
+        found = {seed: records.get(self.run(choice, seed).key) for seed in self.seeds}
+        return {seed: record for seed, record in found.items() if record is not None}
+
+    def needed(self, records: Records) -> list[Run]:
+        """The runs it wants now: the tuning on the first seed, then the chosen one on the rest."""
+        tuning = [self.run(variant, self.seeds[0]) for variant in self.variants]
+        choice = self.choice(records)
+        later = [] if choice is None else [self.run(choice, seed) for seed in self.seeds[1:]]
+        return tuning + later
+
+    def waiting(self, records: Records) -> int:
+        """How many runs can't be named before the tuning is done."""
+        return len(self.seeds) - 1 if self.choice(records) is None else 0
+
+
+def _best(record: Record | None) -> float:
+    assert record is not None
+    return record.best_valid_ppl
+
+
+class Plan:
+    """All runs of some experiments at a scale.
+
+    Args:
+        names: the experiments.
+        scale: one of :data:`~undrop.lab.reproduce.tables.SCALES`.
+        seeds: the number of seeds; they are 1, 2, …
+        data_dir: where corpora are read from instead of being downloaded.
+    """
+
+    def __init__(
+        self, names: Sequence[str], scale: str, seeds: int, data_dir: str | None = None
+    ) -> None:
+        self.scale = scale
+        self.experiments = [tables.experiment(name) for name in names]
+        overlay = {} if data_dir is None else {"data": {"dir": data_dir}}
+        pairs = dict.fromkeys(pair for e in self.experiments for pair in e.cells)
+        self.cells = {
+            f"{setting}:{method}": Cell(
+                tables.setting(setting, scale),
+                tables.method(method),
+                tuple(range(1, seeds + 1)),
+                overlay,
+            )
+            for setting, method in pairs
+        }
+
+    def needed(self, records: Records) -> list[Run]:
+        """Every run that can be named now, each once, cheapest first."""
+        runs: dict[str, Run] = {}
+        for cell in self.cells.values():
+            for run in cell.needed(records):
+                runs.setdefault(run.key, run)
+        seconds = self.estimates(runs.values(), records)
+        return sorted(runs.values(), key=lambda run: seconds[run.key])
+
+    def missing(self, records: Records) -> list[Run]:
+        """Those of them without a record."""
+        return [run for run in self.needed(records) if records.get(run.key) is None]
+
+    def waiting(self, records: Records) -> list[tuple[Cell, int]]:
+        """The tuned cells whose further runs can't be named yet, and how many those are."""
+        counted = ((cell, cell.waiting(records)) for cell in self.cells.values())
+        return [(cell, count) for cell, count in counted if count]
+
+    def estimates(self, runs: Iterable[Run], records: Records) -> dict[str, float]:
+        """Seconds on one core by key: from the setting's records, or else from its table."""
+        names = {cell.setting.name for cell in self.cells.values()}
+        paces = {name: self._pace(name, records) for name in names}
+        return {run.key: paces[run.setting] * run.cost for run in runs}
+
+    def remaining(self, records: Records) -> float:
+        """The estimated seconds of all that is missing, on one core."""
+        missing = self.missing(records)
+        named = sum(self.estimates(missing, records).values())
+        later = sum(
+            self._pace(cell.setting.name, records) * cell.method.cost * count
+            for cell, count in self.waiting(records)
+        )
+        return named + later
+
+    def _pace(self, name: str, records: Records) -> float:
+        """Seconds of a plain run of a setting."""
+        cells = [cell for cell in self.cells.values() if cell.setting.name == name]
+        paces = []
+        for cell in cells:
+            for run in (cell.run(v, seed) for v in cell.variants for seed in cell.seeds):
+                if (record := records.get(run.key)) is not None:
+                    paces.append(record.seconds / run.cost)
+        return statistics.median(paces) if paces else cells[0].setting.seconds

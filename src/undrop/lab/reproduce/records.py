@@ -1,0 +1,119 @@
+"""Records: one small JSON file per finished run, never changed once written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from undrop.errors import ConfigError, RunError
+from undrop.files import naming_disk_errors, read_json, write_json
+from undrop.lab.train import Config
+
+__all__ = ["Curve", "Record", "Records", "key_of"]
+
+
+def key_of(config: Config, probe: str | None) -> str:
+    """The hash of all that bears on a run's result."""
+    digest = config.digest()
+    return digest if probe is None else f"{digest}-{probe}"
+
+
+class Curve(BaseModel):
+    """A run epoch by epoch."""
+
+    model_config = ConfigDict(frozen=True)
+
+    epoch: list[int] = []
+    step: list[int] = []
+    valid_ppl: list[float] = []
+    train_ppl: list[float | None] = []  # without noise
+    seconds: list[float] = []  # since the start: of the processor on a CPU, of the clock elsewhere
+    judging: list[float] = []  # seconds of the epoch that went into evaluation
+
+
+class Record(BaseModel):
+    """What a run came to, and all that is needed to make it again."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: dict[str, Any]
+    probe: str | None
+    key: str
+    seed: int
+    best_valid_ppl: float
+    best_epoch: int
+    test_ppl: float | None  # at the best epoch by validation
+    ended: str  # "epochs", "max_steps", "patience" or "diverged"
+    steps: int
+    seconds: float  # of the whole run, in the curve's unit
+    parameters: int
+    curve: Curve
+    probed: dict[str, float]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    commit: str | None
+    finished: str
+
+    @property
+    def training_seconds(self) -> list[float]:
+        """Seconds of training alone up to the end of each epoch."""
+        judged, result = 0.0, []
+        for seconds, judging in zip(self.curve.seconds, self.curve.judging, strict=True):
+            judged += judging
+            result.append(seconds - judged)
+        return result
+
+
+class Records:
+    """The records in a folder, by key.
+
+    A record is found by the config in it as the present code reads it: a setting that was added since,
+    with a default, does not orphan the records that were made before.
+
+    Args:
+        folder: where the files are; made when the first is added.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._records: dict[str, Record] = {}
+        self.stale: list[Path] = []
+        """Files of configs that the present code does not know."""
+        for path in sorted(folder.glob("*.json")):
+            record = _read(path)
+            try:
+                self._records[key_of(Config.parse(record.config), record.probe)] = record
+            except ConfigError:
+                self.stale.append(path)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def get(self, key: str) -> Record | None:
+        """The record of that key, if there is one."""
+        return self._records.get(key)
+
+    def add(self, record: Record) -> None:
+        """Write a record. One that is there already stays as it is."""
+        with naming_disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{record.key[:16]}{record.key[64:]}.json"
+        if not path.exists():
+            write_json(path, record.model_dump(mode="json"))
+        self._records.setdefault(record.key, record)
+
+
+def _read(path: Path) -> Record:
+    try:
+        return Record.model_validate(read_json(path))
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors()[0]["loc"]))
+        raise RunError(
+            f"{path} is not a record: its {field!r} is missing or wrong; delete it to run it again."
+        ) from error

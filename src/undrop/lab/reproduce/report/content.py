@@ -1,0 +1,199 @@
+"""What a report says, as plain data: the same for HTML and Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from undrop.lab.reproduce import tables
+from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, UNDECIDED, Verdict, verdicts
+from undrop.lab.reproduce.measures import MEASURES
+from undrop.lab.reproduce.records import Record
+from undrop.lab.reproduce.results import Results
+from undrop.lab.reproduce.statistics import Interval
+
+__all__ = ["Content", "Row", "Section", "Table", "compose"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings and cells of text; ``numbers`` are the columns that hold figures."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one setting."""
+
+    setting: str
+    method: str
+    label: str
+    interval: Interval | None
+    paper: tables.PaperNumber | None
+    cost: float | None
+    choice: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One experiment."""
+
+    experiment: tables.Experiment
+    rows: tuple[Row, ...]
+    table: Table
+    verdicts: tuple[Verdict, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Content:
+    """A whole report."""
+
+    title: str
+    summary: str
+    sections: tuple[Section, ...]
+    verdicts: tuple[Verdict, ...]
+    settings: Table
+    provenance: Table
+
+
+def compose(results: Results, scale: str) -> Content:
+    """All that the report of some results says."""
+    sections = tuple(_section(experiment, results) for experiment in results.plan.experiments)
+    every = tuple(verdict for section in sections for verdict in section.verdicts)
+    used = _used(results)
+    return Content(
+        title=f"The regularization effects of dropout, reproduced at scale “{scale}”",
+        summary=_summary(every, used),
+        sections=sections,
+        verdicts=every,
+        settings=_settings(results),
+        provenance=_provenance(used),
+    )
+
+
+def _used(results: Results) -> list[Record]:
+    """Every record that bears on the experiments, tuning included, each once."""
+    runs = {run.key for run in results.plan.needed(results.records)}
+    return [record for key in sorted(runs) if (record := results.records.get(key)) is not None]
+
+
+def _summary(every: Sequence[Verdict], used: Sequence[Record]) -> str:
+    counts = Counter(verdict.verdict for verdict in every)
+    said = (
+        f"{counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this scale, "
+        f"{counts[UNDECIDED]} are undecided"
+    )
+    hours = sum(record.seconds for record in used) / 3600.0
+    seeds = max((verdict.seeds for verdict in every), default=0)
+    return (
+        f"{len(every)} claims: {said}. {len(used)} runs, up to {seeds} seeds a method, "
+        f"{hours:.1f} hours of one core."
+    )
+
+
+def _section(experiment: tables.Experiment, results: Results) -> Section:
+    rows = tuple(_row(experiment, *cell, results) for cell in experiment.cells)
+    sources = dict.fromkeys(row.paper.where for row in rows if row.paper is not None)
+    return Section(
+        experiment,
+        rows,
+        _table(experiment, rows),
+        tuple(verdicts(experiment, results)),
+        tuple(sources),
+    )
+
+
+def _row(experiment: tables.Experiment, setting: str, method: str, results: Results) -> Row:
+    cell = results.plan.cells[f"{setting}:{method}"]
+    step = results.interval("seconds_per_step", f"{setting}:{method}")
+    plain = results.interval("seconds_per_step", f"{setting}:drop-1")
+    return Row(
+        setting,
+        method,
+        cell.method.label,
+        results.interval(experiment.measure, f"{setting}:{method}"),
+        tables.paper_number(experiment.name, setting, method),
+        None if step is None or plain is None else step.estimate / plain.estimate,
+        _choice(cell.method, cell.choice(results.records)),
+    )
+
+
+def _choice(method: tables.Method, choice: int | None) -> str:
+    """What tuning chose, of how many."""
+    if len(method.tune) < 2 or choice is None:
+        return ""
+    chosen = [f"{k} = {v:g}" for part in method.tune[choice].values() for k, v in part.items()]
+    return f"{chosen[0]}, of {len(method.tune)} tried"
+
+
+def _table(experiment: tables.Experiment, rows: Sequence[Row]) -> Table:
+    measure = MEASURES[experiment.measure]
+    several = len(experiment.settings) > 1
+    heads = (
+        "method",
+        f"ours: {measure.label}",
+        "95 % interval",
+        "seeds",
+        "the paper's",
+        "cost of a step",
+    )
+    cells = tuple((_name(row, several), *_numbers(row, measure.digits)) for row in rows)
+    return Table(heads, cells, frozenset({1, 2, 3, 4, 5}))
+
+
+def _name(row: Row, several: bool) -> str:
+    setting = f"{row.setting}: " if several else ""
+    return setting + row.label + (f" ({row.choice})" if row.choice else "")
+
+
+def _numbers(row: Row, digits: int) -> tuple[str, ...]:
+    paper = "" if row.paper is None else f"{row.paper.value:g}"
+    cost = "" if row.cost is None else f"× {row.cost:.2f}"
+    if row.interval is None:
+        return "not run yet", "", "0", paper, cost
+    shown = [
+        number(v, digits) for v in (row.interval.estimate, row.interval.low, row.interval.high)
+    ]
+    return shown[0], f"{shown[1]} – {shown[2]}", str(row.interval.seeds), paper, cost
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number as text; never reached is said so."""
+    if value is None:
+        return ""
+    return "never" if value == float("inf") else f"{value:.{digits}f}"
+
+
+def _settings(results: Results) -> Table:
+    settings = {cell.setting.name: cell for cell in results.plan.cells.values()}
+    rows = []
+    for name, cell in settings.items():
+        config = cell.run(0, cell.seeds[0]).config
+        options = ", ".join(
+            f"{k} {v}" for k, v in cell.setting.settings["model"].items() if k != "name"
+        )
+        data = ", ".join(
+            f"{k} {v}" for k, v in cell.setting.settings["data"].items() if k != "name"
+        )
+        how = f"{config.optimizer.name} of {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
+        how += f"{config.schedule.name}, {config.train.epochs} epochs"
+        rows.append((name, f"{config.model.name}: {options}", f"{config.data.name}: {data}", how))
+    return Table(("setting", "model", "data", "training"), tuple(rows), frozenset())
+
+
+def _provenance(used: Sequence[Record]) -> Table:
+    made = Counter(
+        (
+            ", ".join(f"{name} {version}" for name, version in record.versions.items()),
+            f"{record.machine.get('platform')}, {record.machine.get('device')}",
+            (record.commit or "")[:12] + ("+" if (record.commit or "").endswith("+") else ""),
+        )
+        for record in used
+    )
+    rows = tuple((*what, str(count)) for what, count in made.most_common())
+    return Table(("versions", "machine", "commit", "runs"), rows, frozenset({3}))

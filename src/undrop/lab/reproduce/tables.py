@@ -1,0 +1,235 @@
+"""The experiments as data: what is compared, on what, at which scale, and the paper's numbers.
+
+The TOML files lie in ``tables/``; this module reads and checks them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from undrop.errors import OptionError, UnknownNameError
+from undrop.lab.train import merge
+from undrop.lab.train.presets import preset
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "EXPERIMENTS",
+    "SCALES",
+    "Claim",
+    "Experiment",
+    "Method",
+    "PaperNumber",
+    "Setting",
+    "experiment",
+    "method",
+    "paper_number",
+    "setting",
+]
+
+SCALES = ("smoke", "small", "paper")
+"""Seconds, for the tests; hours on a laptop; the paper's own settings, on GPUs."""
+
+EXPERIMENTS = (
+    "averaging-noise",
+    "noise-put-back",
+    "explicit-only",
+    "implicit-only",
+    "replace-dropout",
+    "ptb-table",
+    "loss-hessian",
+    "strength",
+    "rivals",
+    "time-to-quality",
+    "taylor",
+    "wt2-table",
+    "dataset-size",
+    "qrnn",
+)
+"""All experiments, in the order of the paper as far as it has them."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train: settings laid over those of where it is used.
+
+    Attributes:
+        name: its name in ``methods.toml``.
+        label: its name in figures and tables.
+        cost: the price of a step, in plain steps.
+        settings: what is laid over the setting's own.
+        tune: what is tried besides; the best of them on the first seed is the method.
+    """
+
+    name: str
+    label: str
+    cost: float
+    settings: Mapping[str, Any]
+    tune: tuple[Mapping[str, Any], ...] = ()
+
+    def variants(self) -> list[dict[str, Any]]:
+        """The settings of everything that is tried: one, unless the method is tuned."""
+        return [merge(self.settings, values) for values in self.tune or ({},)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, a corpus and a way of training, at one scale.
+
+    Attributes:
+        name: its name in ``settings.toml``.
+        scale: one of :data:`SCALES`.
+        seconds: an estimate of a plain run's time.
+        settings: sections of a training config.
+        probe: what is measured on the trained model, if anything.
+    """
+
+    name: str
+    scale: str
+    seconds: float
+    settings: Mapping[str, Any]
+    probe: str | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence, and the interval in which a ratio of measures must lie for it to hold.
+
+    The ratio is the product of a measure over the cells ``over``, divided by that over the cells
+    ``under``. A cell is ``setting:method``.
+    """
+
+    sentence: str
+    measure: str
+    over: tuple[str, ...]
+    under: tuple[str, ...]
+    above: float
+    below: float
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why it may not hold, by scale."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Methods compared on settings, and what is claimed of them."""
+
+    name: str
+    title: str
+    paper: str
+    about: str
+    settings: tuple[str, ...]
+    methods: tuple[str, ...]
+    figure: str
+    measure: str
+    claims: tuple[Claim, ...]
+
+    @property
+    def cells(self) -> list[tuple[str, str]]:
+        """All pairs of a setting and a method."""
+        return [(setting, method) for setting in self.settings for method in self.methods]
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """A number of the paper's, and where it stands there."""
+
+    value: float
+    where: str
+    measure: str
+
+
+@cache
+def _table(*path: str) -> dict[str, Any]:
+    file = resources.files("undrop.lab.reproduce").joinpath("tables", *path)
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def method(name: str) -> Method:
+    """The method of that name."""
+    table = _table("methods.toml")
+    if name not in table:
+        raise UnknownNameError("method", name, table)
+    values = dict(table[name])
+    return Method(
+        name,
+        label=values.pop("label"),
+        cost=values.pop("cost"),
+        tune=tuple(values.pop("tune", ())),
+        settings=values,
+    )
+
+
+def setting(name: str, scale: str) -> Setting:
+    """The setting of that name at a scale, laid over the preset or the setting that it names."""
+    table = _table("settings.toml")
+    if name not in table:
+        raise UnknownNameError("setting", name, table)
+    if scale not in SCALES:
+        raise UnknownNameError("scale", scale, SCALES)
+    values = dict(table[name][scale])
+    base = values.pop("extends", None)
+    below = setting(base, scale) if base is not None else None
+    named = values.pop("preset", None)
+    settings = below.settings if below is not None else preset(named) if named is not None else {}
+    seconds = values.pop("seconds", None if below is None else below.seconds)
+    probe = values.pop("probe", None)
+    return Setting(name, scale, float(seconds), merge(settings, values), probe)
+
+
+@cache
+def experiment(name: str) -> Experiment:
+    """The experiment of that name.
+
+    Raises:
+        UnknownNameError: if there is none.
+    """
+    if name not in EXPERIMENTS:
+        raise UnknownNameError("experiment", name, EXPERIMENTS)
+    values = dict(_table("experiments", f"{name}.toml"))
+    settings = tuple(values.pop("settings"))
+    claims = tuple(_claim(claim, settings[0]) for claim in values.pop("claims"))
+    methods = tuple(values.pop("methods"))
+    measure = values.pop("measure", "best_valid_ppl")
+    return Experiment(
+        name, settings=settings, methods=methods, claims=claims, measure=measure, **values
+    )
+
+
+def _claim(values: Mapping[str, Any], default: str) -> Claim:
+    if not {"above", "below", "within"} & values.keys():
+        raise OptionError(f"the claim {values['sentence']!r} has no above, below or within.")
+    within = values.get("within")
+    above = values.get("above", 0.0) if within is None else 1.0 / (1.0 + within)
+    below = values.get("below", float("inf")) if within is None else 1.0 + within
+    return Claim(
+        sentence=values["sentence"],
+        measure=values.get("measure", "best_valid_ppl"),
+        over=tuple(_cell(name, default) for name in values["over"]),
+        under=tuple(_cell(name, default) for name in values["under"]),
+        above=above,
+        below=below,
+        reasons=values.get("reasons", {}),
+    )
+
+
+def _cell(name: str, default: str) -> str:
+    """A method's name alone stands for it on the experiment's first setting."""
+    return name if ":" in name else f"{default}:{name}"
+
+
+def paper_number(experiment: str, setting: str, method: str) -> PaperNumber | None:
+    """What the paper has for a method on a setting; None where it has nothing."""
+    for table in _table("paper.toml")["tables"]:
+        here = experiment in table["experiments"] and setting == table["setting"]
+        if here and method in table["values"]:
+            measure = table.get("measure", "best_valid_ppl")
+            return PaperNumber(table["values"][method], table["where"], measure)
+    return None

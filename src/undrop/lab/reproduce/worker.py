@@ -1,0 +1,147 @@
+"""One run, from nothing or from where it was left, to its record."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from undrop.errors import NonFiniteError
+from undrop.files import read_json, write_json
+from undrop.lab.reproduce.plan import Run
+from undrop.lab.reproduce.probes import PROBES
+from undrop.lab.reproduce.records import Curve, Record
+from undrop.lab.train import Reporter, RunFolder, run
+from undrop.lab.train.devices import device_of
+from undrop.lab.train.provenance import machine, versions
+from undrop.lab.train.runs import open_run
+
+__all__ = ["commit", "epochs_done", "execute", "single_threaded"]
+
+_TIMES = "times.json"
+
+
+def single_threaded() -> None:
+    """Give the process one thread, so that as many fit on a machine as it has cores."""
+    torch.set_num_threads(1)
+
+
+def execute(job: Run, scratch: str) -> Record:
+    """Train, measure, and sum up. The folder ``scratch`` stays: the record is not on the disk yet.
+
+    A run that diverges (a number came out infinite or NaN) is a result as well: its record holds
+    what there was until then.
+
+    Raises:
+        UndropError: for anything that can be put right; ``scratch`` then holds what is done.
+    """
+    folder = Path(scratch)
+    stopwatch = Stopwatch(folder, on_cpu=device_of(job.config.train).type == "cpu")
+    ended, test = "diverged", None
+    with contextlib.suppress(NonFiniteError):
+        summary = run(job.config, out=folder, resume=True, reporter=stopwatch)
+        ended, test = summary.ended, summary.test_ppl
+    return _record(job, folder, stopwatch, ended, test)
+
+
+class Stopwatch(Reporter):
+    """Times a run epoch by epoch, over all the processes that it took.
+
+    On a CPU it counts the processor's seconds, which others on the machine do not lengthen.
+    """
+
+    def __init__(self, folder: Path, *, on_cpu: bool) -> None:
+        self._path = folder / _TIMES
+        self._clock = time.process_time if on_cpu else time.perf_counter
+        self.times: dict[str, list[float]] = read_json(self._path) if self._path.exists() else {}
+        earlier = max((seconds for seconds, _ in self.times.values()), default=0.0)
+        self._start = self._clock() - earlier
+        self._trained = self._clock()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run was begun."""
+        return self._clock() - self._start
+
+    def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
+        """Note the time: what follows the last step of an epoch is its evaluation."""
+        self._trained = self._clock()
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Write down an epoch's end."""
+        if record["kind"] == "epoch":
+            judging = self._clock() - self._trained
+            self.times[str(record["epoch"])] = [round(self.seconds, 3), round(judging, 3)]
+            write_json(self._path, self.times)
+
+
+def _record(job: Run, folder: Path, stopwatch: Stopwatch, ended: str, test: float | None) -> Record:
+    lines = RunFolder(folder).metrics.read()
+    epochs = [line for line in lines if line["kind"] == "epoch"]
+    if not epochs:
+        raise NonFiniteError(f"{job.title} diverged in its first epoch: lower optimizer.lr.")
+    times = [stopwatch.times[str(line["epoch"])] for line in epochs]
+    best = min(epochs, key=lambda line: line["valid_ppl"])
+    trained = open_run(folder)
+    probed = PROBES[job.probe](trained) if job.probe is not None else {}
+    return Record(
+        config={**job.config.as_dict(), "data": {**job.config.data.model_dump(), "dir": None}},
+        probe=job.probe,
+        key=job.key,
+        seed=job.config.train.seed,
+        best_valid_ppl=best["valid_ppl"],
+        best_epoch=best["epoch"],
+        test_ppl=test,
+        ended=ended,
+        steps=epochs[-1]["step"],
+        seconds=stopwatch.seconds,
+        parameters=sum(p.numel() for p in trained.model.parameters()),
+        curve=Curve(
+            epoch=[line["epoch"] for line in epochs],
+            step=[line["step"] for line in epochs],
+            valid_ppl=[_short(line["valid_ppl"]) for line in epochs],
+            train_ppl=[line["train_ppl"] and _short(line["train_ppl"]) for line in epochs],
+            seconds=[seconds for seconds, _ in times],
+            judging=[judging for _, judging in times],
+        ),
+        probed=probed,
+        versions=versions(),
+        machine=machine(device_of(job.config.train)),
+        commit=commit(),
+        finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _short(value: float) -> float:
+    """Six digits are enough for a curve and keep the record small."""
+    return float(f"{value:.6g}")
+
+
+def commit() -> str | None:
+    """The git commit that the code is of, with a + where it was changed; None outside of git."""
+    here = Path(__file__).parent
+    try:
+        head = _git(here, "rev-parse", "HEAD")
+        changed = _git(here, "status", "--porcelain", "--untracked-files=no", ":/src")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        ["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+    )
+    return done.stdout.strip()
+
+
+def epochs_done(scratch: Path) -> int:
+    """How many epochs of a run have ended, as its scratch folder shows from outside."""
+    path = scratch / _TIMES
+    return len(read_json(path)) if path.exists() else 0

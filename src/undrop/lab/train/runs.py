@@ -1,0 +1,101 @@
+"""Runs that are there: what came of them, and their models, ready to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from undrop.errors import CheckpointError, RunError, UndropError
+from undrop.lab.corpora import Corpus
+from undrop.lab.models import LanguageModel
+from undrop.lab.train.config import Config
+from undrop.lab.train.devices import device_of
+from undrop.lab.train.folder import RunFolder
+from undrop.lab.train.session import load_corpus
+from undrop.lab.train.trainer import build_model
+
+__all__ = ["Run", "find_runs", "open_run", "row"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with the weights of its best epoch."""
+
+    config: Config
+    corpus: Corpus
+    model: LanguageModel
+
+
+def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:
+    """Open a run: its config, its corpus, and its model with the best weights, in eval mode.
+
+    Args:
+        path: the run's folder.
+        data_dir: where its corpus is, if not where it was.
+
+    Raises:
+        RunError: if there is no run, or no epoch of it has ended, or the corpus is another.
+    """
+    folder = RunFolder(path)
+    config = Config.parse(folder.read_config())
+    weights = folder.read_best()
+    data = config.data
+    if data_dir is not None:
+        data = data.model_copy(update={"dir": str(data_dir)})
+    corpus = load_corpus(data)
+    model = build_model(config, corpus.vocabulary.size)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the weights in {folder.path} are not those of its config.json on {corpus.name}, or "
+            "were changed."
+        ) from error
+    return Run(config, corpus, model.to(device_of(config.train)).eval())
+
+
+def find_runs(root: str | Path) -> Iterator[RunFolder]:
+    """All runs in a folder, or below it; the folder itself may be one.
+
+    Raises:
+        RunError: if there is no such folder.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise RunError(f"there is no folder {root}.")
+    for config in sorted(root.rglob("config.json")):
+        yield RunFolder(config.parent)
+
+
+def row(folder: RunFolder) -> dict[str, Any]:
+    """What a list of runs shows of one."""
+    try:
+        config = Config.parse(folder.read_config())
+        epochs = [record for record in folder.metrics.read() if record["kind"] == "epoch"]
+        return _row(folder, config, epochs, folder.read_summary())
+    except (UndropError, LookupError, TypeError, ValueError) as error:
+        return {"path": str(folder.path), "status": f"unreadable: {error}"}
+
+
+def _row(
+    folder: RunFolder, config: Config, epochs: list[dict[str, Any]], summary: Any
+) -> dict[str, Any]:
+    best = min(epochs, key=lambda record: float(record["valid_loss"]), default=None)
+    running = folder.holder() is not None
+    return {
+        "path": str(folder.path),
+        "status": "running" if running else "stopped" if summary is None else "finished",
+        "preset": config.preset,
+        "model": config.model.name,
+        "data": config.data.name,
+        "objective": config.objective.name,
+        "seed": config.train.seed,
+        "epochs": len(epochs),
+        "planned_epochs": config.train.epochs,
+        "best_valid_ppl": None if best is None else best["valid_ppl"],
+        "best_epoch": None if best is None else best["epoch"],
+        "test_ppl": None if summary is None else summary["test_ppl"],
+        "seconds": epochs[-1]["time"]["seconds"] if epochs else 0.0,
+    }

@@ -1,0 +1,250 @@
+"""The analytic terms of an objective against Monte Carlo on one batch."""
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+
+import undrop
+from brute_force import LOSSES, NETS, noise_directions
+from problems import problem
+from undrop.diagnosis.estimates import Estimate
+
+MANY = {"seconds": 1e3, "draws": 120}
+
+
+def net(p, scale=1.0):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 64), nn.Tanh(), nn.Dropout(p), nn.Linear(64, 3)]
+    model = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        model[3].weight.mul_(scale)
+    return model, (torch.randn(16, 4).double(), torch.randint(3, (16,)))
+
+
+def test_a_gentle_dropout_passes():
+    model, batch = net(0.1)
+    found = undrop.check(undrop.Analytic(strength=undrop.TAYLOR), model, batch, **MANY)
+    assert found.verdict == "good"
+    for ours, theirs in ((found.explicit, found.taylor), (found.explicit, found.r_drop)):
+        error = (ours.stderr**2 + theirs.stderr**2) ** 0.5
+        assert abs(ours.value - theirs.value) < 4 * error + 0.1 * theirs.value
+    assert found.noise_ratio.value == pytest.approx(1.0, abs=0.2)
+    assert "second order carries this dropout" in str(found)
+
+
+def test_the_papers_strength_is_twice_taylors():
+    model, batch = net(0.1)
+    objective = undrop.Analytic(engine="exact", strength=undrop.PAPER, implicit=False)
+    found = undrop.check(objective, model, batch, seconds=1e3, draws=6)
+    assert found.explicit.stderr == pytest.approx(0.0, abs=1e-15)
+    assert abs(found.explicit.value - 2 * found.taylor.value) < 4 * 2 * found.taylor.stderr
+    assert found.noise_ratio is None
+
+
+def test_a_harsh_dropout_is_told_so():
+    model, (x, _) = net(0.5, scale=50.0)
+    top = model.eval()(x).topk(2)
+    certain = (top.values[:, 0] - top.values[:, 1]).topk(4).indices
+    model.train()
+    batch = (x[certain], top.indices[certain, 0])  # and right: no curvature is left to see
+    found = undrop.check(undrop.Analytic(), model, batch, **MANY)
+    assert found.verdict == "poor"
+    assert "p is too large for second order" in str(found)
+    assert found.taylor_error.value == pytest.approx(found.r_drop.value - found.taylor.value)
+
+
+def test_only_the_objectives_sites_count():
+    made = problem("mlp")
+    batch = (made.inputs, made.targets)
+    every = undrop.check(undrop.Analytic(), made.model, batch, **MANY)
+    last = undrop.check(undrop.Analytic(sites="5"), made.model, batch, **MANY)
+    exact = undrop.diagnose(made.model, [batch], implicit=False, progress=False).explicit
+    assert abs(last.taylor.value - exact.sites["5"].parts.psd.value) < 4.5 * last.taylor.stderr
+    assert last.taylor.value < every.taylor.value
+
+
+CNN = {"2": 0, "5": 1}
+"""The sites of the small CNN by their place; both drop whole feature maps."""
+
+
+def dropouts_trace(made, sites):
+    """The trace of the covariance of dropout's gradient, from every mask of the sites."""
+    net, w = NETS["cnn"], {n: p.detach() for n, p in made.model.named_parameters()}
+    zeros = net.zeros("as-declared")
+    places = [CNN[name] for name in sites for _ in range(zeros[CNN[name]].numel())]
+    q = torch.tensor([net.q[place] for place in places]).double()
+    dropped = torch.tensor(list(product((False, True), repeat=len(places))))
+    parts = torch.where(dropped, -1.0, q / (1 - q)).split(
+        [zeros[CNN[name]].numel() for name in sites], 1
+    )
+    stacks = [z.expand(len(dropped), *z.shape) for z in zeros]
+    for name, part in zip(sites, parts, strict=True):
+        stacks[CNN[name]] = part.reshape(-1, *zeros[CNN[name]].shape)
+
+    def loss(w, *z):
+        return LOSSES["cross-entropy"](net.function(w, z, made.inputs), made.targets)
+
+    gradients = vmap(grad(loss), (None, 0, 0))(w, *stacks)
+    rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    weights = torch.where(dropped, q, 1 - q).prod(1)
+    return float((weights @ rows**2 - (weights @ rows) ** 2).sum())
+
+
+def analytic_trace(made, sites, mask):
+    """Σ over the entries j of every η of weight·σ²·‖∂²ℓ/∂W∂z_j‖²."""
+    net, w = NETS["cnn"], dict(made.model.named_parameters())
+    rows = noise_directions(net, w, made.inputs, made.targets, "cross-entropy", mask)
+    squares = rows.detach().square().sum(1).split([z.numel() for z in net.zeros(mask)])
+    return sum(weight * float(squares[CNN[name]].sum()) for name, weight in sites.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "sites", "mask", "factor"),
+    [
+        (undrop.Analytic, {"2": 1.0, "5": 1.0}, "as-declared", 1.0),
+        (undrop.Analytic, {"2": 1.0}, "as-declared", 1.0),
+        (undrop.Analytic, {"5": 1.0}, "independent", 1.0),
+        (undrop.Analytic, {"2": 9.0, "5": 1.0}, "as-declared", 1.0),
+        (undrop.Dropout, {"2": 1.0, "5": 1.0}, "as-declared", 1 - 1 / 4),
+        (undrop.Dropout, {"2": 1.0, "5": 4.0}, "independent", 1 - 1 / 4),
+    ],
+)
+def test_the_noise_is_the_objectives_own(make, sites, mask, factor):
+    """Its sites, its weights, its mask structure and its factor, beside every mask of dropout."""
+    made = problem("cnn")
+    options = {"k": 4, "noise": "analytic"} if make is undrop.Dropout else {"interval": 2}
+    found = undrop.check(
+        make(sites=sites, mask=mask, **options),
+        made.model,
+        (made.inputs, made.targets),
+        seconds=1e3,
+        draws=250,
+        generator=torch.Generator().manual_seed(0),
+    )
+    truth = factor * analytic_trace(made, sites, mask) / dropouts_trace(made, sites)
+    assert abs(found.noise_ratio.value - truth) < 4 * found.noise_ratio.stderr  # 250 samples
+    assert found.noise_ratio.stderr < 0.12 * truth
+
+
+def test_a_mask_structure_of_its_own_counts():
+    """Over n equal steps a locked η has n times the trace of independent ones: (Σd)² = n·Σd²."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), undrop.nn.LockedDropout(0.1), nn.Linear(6, 3)).double()
+    batch = (torch.randn(1, 5, 3).double().expand(4, 5, 3), torch.randint(3, (5,)).expand(4, 5))
+    locked, independent = (
+        undrop.check(
+            undrop.Analytic(explicit=None, mask=mask),
+            model,
+            batch,
+            generator=torch.Generator().manual_seed(0),
+            **MANY,
+        ).noise_ratio
+        for mask in ("as-declared", "independent")
+    )
+    ratio = locked.value / independent.value
+    parts = [each.stderr / each.value for each in (locked, independent)]
+    assert abs(ratio - 4.0) < 4 * ratio * (parts[0] ** 2 + parts[1] ** 2) ** 0.5
+    assert max(parts) < 0.12
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        undrop.Analytic(engine="exact"),
+        undrop.Analytic(implicit=False),
+        undrop.Dropout(1, noise="analytic"),
+    ],
+)
+def test_an_objective_without_noise_has_no_ratio_of_it(objective):
+    made = problem("mlp")
+    found = undrop.check(objective, made.model, (made.inputs, made.targets), seconds=1e3, draws=4)
+    assert found.noise_ratio is None
+
+
+@pytest.mark.parametrize(("interval", "steps", "at"), [(1, 0, 0), (1, 2, 2), (3, 7, 6)])
+def test_a_schedule_stands_still(interval, steps, at):
+    """Every draw is of the strength at the objective's own step, or the last one that regularized."""
+    model, batch = net(0.1)
+
+    def explicit(strength):
+        objective = undrop.Analytic(
+            engine="exact", implicit=False, strength=strength, interval=interval
+        )
+        objective.steps = steps
+        return undrop.check(objective, model, batch, seconds=1e3, draws=4).explicit.value
+
+    assert explicit(lambda step: 10.0**-step) == pytest.approx(10.0**-at * explicit(1.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["auto", "exact"])
+def test_an_explicit_part_of_strength_zero_is_zero(engine):
+    model, batch = net(0.1)
+    objective = undrop.Analytic(engine=engine, strength=0.0)
+    found = undrop.check(objective, model, batch, seconds=1e3, draws=4)
+    assert found.explicit.value == 0.0
+    assert found.explicit.stderr == 0.0
+
+
+def test_neither_model_nor_objective_moves():
+    made = problem("batch_norm")
+    objective = undrop.Analytic(interval=3, generator=torch.Generator().manual_seed(5))
+    objective.steps = 7
+    before = objective.state_dict()
+    weights = {name: value.clone() for name, value in made.model.state_dict().items()}
+    found = undrop.check(objective, made.model, (made.inputs, made.targets), seconds=1e3, draws=8)
+    after = objective.state_dict()
+    assert found.explicit is not None
+    assert after["steps"] == 7
+    for device, state in before["generators"].items():
+        assert torch.equal(after["generators"][device], state)
+    for name, value in made.model.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+@pytest.mark.parametrize("objective", [undrop.Analytic(), undrop.Dropout(2, noise="analytic")])
+def test_the_figures_stand_in_one_column(objective):
+    model, batch = net(0.1)
+    *rows, verdict = str(undrop.check(objective, model, batch, seconds=1e3, draws=20)).splitlines()
+    assert len({re.search(r" {2,}(?=\S)", row).end() for row in rows}) == 1
+    assert verdict.startswith("good")
+
+
+def test_no_ratio_to_an_effect_that_is_not_told_from_0():
+    model, (x, y) = net(0.1)
+    found = undrop.check(undrop.Analytic(), model, (x, y), seconds=1e3, draws=20)
+    assert "of R_drop)" in str(found)
+    assert "times R_drop)" in str(found)
+    nothing = replace(found, r_drop=Estimate(1e-5, 1e-3))
+    assert "0.0000 ± 0.001  (not told from 0)" in str(nothing)
+    assert "of R_drop" not in str(nothing)
+    assert "times R_drop" not in str(nothing)
+
+
+def test_json_has_every_figure():
+    model, batch = net(0.1)
+    found = undrop.check(undrop.Dropout(4, noise="analytic"), model, batch, seconds=1e3, draws=8)
+    json = found.to_json()
+    assert json["explicit"] is None  # Dropout's explicit part is dropout itself
+    assert json["noise_ratio"]["stderr"] > 0.0
+    assert set(json) == {
+        *("objective", "r_drop", "taylor", "taylor_error", "taylor_share", "explicit"),
+        *("noise_ratio", "verdict", "draws"),
+    }
+
+
+@pytest.mark.parametrize("objective", [undrop.NoRegularization(), undrop.Dropout(2)])
+def test_an_objective_without_analytic_part_is_refused(objective):
+    model, batch = net(0.1)
+    with pytest.raises(undrop.errors.OptionError, match="has no analytic part to check"):
+        undrop.check(objective, model, batch)
+
+
+def test_a_batch_must_be_a_pair():
+    model, batch = net(0.1)
+    with pytest.raises(undrop.errors.DataError, match="each batch must be a pair"):
+        undrop.check(undrop.Analytic(), model, batch[0])

@@ -1,0 +1,59 @@
+"""What the classes carry: it adds up to uᵀHu, for every loss that has classes."""
+
+import pytest
+import torch
+
+from undrop.diagnosis.classes import ClassShares, carried
+from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Generic, LinearCrossEntropy
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(ignore_index=2), BCEWithLogits(), MSE()])
+def test_classes_add_up_to_the_quadratic_form(loss):
+    torch.manual_seed(0)
+    output, u = torch.randn(2, 6, 5, 4).double().unbind(0)
+    classes = isinstance(loss, CrossEntropy)
+    target = torch.randint(4, (6, 5)) if classes else torch.rand(6, 5, 4).double()
+    found = carried(loss, output, u, target)
+    total = loss.derivatives(output, u, target).quadratic * loss.count(output, target)
+    assert found.quadratic.shape == (4,)
+    assert float(found.quadratic.sum()) == pytest.approx(float(total))
+
+
+def test_a_fused_head_carries_what_its_logits_do():
+    torch.manual_seed(0)
+    weight, bias = torch.randn(7, 3).double(), torch.randn(7).double()
+    features, u = torch.randn(2, 10, 3).double().unbind(0)
+    target = torch.randint(7, (10,))
+    fused = carried(LinearCrossEntropy(weight, bias), features, u, target)
+    plain = carried(CrossEntropy(), features @ weight.T + bias, u @ weight.T, target)
+    for a, b in zip(fused, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_loss_without_classes_has_none():
+    u = torch.randn(2, 3)
+    assert carried(Generic(lambda f, y: f.mean()), u, u, None) is None
+
+
+def test_weights_are_the_diagonal_of_the_hessian():
+    logits = torch.tensor([[0.0, 0.0], [100.0, 0.0]]).double()
+    found = carried(CrossEntropy(), logits, torch.ones(2, 2), torch.tensor([0, 1]))
+    # certain of the second row, it carries nothing: p(1 - p) = 0
+    torch.testing.assert_close(found.weight, torch.tensor([0.25, 0.25]).double())
+
+
+def test_shares_of_the_top_classes_have_names_and_errors():
+    torch.manual_seed(0)
+    table, sums = ClassShares(["a", "b", "c"]), torch.zeros(3).double()
+    logits, target = torch.randn(20, 3).double(), torch.randint(3, (20,))
+    for _ in range(50):
+        u = torch.randn(20, 3).double() * torch.tensor([5.0, 1.0, 0.0])
+        found = carried(CrossEntropy(), logits, u, target)
+        table.add(0, 20.0, found)
+        sums += found.quadratic
+    top = table.top(2)
+    assert top[0].name == "a"
+    for share in top:
+        assert share.share.value == pytest.approx(float(sums[share.number] / sums.sum()))
+        assert 0.0 < share.share.stderr < 0.05
+    assert ClassShares().top() == []

@@ -1,0 +1,213 @@
+"""The explicit effect by sampling, against the same figures by enumeration."""
+
+import pytest
+import torch
+from torch import nn
+
+import undrop
+from problems import PROBLEMS, problem
+from undrop.diagnosis.expansion import Differences, Expander, Expansion
+from undrop.diagnosis.explicit import _Enumerated, _Sampled
+from undrop.diagnosis.subject import Subject, collect
+from undrop.diagnosis.timing import Budget
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.4, 0.9])
+def test_a_mask_drops_to_zero_in_every_precision(p, dtype):
+    """σ·η is -1 to the bit, at p itself and at a multiple of it."""
+    model = nn.Sequential(nn.Linear(2, 90), nn.Dropout(p), nn.Linear(90, 2))
+    subject = Subject(model, collect([(torch.randn(5, 2), torch.zeros(5).long())], 1))
+    like = torch.zeros(5, 90, dtype=dtype)
+    for factor in (1.0, 0.7):
+        noise = subject.masks([(subject.sites[0], like)], factor)["1"]
+        assert noise.dtype == dtype
+        assert set(noise[noise < 0].tolist()) == {-1.0}
+
+
+def quietly(done, what):
+    pass
+
+
+def subject_of(name="mlp", loss=None, batches=1):
+    made = problem(name, loss)
+    pairs = [(made.inputs, made.targets)] * batches
+    generator = torch.Generator().manual_seed(0)
+    return Subject(made.model, collect(pairs, batches), loss=made.loss, generator=generator)
+
+
+def both_ways(subject, draws):
+    with subject.studied():
+        budget = Budget(1e9, quietly)
+        sampled = _Sampled(subject, Expander(subject), None).run(budget, draws)
+        exact = _Enumerated(subject, Expander(subject), None).run(budget, draws)
+    return sampled, exact
+
+
+@pytest.fixture(scope="module")
+def sampled_and_exact():
+    return both_ways(subject_of(), 500)
+
+
+def test_sampling_agrees_with_enumeration(sampled_and_exact):
+    sampled, exact = sampled_and_exact
+    pairs = list(zip(sampled.parts, exact.parts, strict=True))
+    for name, effect in sampled.sites.items():
+        pairs += zip(effect.parts, exact.sites[name].parts, strict=True)
+        pairs.append((effect.share, exact.sites[name].share))
+    for point, other in zip(sampled.curve, exact.curve, strict=True):
+        pairs += zip(point.parts, other.parts, strict=True)
+    for found, truth in pairs:
+        # 500 masks; of some 60 figures, none is to be 4.5 of its standard errors off
+        assert abs(found.value - truth.value) <= 4.5 * found.stderr + 1e-12
+    assert sampled.parts.rest.stderr < sampled.parts.r_drop.stderr  # one mask serves all parts
+
+
+def test_parts_add_up_and_so_do_shares(sampled_and_exact):
+    for found in sampled_and_exact:
+        for parts in (found.parts, *(effect.parts for effect in found.sites.values())):
+            assert parts.r_drop.value == pytest.approx(
+                parts.psd.value + parts.non_psd.value + parts.rest.value, abs=1e-15
+            )
+        assert sum(effect.share.value for effect in found.sites.values()) == pytest.approx(1.0)
+        by_site = sum(effect.parts.psd.value for effect in found.sites.values())
+        if found.exact:
+            assert by_site == pytest.approx(found.parts.psd.value, rel=1e-12)
+
+
+def test_classes_agree_with_enumeration(sampled_and_exact):
+    sampled, exact = sampled_and_exact
+    truth = {found.number: found.share.value for found in exact.classes}
+    assert sum(truth.values()) == pytest.approx(1.0)
+    for found in sampled.classes:
+        assert abs(found.share.value - truth[found.number]) <= 4.5 * found.share.stderr
+
+
+def test_standard_errors_are_those_of_the_spread_between_studies():
+    """Sixteen studies with masks of their own: the spread of R_drop is what each said it was."""
+    values, errors = [], []
+    for seed in range(16):
+        subject = subject_of()
+        subject.randomness = type(subject.randomness)(torch.Generator().manual_seed(seed))
+        with subject.studied():
+            found = _Sampled(subject, Expander(subject), None).run(Budget(1e9, quietly), 30)
+        values.append(found.parts.r_drop.value)
+        errors.append(found.parts.r_drop.stderr)
+    spread = torch.tensor(values).std().item()
+    # the spread of 16 has itself a relative error of 18 %
+    assert 0.5 < spread / torch.tensor(errors).mean().item() < 1.6
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("loss", ["cross-entropy", "generic"])
+def test_differences_tell_the_same_as_derivatives(name, loss):
+    subject = subject_of(name, loss)
+    batch = subject.batches[0]
+    with subject.studied():
+        exact, rough = Expansion(subject, batch), Differences(subject, batch)
+        noise = subject.masks(exact.found)
+        ours, theirs = exact.along(noise), rough.along(noise)
+        assert exact.first(noise) == pytest.approx(ours.total.first)
+        assert rough.first(noise) == pytest.approx(ours.total.first, rel=1e-2, abs=1e-5)
+    for a, b in zip(ours.total, theirs.total, strict=True):
+        assert a == pytest.approx(b, rel=2e-2, abs=2e-4)
+    assert sum(order.psd for order in ours.sites.values()) == pytest.approx(ours.total.psd)
+    torch.testing.assert_close(ours.u, theirs.u, rtol=1e-2, atol=1e-3)
+
+
+class Once(torch.autograd.Function):
+    """An op that can be differentiated once only."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (1 - x.tanh() ** 2)
+
+
+class OnceNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(Once.apply(self.drop(self.a(x))))
+
+
+def test_a_model_without_double_backward_is_taken_apart_by_differences():
+    model, x = OnceNet().double(), torch.randn(4, 4).double()
+    found = undrop.diagnose(
+        model, [(x, torch.tensor([0, 1, 2, 0]))], implicit=False, seconds=1e3, progress=False
+    )
+    assert found.explicit.differences is not None
+    assert "no double backward" in str(found)
+    plain = nn.Sequential(model.a, model.drop, nn.Tanh(), model.b)
+    truth = undrop.diagnose(
+        plain, [(x, torch.tensor([0, 1, 2, 0]))], implicit=False, seconds=1e3, progress=False
+    ).explicit
+    assert truth.differences is None
+    for a, b in zip(found.explicit.parts, truth.parts, strict=True):
+        assert a.value == pytest.approx(b.value, rel=0.02, abs=2e-4)
+
+
+def test_dropout_at_another_p_is_the_curve_of_this_one():
+    """The point at factor 2 is what a model with twice the p has as its own."""
+
+    def net(p):
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 5), nn.Tanh(), nn.Dropout(p), nn.Linear(5, 3)]
+        return nn.Sequential(*layers).double()
+
+    batch = [(torch.randn(1, 3).double(), torch.tensor([1]))]
+    study = {"implicit": False, "progress": False}
+    weak = undrop.diagnose(net(0.25), batch, **study).explicit
+    strong = undrop.diagnose(net(0.5), batch, **study).explicit
+    (point,) = [point for point in weak.curve if point.q == pytest.approx(0.5)]
+    for a, b in zip(point.parts, strong.parts, strict=True):
+        assert a.value == pytest.approx(b.value, abs=1e-12)
+
+
+def test_the_model_is_left_as_it_was():
+    made = problem("batch_norm")
+    model = made.model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        undrop.diagnose(
+            model, [(made.inputs, made.targets)] * 2, seconds=1e3, draws=2, progress=False
+        )
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_the_same_generator_gives_the_same_figures():
+    made = problem("transformer")
+    found = [
+        undrop.diagnose(
+            made.model,
+            [(made.inputs, made.targets)],
+            seconds=1e6,
+            draws=4,
+            generator=torch.Generator().manual_seed(7),
+            progress=False,
+        ).to_json()
+        for _ in range(2)
+    ]
+    for one in found:
+        del one["seconds"]
+    assert found[0] == found[1]
+
+
+def test_time_is_kept():
+    made = problem("transformer")
+    batches = [(made.inputs, made.targets)] * 8
+    found = undrop.diagnose(made.model, batches, seconds=2.0, draws=10**6, progress=False)
+    assert found.seconds < 6.0

@@ -1,0 +1,56 @@
+"""Records that were never run, and a way to run without processes."""
+
+from contextlib import nullcontext
+from functools import partial
+
+from undrop.lab.reproduce import Record
+from undrop.lab.reproduce.executors import Executor
+from undrop.lab.reproduce.records import Curve
+from undrop.lab.reproduce.worker import execute
+
+
+def fake_record(run, valid, *, seconds=1.0, probed=None):
+    """A record of a run with a given validation curve and time per epoch."""
+    epochs = range(1, len(valid) + 1)
+    return Record(
+        config=run.config.as_dict(),
+        probe=run.probe,
+        key=run.key,
+        seed=run.config.train.seed,
+        best_valid_ppl=min(valid),
+        best_epoch=valid.index(min(valid)) + 1,
+        test_ppl=min(valid),
+        ended="epochs",
+        steps=10 * len(valid),
+        seconds=seconds * len(valid),
+        parameters=100,
+        curve=Curve(
+            epoch=list(epochs),
+            step=[10 * epoch for epoch in epochs],
+            valid_ppl=valid,
+            train_ppl=[0.9 * ppl for ppl in valid],
+            seconds=[seconds * epoch for epoch in epochs],
+            judging=[0.25 * seconds for _ in epochs],
+        ),
+        probed=probed or {},
+        versions={"undrop": "0"},
+        machine={"platform": "here", "device": "cpu"},
+        commit="0123456789abcdef+",
+        finished="2026-01-01T00:00:00+00:00",
+    )
+
+
+class InProcess(Executor):
+    """Runs runs one after the other, here: a process for each would be most of a test's time."""
+
+    def opened(self):
+        return nullcontext()
+
+    def start(self, run, scratch):
+        return partial(execute, run, scratch)
+
+    def ended(self, handles):
+        return list(handles)
+
+    def result(self, handle):
+        return handle()

@@ -1,0 +1,208 @@
+"""Every interception is undone, and what else goes on in the process never notices it."""
+
+from threading import Barrier, Thread
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import undrop
+from undrop.errors import EngineError
+from undrop.intercept import Interception, silent
+
+ENGINES = ("tangent", "antithetic", "reverse", "exact")
+X, Y = torch.linspace(-1, 1, 12).view(4, 3), torch.tensor([0, 1, 1, 0])
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 2))
+
+
+def train(model, gradient, steps=15):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        gradient(model)
+        optimizer.step()
+    return bits(model)
+
+
+def bits(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def with_objective(engine, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    objective = undrop.Analytic(engine=engine, generator=generator)
+    return lambda model: objective(model, X, Y).backward()
+
+
+def with_dropout(model):
+    F.cross_entropy(model(X), Y).backward()
+
+
+def at_once(*works):
+    """What each returns, all of them begun at the same moment in threads of their own."""
+    results, ready = {}, Barrier(len(works))
+
+    def work(place):
+        ready.wait()
+        try:
+            results[place] = works[place]()
+        except BaseException as error:
+            results[place] = error
+
+    threads = [Thread(target=work, args=(place,)) for place in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return [results[place] for place in range(len(works))]
+
+
+def dropout_is_torchs_own():
+    return F.dropout(torch.ones(1000), 0.5).min() == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_trained_in_another_thread_is_not_affected(engine):
+    def plainly():
+        return train(other, with_dropout)
+
+    other = net(7)
+    torch.manual_seed(3)
+    alone = plainly()
+    model, other, gradient = net(), net(7), with_objective(engine)
+    gradient(model)  # its first step looks for sites, for which it puts the random state back
+    torch.manual_seed(3)
+    _, beside = at_once(lambda: train(model, gradient, 40), plainly)
+    assert torch.equal(beside, alone)
+
+
+def test_objectives_in_many_threads_have_the_bits_that_they_have_alone():
+    alone = [train(net(), with_objective(engine)) for engine in ENGINES * 2]
+    models = [net() for _ in alone]
+    works = [
+        lambda model=model, engine=engine: train(model, with_objective(engine))
+        for model, engine in zip(models, ENGINES * 2, strict=True)
+    ]
+    for found, expected in zip(at_once(*works), alone, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_shared_between_threads_has_in_each_the_objective_it_has_alone(engine):
+    def objectives():
+        generators = [torch.Generator().manual_seed(seed) for seed in range(4)]
+        made = [undrop.Analytic(engine=engine, generator=each) for each in generators]
+        for objective in made:
+            objective(model, X, Y)  # the first step looks for sites
+        return made
+
+    def totals(objective):
+        return [objective(model, X, Y).total.item() for _ in range(10)]
+
+    model = net()
+    alone = [totals(objective) for objective in objectives()]
+    found = at_once(*(lambda one=one: totals(one) for one in objectives()))
+    assert found == alone
+
+
+def test_threads_that_look_at_one_model_leave_it_as_it_was():
+    model = net()
+    model[2].eval()
+    model.append(nn.Dropout(0.1))
+
+    def look():
+        return [undrop.sites(model, X).names for _ in range(20)]
+
+    assert at_once(*[look] * 4) == [[("4",)] * 20] * 4
+    assert [module.training for module in model] == [True, True, False, True, True]
+
+
+class Asks(nn.Module):
+    """A model whose pass evaluates an objective on a model of its own."""
+
+    def __init__(self, objective):
+        super().__init__()
+        self.dropout, self.objective, self.inner = nn.Dropout(0.5), objective, [net(5)]
+        self.asked = []
+
+    def forward(self, x):
+        with torch.enable_grad():
+            self.asked.append(self.objective(self.inner[0], X, Y).total.item())
+        return self.dropout(x)
+
+
+@pytest.mark.parametrize("outer", ["antithetic", "tangent"])
+def test_objectives_may_nest(outer):
+    inner = undrop.Analytic(engine="exact")  # whose value hangs on no draw
+    expected = inner(net(5), X, Y).total.item()
+    model, x = Asks(inner), X.clone().requires_grad_()
+    undrop.Analytic(engine=outer, loss=nn.MSELoss())(model, x, X).backward()
+    assert x.grad.isfinite().all()
+    assert set(model.asked) == {expected}
+    assert dropout_is_torchs_own()
+
+
+@pytest.mark.parametrize("outer", ["antithetic", "tangent"])
+def test_dropout_within_an_objective_within_a_pass_is_torchs_own(outer):
+    model, x = Asks(undrop.Dropout()), X.clone().requires_grad_()
+    without_noise = undrop.NoRegularization()(net(5), X, Y).total.item()
+    assert undrop.sites(model, X).names == ("dropout",)
+    undrop.Analytic(engine=outer, loss=nn.MSELoss())(model, x, X)
+    assert without_noise not in model.asked
+
+
+def test_a_second_forward_mode_inside_of_the_first_is_refused():
+    model, x = Asks(undrop.Analytic(engine="tangent")), X.clone().requires_grad_()
+    with pytest.raises(EngineError, match="forward mode is in use around this objective"):
+        undrop.Analytic(engine="tangent", loss=nn.MSELoss())(model, x, X)
+    assert dropout_is_torchs_own()
+    with_objective("tangent")(net())  # and forward mode is free again
+
+
+def batches(model):
+    """A loader that keeps an interception open between its batches."""
+    with Interception(model, silent):
+        while True:
+            yield F.dropout(torch.ones(1000), 0.5)
+
+
+def test_a_generator_closed_early_leaves_no_interception():
+    running = batches(nn.Identity())
+    assert next(running).min() == 1
+    running.close()
+    assert dropout_is_torchs_own()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_no_exception_leaves_anything_behind(engine, error):
+    class Raises(nn.Module):
+        armed = False
+
+        def forward(self, x):
+            if self.armed:
+                raise error("in the pass")
+            return x
+
+    model, gradient = nn.Sequential(net(), Raises()), with_objective(engine)
+    gradient(model)
+    before, hooks = set(vars(model[0][2])), len(model[0][2]._forward_hooks)
+    model[1].armed = True
+    with pytest.raises(error, match="in the pass"):
+        gradient(model)
+    assert dropout_is_torchs_own()
+    assert torch.overrides._get_current_function_mode() is None
+    assert torch.autograd.forward_ad._current_level == -1
+    assert torch.is_grad_enabled()
+    assert all(module.training for module in model.modules())
+    assert (set(vars(model[0][2])), len(model[0][2]._forward_hooks)) == (before, hooks)
+    model[1].armed = False
+    gradient(model)

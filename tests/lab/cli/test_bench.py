@@ -1,0 +1,74 @@
+"""``undrop bench``: what a program and a person get of it."""
+
+import json
+import sys
+
+import pytest
+
+from undrop.lab.bench import METHODS, bench, run
+from undrop.lab.cli import main
+
+NAMES = (
+    "none",
+    "dropout",
+    "drop8",
+    "reverse-explicit",
+    "reverse-both",
+    "tangent-both",
+    "antithetic-both",
+    "tangent-both-quarter",
+)
+
+
+def test_the_methods_have_the_names_that_others_rely_on():
+    assert tuple(METHODS) == NAMES
+
+
+def test_json_and_plot(tmp_path, capsys):
+    figures, picture = tmp_path / "out.json", tmp_path / "out.png"
+    command = ["bench", "--model", "mlp", "--size", "small", "--rounds", "2", "--no-memory"]
+    code = main([*command, "--json", str(figures), "--plot", str(picture)])
+    assert not code
+    result = json.loads(figures.read_text())
+    assert (result["model"], result["size"]) == ("mlp", "small")
+    assert [row["name"] for row in result["rows"]] == list(NAMES)
+    assert set(result["rows"][0]) == {"name", "ratio", "low", "high", "seconds", "peak_mb"}
+    dropout = next(row for row in result["rows"] if row["name"] == "dropout")
+    assert dropout["ratio"] == dropout["low"] == dropout["high"] == 1.0
+    drop8 = next(row for row in result["rows"] if row["name"] == "drop8")
+    assert drop8["ratio"] > 2.0
+    assert picture.stat().st_size > 5000
+    assert "tangent-both-quarter" in capsys.readouterr().out
+
+
+def test_peak_memory_is_measured_in_a_process_of_its_own():
+    row = bench("mlp", "small", rounds=1, names=["dropout"])[0]
+    assert row.peak_mb > 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "awd-lsmt"), "unknown bench model 'awd-lsmt': did you mean 'awd-lstm'?"),
+        (("--size", "huge"), "unknown bench size 'huge': there are small, paper."),
+        (("--methods", "fast"), "unknown bench method 'fast': there are none, dropout,"),
+        (("--threads", "-1"), "'--threads': Input should be greater than or equal to 0."),
+        (("--json", "."), ". can't be written: it is a folder, give the name of a file."),
+        (("--plot", "nowhere/x.png"), "can't be written: there is no folder nowhere."),
+    ],
+)
+def test_what_can_not_be_is_refused_before_a_process_is_started(
+    tmp_path, monkeypatch, capsys, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "_peak", None)  # to call it would be another error
+    assert main(["bench", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert told in err
+
+
+def test_a_method_that_memory_does_not_suffice_for_has_no_peak(monkeypatch):
+    monkeypatch.setattr(run, "_measure_peak", sys.exit)  # dies, for the arguments it is given
+    rows = bench("mlp", "small", rounds=1, names=["dropout"])
+    assert [row.peak_mb for row in rows] == [None]

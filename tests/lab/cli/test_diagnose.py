@@ -1,0 +1,279 @@
+"""The commands that look into a model: sites, check, diagnose, bound, and watch."""
+
+import json
+import random
+import sys
+
+import pytest
+
+import undrop
+from undrop import cli
+from undrop.diagnosis import Diagnosis
+from undrop.errors import RunError
+
+TINY = [
+    *("--set", "model.embedding_size=8", "--set", "model.hidden_size=8", "--set", "model.layers=2"),
+    *("--set", "data.batch_size=4", "--set", "data.eval_batch_size=4", "--set", "data.length=6"),
+    *("--set", "optimizer.lr=5", "--set", "train.epochs=1", "--set", "train.threads=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    draw = random.Random(1)
+    for split, lines in (("train", 60), ("valid", 12), ("test", 12)):
+        words = ("<b>", "w1", "w2", "w3", "w4")
+        page = [" ".join(draw.choice(words) for _ in range(9)) for _ in range(lines)]
+        (folder / f"{split}.txt").write_text("\n".join(page) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """A trained and watched run."""
+    folder = tmp_path_factory.mktemp("runs")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("UNDROP_CACHE", str(folder / "cache"))
+    out = folder / "run"
+    words = ["watch", "--model", "awd-lstm", "--data", str(text), "--out", str(out)]
+    assert cli.main([*words, "--interval", "5", *TINY]) == 0
+    yield out
+    patch.undo()
+
+
+def answer(capsys, *words):
+    """What a command prints as JSON."""
+    capsys.readouterr()
+    assert cli.main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *words):
+    """The sentence of a command that ends badly."""
+    capsys.readouterr()
+    assert cli.main([*map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_watching_adds_lines_to_the_metrics(run):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    watched = [record for record in records if record["kind"] == "watch"]
+    assert [record["step"] for record in watched] == [5, 10, 15, 20, 25]
+    for record in watched:
+        shares = {key: value for key, value in record.items() if key.startswith("share/")}
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert "share/output_dropout" in shares
+        assert record["psd"] > 0.0
+        assert record["xi_norm"] > 0.0
+
+
+def test_watching_does_not_change_the_training(run, text, tmp_path):
+    words = ["train", "--model", "awd-lstm", "--data", str(text), "--out", str(tmp_path / "run")]
+    assert cli.main([*words, *TINY]) == 0
+    watched, alone = (
+        (folder / "best.safetensors").read_bytes() for folder in (run, tmp_path / "run")
+    )
+    assert watched == alone
+
+
+def test_figures_go_to_tensorboard_too(text, tmp_path):
+    pytest.importorskip("tensorboard")
+    words = ["watch", "--model", "awd-lstm", "--data", str(text), "--out", str(tmp_path / "run")]
+    more = ["--interval", "10", "--set", "train.tensorboard=true"]
+    assert cli.main([*words, *more, *TINY]) == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"watch/psd", "watch/xi_norm", "watch/share/output_dropout"} <= tags
+
+
+def test_sites_lists_every_dropout(run, capsys):
+    found = answer(capsys, "sites", run)
+    assert [site["name"] for site in found] == [
+        *("input_dropout", "layers.0.weight_hh_l0", "hidden_dropouts.0"),
+        *("layers.1.weight_hh_l0", "output_dropout"),
+    ]
+    assert cli.main(["sites", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "per weight" in shown
+    assert "shared over time" in shown
+
+
+def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
+    files = [tmp_path / f"d.{suffix}" for suffix in ("json", "png", "html")]
+    options = ["--seconds", 1, "--batches", 2, "--no-progress"]
+    outputs = ["--save", files[0], "--plot", files[1], "--html", files[2]]
+    found = answer(capsys, "diagnose", run, *options, *outputs)
+    assert set(found["explicit"]["r_drop"]) == {"value", "stderr"}
+    assert found["explicit"]["batches"] >= 1
+    assert {c["name"] for c in found["explicit"]["classes"]} >= {"<b>", "w1"}
+    assert json.loads(files[0].read_text()) == found
+    assert files[1].stat().st_size > 10_000
+    assert "&lt;b&gt;" in files[2].read_text()
+    assert cli.main(["diagnose", str(run), "--seconds", "0.5", "--batches", "1"]) == 0
+    assert "What dropout does in AWDLSTM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--save", "."), ". can't be written: it is a folder, give the name of a file."),
+        (("--html", ".."), ".. can't be written: it is a folder, give the name of a file."),
+        (("--plot", "nodir/x.png"), "nodir/x.png can't be written: there is no folder nodir."),
+        (("--plot", "x.xyz"), "x.xyz can't be drawn: .xyz is no kind of picture, use .png, .pdf"),
+        (("--plot", "x"), "x can't be drawn: it has no suffix, use .png, .pdf or .svg."),
+    ],
+)
+def test_where_nothing_can_be_written_is_told_before_the_work(
+    run, tmp_path, monkeypatch, capsys, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(undrop, "diagnose", None)  # to call it would be another error
+    shown = refused(capsys, "diagnose", run, *words)
+    assert told in shown
+    assert len(shown.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_without_matplotlib_is_told_before_the_work(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for words in (("--plot", tmp_path / "x.png"), ("--html", tmp_path / "x.html")):
+        told = "a picture needs matplotlib: pip install 'undrop[plot]'."
+        assert told in refused(capsys, "diagnose", run, *words)
+
+
+def test_what_was_measured_is_printed_before_it_is_written(run, tmp_path, monkeypatch, capsys):
+    def full(path):
+        raise RunError(f"the disk is full: {path}.")
+
+    monkeypatch.setattr(Diagnosis, "save", lambda self, path: full(path))
+    words = ["diagnose", run, "--seconds", 0.5, "--batches", 1, "--save", tmp_path / "d.json"]
+    assert cli.main([*map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert "What dropout does in AWDLSTM" in out
+    assert "the disk is full" in err
+
+
+def test_check_holds_the_runs_terms_against_dropout(run, capsys):
+    found = answer(capsys, "check", run, "--seconds", 0.5)
+    assert found["objective"] == "Analytic"  # the run's own is dropout, which has none
+    assert found["verdict"] in ("good", "rough", "poor", "unclear")
+    explicit = answer(capsys, "check", run, "--objective", "explicit", "--seconds", 0.5)
+    assert explicit["noise_ratio"] is None
+    assert cli.main(["check", str(run), "--seconds", "0.5"]) == 0
+    assert "R_drop by Monte Carlo" in capsys.readouterr().out
+
+
+def test_bound_sets_runs_side_by_side(run, text, capsys, tmp_path):
+    other = tmp_path / "none"
+    words = ["train", "--model", "awd-lstm", "--data", text, "--objective", "none", "--out", other]
+    assert cli.main([*map(str, words), *TINY]) == 0
+    found = answer(capsys, "bound", run, other, "--batches", 4)
+    assert list(found) == [str(run), str(other)]
+    for result in found.values():
+        assert result["examples"] == 96
+        assert result["terms"].keys() == {"gradient", "hessian", "tail", "zeta"}
+        assert result["gap"]["stderr"] > 0.0
+    assert cli.main(["bound", str(run), str(other), "--batches", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "measured test - 1.01 · training" in shown
+    assert "constants are universal and unknown" in shown
+
+
+def test_a_run_that_is_not_there_is_told_before_the_others_are_bounded(run, monkeypatch, capsys):
+    monkeypatch.setattr(undrop, "bound", None)  # to call it would be another error
+    assert "nowhere holds no run" in refused(capsys, "bound", run, "nowhere")
+
+
+OWN = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+def batches():
+    yield torch.ones(2, 3), torch.tensor([0, 1])
+
+def absolute(output, target):
+    return (output - target[:, None]).abs().pow(3).mean()
+
+number = 3
+"""
+
+
+def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    own = ["--model", "mine:net", "--data", "mine:batches"]
+    assert [site["name"] for site in answer(capsys, "sites", *own)] == ["1"]
+    found = answer(capsys, "diagnose", *own, "--seconds", 1, "--no-implicit")
+    assert found["implicit"] is None
+    assert found["explicit"]["exact"]
+    assert answer(capsys, "diagnose", *own, "--loss", "mine:absolute", "--seconds", 1)
+    assert "must be a torch module" in refused(
+        capsys, "sites", "--model", "mine:number", "--data", "mine:batches"
+    )
+    assert "mine:nothing can't be imported" in refused(
+        capsys, "sites", "--model", "mine:nothing", "--data", "mine:batches"
+    )
+    assert "give both as module:name" in refused(
+        capsys, "sites", "--model", "mine:net", "--data", "ptb"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def model(:\n", "can't be imported: SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("model = modle", "can't be imported: NameError: name 'modle' is not defined"),
+        ("raise RuntimeError('no\\n  GPU.')", "can't be imported: RuntimeError: no GPU;"),
+        ("import sys\nsys.exit(3)", "can't be imported: SystemExit: 3;"),
+        ("import nothing_of_the_kind", "can't be imported: No module named 'nothing_of_the_kind'."),
+        ("def model():\n    return 1 / 0", "can't be called: ZeroDivisionError: division by zero;"),
+    ],
+)
+def test_code_of_ones_own_that_fails_is_one_sentence(tmp_path, monkeypatch, capsys, code, told):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("mine", "broken"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    shown = refused(capsys, "sites", "--model", "broken:model", "--data", "mine:batches")
+    assert f"broken:model {told}" in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "mine", "--data", "mine:batches"), "as module:name, such as mine:model."),
+        (("--model", "gpt", "--data", "mine:batches"), "gpt is a language model of undrop's own"),
+        (("mine:net",), "there is no run mine:net: give a run's folder, or a model by --model"),
+        (("mine:net", "--data", "mine:batches"), "or a model by --model and its data by --data."),
+    ],
+)
+def test_a_name_in_the_wrong_place_is_told_the_right_one(
+    tmp_path, monkeypatch, capsys, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    assert told in refused(capsys, "sites", *words)
+
+
+def test_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNDROP_CACHE", str(tmp_path))
+    found = answer(capsys, "sites", "--model", "awd-lstm", "--data", text)
+    assert len(found) == 7
+
+
+def test_what_to_look_into_must_be_said(run, capsys, tmp_path):
+    assert "say what to look into: a RUN, or else --model and --data." in refused(
+        capsys, "diagnose"
+    )
+    assert "say what to look into" in refused(capsys, "diagnose", run, "--model", "gpt")
+    assert "holds no run" in refused(capsys, "diagnose", tmp_path)
+    assert "seconds must be more than 0" in refused(capsys, "diagnose", run, "--seconds", 0)

@@ -1,0 +1,222 @@
+import json
+import os
+import signal
+
+import pytest
+
+from undrop.lab.cli import main
+from undrop.lab.train import RunFolder
+
+SMALL = [
+    *("--set", "model.embedding_size=6", "--set", "model.hidden_size=6", "--set", "model.layers=2"),
+    *("--set", "data.batch_size=4", "--set", "data.eval_batch_size=2", "--set", "data.length=5"),
+    *("--set", "optimizer.lr=2", "--set", "train.epochs=1"),
+]
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "tales"
+    folder.mkdir()
+    for split, lines in (("train", 40), ("valid", 8), ("test", 8)):
+        (folder / f"{split}.txt").write_text("once upon a time there was a king\n" * lines)
+    return folder
+
+
+@pytest.fixture
+def trained(text, capsys):
+    assert main(["train", "--data", str(text), "--objective", "none", *SMALL, "--out", "r"]) == 0
+    capsys.readouterr()
+    return "r"
+
+
+def test_train_writes_progress_to_stderr_and_the_summary_to_stdout(text, capsys):
+    assert main(["train", "--data", str(text), "--objective", "none", *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("best validation perplexity ")
+    assert out.strip().endswith("runs/awd-lstm-tales-none-1")
+    assert "epoch 1/1" in err
+    assert "validation" in err
+
+
+def test_train_json_is_the_summary(text, capsys):
+    command = ["train", "--data", str(text), "--objective", "dropout", "--seed", "5", *SMALL]
+    assert main([*command, "--out", "r", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["seed"], summary["objective"], summary["out"]) == (5, "dropout", "r")
+    assert {"best_valid_ppl", "test_ppl", "seconds", "epochs"} <= summary.keys()
+
+
+def test_resume_needs_no_other_option_and_takes_more_epochs(trained, capsys):
+    assert main(["train", "--resume", "--out", trained, "--set", "train.epochs=2"]) == 0
+    assert RunFolder(trained).read_summary()["epochs"] == 2
+    assert RunFolder(trained).read_config()["train"]["epochs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train"], "say what to train: --preset NAME, or --model NAME and --data NAME."),
+        (["train", "--preset", "ptb-awd-lsmt"], "did you mean 'ptb-awd-lstm'?"),
+        (["train", "--model", "awd-lsmt"], "unknown model 'awd-lsmt': did you mean 'awd-lstm'?"),
+        (["train", "--data", "pydoc"], "unknown corpus 'pydoc': did you mean 'pydocs'?"),
+        (["train", "--data", "pydocs", "--objective", "drop"], "unknown objective 'drop'"),
+        (["train", "--data", "pydocs", "--set", "train.epochs=0"], "greater than or equal to 1"),
+        (["train", "--data", "pydocs", "--seed", "-1"], "train.seed must be greater than or equal"),
+        (["train", "--data", "nowhere/at/all"], "there is no folder nowhere/at/all"),
+        (
+            ["train", "--resume", "--out", "none"],
+            "none holds no run to go on with: give the folder",
+        ),
+        (["train", "--resume"], "--resume needs --out, the folder of the run to go on with."),
+        (
+            ["watch", "--resume", "--out", "none"],
+            "none holds no run to go on with: give the folder",
+        ),
+        (["eval", "none"], "none holds no run: it has no config.json."),
+        (["generate", "none"], "none holds no run"),
+        (["plot", "none"], "none holds no run"),
+        (["runs", "none"], "there is no folder none."),
+        (["demo", "--out", "tales"], "tales is not empty: give --out a new folder."),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(text, capsys, arguments, told):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert told in err
+    assert "Traceback" not in err
+    assert not out
+
+
+def test_a_folder_with_a_run_is_refused(trained, text, capsys):
+    assert main(["train", "--data", str(text), *SMALL, "--out", trained]) == 2
+    assert "already holds a run: go on with it by --resume" in capsys.readouterr().err
+
+
+def test_a_folder_that_can_not_be_written_is_one_sentence(text, capsys):
+    (text / "file").write_text("")
+    assert main(["train", "--data", str(text), *SMALL, "--out", str(text / "file" / "r")]) == 2
+    assert "can't be written: not a directory." in capsys.readouterr().err
+
+
+def test_runs_lists_the_best_first_and_names_what_it_can_not_read(trained, text, capsys):
+    main(["train", "--data", str(text), "--objective", "none", *SMALL[:-2], "--out", "s"])
+    (text / "broken").mkdir()
+    (text / "broken" / "config.json").write_text("{")
+    capsys.readouterr()
+    assert main(["runs", str(text.parent), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["path"].rpartition("/")[2] for row in rows] == ["s", "r", "broken"]
+    assert rows[0]["best_valid_ppl"] < rows[1]["best_valid_ppl"]
+    assert rows[1]["status"] == "finished"
+    assert "not a JSON file" in rows[2]["status"]
+    assert main(["runs", str(text.parent)]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_eval_agrees_with_what_training_said(trained, capsys):
+    assert main(["eval", trained, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    summary = RunFolder(trained).read_summary()
+    assert results["valid"]["perplexity"] == pytest.approx(summary["best_valid_ppl"], rel=1e-6)
+    assert results["test"]["perplexity"] == pytest.approx(summary["test_ppl"], rel=1e-6)
+    assert main(["eval", trained, "--split", "train", "--batch-size", "1"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main(["eval", trained, "--split", "dev"]) == 2
+    assert "unknown split 'dev'" in capsys.readouterr().err
+
+
+def test_resume_begins_a_run_that_is_not_there_yet(text):
+    words = ["--data", str(text), "--objective", "none", *SMALL]
+    assert main(["train", "--resume", *words, "--out", "new"]) == 0
+    assert RunFolder("new").read_summary()["epochs"] == 1
+
+
+def test_eval_is_in_the_precision_of_the_run(text, capsys):
+    words = ["--data", str(text), "--objective", "none", *SMALL]
+    assert main(["train", *words, "--set", "train.precision=bfloat16", "--out", "half"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "half", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["valid"]["perplexity"] == RunFolder("half").read_summary()["best_valid_ppl"]
+
+
+def test_eval_says_so_where_the_run_was_judged_by_less_than_whole_splits(text, capsys):
+    words = ["--data", str(text), "--objective", "none", *SMALL, "--set", "data.eval_tokens=20"]
+    assert main(["train", *words, "--out", "r"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "r", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["valid"]["tokens"] == 72
+    assert "the run's own figures are of the first 20 tokens of each (data.eval_tokens)" in err
+    words[-1] = "data.eval_tokens=72"
+    assert main(["train", *words, "--out", "s"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "s"]) == 0
+    assert not capsys.readouterr().err
+
+
+def test_eval_names_weights_that_were_changed(trained, capsys):
+    weights = RunFolder(trained).path / "best.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    assert main(["eval", trained]) == 2
+    assert "best.safetensors was cut short or changed" in capsys.readouterr().err
+
+
+def test_generate_is_decided_by_the_seed(trained, capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", trained, "--words", "30", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert main(["generate", trained, "--prompt", "once upon", "--words", "5", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["words"]) == 5
+    assert main(["generate", trained, "--temperature", "-1"]) == 2
+    assert "temperature must be finite and not negative" in capsys.readouterr().err
+
+
+def test_plot_draws_a_picture(trained, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main(["plot", trained, "--out", "c.png"]) == 0
+    assert capsys.readouterr().out == "c.png\n"
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", trained, "--value", "lss"]) == 2
+    assert "there is no curve of 'lss'" in capsys.readouterr().err
+    assert main(["plot", trained, "--out", "c.xyz"]) == 2
+    assert "c.xyz can't be drawn" in capsys.readouterr().err
+
+
+def test_demo_trains_three_ways_and_draws_them(text, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main(["demo", "--out", "d", "--set", f"data.name={text}", *SMALL, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in result["rows"]] == ["none", "dropout", "analytic"]
+    assert result["rows"][1]["times_dropout"] == 1.0
+    assert (tmp_path / "d" / "curves.png").exists()
+    assert main(["demo", "--out", "e", "--set", f"data.name={text}", *SMALL]) == 0
+    assert "Analytic, no dropout" in capsys.readouterr().out
+
+
+def test_ctrl_c_in_a_demo_does_not_pass_one_of_its_runs_for_it(text, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    step = "undrop.lab.cli.demo._Row.step"
+    monkeypatch.setattr(step, lambda self, done, tokens, parts: os.kill(os.getpid(), signal.SIGINT))
+    assert main(["demo", "--out", "d", "--set", f"data.name={text}", *SMALL]) == 130
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("stopped: a demo does not go on, undrop demo begins a new one;")
+    assert told.endswith("its runs are in d.")
+
+
+def test_ctrl_c_says_how_to_go_on_and_exits_as_shells_expect(text, capsys, monkeypatch):
+    from undrop.lab.train.reporters import Reporter
+
+    class Impatient(Reporter):
+        def step(self, done, tokens, parts):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("undrop.lab.cli._progress.progress_reporter", Impatient)
+    assert main(["train", "--data", str(text), *SMALL, "--out", "r"]) == 130
+    told = "stopped at step 1 with everything saved: go on with undrop train --resume --out r\n"
+    assert capsys.readouterr().err == told

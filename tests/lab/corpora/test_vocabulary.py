@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from undrop.errors import DataError, OptionError
+from undrop.lab.corpora import EOS, UNK, Vocabulary
+
+COUNTS = {"b": 2, "a": 5, EOS: 4, "c": 2, "d": 1, "e": 1}
+
+
+def test_the_most_frequent_word_comes_first_and_ties_in_order_of_occurrence():
+    assert Vocabulary.of(COUNTS).words == ("a", EOS, "b", "c", "d", "e")
+
+
+def test_unk_is_added_last_and_only_where_another_split_needs_it():
+    assert UNK not in Vocabulary.of(COUNTS, others={"a", "e"})
+    assert Vocabulary.of(COUNTS, others={"new"}).words[-1] == UNK
+
+
+def test_the_training_splits_own_unk_is_a_word_like_any_other():
+    assert Vocabulary.of({**COUNTS, UNK: 3}, others={"new"}).words[:3] == ("a", EOS, UNK)
+
+
+def test_max_vocab_gives_the_rarest_words_to_unk_which_takes_their_rank():
+    vocabulary = Vocabulary.of(COUNTS, max_vocab=4)
+    assert vocabulary.words == ("a", EOS, UNK, "b")  # <unk> stands for c, d and e: 4, after <eos>
+    assert vocabulary.encode("e c zzz").tolist() == [2, 2, 2]
+
+
+def test_max_vocab_keeps_eos_whatever_its_rank():
+    assert Vocabulary.of({"a": 9, "b": 8, "c": 7, EOS: 1}, max_vocab=3).words == (UNK, "a", EOS)
+
+
+def test_a_max_vocab_that_all_words_fit_in_changes_nothing():
+    assert Vocabulary.of(COUNTS, max_vocab=6).words == Vocabulary.of(COUNTS).words
+
+
+def test_an_added_unk_counts_against_max_vocab():
+    vocabulary = Vocabulary.of(COUNTS, max_vocab=6, others={"new"})
+    assert vocabulary.words == ("a", EOS, "b", "c", "d", UNK)  # <unk> stands for e in training
+
+
+def test_a_max_vocab_too_small_for_a_word_is_refused():
+    with pytest.raises(OptionError, match="max_vocab must be at least 3, got 2"):
+        Vocabulary.of(COUNTS, max_vocab=2)
+
+
+def test_decoding_undoes_encoding():
+    vocabulary = Vocabulary.of(COUNTS)
+    assert vocabulary.decode(vocabulary.encode("a b <eos>")) == ["a", "b", EOS]
+    assert vocabulary.decode(np.array([0, 2], dtype=np.uint16)) == ["a", "b"]
+
+
+def test_a_word_that_nothing_stands_for_is_named():
+    with pytest.raises(DataError, match=r"the word 'new' is not in the vocabulary"):
+        Vocabulary.of(COUNTS).encode("new")
+
+
+def test_the_checksum_is_of_the_words_in_their_order():
+    assert Vocabulary("ab").sha256 == Vocabulary(["a", "b"]).sha256
+    assert Vocabulary("ab").sha256 != Vocabulary("ba").sha256

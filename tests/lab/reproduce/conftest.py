@@ -1,0 +1,10 @@
+"""What the tests of experiments share."""
+
+import pytest
+
+from undrop.lab.reproduce import Plan
+
+
+@pytest.fixture
+def plan():
+    return Plan(["replace-dropout"], "smoke", seeds=2)

@@ -1,0 +1,83 @@
+"""Verdicts: what holds, what does not, and what can't be said."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from fake_records import fake_record
+from undrop.lab.reproduce import Plan, Records, experiment
+from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, UNDECIDED, judge, verdicts
+from undrop.lab.reproduce.results import Results
+from undrop.lab.reproduce.statistics import Interval
+from undrop.lab.reproduce.tables import Claim
+
+
+def claim(above=0.0, below=math.inf):
+    return Claim("It is so.", "best_valid_ppl", ("ptb:drop-8",), ("ptb:drop-1",), above, below)
+
+
+@pytest.mark.parametrize(
+    ("asked", "low", "high", "verdict"),
+    [
+        (claim(above=1.0), 1.01, 1.2, HOLDS),
+        (claim(above=1.0), 0.99, 1.2, UNDECIDED),
+        (claim(above=1.0), 0.9, 1.0, DOES_NOT_HOLD),
+        (claim(above=0.98, below=1.02), 0.99, 1.01, HOLDS),
+        (claim(above=0.98, below=1.02), 0.99, 1.03, UNDECIDED),
+        (claim(above=0.98, below=1.02), 1.02, 1.03, DOES_NOT_HOLD),
+        (claim(above=0.98, below=1.02), 0.90, 0.98, DOES_NOT_HOLD),
+        (claim(above=0.5), 0.0, 0.0, DOES_NOT_HOLD),
+    ],
+)
+def test_the_whole_interval_decides(asked, low, high, verdict):
+    assert judge(asked, Interval((low + high) / 2, low, high, 3)) == verdict
+
+
+def test_one_seed_decides_nothing():
+    assert judge(claim(above=1.0), Interval(2.0, 2.0, 2.0, 1)) == UNDECIDED
+    assert judge(claim(above=1.0), None) == UNDECIDED
+
+
+@pytest.fixture
+def results(tmp_path):
+    plan = Plan(["noise-put-back", "loss-hessian"], "smoke", seeds=2)
+    records = Records(tmp_path)
+    for name, ppl in (("drop-1", 70.0), ("drop-4", 77.0), ("drop-4-resampled", 70.7)):
+        for seed in (1, 2):
+            records.add(fake_record(plan.cells[f"ptb:{name}"].run(0, seed), [ppl + seed]))
+    return Results(plan, records)
+
+
+def test_verdicts_of_an_experiment(results):
+    worse, matches = verdicts(experiment("noise-put-back"), results)
+    assert worse.verdict == matches.verdict == HOLDS
+    assert worse.seeds == 2
+    assert worse.low < worse.estimate < worse.high
+    assert worse.estimate == pytest.approx(math.sqrt(78 / 71 * 79 / 72))
+    assert worse.measured == "best validation perplexity: Drop₄ / Drop₁"
+    assert worse.asked == "> 1"
+    assert matches.asked == "0.98 – 1.02"
+
+
+def test_what_was_not_run_is_undecided_beside_the_papers_number(results):
+    identity = verdicts(experiment("loss-hessian"), results)[0]
+    assert (identity.verdict, identity.seeds, identity.estimate) == (UNDECIDED, 0, None)
+    assert identity.paper == pytest.approx(108.76 / 84.52)
+
+
+def test_a_reason_is_given_only_for_what_does_not_hold(results):
+    worse = replace(experiment("noise-put-back").claims[0], reasons={"smoke": "Too small."})
+    opposite = replace(worse, over=worse.under, under=worse.over)
+    told = verdicts(replace(experiment("noise-put-back"), claims=(worse, opposite)), results)
+    assert [one.verdict for one in told] == [HOLDS, DOES_NOT_HOLD]
+    assert [one.reason for one in told] == ["", "Too small."]
+
+
+def test_verdicts_are_json_with_stable_keys(results):
+    told = json.loads(
+        json.dumps([v.as_dict() for v in verdicts(experiment("loss-hessian"), results)])
+    )
+    needed = {"claim", "experiment", "verdict", "seeds", "estimate", "low", "high", "paper"}
+    assert all(needed <= set(one) for one in told)

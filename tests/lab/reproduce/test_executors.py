@@ -1,0 +1,97 @@
+"""Workers that are killed, and workers whose parent is."""
+
+import multiprocessing
+import os
+import select
+import signal
+import time
+
+import pytest
+
+from fake_records import fake_record
+from undrop.errors import RunError, StoppedError
+from undrop.lab.reproduce import Record, executors
+from undrop.lab.reproduce.executors import Local, RayCluster
+from undrop.lab.train.interrupts import listening
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def forking(monkeypatch):
+    """Workers that are forked, so that they start at once and do what the test says."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORK)
+
+    def set_work(work):
+        monkeypatch.setattr(executors, "execute", work)
+
+    return set_work
+
+
+@pytest.fixture
+def runs(plan):
+    return [cell.run(0, 1) for cell in plan.cells.values()][:3]
+
+
+def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_path):
+    def work(run, scratch):
+        if run.key == runs[0].key:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fake_record(run, [2.0])
+
+    forking(work)
+    found = Local(2).outcomes(runs, lambda run: tmp_path, lambda: None)
+    outcomes = {run.key: outcome for run, outcome in found}
+    killed = outcomes.pop(runs[0].key)
+    assert isinstance(killed, RunError)
+    assert str(killed) == (
+        "its process was killed, perhaps for want of memory (then lower --jobs): the same command "
+        "goes on where it was."
+    )
+    assert len(outcomes) == 2
+    assert all(isinstance(outcome, Record) for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("ends", ["stopped", "done", "idle"])
+def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
+    """In a training, which hears of it; at the end of one, which does not; or between two."""
+    told = tmp_path / "working"
+
+    def work(run, scratch):
+        if ends == "idle" and run.key == runs[0].key:
+            return fake_record(run, [2.0])
+        told.touch()
+        with listening() as interrupts:
+            while interrupts.received is None:
+                time.sleep(0.01)
+        if ends == "stopped":
+            raise StoppedError("saved")
+        return fake_record(run, [2.0])
+
+    forking(work)
+    reading, writing = os.pipe()  # its writing end is closed when the last worker is gone
+    jobs = 2 if ends == "idle" else 1
+    arguments = (runs[:jobs], lambda run: tmp_path, lambda: None)
+    parent = FORK.Process(target=lambda: list(Local(jobs).outcomes(*arguments)))
+    parent.start()
+    os.close(writing)
+    while not told.exists():
+        time.sleep(0.01)
+    parent.kill()
+    parent.join()
+    assert select.select([reading], [], [], 10.0)[0]
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_a_worker_that_ray_loses_is_one_sentence(monkeypatch):
+    ray = pytest.importorskip("ray")
+    executor = RayCluster(1)
+    executor._ray = ray
+
+    def lost(handle):
+        raise ray.exceptions.WorkerCrashedError
+
+    monkeypatch.setattr(ray, "get", lost)
+    with pytest.raises(RunError, match="was killed"):
+        executor.result(None)

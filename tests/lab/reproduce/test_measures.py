@@ -1,0 +1,61 @@
+"""What is read off a record."""
+
+import math
+
+import pytest
+
+from fake_records import fake_record
+from undrop.errors import UnknownNameError
+from undrop.lab.reproduce.measures import measure_named
+
+
+@pytest.fixture
+def pair(plan):
+    runs = [plan.cells[f"ptb:{name}"].run(0, 1) for name in ("drop-1", "analytic")]
+    dropout = fake_record(runs[0], [130.0, 110.0, 100.0, 105.0], seconds=4.0)
+    slow = fake_record(runs[1], [120.0, 100.5, 90.0, 91.0], seconds=8.0)
+    return slow, dropout
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("best_valid_ppl", 90.0),
+        ("best_in_time", 100.5),  # 4 epochs of 3 s are 2 of 6 s
+        ("epochs_to_quality", 2.0),  # 100.5 is within 1 % of 100
+        ("seconds_to_quality", 12.0),
+        ("seconds_per_step", 0.6),
+    ],
+)
+def test_measures(pair, name, value):
+    assert measure_named(name).of(*pair) == pytest.approx(value)
+
+
+def test_evaluation_is_not_counted_as_training(pair):
+    assert pair[0].training_seconds == pytest.approx([6.0, 12.0, 18.0, 24.0])
+
+
+def test_a_quality_that_is_never_reached(pair):
+    slow, dropout = pair
+    better = made_up_like(dropout, [50.0, 50.0])
+    for name in ("epochs_to_quality", "seconds_to_quality"):
+        assert measure_named(name).of(slow, better) == math.inf
+
+
+def made_up_like(record, valid):
+    return record.model_copy(update={"best_valid_ppl": min(valid)})
+
+
+def test_one_epoch_is_allowed_even_if_it_takes_too_long(pair):
+    slow, dropout = pair
+    hasty = dropout.model_copy(
+        update={
+            "curve": dropout.curve.model_copy(update={"seconds": [0.1] * 4, "judging": [0.0] * 4})
+        }
+    )
+    assert measure_named("best_in_time").of(slow, hasty) == 120.0
+
+
+def test_unknown_measures_are_named():
+    with pytest.raises(UnknownNameError, match="unknown measure 'best_valid': did you mean"):
+        measure_named("best_valid")

@@ -1,0 +1,64 @@
+"""Which runs are needed: shared ones once, tuning first, cheapest first."""
+
+import pytest
+
+from fake_records import fake_record
+from undrop.lab.reproduce import Plan, Records
+
+
+@pytest.fixture
+def records(tmp_path):
+    return Records(tmp_path)
+
+
+def test_experiments_share_their_runs(records):
+    names = ["noise-put-back", "replace-dropout", "time-to-quality"]
+    alone = sum(len(Plan([name], "smoke", 2).needed(records)) for name in names)
+    together = Plan(names, "smoke", 2).needed(records)
+    # Drop_1 is in all three, analytic in two of them: on two seeds, six runs fewer.
+    assert len(together) == alone - 6
+    assert len({run.key for run in together}) == len(together)
+
+
+def test_cheapest_first(records):
+    costs = [run.cost for run in Plan(["averaging-noise"], "smoke", 3).needed(records)]
+    assert costs == sorted(costs)
+
+
+def test_only_what_is_missing_is_run(records, plan):
+    run = plan.needed(records)[0]
+    records.add(fake_record(run, [2.0]))
+    assert run.key not in {missing.key for missing in plan.missing(records)}
+    assert len(plan.missing(records)) == len(plan.needed(records)) - 1
+
+
+def test_the_best_of_the_tuning_is_run_on_the_other_seeds(records):
+    plan = Plan(["loss-hessian"], "smoke", seeds=3)
+    cell = plan.cells["ptb:l2"]
+    assert cell.waiting(records) == 2
+    assert cell.found(records) == {}
+    for variant in cell.variants:
+        assert cell.choice(records) is None
+        records.add(fake_record(cell.run(variant, 1), [7.0 if variant == 1 else 8.0 + variant]))
+    assert cell.choice(records) == 1
+    assert cell.waiting(records) == 0
+    assert {run.key for run in plan.missing(records)} >= {cell.run(1, 2).key, cell.run(1, 3).key}
+    assert cell.run(0, 2).key not in {run.key for run in plan.needed(records)}
+    assert list(cell.found(records)) == [1]
+
+
+def test_the_estimate_learns_from_records(records, plan):
+    table = plan.remaining(records)
+    run = plan.cells["ptb:drop-1"].run(0, 1)
+    ten_times = 10 * plan.estimates([run], records)[run.key]
+    records.add(fake_record(run, [2.0], seconds=ten_times))
+    left = table - ten_times / 10
+    assert plan.remaining(records) == pytest.approx(10 * left)
+
+
+def test_the_estimate_counts_what_tuning_has_still_to_choose(records):
+    plan = Plan(["loss-hessian"], "smoke", seeds=3)
+    named = sum(plan.estimates(plan.missing(records), records).values())
+    later = sum(cell.method.cost * count for cell, count in plan.waiting(records))
+    assert later > 0
+    assert plan.remaining(records) == pytest.approx(named + 0.5 * later)

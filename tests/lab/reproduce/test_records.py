@@ -1,0 +1,78 @@
+"""Records: written once, found again, refused when they are not what they were."""
+
+import json
+
+import pytest
+
+from fake_records import fake_record
+from undrop.errors import RunError
+from undrop.lab.reproduce import Plan, Records
+
+
+@pytest.fixture
+def run(plan):
+    return plan.cells["ptb:analytic"].run(0, 1)
+
+
+def test_a_record_comes_back_as_it_went(tmp_path, run):
+    record = fake_record(run, [3.0, 2.0])
+    Records(tmp_path / "new").add(record)
+    found = Records(tmp_path / "new")
+    assert found.get(run.key) == record
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [f"{run.key[:16]}.json"]
+
+
+def test_a_record_is_never_overwritten(tmp_path, run):
+    Records(tmp_path).add(fake_record(run, [2.0]))
+    records = Records(tmp_path)
+    records.add(fake_record(run, [1.0]))
+    assert records.get(run.key).best_valid_ppl == 2.0
+    assert Records(tmp_path).get(run.key).best_valid_ppl == 2.0
+
+
+def test_the_seed_and_every_setting_are_in_the_key(plan):
+    cell = plan.cells["ptb:analytic"]
+    assert cell.run(0, 1).key != cell.run(0, 2).key
+    assert cell.run(0, 1).key != plan.cells["ptb:drop-1"].run(0, 1).key
+
+
+def test_where_the_corpus_lies_is_not_in_the_key(run):
+    elsewhere = Plan(["replace-dropout"], "smoke", 2, data_dir="/there").cells["ptb:analytic"]
+    assert elsewhere.run(0, 1).config.data.dir == "/there"
+    assert elsewhere.run(0, 1).key == run.key
+
+
+def test_a_probe_makes_another_key():
+    plan = Plan(["taylor"], "smoke", seeds=1)
+    assert plan.cells["ptb-taylor:drop-1"].run(0, 1).key.endswith("-taylor")
+
+
+def test_a_setting_that_came_later_does_not_orphan_a_record(tmp_path, run):
+    record = fake_record(run, [2.0])
+    before = json.loads(record.model_dump_json())
+    del before["config"]["objective"]["interval"]
+    before["key"] = "0" * 64
+    (tmp_path / "old.json").write_text(json.dumps(before))
+    assert Records(tmp_path).get(run.key) is not None
+
+
+def test_a_setting_that_is_gone_makes_it_stale(tmp_path, run):
+    before = json.loads(fake_record(run, [2.0]).model_dump_json())
+    before["config"]["objective"]["colour"] = "red"
+    (tmp_path / "old.json").write_text(json.dumps(before))
+    records = Records(tmp_path)
+    assert len(records) == 0
+    assert records.stale == [tmp_path / "old.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is not a JSON file: it was cut short or changed"),
+        ('{"config": {}}', "is not a record: its 'probe' is missing or wrong; delete it"),
+    ],
+)
+def test_a_broken_record_is_named(tmp_path, text, told):
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(RunError, match=told):
+        Records(tmp_path)

@@ -1,0 +1,140 @@
+"""The report: self-contained, escaped, and with the numbers that were measured."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fake_records import fake_record
+from undrop.lab.reproduce import EXPERIMENTS, Plan, Records, tables
+from undrop.lab.reproduce.report import write_report
+from undrop.lab.reproduce.report.content import compose
+from undrop.lab.reproduce.report.html import as_html
+from undrop.lab.reproduce.report.markdown import as_markdown
+from undrop.lab.reproduce.results import Results
+
+NAMES = ["averaging-noise", "loss-hessian", "time-to-quality", "taylor", "dataset-size"]
+
+
+def fill(folder, names, seeds=3):
+    """Records of every run but Drop_32's, worse by the method's place in its experiment."""
+    plan, records = Plan(names, "smoke", seeds), Records(folder / "records")
+    for place, cell in enumerate(plan.cells.values()):
+        for variant in cell.variants if cell.method.name != "drop-32" else ():
+            for seed in cell.seeds:
+                best = 70.0 + place + variant + 0.1 * seed
+                probed = {"dropped": 0.05, "quadratic": 0.04 + seed / 1000, "taylor_share": 0.85}
+                run = cell.run(variant, seed)
+                records.add(fake_record(run, [best + 9, best, best + 1], probed=probed))
+    return plan, records
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    fill(folder, NAMES)
+    write_report(folder, NAMES, "smoke")
+    return folder
+
+
+class Page(HTMLParser):
+    """Collects the elements of a page, and checks that they close in order."""
+
+    VOID = ("meta", "br", "link", "img")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.links = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_but_itself(report):
+    text = (report / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"@import|url\((?!#)|<script", text)
+    assert sum(tag == "svg" for tag, _ in page.tags) == len(NAMES)
+    assert any(tag == "meta" and a.get("name") == "viewport" for tag, a in page.tags)
+
+
+def test_every_experiment_has_its_figure_in_every_format(report):
+    for name in NAMES:
+        for kind in ("png", "pdf"):
+            assert (report / "figures" / f"{name}.{kind}").stat().st_size > 1000
+
+
+def test_markdown_says_the_same_as_the_page(report):
+    text = (report / "report.md").read_text()
+    assert "| Drop₁ | 71.20 | 71.10 – 71.30 | 3 | 73.76 | × 1.00 |" in text
+    assert "| Drop₃₂ | not run yet |  | 0 | 89.12 |  |" in text
+    tried = len(tables.method("l2").variants())
+    assert f"ℓ₂ (tuned) (weight = 3e-06, of {tried} tried)" in text
+    assert "![How much Taylor explains](figures/taylor.png)" in text
+    page = (report / "report.html").read_text()
+    assert "71.10 – 71.30" in page
+    assert "not run yet" in page
+
+
+def test_claims_are_written_for_programs(report):
+    claims = json.loads((report / "claims.json").read_text())
+    assert len(claims) == sum(len(tables.experiment(name).claims) for name in NAMES)
+    taylor = next(claim for claim in claims if claim["experiment"] == "taylor")
+    assert taylor["verdict"] == "holds"
+    assert taylor["estimate"] == pytest.approx(0.85)
+    assert taylor["paper"] == 0.83
+    assert {claim["verdict"] for claim in claims} >= {"holds", "undecided"}
+
+
+def test_the_same_records_make_the_same_bytes(report, tmp_path):
+    write_report(report, NAMES, "smoke", out=tmp_path)
+    for name in ("report.html", "report.md", "claims.json", "figures/taylor.png"):
+        assert (tmp_path / name).read_bytes() == (report / name).read_bytes()
+
+
+def test_text_is_escaped(tmp_path):
+    plan, records = fill(tmp_path, ["taylor"])
+    content = compose(Results(plan, records), "<b>&")
+    page = as_html(content, {})
+    assert "&lt;b&gt;&amp;" in page
+    assert "<b>" not in page
+    assert Page(page).open == []
+    table = as_markdown(content, {}).splitlines()
+    rows = [line for line in table if line.startswith("|")]
+    assert rows
+    assert not any("<" in row.replace("<br>", "") for row in rows)
+
+
+def test_what_records_say_of_themselves_is_escaped(tmp_path):
+    plan, _ = fill(tmp_path, ["taylor"])
+    evil = "<script>alert(1)</script>"
+    told = {"machine": {"platform": evil, "device": evil}, "versions": {evil: evil}, "commit": evil}
+    for path in (tmp_path / "records").iterdir():
+        path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+    content = compose(Results(plan, Records(tmp_path / "records")), "smoke")
+    page = as_html(content, {})
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script" not in page
+    assert "<script" not in as_markdown(content, {})
+
+
+def test_a_report_of_everything_before_all_is_run(tmp_path):
+    fill(tmp_path, ["replace-dropout"], seeds=1)
+    write_report(tmp_path, EXPERIMENTS, "smoke", seeds=3)
+    text = (tmp_path / "report.md").read_text()
+    assert text.count("not run yet") > 50
+    assert "0 hold, 0 do not hold" in text

@@ -1,0 +1,85 @@
+"""The experiments as data: everything they name exists, at every scale."""
+
+import pytest
+
+from undrop.errors import UnknownNameError
+from undrop.lab.reproduce import EXPERIMENTS, SCALES, Plan, experiment, tables
+from undrop.lab.reproduce.measures import MEASURES
+from undrop.lab.reproduce.report.figures import KINDS
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_experiment_has_a_valid_config_at_every_scale(scale):
+    plan = Plan(EXPERIMENTS, scale, seeds=2)
+    keys = {
+        cell.run(variant, seed).key
+        for cell in plan.cells.values()
+        for variant in cell.variants
+        for seed in cell.seeds
+    }
+    # No two variants share a key, so none is a copy of another.
+    assert len(keys) == sum(len(cell.variants) * 2 for cell in plan.cells.values())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_claims_are_about_cells_of_their_experiment(name):
+    found = experiment(name)
+    cells = {f"{setting}:{method}" for setting, method in found.cells}
+    assert found.claims
+    assert found.figure in KINDS
+    assert found.measure in MEASURES
+    for claim in found.claims:
+        assert {*claim.over, *claim.under} <= cells
+        assert claim.measure in MEASURES
+        assert claim.above < claim.below
+
+
+def test_times_and_qualities_have_their_reference():
+    for name in EXPERIMENTS:
+        for setting in experiment(name).settings:
+            assert (setting, "drop-1") in experiment(name).cells
+
+
+@pytest.mark.parametrize(
+    ("experiment", "setting", "method", "value"),
+    [
+        ("ptb-table", "ptb", "drop-1", 73.76),
+        ("ptb-table", "ptb", "none", 122.16),
+        ("wt2-table", "wt2", "analytic", 84.57),
+        ("loss-hessian", "ptb", "identity", 108.76),
+        ("loss-hessian", "ptb", "loss-jacobian-noise", 79.54),
+        ("dataset-size", "txl-fifth", "drop-4", 47.40),
+        ("qrnn", "qrnn", "drop-4", 32.74),
+    ],
+)
+def test_numbers_of_the_paper(experiment, setting, method, value):
+    number = tables.paper_number(experiment, setting, method)
+    assert number.value == value
+    assert number.where
+
+
+def test_the_paper_has_no_number_for_what_is_ours():
+    assert tables.paper_number("strength", "ptb", "analytic-quarter") is None
+
+
+def test_a_tolerance_is_an_interval_around_one():
+    matches = experiment("noise-put-back").claims[1]
+    assert matches.above == pytest.approx(1 / 1.02)
+    assert matches.below == pytest.approx(1.02)
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (
+            lambda: experiment("ptb-tabel"),
+            "unknown experiment 'ptb-tabel': did you mean 'ptb-table'",
+        ),
+        (lambda: tables.method("drop-3"), "unknown method 'drop-3'"),
+        (lambda: tables.setting("ptb", "large"), "unknown scale 'large': there are smoke, small"),
+        (lambda: tables.setting("c4", "small"), "unknown setting 'c4'"),
+    ],
+)
+def test_unknown_names_are_answered_with_the_known_ones(ask, text):
+    with pytest.raises(UnknownNameError, match=text):
+        ask()

@@ -1,0 +1,138 @@
+import errno
+import json
+import os
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from undrop.errors import CheckpointError, RunError
+from undrop.lab.train import checkpoints
+from undrop.lab.train.checkpoints import Checkpoints
+from undrop.tensor_files import load_tensors
+
+
+def state(value):
+    return {"weight": torch.full((3,), float(value)), "step": value}
+
+
+@pytest.fixture
+def store(tmp_path):
+    found = Checkpoints(tmp_path / "checkpoints")
+    for step in (1, 2, 3):
+        found.save(step, state(step))
+    return found
+
+
+def files(store, step):
+    return store.path(step), next(store.folder.glob(f"step-{step:08d}.*.safetensors"))
+
+
+def test_the_last_two_are_kept(store):
+    assert store.steps() == [2, 3]
+    assert len(os.listdir(store.folder)) == 4
+    step, found = store.newest(pytest.fail)
+    assert step == 3
+    assert torch.equal(found["weight"], state(3)["weight"])
+
+
+def test_there_may_be_none(tmp_path):
+    assert Checkpoints(tmp_path / "none").newest(pytest.fail) is None
+
+
+def damage(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "cut":
+        data = data[: len(data) // 2]
+    elif how == "emptied":
+        data = bytearray()
+    elif how == "longer":
+        data += b"x"
+    else:
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["json", "tensors"])
+@pytest.mark.parametrize("how", ["cut", "emptied", "longer", "changed", "gone"])
+def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_used(store, which, how):
+    path = files(store, 3)[which]
+    if how == "gone" and which == 0:
+        pytest.skip("without its JSON there is no checkpoint")
+    path.unlink() if how == "gone" else damage(path, how)
+    told = []
+    step, found = store.newest(told.append)
+    assert (step, found["step"]) == (2, 2)
+    assert len(told) == 1
+    assert str(store.path(3)) in told[0]
+    assert "refused" in told[0]
+    store.save(4, state(4))
+    assert store.steps() == [2, 4]  # the refused one does not count as kept
+
+
+def test_a_json_that_says_other_things_is_refused(store):
+    path = store.path(3)
+    body = json.loads(path.read_text())
+    body["state"]["step"] = 99
+    path.write_text(json.dumps(body))
+    with pytest.raises(CheckpointError, match=r"step-00000003.json is refused: .* changed"):
+        store.load(3)
+
+
+def rename_tensors(store, name):
+    """Make a checkpoint name another file, with a checksum that fits."""
+    path = store.path(3)
+    body = json.loads(path.read_text())
+    del body["check"]
+    body["tensors"] = name
+    path.write_text(json.dumps({**body, "check": checkpoints._check(body)}))
+
+
+def test_a_tensors_name_can_not_leave_the_folder(store, tmp_path):
+    outside = tmp_path / "outside.safetensors"
+    files(store, 3)[1].rename(outside)
+    rename_tensors(store, "../outside.safetensors")
+    with pytest.raises(CheckpointError, match="refused"):
+        store.load(3)
+
+
+@pytest.mark.parametrize("name", ["x" * 1000, "a\0b", "", ".."])
+def test_a_name_that_no_file_can_have_is_refused(store, name):
+    rename_tensors(store, name)
+    with pytest.raises(CheckpointError, match="were cut short or changed"):
+        store.load(3)
+
+
+def test_if_none_is_sound_that_is_said(store):
+    for step in (2, 3):
+        damage(store.path(step), "cut")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is left to go on from: .*step-0000"):
+        store.newest(lambda text: None)
+
+
+@pytest.mark.parametrize("place", ["tensors", "json"])
+def test_a_full_disk_loses_no_earlier_checkpoint(store, monkeypatch, place):
+    def full(*args, **kwargs):
+        if place == "tensors":
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    where = (checkpoints, "save_file") if place == "tensors" else (checkpoints.json, "dumps")
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, full)
+        with pytest.raises(RunError, match=r"the disk is full: .*step-00000004.* --resume"):
+            store.save(4, state(4))
+    assert store.steps() == [2, 3]
+    assert store.newest(pytest.fail)[0] == 3
+    assert not list(store.folder.glob("*.tmp"))
+    store.save(4, state(4))
+    assert store.steps() == [3, 4]
+    assert len(os.listdir(store.folder)) == 4
+
+
+def test_a_file_of_tensors_that_is_none_is_named(tmp_path):
+    (tmp_path / "a").write_bytes(b"no tensors here")
+    with pytest.raises(CheckpointError, match="a was cut short or changed"):
+        load_tensors(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="b is not there"):
+        load_tensors(tmp_path / "b")

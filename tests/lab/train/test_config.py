@@ -1,0 +1,59 @@
+import pytest
+
+from undrop.errors import ConfigError
+from undrop.lab.train import Config
+
+
+def test_defaults_are_a_whole_config_that_comes_back_from_its_own_dict():
+    config = Config.parse({})
+    assert config.model.options["hidden_size"] == 1150
+    assert Config.parse(config.as_dict()) == config
+
+
+def test_options_of_a_component_are_completed_from_its_constructor():
+    config = Config.parse({"objective": {"name": "drop-k", "k": 4}})
+    assert config.objective.options["k"] == 4
+    assert config.objective.options["noise"] is None
+    assert Config.parse({"objective": {"name": "explicit"}}).objective.options["implicit"] is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"optimizer": {"lrr": 1}},
+            "unknown setting 'optimizer.lrr': did you mean 'optimizer.lr'?",
+        ),
+        ({"model": {"hiden_size": 1}}, "did you mean 'model.hidden_size'?"),
+        (
+            {"objective": {"name": "analitic"}},
+            "unknown objective 'analitic': did you mean 'analytic'",
+        ),
+        ({"model": {"name": "lstm"}}, "unknown model 'lstm': did you mean 'awd-lstm'?"),
+        ({"optimizer": {"lr": 0}}, r"optimizer\.lr must be greater than 0, got 0\."),
+        ({"optimizer": {"lr": float("nan")}}, r"optimizer\.lr must be a finite number, got nan\."),
+        ({"optimizer": {"name": "sdg"}}, "optimizer.name must be 'sgd', 'asgd', 'adam' or 'adamw'"),
+        ({"data": {"fraction": 1.5}}, "data.fraction must be less than or equal to 1, got 1.5"),
+        ({"train": {"epochs": "many"}}, "train.epochs must be a valid integer.*got 'many'"),
+        (
+            {"objective": {"name": "drop-k", "k": "x"}},
+            "objective.k must be a valid integer.*got 'x'",
+        ),
+        ({"objective": {"strength": 1}}, "unknown setting 'objective.strength'"),
+        ({"optimizer": {"betas": [0.9]}}, r"optimizer\.betas\.1 must be given"),
+        ({"modle": {}}, "unknown setting 'modle': did you mean 'model'?"),
+        ({"model": 3}, "model must be a valid dictionary.*got 3"),
+        ({"model": {"name": 3}}, "model.name must be a string, got 3"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value_and_range(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        Config.parse(settings)
+
+
+def test_the_digest_hangs_on_what_bears_on_the_result_alone():
+    plain = Config.parse({})
+    moved = {"preset": "x", "data": {"dir": "/d"}, "train": {"log_every": 3, "tensorboard": True}}
+    assert Config.parse(moved).digest() == plain.digest()
+    assert Config.parse({"train": {"seed": 2}}).digest() != plain.digest()
+    assert Config.parse({"objective": {"name": "none"}}).digest() != plain.digest()

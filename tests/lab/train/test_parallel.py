@@ -1,0 +1,139 @@
+import json
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import DistStoreError, HashStore, TCPStore
+
+from parallel_step import work
+from tiny_run import bits
+from undrop.errors import RunError
+from undrop.lab import train
+from undrop.lab.train import RunFolder
+from undrop.lab.train.rendezvous import fresh
+from undrop.lab.train.world import World
+
+
+def together(size, objective, options, out):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["undrop.lab.train", "torch._dynamo"])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        context.Process(target=work, args=(rank, size, store.port, objective, options, str(out)))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * size
+    return load_file(out)
+
+
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        ("none", {}),
+        ("analytic", {"engine": "tangent"}),
+        ("analytic", {"engine": "antithetic", "samples": 2}),
+    ],
+    ids=["none", "tangent", "antithetic"],
+)
+def test_two_processes_have_the_gradient_of_one_with_the_same_noise(tmp_path, objective, options):
+    two = together(2, objective, options, tmp_path / "two")
+    one = together(1, objective, options, tmp_path / "one")
+    assert two.keys() == one.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-9, atol=1e-12)
+    assert any(value.abs().max() > 1e-3 for name, value in one.items() if "grad/" in name)
+
+
+def arguments_of(config):
+    arguments = ["--data", config.data.name, "--objective", config.objective.name]
+    for section in ("model", "data", "optimizer", "train"):
+        for key, value in config.as_dict()[section].items():
+            if key != "name" and value is not None:
+                arguments += ["--set", f"{section}.{key}={json.dumps(value)}"]
+    return arguments
+
+
+def test_torchrun_trains_as_one_process_would_and_goes_on(launch, tiny, tmp_path):
+    config = tiny(objective={"name": "none"}, train={"epochs": 2, "precision": "float64"})
+    words = ["-m", "undrop", "train", *arguments_of(config), "--out", tmp_path / "two"]
+    launch(*words, "--set", "train.epochs=1")
+    rest = launch(*words, "--resume", "--json")
+    two, one = json.loads(rest), train.run(config, out=tmp_path / "one")
+    assert (two["machine"]["processes"], two["steps"]) == (2, one.steps)
+    # Without noise two processes train as one with the whole batch, but for rounding.
+    assert two["best_valid_ppl"] == pytest.approx(one.best_valid_ppl, rel=1e-9)
+    with pytest.raises(RunError, match="was begun with 2 processes and can't go on"):
+        train.run(out=tmp_path / "two", resume=True)
+
+
+@pytest.mark.slow
+def test_several_processes_go_on_to_the_same_bits(launch, tiny, tmp_path):
+    config = tiny(objective={"name": "analytic"}, train={"epochs": 2})
+    for extra in (
+        ["--out", tmp_path / "whole"],
+        ["--out", tmp_path / "half", "--set", "train.epochs=1"],
+        ["--out", tmp_path / "half", "--resume"],
+    ):
+        launch("-m", "undrop", "train", *arguments_of(config), *extra)
+    whole, half = (RunFolder(tmp_path / name).read_best() for name in ("whole", "half"))
+    assert all(torch.equal(whole[name], half[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_worker_and_it_ends_with_the_same_bits(launch, tiny, tmp_path):
+    config = tiny(objective={"name": "analytic"}, train={"epochs": 4, "checkpoint_every": 3})
+    struck, words = RunFolder(tmp_path / "struck"), ["-m", "undrop", "train", *arguments_of(config)]
+    launch(*words, "--out", tmp_path / "whole")
+
+    def strike():
+        while not struck.checkpoints.steps():
+            time.sleep(0.005)
+        os.kill(int(struck.holder()), signal.SIGKILL)
+
+    with ThreadPoolExecutor() as pool:
+        striking = pool.submit(strike)
+        launch("--max-restarts=1", *words, "--resume", "--out", tmp_path / "struck")
+    striking.result()
+    assert bits(tmp_path / "struck") == bits(tmp_path / "whole")
+
+
+def test_streams_are_shared_without_gap_or_overlap():
+    for size in (1, 2, 3, 7):
+        shares = [World(rank, size).share(10) for rank in range(size)]
+        columns = [column for share in shares for column in range(10)[share]]
+        assert columns == list(range(10))
+
+
+def meet(store, *ranks, wait=30.0):
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda rank: fresh(store, rank, 3, timedelta(seconds=wait)), ranks))
+
+
+def test_processes_meet_where_nothing_is_left_of_those_before():
+    store = HashStore()
+    before = meet(store, 0, 1, 2)
+    for rank in (1, 2):  # and of those whose main process never came
+        store.set(f"undrop/asks/{rank}", "long ago")
+    after = meet(store, 0, 1, 2)
+    for rank, part in enumerate(before):
+        part.set(f"address {rank}", "of one that was killed")
+    assert not any(part.check([f"address {rank}"]) for part in after for rank in range(3))
+    after[2].set("address 2", "new")
+    assert [part.get("address 2") for part in after] == [b"new"] * 3
+
+
+def test_a_process_that_does_not_come_is_named():
+    with pytest.raises(TimeoutError, match=r"of 3 processes, ranks \[2\] did not come"):
+        meet(HashStore(), 0, 1, wait=0.2)
+    with pytest.raises(DistStoreError):
+        meet(HashStore(), 1, 2, wait=0.2)

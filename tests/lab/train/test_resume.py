@@ -1,0 +1,76 @@
+import multiprocessing
+import random
+import signal
+
+import pytest
+
+from killed_run import work
+from tiny_run import bits
+from undrop.errors import CheckpointError
+from undrop.lab import train
+
+POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
+
+
+def kill_again_and_again(config, out, kills, seed):
+    """Start the run and kill it, ``kills`` times; then let it end. The number of kills that hit."""
+    context = multiprocessing.get_context("forkserver")
+    # What every process would load by itself (torch._dynamo comes with forward mode).
+    context.set_forkserver_preload(["undrop.lab.train", "torch._dynamo"])
+    draw, hits = random.Random(seed), 0
+    for place in range(kills + 1):
+        timed = place % 3 == 2
+        point = None if timed or place == kills else POINTS[place % len(POINTS)]
+        arguments = (config.as_dict(), str(out), point, draw.randint(1, 4))
+        process = context.Process(target=work, args=arguments)
+        process.start()
+        process.join(draw.uniform(0.05, 0.5) if timed and place < kills else 60)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        hits += process.exitcode == -signal.SIGKILL
+    assert process.exitcode == 0
+    return hits
+
+
+@pytest.mark.parametrize(
+    ("sections", "kills"),
+    [
+        (
+            {
+                "objective": {"name": "analytic"},
+                "optimizer": {"name": "asgd", "patience": 1, "momentum": 0.5},
+                "data": {"variable_length": True},
+                "train": {"epochs": 6, "checkpoint_every": 4},
+            },
+            24,
+        ),
+        (
+            {
+                "objective": {"name": "dropout"},
+                "optimizer": {"name": "adam", "lr": 0.01},
+                "schedule": {"name": "cosine", "warmup": 5},
+                "train": {"epochs": 20, "checkpoint_every": 4, "test": "end"},
+            },
+            8,
+        ),
+    ],
+    ids=["analytic-asgd", "dropout-adam"],
+)
+def test_a_run_killed_at_any_moment_ends_with_the_same_bits(tiny, tmp_path, sections, kills):
+    config = tiny(**sections)
+    train.run(config, out=tmp_path / "whole")
+    hits = kill_again_and_again(config, tmp_path / "killed", kills, seed=3)
+    assert hits >= 0.85 * kills
+    assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("length", [-1, -(10**30), "x", None])
+def test_a_state_that_knows_no_length_of_the_metrics_is_refused(tiny, tmp_path, length):
+    config = tiny(train={"epochs": 1})
+    train.run(config, out=tmp_path / "run")
+    checkpoints = train.RunFolder(tmp_path / "run").checkpoints
+    step = checkpoints.steps()[-1]
+    checkpoints.save(step, {**checkpoints.load(step), "metrics": length})
+    with pytest.raises(CheckpointError, match="does not hold the state of this run"):
+        train.run(config, out=tmp_path / "run", resume=True)

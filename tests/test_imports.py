@@ -15,7 +15,16 @@ except ImportError:  # Python 3.10
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "undrop"
 ORDER = (
-    *("errors", "options", "files", "tensor_files", "rng_snapshot", "generators", "noise"),
+    *(
+        "errors",
+        "registry",
+        "options",
+        "files",
+        "tensor_files",
+        "rng_snapshot",
+        "generators",
+        "noise",
+    ),
     *("kernels", "intercept", "losses", "engines", "objectives", "nn", "diagnosis"),
     *("integrations", "lab"),
 )

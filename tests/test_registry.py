@@ -1,0 +1,24 @@
+import pytest
+
+from undrop.errors import UnknownNameError
+from undrop.registry import Registry
+
+
+def test_a_registered_value_is_found_under_each_key():
+    registry = Registry("shape")
+    registry.register("circle", "disc")(1)
+    assert dict(registry) == {"circle": 1, "disc": 1}
+
+
+def test_registering_a_key_twice_is_an_error():
+    registry = Registry("shape")
+    registry.register("circle")(1)
+    with pytest.raises(ValueError, match="'circle' is registered as a shape already"):
+        registry.register("circle")(2)
+
+
+def test_an_unknown_key_names_the_nearest_one():
+    registry = Registry("shape")
+    registry.register("circle")(1)
+    with pytest.raises(UnknownNameError, match="unknown shape 'circel': did you mean 'circle'"):
+        registry["circel"]

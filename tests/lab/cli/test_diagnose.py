@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import undrop
-from undrop import cli
 from undrop.diagnosis import Diagnosis
 from undrop.errors import RunError
+from undrop.lab import cli
 
 TINY = [
     *("--set", "model.embedding_size=8", "--set", "model.hidden_size=8", "--set", "model.layers=2"),

@@ -10,8 +10,8 @@ from importlib.metadata import version
 import pytest
 import typer
 
-from undrop import cli, corpora
 from undrop.errors import DataError
+from undrop.lab import cli, corpora
 
 
 @pytest.fixture

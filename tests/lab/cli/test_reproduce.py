@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fake_records import InProcess
-from undrop import cli
+from undrop.lab import cli
 from undrop.lab.reproduce import executors, tables
 
 

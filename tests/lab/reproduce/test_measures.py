@@ -37,12 +37,12 @@ def test_evaluation_is_not_counted_as_training(pair):
 
 def test_a_quality_that_is_never_reached(pair):
     slow, dropout = pair
-    better = made_up_like(dropout, [50.0, 50.0])
+    better = similar_record(dropout, [50.0, 50.0])
     for name in ("epochs_to_quality", "seconds_to_quality"):
         assert measure_named(name).of(slow, better) == math.inf
 
 
-def made_up_like(record, valid):
+def similar_record(record, valid):
     return record.model_copy(update={"best_valid_ppl": min(valid)})
 
 

@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 import undrop
 from brute_force import LOSSES, NETS, noise_directions
 from problems import problem
-from undrop.diagnosis.estimates import Estimate
+from undrop.diagnosis.measure.estimates import Estimate
 
 MANY = {"seconds": 1e3, "draws": 120}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from undrop.diagnosis.classes import ClassShares, carried
+from undrop.diagnosis.measure.classes import ClassShares
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Generic, LinearCrossEntropy
 
 
@@ -13,7 +13,7 @@ def test_classes_add_up_to_the_quadratic_form(loss):
     output, u = torch.randn(2, 6, 5, 4).double().unbind(0)
     classes = isinstance(loss, CrossEntropy)
     target = torch.randint(4, (6, 5)) if classes else torch.rand(6, 5, 4).double()
-    found = carried(loss, output, u, target)
+    found = loss.by_class(output, u, target)
     total = loss.derivatives(output, u, target).quadratic * loss.count(output, target)
     assert found.quadratic.shape == (4,)
     assert float(found.quadratic.sum()) == pytest.approx(float(total))
@@ -24,22 +24,22 @@ def test_a_fused_head_carries_what_its_logits_do():
     weight, bias = torch.randn(7, 3).double(), torch.randn(7).double()
     features, u = torch.randn(2, 10, 3).double().unbind(0)
     target = torch.randint(7, (10,))
-    fused = carried(LinearCrossEntropy(weight, bias), features, u, target)
-    plain = carried(CrossEntropy(), features @ weight.T + bias, u @ weight.T, target)
+    fused = LinearCrossEntropy(weight, bias).by_class(features, u, target)
+    plain = CrossEntropy().by_class(features @ weight.T + bias, u @ weight.T, target)
     for a, b in zip(fused, plain, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_a_loss_without_classes_has_none():
     u = torch.randn(2, 3)
-    assert carried(Generic(lambda f, y: f.mean()), u, u, None) is None
+    assert Generic(lambda f, y: f.mean()).by_class(u, u, None) is None
 
 
 def test_weights_are_the_diagonal_of_the_hessian():
     logits = torch.tensor([[0.0, 0.0], [100.0, 0.0]]).double()
-    found = carried(CrossEntropy(), logits, torch.ones(2, 2), torch.tensor([0, 1]))
+    found = CrossEntropy().by_class(logits, torch.ones(2, 2), torch.tensor([0, 1]))
     # certain of the second row, it carries nothing: p(1 - p) = 0
-    torch.testing.assert_close(found.weight, torch.tensor([0.25, 0.25]).double())
+    torch.testing.assert_close(found.diagonal, torch.tensor([0.25, 0.25]).double())
 
 
 def test_shares_of_the_top_classes_have_names_and_errors():
@@ -48,7 +48,7 @@ def test_shares_of_the_top_classes_have_names_and_errors():
     logits, target = torch.randn(20, 3).double(), torch.randint(3, (20,))
     for _ in range(50):
         u = torch.randn(20, 3).double() * torch.tensor([5.0, 1.0, 0.0])
-        found = carried(CrossEntropy(), logits, u, target)
+        found = CrossEntropy().by_class(logits, u, target)
         table.add(0, 20.0, found)
         sums += found.quadratic
     top = table.top(2)

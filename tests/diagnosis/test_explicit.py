@@ -6,10 +6,10 @@ from torch import nn
 
 import undrop
 from problems import PROBLEMS, problem
-from undrop.diagnosis.expansion import Differences, Expander, Expansion
-from undrop.diagnosis.explicit import _Enumerated, _Sampled
-from undrop.diagnosis.subject import Subject, collect
-from undrop.diagnosis.timing import Budget
+from undrop.diagnosis.measure.expansion import Differences, Expander, Expansion
+from undrop.diagnosis.measure.explicit import _Enumerated, _Sampled
+from undrop.diagnosis.measure.model import Subject, collect
+from undrop.diagnosis.measure.timing import Budget
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

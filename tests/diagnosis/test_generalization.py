@@ -11,7 +11,7 @@ from torch import nn
 
 import undrop
 from undrop.diagnosis import last_layer
-from undrop.diagnosis.generalization import TAU, Curve, minimum_over_beta
+from undrop.diagnosis.theorem.generalization import TAU, Curve, minimum_over_beta
 from undrop.lab.models import MLP
 
 

@@ -9,12 +9,12 @@ from torch import nn
 
 import undrop
 from problems import problem
-from undrop.diagnosis import implicit
-from undrop.diagnosis.covariance import cosine, overlap, trace_of_means
-from undrop.diagnosis.gradients import GradientNoise, Sketch, group_of
-from undrop.diagnosis.implicit import measure_implicit
-from undrop.diagnosis.subject import Subject, collect
-from undrop.diagnosis.timing import Budget
+from undrop.diagnosis.measure import implicit
+from undrop.diagnosis.measure.covariance import cosine, overlap, trace_of_means
+from undrop.diagnosis.measure.gradients import GradientNoise, Sketch, group_of
+from undrop.diagnosis.measure.implicit import measure_implicit
+from undrop.diagnosis.measure.model import Subject, collect
+from undrop.diagnosis.measure.timing import Budget
 
 
 def measured(model, batches, draws, **options):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import undrop
-from undrop.diagnosis.advice import advise
-from undrop.diagnosis.estimates import Draws, Estimate, percent
+from undrop.diagnosis.measure.estimates import Draws, Estimate, percent
+from undrop.diagnosis.report.advice import advise
 from undrop.intercept import Sites
 
 
@@ -117,7 +117,7 @@ def test_import_is_light_and_the_name_is_a_function():
     import sys
 
     code = (
-        "import sys, undrop, undrop.diagnosis.page\n"
+        "import sys, undrop, undrop.diagnosis.report.page\n"
         "heavy = {'scipy', 'matplotlib', 'pydantic', 'transformers', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "assert callable(undrop.diagnose) and callable(undrop.bound) and callable(undrop.check)\n"

@@ -3,6 +3,7 @@
 from undrop.losses.adaptive import AdaptiveSoftmax
 from undrop.losses.base import FORMS, Derivatives, Loss
 from undrop.losses.bce import BCEWithLogits
+from undrop.losses.by_class import ByClass
 from undrop.losses.convert import as_loss
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.generic import Generic
@@ -13,6 +14,7 @@ __all__ = [
     "FORMS",
     "AdaptiveSoftmax",
     "BCEWithLogits",
+    "ByClass",
     "CrossEntropy",
     "Derivatives",
     "Generic",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from undrop.errors import EngineError, OptionError
 from undrop.kernels.softmax import working_dtype
+from undrop.losses.by_class import ByClass
 
 __all__ = ["FORMS", "Derivatives", "Loss", "number", "precise"]
 
@@ -108,6 +109,10 @@ class Loss(ABC):
             (c * part for c, part in zip(weights, parts, strict=True)), output.new_zeros(())
         )
         return total, Derivatives(*(part.detach() for part in parts))
+
+    def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
+        """How uᵀHu splits over classes, for a diagnosis; None for an output without classes."""
+        return None
 
     def sampled(
         self, output: Tensor, target: Tensor, form: str, generator: torch.Generator | None

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.losses.base import Derivatives, Loss, number, precise
+from undrop.losses.by_class import ByClass, elementwise_by_class
 from undrop.losses.targets import check_like_output
 
 __all__ = ["BCEWithLogits"]
@@ -40,6 +41,11 @@ class BCEWithLogits(Loss):
             (curvature * u.square()).mean(),
             ((s - target) * u).mean(),
         )
+
+    def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
+        """Each logit is a class, with s(1-s)·u²."""
+        s = torch.sigmoid(output.detach().double())
+        return elementwise_by_class(s * (1.0 - s), u)
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         output = precise(output)

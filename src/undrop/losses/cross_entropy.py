@@ -13,6 +13,7 @@ from torch import Tensor
 from undrop.errors import OptionError
 from undrop.kernels.softmax import cross_entropy_combined, cross_entropy_derivatives, working_dtype
 from undrop.losses.base import Derivatives, Loss, precise
+from undrop.losses.by_class import ByClass, softmax_by_class
 from undrop.losses.targets import check_class_indices, not_ignored
 
 __all__ = ["CrossEntropy"]
@@ -103,6 +104,12 @@ class CrossEntropy(Loss):
         rows = self._paired(output, u, target)
         total, parts = cross_entropy_combined(*rows, weights, **self._how(form))
         return total, Derivatives(*parts)
+
+    def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
+        """Σ p v², class by class, over the targets that count."""
+        logits, u, target = self._paired(output, u, target)
+        kept = not_ignored(target, self.ignore_index)
+        return softmax_by_class(logits[kept], u[kept], logits.shape[-1])
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""

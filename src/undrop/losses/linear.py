@@ -10,6 +10,7 @@ from undrop.errors import OptionError
 from undrop.kernels.fused import row_chunks
 from undrop.kernels.head import LinearOutput
 from undrop.kernels.softmax import Rule
+from undrop.losses.by_class import ByClass, softmax_by_class
 from undrop.losses.features import FeatureLoss
 
 __all__ = ["LinearCrossEntropy"]
@@ -53,6 +54,16 @@ class LinearCrossEntropy(FeatureLoss):
             chunk=chunk,
         )
         self.weight, self.bias = weight, bias
+
+    def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
+        """Σ p v² of the logits, class by class, a chunk of rows at a time."""
+        return softmax_by_class(
+            self._kept(output, target),
+            self._kept(u, target),
+            self.classes,
+            lambda rows: F.linear(rows, self.weight, self.bias),
+            lambda tangents: F.linear(tangents, self.weight),
+        )
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(W f + b), drawn a chunk of rows at a time."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from undrop.losses.base import Derivatives, Loss, number, precise
+from undrop.losses.by_class import ByClass, elementwise_by_class
 from undrop.losses.targets import check_like_output
 
 __all__ = ["MSE"]
@@ -34,6 +35,10 @@ class MSE(Loss):
         return Derivatives(
             error.square().mean(), curvature * u.square().mean(), 2.0 * (error * u).mean()
         )
+
+    def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
+        """Each output feature counts as a class, with 2u²."""
+        return elementwise_by_class(torch.full_like(output, 2.0), u)
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Labels from N(F, ½), the model whose negative log-likelihood is ℓ: E[g gᵀ] = 2."""

@@ -54,7 +54,7 @@ def bound(
             for i, label in enumerate(_LABELS)
         ],
     )
-    from undrop.diagnosis.generalization import CONSTANTS
+    from undrop.diagnosis.theorem.generalization import CONSTANTS
 
     typer.echo()
     for assumption in results[0].assumptions[:3]:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from undrop.diagnosis.advice import GOOD
-from undrop.diagnosis.estimates import Draws, Estimate, percent
-from undrop.diagnosis.expansion import Expanded, Expander
-from undrop.diagnosis.gradients import GradientNoise, Xi
-from undrop.diagnosis.subject import Batch, Subject, collect
-from undrop.diagnosis.timing import Budget, checked_seconds, progress_bar
+from undrop.diagnosis.measure.estimates import Draws, Estimate, percent
+from undrop.diagnosis.measure.expansion import Expanded, Expander
+from undrop.diagnosis.measure.gradients import GradientNoise, Xi
+from undrop.diagnosis.measure.model import Batch, Subject, collect
+from undrop.diagnosis.measure.timing import Budget, checked_seconds, progress_bar
+from undrop.diagnosis.report.advice import GOOD
 from undrop.errors import OptionError
 from undrop.generators import Generators
 from undrop.objectives import Analytic, Dropout, Objective

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.covariance import cosine, overlap, trace_of_means
-from undrop.diagnosis.estimates import Draws, Estimate
-from undrop.diagnosis.gradients import GradientNoise, Sketch
-from undrop.diagnosis.subject import Subject
-from undrop.diagnosis.timing import Budget
+from undrop.diagnosis.measure.covariance import cosine, overlap, trace_of_means
+from undrop.diagnosis.measure.estimates import Draws, Estimate
+from undrop.diagnosis.measure.gradients import GradientNoise, Sketch
+from undrop.diagnosis.measure.model import Subject
+from undrop.diagnosis.measure.timing import Budget
 
 __all__ = ["Group", "Implicit", "Overlap", "Shrinking", "measure_implicit"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.expansion import Expanded
-from undrop.diagnosis.subject import Batch, Noise, Subject
+from undrop.diagnosis.measure.expansion import Expanded
+from undrop.diagnosis.measure.model import Batch, Noise, Subject
 from undrop.intercept import Site
 
 __all__ = ["LIMIT", "Masks", "enumerable", "expected_loss"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.estimates import Estimate
+from undrop.diagnosis.measure.estimates import Estimate
 
 __all__ = ["cosine", "overlap", "trace_of_means"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.subject import Batch, Subject
+from undrop.diagnosis.measure.model import Batch, Subject
 from undrop.engines import Draw, Engine, Request, ScaledNoise, Weights, engine_named
 from undrop.errors import GradientsDisabledError
 from undrop.intercept import Field, Selection, keep_statistics, silent

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.subject import Batch, Given, Noise, Subject
+from undrop.diagnosis.measure.model import Batch, Given, Noise, Subject
 from undrop.engines import Draw, ZeroLeaves
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.errors import NoDropoutError, NonFiniteError

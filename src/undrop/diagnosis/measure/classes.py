@@ -10,18 +10,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
-from undrop.diagnosis.estimates import Estimate
-from undrop.losses import MSE, BCEWithLogits, CrossEntropy, LinearCrossEntropy, Loss
-from undrop.losses.targets import not_ignored
+from undrop.diagnosis.measure.estimates import Estimate
+from undrop.losses import ByClass
 
-__all__ = ["ClassShare", "ClassShares", "carried"]
+__all__ = ["ClassShare", "ClassShares"]
 
-_CHUNK = 1 << 22  # numbers of a chunk of rows
 TOP = 10
 """The number of classes that are shown."""
 
@@ -44,55 +39,6 @@ class ClassShare(NamedTuple):
             "share": self.share.to_json(),
             "weight": self.weight,
         }
-
-
-class Carried(NamedTuple):
-    """By class, summed over terms: uᵀHu and the diagonal of H."""
-
-    quadratic: Tensor
-    weight: Tensor
-
-
-@torch.no_grad()
-def carried(loss: Loss, output: Tensor, u: Tensor, targets: Any) -> Carried | None:
-    """What each class carries; None for a loss whose output is not made of classes."""
-    if isinstance(loss, CrossEntropy | LinearCrossEntropy):
-        return _softmax(loss, output, u, targets)
-    if isinstance(loss, BCEWithLogits):
-        s = torch.sigmoid(output.detach().double())
-        return _elementwise(s * (1.0 - s), u)
-    if isinstance(loss, MSE):
-        return _elementwise(torch.full_like(output.detach(), 2.0, dtype=torch.float64), u)
-    return None
-
-
-def _elementwise(curvature: Tensor, u: Tensor) -> Carried | None:
-    if u.dim() < 2:
-        return None
-    quadratic = curvature * u.double().square()
-    return Carried(quadratic.flatten(0, -2).sum(0), curvature.flatten(0, -2).sum(0))
-
-
-def _softmax(
-    loss: CrossEntropy | LinearCrossEntropy, output: Tensor, u: Tensor, targets: Tensor
-) -> Carried:
-    if isinstance(loss, CrossEntropy):
-        output, u = loss.classes_last(output), loss.classes_last(u)
-    head = loss if isinstance(loss, LinearCrossEntropy) else None
-    classes = output.shape[-1] if head is None else len(head.weight)
-    kept = not_ignored(targets.reshape(-1), loss.ignore_index)
-    rows, tangents = (x.detach().reshape(-1, x.shape[-1])[kept] for x in (output, u))
-    quadratic = torch.zeros(classes, dtype=torch.float64, device=output.device)
-    weight = torch.zeros_like(quadratic)
-    chunk = max(1, _CHUNK // classes)
-    for z, tangent in zip(rows.split(chunk), tangents.split(chunk), strict=True):
-        if head is not None:
-            z, tangent = F.linear(z, head.weight, head.bias), F.linear(tangent, head.weight)
-        p, tangent = torch.softmax(z.double(), -1), tangent.double()
-        v = tangent - (p * tangent).sum(-1, keepdim=True)
-        quadratic += (p * v.square()).sum(0)
-        weight += (p * (1.0 - p)).sum(0)
-    return Carried(quadratic, weight)
 
 
 class _Moments:
@@ -134,12 +80,12 @@ class ClassShares:
         self._batches: dict[int, _Moments] = {}
         self._weight: NDArray[np.float64] | float = 0.0
 
-    def add(self, batch: int, terms: float, found: Carried) -> None:
+    def add(self, batch: int, terms: float, found: ByClass) -> None:
         """Take in what one mask (or the expectation over masks) of a batch says."""
         x = (found.quadratic / terms).cpu().numpy()
         if batch not in self._batches:
             self._batches[batch] = _Moments(terms, len(x))
-            self._weight = self._weight + found.weight.cpu().numpy()
+            self._weight = self._weight + found.diagonal.cpu().numpy()
         self._batches[batch].add(x)
 
     def top(self, count: int = TOP) -> list[ClassShare]:

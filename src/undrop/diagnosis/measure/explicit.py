@@ -14,13 +14,14 @@ from itertools import cycle, islice
 from math import fsum
 from typing import Any, NamedTuple
 
-from undrop.diagnosis.classes import Carried, ClassShare, ClassShares, carried
-from undrop.diagnosis.enumeration import Masks, enumerable, expected_loss
-from undrop.diagnosis.estimates import Draws, Estimate
-from undrop.diagnosis.expansion import Expanded, Expander
-from undrop.diagnosis.subject import Batch, Subject
-from undrop.diagnosis.timing import Budget
+from undrop.diagnosis.measure.classes import ClassShare, ClassShares
+from undrop.diagnosis.measure.enumeration import Masks, enumerable, expected_loss
+from undrop.diagnosis.measure.estimates import Draws, Estimate
+from undrop.diagnosis.measure.expansion import Expanded, Expander
+from undrop.diagnosis.measure.model import Batch, Subject
+from undrop.diagnosis.measure.timing import Budget
 from undrop.intercept import Site
+from undrop.losses import ByClass
 from undrop.noise import sigma
 
 __all__ = ["Explicit", "Parts", "Point", "SiteEffect", "measure_explicit"]
@@ -251,7 +252,7 @@ class _Sampled(_Study):
                 other = self.subject.masks(expanded.found, extra)
                 value = self.subject.value(batch, other)
                 row[f"r_drop @{extra}"] = value - base - expanded.first(other)
-        share = carried(self.subject.loss, expanded.output, terms.u, batch.targets)
+        share = self.subject.loss.by_class(expanded.output, terms.u, batch.targets)
         if share is not None:
             self.classes.add(batch.number, expanded.count, share)
         return row
@@ -297,16 +298,16 @@ class _Enumerated(_Study):
     def _second_order(self, batch: Batch, expanded: Expanded, masks: Masks) -> dict[str, float]:
         """E[vᵀAv] = Σ σ_j² A_jj, entry by entry."""
         row: dict[str, float] = {}
-        whole: Carried | None = None
+        whole: ByClass | None = None
         for site, noise in masks.units():
             terms = expanded.along(noise)
             for part, value in (("psd", terms.total.psd), ("non_psd", terms.total.non_psd)):
                 key = f"{part} {site.name}"
                 row[key] = row.get(key, 0.0) + value
-            found = carried(self.subject.loss, expanded.output, terms.u, batch.targets)
+            found = self.subject.loss.by_class(expanded.output, terms.u, batch.targets)
             if found is not None:
                 before = 0.0 if whole is None else whole.quadratic
-                whole = Carried(found.quadratic + before, found.weight)
+                whole = ByClass(found.quadratic + before, found.diagonal)
         if whole is not None:
             self.classes.add(batch.number, expanded.count, whole)
         return row

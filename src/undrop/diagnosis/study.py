@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.advice import advise
-from undrop.diagnosis.explicit import measure_explicit
-from undrop.diagnosis.implicit import measure_implicit
-from undrop.diagnosis.result import Diagnosis
-from undrop.diagnosis.subject import Subject, collect
-from undrop.diagnosis.timing import Budget, checked_seconds, progress_bar
+from undrop.diagnosis.measure.explicit import measure_explicit
+from undrop.diagnosis.measure.implicit import measure_implicit
+from undrop.diagnosis.measure.model import Subject, collect
+from undrop.diagnosis.measure.timing import Budget, checked_seconds, progress_bar
+from undrop.diagnosis.report.advice import advise
+from undrop.diagnosis.report.result import Diagnosis
 from undrop.errors import OptionError
 from undrop.losses import Loss
 

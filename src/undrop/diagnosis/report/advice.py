@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from undrop.diagnosis.estimates import percent
-from undrop.diagnosis.explicit import Explicit, Point
-from undrop.diagnosis.implicit import Implicit
+from undrop.diagnosis.measure.estimates import percent
+from undrop.diagnosis.measure.explicit import Explicit, Point
+from undrop.diagnosis.measure.implicit import Implicit
 from undrop.intercept import Sites
 
 __all__ = ["advise"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from undrop.diagnosis.estimates import Estimate, percent
-from undrop.diagnosis.explicit import Explicit
-from undrop.diagnosis.implicit import Implicit
+from undrop.diagnosis.measure.estimates import Estimate, percent
+from undrop.diagnosis.measure.explicit import Explicit
+from undrop.diagnosis.measure.implicit import Implicit
 from undrop.intercept import Sites
 
 __all__ = ["Diagnosis"]
@@ -56,13 +56,13 @@ class Diagnosis:
 
     def plot(self, path: str | Path) -> None:
         """Draw all panels into one picture; the suffix says how (png, pdf, svg)."""
-        from undrop.diagnosis.plots import draw
+        from undrop.diagnosis.report.plots import draw
 
         draw(self, Path(path))
 
     def html(self, path: str | Path) -> None:
         """Write one page that needs no other file and no network."""
-        from undrop.diagnosis.page import write
+        from undrop.diagnosis.report.page import write
 
         write(self, Path(path))
 

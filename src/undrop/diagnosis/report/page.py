@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from undrop.diagnosis.plots import panels, svg
+from undrop.diagnosis.report.plots import panels, svg
 
 if TYPE_CHECKING:
-    from undrop.diagnosis.result import Diagnosis
+    from undrop.diagnosis.report.result import Diagnosis
 
 __all__ = ["write"]
 

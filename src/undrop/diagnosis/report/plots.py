@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from undrop.diagnosis.estimates import Estimate
+from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import OptionError, UndropError
 
 if TYPE_CHECKING:
-    from undrop.diagnosis.result import Diagnosis
+    from undrop.diagnosis.report.result import Diagnosis
 
 __all__ = ["draw", "panels", "svg"]
 

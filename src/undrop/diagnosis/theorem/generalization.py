@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.estimates import Estimate
+from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import OptionError, TargetError
 
 __all__ = ["TAU", "Assumption", "Bound", "Statistics", "bound", "minimum_over_beta", "statistics"]

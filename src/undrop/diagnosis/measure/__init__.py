@@ -1,0 +1,1 @@
+"""Measuring: the explicit and implicit effect of dropout, and its benefit."""

@@ -1,0 +1,1 @@
+"""Presenting: tables, advice, plots, pages and comparisons of what was measured."""

@@ -1,0 +1,1 @@
+"""The generalization bound of the paper for a linear output layer."""

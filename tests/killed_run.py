@@ -5,8 +5,10 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import safetensors.torch
+
 from undrop.lab import train
-from undrop.lab.train import checkpoints, folder
+from undrop.lab.train import folder
 
 
 def _die(*args: Any) -> None:
@@ -25,7 +27,7 @@ def _at(count: int, original: Callable[..., Any], act: Callable[..., Any]) -> Ca
 
 def arm(point: str, count: int) -> None:
     """Die at the ``count``-th time that the run comes to ``point``."""
-    fsync, replace, save_file = os.fsync, os.replace, checkpoints.save_file
+    fsync, replace, save_file = os.fsync, os.replace, safetensors.torch.save_file
 
     def after_replace(*args: Any) -> None:
         replace(*args)
@@ -48,7 +50,7 @@ def arm(point: str, count: int) -> None:
     elif point == "after rename":
         os.replace = _at(count, replace, after_replace)
     elif point == "in tensors":
-        checkpoints.save_file = _at(count, save_file, half_the_tensors)
+        safetensors.torch.save_file = _at(count, save_file, half_the_tensors)
     elif point == "in metrics":
         folder.Metrics.append = _at(count, folder.Metrics.append, half_a_line)
     else:

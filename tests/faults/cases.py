@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from undrop import cli
+from undrop.lab import cli
 from undrop.lab.train import presets
 
 NASTY = (

@@ -22,8 +22,8 @@ from unittest import mock
 
 from faults.cases import json_case, line_case, preset_case, raw
 from tiny_run import tiny_config, write_text
-from undrop import cli, corpora, train
 from undrop.errors import StoppedError, UndropError
+from undrop.lab import cli, corpora, train
 from undrop.lab.reproduce.records import Curve, Record, Records
 from undrop.lab.train import configure
 from undrop.lab.train.checkpoints import _check

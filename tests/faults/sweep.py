@@ -17,7 +17,7 @@ from unittest import mock
 
 import killed_run
 from faults.lab import WARM, NotPossibleError
-from undrop import cli
+from undrop.lab import cli
 from undrop.lab.reproduce import Campaign, Plan, executor_named, records
 
 EXPERIMENT = "noise-put-back"

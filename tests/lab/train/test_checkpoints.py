@@ -3,8 +3,8 @@ import json
 import os
 
 import pytest
+import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from undrop.errors import CheckpointError, RunError
 from undrop.lab.train import checkpoints
@@ -114,10 +114,10 @@ def test_if_none_is_sound_that_is_said(store):
 def test_a_full_disk_loses_no_earlier_checkpoint(store, monkeypatch, place):
     def full(*args, **kwargs):
         if place == "tensors":
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
+            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    where = (checkpoints, "save_file") if place == "tensors" else (checkpoints.json, "dumps")
+    where = (safetensors.torch, "save_file") if place == "tensors" else (checkpoints.json, "dumps")
     with monkeypatch.context() as patch:
         patch.setattr(*where, full)
         with pytest.raises(RunError, match=r"the disk is full: .*step-00000004.* --resume"):

@@ -21,7 +21,7 @@ def softmax(v):
 
 
 def literal(weight, features, labels, cut, delta, alpha, tau):
-    """Theorem 3.1, Theorem B.1 and G, written down as the paper has them, example by example."""
+    """Theorem 4.1, Theorem B.1 and G, written down as the paper has them, example by example."""
     n, c = len(labels), len(weight)
     mu = nu = loss = 0.0
     for x, y in zip(features, labels, strict=True):
@@ -232,7 +232,7 @@ def trained(objective, x, y):
 
 
 def test_regularization_lowers_hessian_and_gap_of_the_same_model():
-    """Theorem 3.1 on the last layer, with and without the analytic regularizer, beside the gap."""
+    """Theorem 4.1 on the last layer, with and without the analytic regularizer, beside the gap."""
     torch.manual_seed(0)
     teacher = torch.randn(10, 4)
     x = torch.randn(1100, 10)

@@ -30,7 +30,7 @@ class _Seen(NamedTuple):
 class Watcher:
     """Every so many steps: ½E[uᵀHu], each site's share of it, and the norm of ξ_approx.
 
-    The explicit figures are those of Algorithm 4: one pass and one gradient with labels drawn from the
+    The explicit figures are those of Algorithm 3: one pass and one gradient with labels drawn from the
     model, for all sites at once and with the expectation over masks taken in closed form. The norm is
     that of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so that at the default
     interval watching costs 1 to 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no

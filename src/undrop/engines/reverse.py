@@ -14,7 +14,7 @@ __all__ = ["Reverse"]
 
 
 class Reverse(Engine):
-    """Algorithm 4 of the paper, for any mask structure.
+    """Algorithm 3 of the paper, for any mask structure.
 
     With ŷ ~ p for every term and S = Σ ℓ_ŷ, the explicit part is Σ_j σ_j² (∂S/∂z_j)² / N: since the
     gradients of different terms have zero mean and are independent, the square of their sum has the

@@ -119,7 +119,7 @@ class Loss(ABC):
     ) -> Tensor:
         """A scalar S, random where it must be, with E[∇S ∇Sᵀ] = Σ_terms H (or the form asked for).
 
-        For "hessian" S = Σ ℓ_ŷ with labels drawn from the model, ŷ ~ p (the paper's Algorithm 4;
+        For "hessian" S = Σ ℓ_ŷ with labels drawn from the model, ŷ ~ p (the paper's Algorithm 3;
         the sampling probabilities are not differentiated); for "identity" S = ⟨v, F⟩ with random
         signs v; for "loss-jacobian" the total loss itself.
         """

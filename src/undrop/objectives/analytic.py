@@ -30,9 +30,9 @@ class Analytic(Objective):
 
     With u = ∂F/∂ε, the output tangent along the noise that each dropout of the model would make,
 
-    - explicit: ``strength`` · mean uᵀHu, the paper's R_approx (eq. reg_ours) with each site's
+    - explicit: ``strength`` · mean uᵀHu, the paper's R_approx (eq. 4.4) with each site's
       q/(1-q) folded in; or with the identity in H's place, or the loss Jacobian (R̃_approx);
-    - implicit: mean ∂ℓ/∂ε for the η drawn, whose gradient is ξ_approx (eq. imp_ours), a noise of
+    - implicit: mean ∂ℓ/∂ε for the η drawn, whose gradient is ξ_approx (eq. 4.6), a noise of
       zero mean. σ is in u, so the paper's λ₂ is 1 here.
 
     η is ±1: the explicit part is even in it and the implicit one odd, so that one draw serves both

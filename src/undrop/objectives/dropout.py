@@ -28,7 +28,7 @@ class Dropout(Objective):
     The covariance of the gradient noise shrinks as 1/k; ``noise`` puts back what averaging took:
 
     - "resampled" (Section 3.1): adds sqrt((1 - 1/k)/2)·[ℓ(η₁) - ℓ(η₂)] for two fresh masks;
-    - "analytic" (Algorithm 3): adds sqrt(1 - 1/k)·∂ℓ/∂ε, the paper's ξ_approx, for ±1 noise.
+    - "analytic" (Algorithm 4): adds sqrt(1 - 1/k)·∂ℓ/∂ε, the paper's ξ_approx, for ±1 noise.
 
     The masks are torch's own, from torch's global generator, so k = 1 is bit for bit the plain
     dropout step; with a ``generator`` undrop draws them. ``step.output`` is the first sample's: that

@@ -2,7 +2,7 @@
 
 - dropout: (∇ℓ(F(x; 1, η₁)) - ∇ℓ(F(x; 1, η₂)))/√2, the paper's ξ̃_drop scaled to the covariance of one
   dropout gradient around its mean (Section 3.1);
-- analytic: ξ_approx = ∇(∂ℓ/∂ε) (eq. imp_ours);
+- analytic: ξ_approx = ∇(∂ℓ/∂ε) (eq. 4.6);
 - batch: the same difference between two batches without dropout.
 """
 

@@ -2,7 +2,7 @@
 
 For W (classes × features) on n examples, with μ(W) = E‖Dℓ‖₂, ν(W) = E tr D²ℓ over the training
 examples, A ≥ ‖Wᵀ‖₂,₁ = Σ_classes ‖row of W‖₂, κ = max‖x_i‖₂, θ = log³(n·c)·κ² and the loss cut off at B,
-Theorem 3.1 says that with probability 1 - δ
+Theorem 4.1 says that with probability 1 - δ
 
     E_P[ℓ] - 1.01 E_n[ℓ] ≲ (Aμ)^⅔(θB)^⅓/n^⅓ + A·sqrt(Bνθ)/√n + BA²θ/(n(log²(BA²θ/(νn)) + 1)) + ζ
 
@@ -127,7 +127,7 @@ class Assumption(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Bound:
-    """Theorem 3.1 and Theorem B.1 on one set of weights; every constant is taken as 1."""
+    """Theorem 4.1 and Theorem B.1 on one set of weights; every constant is taken as 1."""
 
     examples: int
     classes: int
@@ -143,7 +143,7 @@ class Bound:
     mu: float
     nu: float
     terms: dict[str, float]
-    """Of Theorem 3.1: gradient (with μ), hessian (with ν), tail, zeta."""
+    """Of Theorem 4.1: gradient (with μ), hessian (with ν), tail, zeta."""
     general_terms: dict[str, float]
     """The same of Theorem B.1, with τ."""
     beta: float
@@ -159,7 +159,7 @@ class Bound:
 
     @property
     def total(self) -> float:
-        """The sum of Theorem 3.1's terms."""
+        """The sum of Theorem 4.1's terms."""
         return math.fsum(self.terms.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Bound:
             ("μ(W), mean ‖Dℓ‖", f"{self.mu:.4g}"),
             ("ν(W), mean tr D²ℓ", f"{self.nu:.4g}"),
             *((f"term: {name}", f"{value:.4g}") for name, value in self.terms.items()),
-            ("sum of the terms (Theorem 3.1)", f"{self.total:.4g}"),
+            ("sum of the terms (Theorem 4.1)", f"{self.total:.4g}"),
             ("sum with τ (Theorem B.1)", f"{math.fsum(self.general_terms.values()):.4g}"),
             (f"min G(β), at β = {self.beta:.3g}", f"{self.g_minimum:.4g}"),
             ("training loss, cut off", str(self.train_loss)),
@@ -215,7 +215,7 @@ def bound(
     tau: float = TAU,
     norm_bound: float | None = None,
 ) -> Bound:
-    """Evaluate the paper's bound for a linear layer: Theorem 3.1, Theorem B.1 and min G(β).
+    """Evaluate the paper's bound for a linear layer: Theorem 4.1, Theorem B.1 and min G(β).
 
     Args:
         weight: W (classes, features), such as the last layer of a network.
@@ -280,7 +280,7 @@ class _Setting(NamedTuple):
         return self.cut * (math.log(1.0 / self.delta) + math.log(math.log(self.n))) / self.n
 
     def terms(self, mu: float, nu: float, tau2: float) -> dict[str, float]:
-        """The right-hand side; τ² = 1 gives Theorem 3.1, where it is a constant."""
+        """The right-hand side; τ² = 1 gives Theorem 4.1, where it is a constant."""
         scale = self.cut * self.norm**2 * self.theta / self.n
         tail = 0.0
         if nu > 0.0 and scale > 0.0:

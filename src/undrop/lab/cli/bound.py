@@ -73,7 +73,7 @@ _LABELS = (
     "term: hessian",
     "term: tail",
     "term: ζ",
-    "sum (Theorem 3.1)",
+    "sum (Theorem 4.1)",
     "sum with τ (Theorem B.1)",
     "min over β of G",
     "sum < B: says more than ℓ ≤ B",

@@ -51,6 +51,18 @@ class OldStyle(torch.autograd.Function):
         return 2 * g
 
 
+class UnderAutocast(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, g):
+        return 2 * g
+
+
 def through_a_slice(h):
     """The tangent enters a tensor by writing into a part of it."""
     buffer = torch.zeros_like(h)
@@ -74,6 +86,7 @@ BLOCKED = {
     "aten::glu after a view": through_a_view,
     "the autograd function Doubled": Doubled.apply,
     "the autograd function OldStyle": OldStyle.apply,
+    "the autograd function UnderAutocast": UnderAutocast.apply,
 }
 FREE = {
     "activations": lambda h: F.gelu(h).tanh(),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import undrop
 from undrop.engines import Draw
 from undrop.errors import EngineError, RecomputationError
-from undrop.intercept import recomputation
+from undrop.intercept import checkpointing
 from undrop.objectives import SAM, Jacobian, RDrop
 
 D = torch.float64
@@ -251,11 +251,11 @@ def test_other_hooks_are_left_as_they_were():
     def look(x: Tensor) -> Tensor:
         with save_on_cpu():
             before = top()
-            found.append(len(recomputation.regions()))
+            found.append(len(checkpointing.regions()))
             assert top() == before
         return x.sin()
 
-    top = recomputation._top_hooks
+    top = checkpointing._top_hooks
     x = torch.ones(2, requires_grad=True)
     with save_on_cpu():
         before = top()
@@ -267,7 +267,7 @@ def test_other_hooks_are_left_as_they_were():
 
 
 def test_a_torch_that_hides_its_hooks_is_refused(monkeypatch):
-    monkeypatch.setattr(recomputation, "_autograd_top", None)
+    monkeypatch.setattr(checkpointing, "_autograd_top", None)
     with pytest.raises(RecomputationError, match=r"needs torch 2.8 or later"):
         after_a_step(net(each), OBJECTIVES["antithetic"]())
     assert after_a_step(net(plain), OBJECTIVES["antithetic"]())

@@ -8,11 +8,8 @@ that is not listed is never trusted.
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +28,7 @@ from undrop.intercept import (
     is_sharded,
     keep_statistics,
 )
-from undrop.intercept.checkpointing import in_checkpoint
+from undrop.intercept.checkpointing import enclosing_function, in_checkpoint
 
 __all__ = ["CONSTANT", "PROVEN", "TangentTrace", "first_unproven_op"]
 
@@ -144,19 +141,12 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
     ]
 
 
-_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
-
-
 def _enclosing() -> str | None:
     """What runs on the Python stack that no tangent gets through, whatever ops it is made of."""
     if in_checkpoint():
         return _CHECKPOINTING
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _APPLY:
-            return f"{_FUNCTION} {frame.f_locals['cls'].__name__}"
-        frame = frame.f_back
-    return None
+    function = enclosing_function()
+    return None if function is None else f"{_FUNCTION} {function}"
 
 
 class _Proof(NamedTuple):

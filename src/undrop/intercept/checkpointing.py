@@ -13,13 +13,13 @@ it again. The reentrant kind runs inside of an autograd function and leaves noth
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from undrop.errors import RecomputationError
 
@@ -91,11 +91,24 @@ def in_checkpoint() -> bool:
 
 def enclosing_function() -> str | None:
     """The name of the autograd function whose forward is on the Python stack, if there is one."""
-    for frame in _stack():
-        ctx = frame.f_locals.get("ctx")
-        if isinstance(ctx, FunctionCtx):
-            return type(ctx).__name__.removesuffix("Backward")
-    return None
+    forwards = _forwards()
+    return next((forwards[f.f_code] for f in _stack() if f.f_code in forwards), None)
+
+
+def _forwards() -> dict[CodeType, str]:
+    """The code of every autograd function's forward, with the function's name.
+
+    The stack shows the forward alone: since torch 2.15 ``Function.apply`` is no Python.
+    """
+    found: dict[CodeType, str] = {}
+    waiting = torch.autograd.Function.__subclasses__()
+    while waiting:
+        function = waiting.pop()
+        waiting += function.__subclasses__()
+        code = getattr(inspect.unwrap(function.forward), "__code__", None)
+        if code is not None:
+            found[code] = function.__name__
+    return found
 
 
 def _stack() -> Iterator[FrameType]:

@@ -15,6 +15,9 @@ __all__ = ["is_sharded", "paths", "unwrapped"]
 _SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Under these names wrappers hold what they wrap."""
 
+_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+"""Where FSDP is; the second is the home of its second version in torch 2.5."""
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module behind ``torch.compile``, whose compiled code hides its dropout from view.
@@ -56,8 +59,10 @@ def _bare(name: str) -> str:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether parameters of the model are sharded over processes by FSDP, of either version."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before that is imported
-    if fsdp is None:
-        return False
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    kinds = tuple(
+        getattr(sys.modules[home], kind)
+        for home in _SHARDING  # nothing is sharded before one of them is imported
+        for kind in ("FSDPModule", "FullyShardedDataParallel")
+        if hasattr(sys.modules.get(home), kind)
+    )
     return any(isinstance(module, kinds) for module in model.modules())

@@ -10,6 +10,7 @@ from undrop.errors import OptionError
 from undrop.kernels.fused import row_chunks
 from undrop.kernels.head import LinearOutput
 from undrop.kernels.softmax import Rule
+from undrop.losses.base import precise
 from undrop.losses.by_class import ByClass, softmax_by_class
 from undrop.losses.features import FeatureLoss
 
@@ -72,7 +73,8 @@ class LinearCrossEntropy(FeatureLoss):
         labels = torch.empty(len(rows), dtype=torch.long, device=rows.device)
         with torch.no_grad():
             for part in row_chunks(len(rows), self.classes, self.chunk):
-                p = torch.softmax(F.linear(rows[part], self.weight, self.bias).float(), -1)
+                logits = precise(F.linear(rows[part], self.weight, self.bias))
+                p = torch.softmax(logits, -1)
                 labels[part] = torch.multinomial(p, 1, generator=generator).squeeze(-1)
         return self.layer.loss(kept, labels, Rule(), -1) * self.count(output, target)
 

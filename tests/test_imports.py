@@ -20,6 +20,7 @@ ORDER = (
         "registry",
         "options",
         "files",
+        "report",
         "tensor_files",
         "rng_snapshot",
         "generators",

@@ -1,0 +1,44 @@
+"""Any result as values that JSON has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+__all__ = ["as_json"]
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as dicts, lists, strings and finite numbers.
+
+    A dataclass becomes a dict of its fields and a named tuple a dict of its names; an object with a
+    ``to_json`` method decides for itself. JSON has no infinity: it becomes None, as does NaN.
+
+    >>> as_json({"best": Path("runs/a"), "loss": float("nan")})
+    {'best': 'runs/a', 'loss': None}
+    """
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "_asdict"):
+        return as_json(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return as_json(value.value)
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # tensors and arrays
+        return as_json(value.tolist())
+    if isinstance(value, Iterable):
+        return [as_json(item) for item in value]
+    raise TypeError(f"{type(value).__name__} has no form in JSON: give it a to_json method.")

@@ -1,0 +1,158 @@
+"""The progress bar: one line per task on stderr that fits the terminal; nothing elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+__all__ = ["Bar", "Progress", "duration"]
+
+_REFRESH = 0.1  # seconds between two drawings
+_WIDE, _NARROW = 24, 8  # columns of a bar
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words: 8 s, 2 min 05 s, 3 h 20 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Bar:
+    """One line: a title, the part that is done, and further fields.
+
+    Fields that do not fit the terminal are left out from the last on; none is cut.
+    """
+
+    def __init__(self, progress: Progress, title: str) -> None:
+        self._progress = progress
+        self._title = title
+        self._done: float | None = None
+        self._fields: tuple[str, ...] = ()
+
+    def show(self, done: float | None, *fields: str, title: str | None = None) -> None:
+        """Change the line.
+
+        Args:
+            done: the part that is done, from 0 to 1; None if nobody knows.
+            fields: what else to show, the most important first.
+            title: a new title.
+        """
+        self._done = None if done is None else min(max(done, 0.0), 1.0)
+        self._fields = tuple(field for field in fields if field)
+        self._title = self._title if title is None else title
+        self._progress.refresh()
+
+    def line(self, width: int, *, ascii_only: bool = False) -> str:
+        """Return the line in at most ``width`` columns."""
+        every = len(self._fields)
+        tries = [(_WIDE, every), *((_NARROW, count) for count in range(every, -1, -1))]
+        for length, count in tries:
+            line = "  ".join([*self._head(length, ascii_only), *self._fields[:count]])
+            if len(line) <= width:
+                return line
+        return self._title[:width]
+
+    def _head(self, length: int, ascii_only: bool) -> list[str]:
+        title = [self._title] if self._title else []
+        if self._done is None:
+            return title
+        full, rest = ("#", "-") if ascii_only else ("━", "─")
+        filled = int(length * self._done)
+        return [*title, full * filled + rest * (length - filled), f"{self._done:4.0%}"]
+
+
+class Progress:
+    """Bars on stderr while a ``with`` block runs; they are gone when it ends.
+
+    Nothing is drawn where stderr is no terminal, or rich is not installed.
+
+    >>> with Progress() as progress:
+    ...     bar = progress.bar("reading")
+    ...     bar.show(0.5, "1,200 tokens/s")
+
+    Args:
+        wanted: whether to draw at all.
+        console: a rich console to draw on instead of stderr.
+        keep: whether the bars stay on the screen at the end.
+    """
+
+    def __init__(
+        self, wanted: bool = True, console: Console | None = None, *, keep: bool = False
+    ) -> None:
+        self._console = console if console is not None else _stderr() if wanted else None
+        self.drawn = wanted and self._console is not None and self._console.is_terminal
+        """Whether there is anything to see."""
+        self._keep = keep
+        self._bars: list[Bar] = []
+        self._live: Live | None = None
+        self._last = 0.0
+
+    def bar(self, title: str = "") -> Bar:
+        """Add a line."""
+        bar = Bar(self, title)
+        self._bars.append(bar)
+        self.refresh(now=True)
+        return bar
+
+    def print(self, text: str) -> None:
+        """Print a line above the bars, or on stderr if there are none."""
+        if self._console is None:
+            return
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Draw the bars if they have not been drawn for a moment."""
+        if self._live is not None and (now or time.monotonic() - self._last >= _REFRESH):
+            self._last = time.monotonic()
+            self._live.update(self._picture(), refresh=True)
+
+    def _picture(self) -> Any:
+        from rich.text import Text
+
+        assert self._console is not None
+        options = self._console.options
+        lines = [
+            bar.line(options.max_width - 1, ascii_only=options.ascii_only) for bar in self._bars
+        ]
+        return Text("\n".join(lines), no_wrap=True)
+
+    def __enter__(self) -> Progress:
+        if self.drawn:
+            from rich.live import Live
+
+            self._live = Live(console=self._console, auto_refresh=False, transient=not self._keep)
+            self._live.start()
+            self.refresh(now=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bars away; closing twice is fine."""
+        if self._live is not None:
+            self.refresh(now=True)
+            self._live.stop()
+            self._live = None
+
+
+def _stderr() -> Console | None:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(stderr=True)

@@ -1,0 +1,108 @@
+"""Pages, figures and JSON."""
+
+import subprocess
+import sys
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from undrop.errors import MissingExtraError, OptionError
+from undrop.report import as_json, figures, html
+
+
+@dataclass
+class Result:
+    loss: float
+    path: Path
+    parts: tuple[float, ...] = ()
+
+
+Pair = namedtuple("Pair", ["low", "high"])
+
+
+class Own:
+    def to_json(self):
+        return "own"
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (
+            Result(1.5, Path("a/b"), (1.0, float("inf"))),
+            {"loss": 1.5, "path": "a/b", "parts": [1.0, None]},
+        ),
+        (Pair(1, None), {"low": 1, "high": None}),
+        ({1: Own(), "x": {True}}, {"1": "own", "x": [True]}),
+        (np.array([1.0, np.nan]), [1.0, None]),
+        (torch.tensor(3), 3),
+        (np.float32(0.5), 0.5),
+    ],
+)
+def test_results_become_what_json_has(value, plain):
+    assert as_json(value) == plain
+
+
+def test_what_has_no_form_in_json_is_refused_by_name():
+    with pytest.raises(TypeError, match="object has no form in JSON"):
+        as_json(object())
+
+
+def test_a_page_needs_nothing_but_itself_and_escapes_its_text():
+    page = html.page(
+        "a < b", html.callout("First", html.bullets(["use `p < 0.5`"])), html.paragraph("x & y")
+    )
+    assert "<h1>a &lt; b</h1>" in page
+    assert "<code>p &lt; 0.5</code>" in page
+    assert "x &amp; y" in page
+    assert "http" not in page
+    assert "src=" not in page
+
+
+def test_the_style_of_a_fragment_reaches_nothing_outside_it():
+    style = html.fragment("<p>x</p>").split("<style>")[1].split("</style>")[0]
+    rules = [line.split("{")[0] for line in style.splitlines() if "{" in line]
+    selectors = [s.strip() for rule in rules for s in rule.split(",") if not rule.startswith("@")]
+    assert all(".undrop" in selector for selector in selectors)
+
+
+def drawn():
+    figure = figures.new_figure(4, 3)
+    with figures.styled():
+        axes = figure.subplots()
+        axes.plot([0, 1], [1, 0], **figures.line_style(1))
+        axes.set_title(figures.literal("$a"))
+    return figure
+
+
+def test_the_same_figure_is_the_same_bytes(tmp_path):
+    for kind in ("png", "pdf", "svg"):
+        for name in "ab":
+            figures.save(drawn(), tmp_path / f"{name}.{kind}")
+        assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+    assert figures.svg(drawn(), "a < b").startswith('<svg role="img" aria-label="a &lt; b"')
+
+
+def test_a_suffix_of_no_picture_is_refused(tmp_path):
+    with pytest.raises(OptionError, match=r"x.xyz can't be drawn: .xyz is no kind of picture"):
+        figures.save(drawn(), tmp_path / "x.xyz")
+    with pytest.raises(OptionError, match="it has no suffix"):
+        figures.check_picture(tmp_path / "x")
+
+
+def test_without_matplotlib_the_way_out_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"a figure needs matplotlib: pip install"):
+        figures.new_figure(4, 3)
+
+
+def test_importing_the_package_loads_neither_matplotlib_nor_rich_nor_torch():
+    code = (
+        "import sys, undrop.report, undrop.report.html, undrop.report.figures\nprint(*sys.modules)"
+    )
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert not {"matplotlib", "rich", "torch", "numpy"} & set(loaded)

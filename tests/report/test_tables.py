@@ -1,0 +1,96 @@
+"""Tables at the width of a terminal: numbers stay whole, whatever gives way."""
+
+import pytest
+
+from undrop.report import Table, terminal_width
+
+TABLE = Table(
+    ["run", "objective", "epochs", "validation perplexity", "time", "status"],
+    [
+        ["runs/ptb-lstm-tiny-analytic-1", "analytic", "12/12", "124.72", "2 min 05 s", "finished"],
+        ["runs/broken", "", "", "", "", "unreadable: it was cut short"],
+    ],
+    numbers={"epochs", "validation perplexity", "time"},
+)
+
+
+@pytest.mark.parametrize("width", [20, 40, 50, 60, 70, 80, 90, 100, 120])
+def test_a_number_is_never_broken_and_no_line_is_too_long(width):
+    lines = TABLE.text(width).split("\n")
+    for number in ("12/12", "124.72", "2 min 05 s") if width > 20 else ():
+        assert sum(number in line for line in lines) == 1
+    assert max(map(len, lines)) <= width
+
+
+def test_with_room_a_row_is_a_line():
+    lines = TABLE.text(130).split("\n")
+    assert lines[0].split() == " ".join(TABLE.heads).split()
+    assert len(lines) == 3
+
+
+def test_headings_of_numbers_wrap_before_the_table_becomes_blocks():
+    head, body = TABLE.lines(64)
+    assert [line.split() for line in head][1] == ["perplexity"]
+    assert "124.72" in body[0]
+
+
+def test_without_room_each_row_is_a_block_of_its_nonempty_cells():
+    assert TABLE.text(40).split("\n") == [
+        "run                   runs/ptb-lstm-tiny",
+        "                      -analytic-1",
+        "objective             analytic",
+        "epochs                12/12",
+        "validation            124.72",
+        "perplexity",
+        "time                  2 min 05 s",
+        "status                finished",
+        "",
+        "run     runs/broken",
+        "status  unreadable: it was cut short",
+    ]
+
+
+def test_wide_characters_count_twice():
+    head, body = Table(["word", "n"], [["日本", "1"], ["ab", "22"]], numbers={"n"}).lines(80)
+    assert (head, body) == (["word   n"], ["日本   1", "ab    22"])
+
+
+def test_text_wraps_at_spaces_and_a_long_word_anywhere():
+    table = Table(["n", "text"], [["1", "one two three abcdefghijklmnop"]], numbers={"n"})
+    assert table.text(12).split("\n") == [
+        "n  text",
+        "1  one two",
+        "   three",
+        "   abcdefghi",
+        "   jklmnop",
+    ]
+
+
+def test_a_title_is_the_first_line():
+    assert Table(["a"], [["1"]], title="Sites").text(80).split("\n") == ["Sites", "a", "1"]
+
+
+def test_without_a_terminal_nothing_wraps(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", lambda *_: (_ for _ in ()).throw(OSError()))
+    assert terminal_width() > 1000
+    monkeypatch.setenv("COLUMNS", "72")
+    assert terminal_width() == 72
+
+
+def test_markdown_escapes_what_would_break_the_table():
+    table = Table(["word", "n"], [["a|b <c>\nremark", "1"]], numbers={"n"})
+    assert table.markdown().split("\n") == [
+        "| word | n |",
+        "| --- | ---: |",
+        "| a\\|b &lt;c><br>remark | 1 |",
+    ]
+
+
+def test_html_escapes_aligns_and_marks():
+    table = Table(["word", "n"], [["<b>\nremark", "1"], ["holds", ""]], numbers={"n"})
+    shown = table.html("cards", {"holds": "good"})
+    assert '<td data-head="word">&lt;b&gt;<br><span class="soft">remark</span></td>' in shown
+    assert '<td class="number" data-head="n">1</td>' in shown
+    assert '<span class="good">holds</span>' in shown
+    assert '<table class="cards">' in shown

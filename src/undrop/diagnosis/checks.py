@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from undrop.diagnosis.measure.analytic import AnalyticNoise
 from undrop.diagnosis.measure.estimates import Draws, Estimate, percent
 from undrop.diagnosis.measure.expansion import Expanded, Expander
-from undrop.diagnosis.measure.gradients import GradientNoise, Xi
+from undrop.diagnosis.measure.gradients import GradientNoise
 from undrop.diagnosis.measure.model import Batch, Subject, collect
 from undrop.diagnosis.measure.timing import Budget, checked_seconds, progress_bar
 from undrop.diagnosis.report.advice import GOOD
@@ -122,7 +123,7 @@ def check(
         OptionError: if the objective has no analytic part.
     """
     checked_seconds(seconds)
-    xi = _xi(objective)
+    made = _analytic_noise(objective)
     subject = Subject(model, collect([batch], 1), loss=objective.loss, generator=generator)
     objective.selection.check(subject.sites.names)
     probe = _probe(objective, generator)
@@ -132,7 +133,7 @@ def check(
         only = subject.batches[0]
         expanded = Expander(subject)(only)
         base = subject.value(only, {})
-        noise = GradientNoise(subject, xi) if xi is not None else None
+        noise = GradientNoise(subject, *made) if made is not None else None
         while table.masks < _LEAST or not (
             budget.spent(table.masks / draws) or table.masks >= draws
         ):
@@ -143,24 +144,26 @@ def check(
     return _result(objective, table)
 
 
-def _xi(objective: Objective) -> Xi | None:
-    """How the objective makes its analytic noise; one without any analytic part is refused.
+def _analytic_noise(objective: Objective) -> tuple[AnalyticNoise, float] | None:
+    """How the objective makes its analytic noise, and its factor; refuses one without analytic part.
 
     Neither several samples nor an interval changes the mean covariance of a step.
     """
     if isinstance(objective, Analytic):
         if not objective.implicit or objective.engine.name == "exact":
             return None
-        return Xi(
+        made = AnalyticNoise(
             objective.engine,
             objective.mask,
             objective.selection,
-            fraction=objective.fraction,
-            batch_dim=objective.batch_dim,
+            objective.fraction,
+            objective.batch_dim,
         )
+        return made, 1.0
     if isinstance(objective, Dropout) and objective.noise == "analytic":
         factor = math.sqrt(1.0 - 1.0 / objective.k)
-        return Xi(objective.engine, objective.mask, objective.selection, factor) if factor else None
+        made = AnalyticNoise(objective.engine, objective.mask, objective.selection)
+        return (made, factor) if factor else None
     raise OptionError(
         f"{type(objective).__name__} has no analytic part to check: pass undrop.Analytic() or "
         "undrop.Dropout(k, noise='analytic')."

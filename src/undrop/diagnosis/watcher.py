@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from undrop.engines import Draw, Engine, Evaluation, Request, Weights, ZeroLeaves, engine_named
+from undrop.diagnosis.measure.analytic import AnalyticNoise, analytic_term, gradient
+from undrop.diagnosis.measure.benefit import inner
+from undrop.engines import Draw, ZeroLeaves
 from undrop.errors import EngineError, NoDropoutError
 from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, unwrapped
 from undrop.losses import Loss, as_loss
@@ -57,7 +59,7 @@ class Watcher:
         self.implicit = implicit
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._engine: Engine = engine_named("auto")
+        self._noise = AnalyticNoise()
 
     def observe(
         self, step: int, model: nn.Module, inputs: Any, targets: Any, *, loss: Loss | None = None
@@ -110,21 +112,15 @@ class Watcher:
         return {"psd": total, **shares}
 
     def _quadratic(self, seen: _Seen) -> float:
-        weights = Weights(loss=0.0, explicit=0.5, implicit=0.0)
-        return float(self._evaluate(seen, weights).parts["explicit"])
+        return float(self._term(seen, explicit=0.5).detach())
 
     def _noise_norm(self, seen: _Seen) -> float:
-        weights = Weights(loss=0.0, explicit=0.0, implicit=1.0)
-        gradients = torch.autograd.grad(
-            self._evaluate(seen, weights).total,
-            [p for p in seen.model.parameters() if p.requires_grad],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return math.sqrt(math.fsum(float(g.double().square().sum()) for g in gradients))
+        parameters = [p for p in seen.model.parameters() if p.requires_grad]
+        found = gradient(self._term(seen, implicit=1.0), parameters)
+        return math.sqrt(inner(found, found))
 
-    def _evaluate(self, seen: _Seen, weights: Weights) -> Evaluation:
-        return self._engine.evaluate(Request(*seen, "hessian", weights, self._draw("sign")))
+    def _term(self, seen: _Seen, **factors: float) -> Tensor:
+        return analytic_term(*seen, self._generator, self._noise, **factors)
 
     def _draw(self, noise: str) -> Draw:
         return Draw(noise, "as-declared", Selection(), self._generator)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from undrop.diagnosis.measure.analytic import AnalyticNoise, analytic_term, gradient
 from undrop.diagnosis.measure.model import Batch, Subject
-from undrop.engines import Draw, Engine, Request, ScaledNoise, Weights, engine_named
+from undrop.engines import Draw, ScaledNoise
 from undrop.errors import GradientsDisabledError
-from undrop.intercept import Field, Selection, keep_statistics, silent
+from undrop.intercept import Field, silent
 
-__all__ = ["GradientNoise", "Sketch", "Xi", "group_of"]
+__all__ = ["GradientNoise", "Sketch", "group_of"]
 
 
 def group_of(parameter: str) -> str:
@@ -29,30 +29,21 @@ def group_of(parameter: str) -> str:
     return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
 
 
-@dataclass(frozen=True)
-class Xi:
-    """How ξ_approx is made: by which engine, at which sites, and how strongly."""
-
-    engine: Engine = field(default_factory=lambda: engine_named("auto"))
-    mask: str = "as-declared"
-    selection: Selection = field(default_factory=Selection)
-    factor: float = 1.0
-    """That of ∂ℓ/∂ε in the objective."""
-    fraction: float = 1.0
-    batch_dim: int = 0
-
-
 class GradientNoise:
     """Draws gradient noise of a model.
 
     Args:
         subject: the model under study.
-        xi: how the analytic noise is made. Dropout's is that of the same sites, at its own strength.
+        made: how the analytic noise is made. Dropout's is that of the same sites, at its own strength.
+        factor: of ∂ℓ/∂ε in the analytic noise.
     """
 
-    def __init__(self, subject: Subject, xi: Xi | None = None) -> None:
+    def __init__(
+        self, subject: Subject, made: AnalyticNoise | None = None, factor: float = 1.0
+    ) -> None:
         self.subject = subject
-        self.xi = xi or Xi()
+        self.made = made or AnalyticNoise()
+        self.factor = factor
         named = [(n, p) for n, p in subject.model.named_parameters() if p.requires_grad]
         if not named:
             raise GradientsDisabledError(
@@ -74,37 +65,28 @@ class GradientNoise:
 
     def analytic(self, batch: Batch) -> list[Tensor]:
         """A sample of ξ_approx on a batch."""
-        xi = self.xi
-        request = Request(
+        term = analytic_term(
             self.subject.model,
             batch.inputs,
             batch.targets,
             self.subject.loss,
-            "hessian",
-            Weights(loss=0.0, explicit=0.0, implicit=xi.factor),
-            Draw("sign", xi.mask, xi.selection, self.subject.randomness),
-            xi.fraction,
-            xi.batch_dim,
+            self.subject.randomness,
+            self.made,
+            implicit=self.factor,
         )
-        with keep_statistics(self.subject.model):
-            return self._of(xi.engine.evaluate(request).total)
+        return gradient(term, self.parameters)
 
     def between(self, one: Batch, two: Batch) -> list[Tensor]:
         """A sample of the noise of the choice of batch."""
         return _difference(self._gradient(one, silent), self._gradient(two, silent))
 
     def _masks(self) -> Draw:
-        sites = self.xi.selection.evenly()
+        sites = self.made.selection.evenly()
         return Draw("dropout", "as-declared", sites, self.subject.randomness)
 
     def _gradient(self, batch: Batch, field: Field) -> list[Tensor]:
         logits = self.subject.run(batch, field)
-        return self._of(self.subject.loss.value(logits, batch.targets))
-
-    def _of(self, scalar: Tensor) -> list[Tensor]:
-        return list(
-            torch.autograd.grad(scalar, self.parameters, allow_unused=True, materialize_grads=True)
-        )
+        return gradient(self.subject.loss.value(logits, batch.targets), self.parameters)
 
 
 def _difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:

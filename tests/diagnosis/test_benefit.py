@@ -1,0 +1,133 @@
+"""The benefit of a site against what one gradient step does to the validation loss, in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import undrop
+from problems import problem
+from undrop.diagnosis.measure.analytic import AnalyticNoise
+from undrop.diagnosis.measure.benefit import (
+    inner,
+    site_gradient,
+    two_way_error,
+    validation_gradient,
+)
+from undrop.engines import engine_named
+from undrop.generators import Generators
+
+
+def net():
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 4), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Dropout(0.5), nn.Linear(4, 3)).double()
+
+
+def data(seed, n=6):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=generator).double()
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+def site_benefit(model, train, validation, site, engine="exact", seed=0, loss=None):
+    loss = undrop.CrossEntropy() if loss is None else loss
+    parameters = list(model.parameters())
+    push = site_gradient(
+        model,
+        *train,
+        loss,
+        parameters,
+        site,
+        strength=undrop.TAYLOR,
+        generator=Generators(torch.Generator().manual_seed(seed)),
+        noise=AnalyticNoise(engine_named(engine)),
+    )
+    return inner(validation_gradient(model, *validation, loss, parameters), push)
+
+
+@pytest.mark.parametrize("site", ["2", "5"])
+def test_benefit_is_the_fall_of_the_validation_loss_over_one_gradient_step(site):
+    """(L_val(W + γ∇R) - L_val(W - γ∇R)) / 2γ, the step taken with the exact engine's gradient."""
+    model, train, validation = net(), data(1), data(2)
+    found = site_benefit(model, train, validation, site)
+    options = {"engine": "exact", "implicit": False, "sites": site}
+    regularized = undrop.Analytic(strength=undrop.TAYLOR, **options)(model, *train).total
+    plain = undrop.NoRegularization()(model, *train).total
+    parameters = list(model.parameters())
+    push = torch.autograd.grad(regularized - plain, parameters)
+    step = 1e-5
+
+    @torch.no_grad()
+    def loss_after(size):
+        for p, g in zip(parameters, push, strict=True):
+            p.sub_(g, alpha=size)
+        value = float(F.cross_entropy(model.eval()(validation[0]), validation[1]))
+        for p, g in zip(parameters, push, strict=True):
+            p.add_(g, alpha=size)
+        model.train()
+        return value
+
+    fall = (loss_after(-step) - loss_after(step)) / (2 * step)
+    assert abs(found) > 1e-4
+    assert found == pytest.approx(fall, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_the_mean_over_draws_is_the_exact_engines_benefit(name):
+    made = problem(name)
+    batch = (made.inputs, made.targets)
+    site = undrop.sites(made.model, made.inputs)[0].name
+    exact = site_benefit(made.model, batch, batch, site, loss=made.loss)
+    values = torch.tensor(
+        [
+            site_benefit(made.model, batch, batch, site, "auto", seed, loss=made.loss)
+            for seed in range(200)
+        ]
+    )
+    error = values.std().item() / 200**0.5
+    assert abs(values.mean().item() - exact) < 4 * error  # 200 draws
+
+
+def test_a_site_whose_name_looks_like_a_pattern_is_chosen_alone():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+            self.add_module("[ab]", nn.Dropout(0.5))
+            self.b = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.b(self.get_submodule("[ab]")(self.a(x)))
+
+    torch.manual_seed(0)
+    model = Odd().double()
+    alone = site_benefit(model, data(1), data(2), "[ab]")
+    assert alone == pytest.approx(site_benefit(model, data(1), data(2), "b"), rel=1e-9)
+    assert alone != 0.0
+
+
+def test_the_two_way_error_has_the_spread_of_repeated_tables():
+    """Random rows, columns and residuals of known size; 2,000 tables of 6 × 5."""
+    generator = np.random.default_rng(0)
+    r, c = 6, 5
+    means, errors = [], []
+    for _ in range(2000):
+        table = (
+            1.0 * generator.normal(size=(r, 1))
+            + 0.7 * generator.normal(size=(1, c))
+            + 0.5 * generator.normal(size=(r, c))
+        )
+        means.append(table.mean())
+        errors.append(two_way_error(table)[0])
+    truth = math.sqrt(1.0 / r + 0.49 / c + 0.25 / (r * c))
+    assert np.std(means) == pytest.approx(truth, rel=0.05)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(truth, rel=0.05)
+
+
+def test_one_row_or_one_column_has_no_error():
+    assert two_way_error(np.ones((1, 4)))[0] is None
+    assert two_way_error(np.ones((4, 1)))[0] is None

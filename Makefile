@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-slow lint format docs bench faults audit clean
+.PHONY: help install demo test test-slow test-portable lint format docs bench faults audit clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,11 @@ test: $(STAMP)  ## The test suite (minutes)
 
 test-slow: $(STAMP)  ## Everything, with many draws and long trainings
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# What an older CPU has no kernel for, or rounds in another way.
+test-portable: $(STAMP)  ## The tests that depend on the CPU, as on one with AVX2 and on one without
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "portable and not slow"
+	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadgroup -m "portable and not slow"
 
 faults: $(STAMP)  ## The fault campaign: kills, full disks, bad bytes (hours)
 	PYTHONPATH=tests $(BIN)/python -m faults --times $(or $(TIMES),100)

@@ -12,6 +12,7 @@ from undrop.diagnosis.measure.model import Subject, collect
 from undrop.diagnosis.measure.timing import Budget
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.4, 0.9])
 def test_a_mask_drops_to_zero_in_every_precision(p, dtype):

@@ -171,6 +171,7 @@ def in_float32(p):
     return replace(p, model=p.model.float(), inputs=inputs)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("engine", [Tangent(), Reverse(), Antithetic()], ids=lambda e: e.name)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_under_bfloat16_autocast_it_stays_within_two_percent(name, engine):

@@ -157,6 +157,7 @@ def test_models_that_take_no_count_of_targets(tmp_path):
     assert parts == pytest.approx(log["loss"], abs=1e-5)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("engine", ["tangent", "antithetic"])
 def test_half_precision(tmp_path, engine):
     full = trained(tmp_path, "bert-sequence", seeded(engine=engine), max_steps=1)

@@ -153,6 +153,7 @@ def test_without_batch_or_heads():
     torch.testing.assert_close(got, tuple(x[0, 0] for x in whole))
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 def test_lower_precision(dtype, tolerance):
     exact, rounded = (problem(dtype=d) for d in (torch.float64, dtype))
@@ -165,6 +166,7 @@ def test_lower_precision(dtype, tolerance):
         assert (got.double() - want).norm() <= tolerance * want.norm()
 
 
+@pytest.mark.portable
 def test_autocast():
     primals, tangents = problem(dtype=torch.float32)
     want = attention(*primals, *tangents, noise=a_noise())

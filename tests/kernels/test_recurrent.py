@@ -200,6 +200,7 @@ def test_backward_twice_and_a_touched_output(kind):
         y.mul_(2.0).sum().backward()
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_lower_precision(kind, dtype, tolerance):
@@ -216,6 +217,7 @@ def test_lower_precision(kind, dtype, tolerance):
         assert (a.double() - b).norm() <= tolerance * b.norm()
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_autocast_leaves_the_recurrence_in_the_weights_precision(kind):
     args = problem(kind, 2, dtype=torch.float32)

@@ -204,6 +204,7 @@ def test_a_label_that_is_drawn_may_be_the_ignored_one(make):
     assert bool(((products.mean(0) - expected).abs() <= 4 * products.std(0) / n**0.5).all())
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_is_counted_and_summed_in_float32(name):
     """1,001 terms are 1,000 in bfloat16, and sums over them are off by percents."""

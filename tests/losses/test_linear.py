@@ -194,6 +194,7 @@ def test_the_whole_matrix_of_logits_is_never_made(call):
     assert largest.elements == (1 if call == "value" else 2) * 16 * 500
 
 
+@pytest.mark.portable
 def test_float32_and_bfloat16_stay_close():
     exact = problem(classes=50)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
@@ -206,6 +207,7 @@ def test_float32_and_bfloat16_stay_close():
             assert (got.double() - want).norm() <= tolerance * want.norm()
 
 
+@pytest.mark.portable
 def test_bfloat16_autocast_is_close_and_grads_are_float32():
     features, u, weight, bias, target = problem(classes=50, dtype=torch.float32)
     loss = LinearCrossEntropy(weight, bias)

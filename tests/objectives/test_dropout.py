@@ -119,6 +119,7 @@ def test_its_own_masks_are_the_declared_ones_whatever_the_analytic_noise_is():
     assert 0 < (other == 0).double().mean() < 1
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.4, 0.9])
 def test_what_its_own_masks_drop_is_zero_in_every_precision(p, dtype):

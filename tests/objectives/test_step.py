@@ -202,6 +202,7 @@ def half(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
 def test_later_samples_have_the_autocast_of_the_first(several, enabled, way):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undrop.intercept.interception import Interception, intercepts
+from undrop.torch_compat import lstm
 
 __all__ = ["RECURRENT", "RecurrentCall", "RunLayer", "read", "run_layers"]
 
@@ -52,10 +53,11 @@ class RecurrentCall(NamedTuple):
         state: Any = list(self.state) if self.function is torch.lstm else self.state[0]
         tail = (self.has_bias, self.layers, self.dropout, self.training, self.bidirectional)
         weights = list(self.weights)
+        function = _portable(self.function)
         if self.batch_sizes is not None:
-            out, *final = self.function(self.x, self.batch_sizes, state, weights, *tail)
+            out, *final = function(self.x, self.batch_sizes, state, weights, *tail)
         else:
-            out, *final = self.function(self.x, state, weights, *tail, self.batch_first)
+            out, *final = function(self.x, state, weights, *tail, self.batch_first)
         return out, tuple(final)
 
 
@@ -97,11 +99,15 @@ def run_layers(mode: Interception, call: RecurrentCall, run: RunLayer) -> tuple[
     return (x, *(torch.cat(states) for states in zip(*finals, strict=True)))
 
 
+def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lstm if function is torch.lstm else function
+
+
 @intercepts(*RECURRENT)
 def _recurrent(
     mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     call = read(func, args)
     if not call.training or call.dropout == 0.0 or call.layers == 1:
-        return func(*args, **kwargs)
+        return _portable(func)(*args, **kwargs)
     return run_layers(mode, call, RecurrentCall.run)

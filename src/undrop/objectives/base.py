@@ -6,7 +6,6 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -37,6 +36,7 @@ from undrop.intercept import (
 from undrop.losses import Loss, as_loss
 from undrop.objectives.autocast import AutocastState
 from undrop.objectives.step import Step
+from undrop.torch_compat import portable_lstm
 
 __all__ = ["Objective", "Plan"]
 
@@ -118,7 +118,7 @@ class Objective(ABC):
         self, model: nn.Module, inputs: Any, targets: Any, field: Field | None
     ) -> tuple[Any, Tensor]:
         """One pass: all that the model returns, and the loss. A field of None is torch's dropout."""
-        with nullcontext() if field is None else Interception(model, field):
+        with portable_lstm() if field is None else Interception(model, field):
             output = call(model, inputs)
         logits = logits_of(output)
         self.loss.check(logits, targets)

@@ -134,6 +134,7 @@ def test_resume_begins_a_run_that_is_not_there_yet(text):
     assert RunFolder("new").read_summary()["epochs"] == 1
 
 
+@pytest.mark.portable
 def test_eval_is_in_the_precision_of_the_run(text, capsys):
     words = ["--data", str(text), "--objective", "none", *SMALL]
     assert main(["train", *words, "--set", "train.precision=bfloat16", "--out", "half"]) == 0

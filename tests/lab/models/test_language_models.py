@@ -201,6 +201,7 @@ def test_dropouts_are_found_by_readable_names(name, expected, tokens):
     assert [site.name for site in found] == expected.split()
 
 
+@pytest.mark.portable
 def test_half_precision_runs(model, tokens):
     logits, _ = model.bfloat16()(tokens)
     assert logits.dtype == torch.bfloat16

@@ -142,6 +142,7 @@ def test_the_test_split_may_wait_until_the_end(tiny, tmp_path):
     assert all(record["test_ppl"] is None for record in records if record["kind"] == "epoch")
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("precision", ["bfloat16", "float64"])
 def test_precisions(tiny, tmp_path, precision):
     summary = train.run(tiny(train={"precision": precision, "epochs": 1}), out=tmp_path / "a")

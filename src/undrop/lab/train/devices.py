@@ -10,6 +10,7 @@ import torch
 
 from undrop.errors import ConfigError
 from undrop.lab.train.config import TrainConfig
+from undrop.torch_compat import portable_lstm
 
 __all__ = ["autocast", "device_of", "settled"]
 
@@ -33,10 +34,14 @@ def device_of(config: TrainConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def autocast(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def autocast(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """bfloat16 where that is safe, if it was asked for."""
-    enabled = config.precision == "bfloat16"
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+    if config.precision != "bfloat16":
+        yield
+        return
+    with torch.autocast(device.type, torch.bfloat16), portable_lstm():
+        yield
 
 
 @contextlib.contextmanager

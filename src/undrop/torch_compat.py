@@ -1,0 +1,72 @@
+"""What torch can't do on every machine, done in another way."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+__all__ = ["lstm", "portable_lstm"]
+
+_log = logging.getLogger("undrop")
+
+
+def lstm(*args: Any) -> Any:
+    """``torch.lstm``, in float32 where the CPU has no kernel for the type that autocast asks for.
+
+    On a CPU without AVX-512 or AMX, oneDNN has no LSTM in bfloat16 or float16, and torch raises.
+    """
+    if _runs_here(args[0].device.type):
+        return torch.lstm(*args)
+    with torch.autocast("cpu", enabled=False):
+        return torch.lstm(*tree_map(_widened, args))
+
+
+def _runs_here(device: str) -> bool:
+    if device != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return True
+    return _has_kernel(torch.get_autocast_dtype("cpu"))
+
+
+@functools.cache
+def _has_kernel(dtype: torch.dtype) -> bool:
+    """Whether an LSTM runs on this CPU under autocast to ``dtype``: it tries the smallest one."""
+    x, weight = (torch.zeros(size, device="cpu") for size in ((1, 1, 1), (4, 1)))
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            torch.lstm(x, [x, x], [weight, weight], False, 1, 0.0, False, False, False)
+    except RuntimeError:
+        name = str(dtype).removeprefix("torch.")
+        _log.info("undrop runs LSTM layers in float32: this CPU has no %s LSTM.", name)
+        return False
+    return True
+
+
+def _widened(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if half else value
+
+
+def portable_lstm() -> contextlib.AbstractContextManager[object]:
+    """A context in which every LSTM runs under the autocast that is on now, whatever the CPU."""
+    return contextlib.nullcontext() if _runs_here("cpu") else _PortableLSTM()
+
+
+class _PortableLSTM(TorchFunctionMode):
+    """Sends every LSTM by way of :func:`lstm`."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return (lstm if func is torch.lstm else func)(*args, **(kwargs or {}))

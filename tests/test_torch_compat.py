@@ -1,0 +1,136 @@
+"""CPUs that have no LSTM in half precision: undrop runs it in float32 there, and says so once."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+import undrop
+from undrop import torch_compat
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=HALF, ids=str)
+def lacking(request, monkeypatch):
+    """A CPU without an LSTM in a type of half precision, which an autocast asks for."""
+    monkeypatch.setattr(torch_compat, "_has_kernel", lambda dtype: dtype is not request.param)
+    with torch.autocast("cpu", request.param):
+        yield request.param
+
+
+def tagger():
+    torch.manual_seed(0)
+    return nn.LSTM(3, 4, num_layers=2, bidirectional=True, dropout=0.3)
+
+
+def in_float32(model, x):
+    with torch.autocast("cpu", enabled=False):
+        return model(x)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_under_autocast_an_lstm_runs_in_float32(lacking, packed):
+    model, x = tagger().eval(), torch.randn(5, 2, 3)
+    x = pack_sequence([x[:, 0], x[:3, 1]]) if packed else x
+    with torch_compat.portable_lstm():
+        out, state = model(x)
+    expected, last = in_float32(model, x)
+    assert type(out) is type(expected)
+    torch.testing.assert_close((out, state), (expected, last), rtol=0, atol=0)
+
+
+def test_its_input_may_be_in_half_precision(lacking):
+    model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
+    with torch_compat.portable_lstm():
+        out, _ = model(torch.randn(5, 2, 3))
+    assert out.dtype is torch.float32
+
+
+def test_without_autocast_and_on_a_cpu_that_has_one_nothing_is_in_the_way(monkeypatch):
+    monkeypatch.setattr(torch_compat, "_has_kernel", lambda dtype: True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not isinstance(torch_compat.portable_lstm(), torch_compat._PortableLSTM)
+    monkeypatch.setattr(torch_compat, "_has_kernel", lambda dtype: False)
+    assert not isinstance(torch_compat.portable_lstm(), torch_compat._PortableLSTM)
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = tagger(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0])
+
+
+OBJECTIVES = {
+    "dropout": undrop.Dropout,
+    "drop": lambda: undrop.Dropout(k=2),
+    "none": undrop.NoRegularization,
+    **{
+        engine: lambda engine=engine: undrop.Analytic(engine=engine)
+        for engine in ("auto", "tangent", "reverse", "antithetic")
+    },
+}
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_trains_an_lstm_under_bfloat16_autocast(name):
+    model, x, y = Tagger(), torch.randn(5, 2, 3), torch.randint(3, (5, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        step = OBJECTIVES[name]()(model, x, y)
+    step.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+OLDER = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+PROGRAM = """
+import logging, sys, torch
+from undrop.torch_compat import portable_lstm
+logging.basicConfig(format="%(message)s", level="INFO", stream=sys.stdout)
+model, x = torch.nn.LSTM(3, 4), torch.randn(5, 2, 3)
+with torch.autocast("cpu", torch.bfloat16):
+    try:
+        model(x)
+        print("torch runs it")
+    except RuntimeError:
+        print("torch raises")
+    for _ in range(2):
+        with portable_lstm():
+            print(model(x)[0].dtype)
+"""
+
+
+@pytest.mark.portable
+def test_on_an_older_cpu_it_says_so_once():
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | OLDER,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = run.stdout.split("\n")[:-1]
+    if lines[0] == "torch runs it":
+        pytest.skip("this machine can't be made to look like an older CPU")
+    says = "undrop runs LSTM layers in float32: this CPU has no bfloat16 LSTM."
+    assert lines == ["torch raises", says, "torch.float32", "torch.float32"]
+
+
+def test_the_machine_is_asked_once(monkeypatch, caplog):
+    def refused(*_):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    torch_compat._has_kernel.cache_clear()
+    monkeypatch.setattr(torch, "lstm", refused)
+    with caplog.at_level(logging.INFO, "undrop"):
+        assert [torch_compat._has_kernel(torch.bfloat16) for _ in range(2)] == [False, False]
+    torch_compat._has_kernel.cache_clear()
+    assert len(caplog.messages) == 1

@@ -56,6 +56,7 @@ def test_a_loss_and_its_derivatives(name, rows, classes, dtype, size, tangent, i
     u = torch.empty(*rows, last).uniform_(-tangent, tangent).to(dtype).requires_grad_()
     target = target_for(loss, output, classes, ignored)
     loss.check(output, target)
+    loss.check_values(output, target)
     parts = loss.derivatives(output, u, target, form)
     total, again = loss.combined(output, u, target, form, (1.0, 0.5, 2.0))
     expected = parts.loss + 0.5 * parts.quadratic + 2.0 * parts.directional

@@ -262,8 +262,11 @@ def test_targets_and_features_that_do_not_fit():
     features, _, layers, target = problem()
     loss = adaptive(layers)
     loss.check(features, target)
-    with pytest.raises(TargetError, match="must lie in 0 … 8"):
-        loss.check(features, target.masked_fill(target == -100, 9))
+    for wrong in (9, -1):
+        beyond = target.masked_fill(target == -100, wrong)
+        for call in (loss.check_values, loss.value):
+            with pytest.raises(TargetError, match=f"must lie in 0 … 8.*got {wrong}"):
+                call(features, beyond)
     with pytest.raises(OutputError, match="features of width 5"):
         loss.check(log_probabilities(features, layers), target)
 

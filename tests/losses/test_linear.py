@@ -229,10 +229,12 @@ def test_targets_and_features_that_do_not_fit():
     features, _, weight, bias, target = problem()
     loss, _ = losses(weight, bias)
     loss.check(features, target)
-    with pytest.raises(
-        TargetError, match=r"must lie in 0 … 6 \(or be ignore_index = -100\), got 7"
-    ):
-        loss.check(features, target.masked_fill(target == -100, 7))
+    beyond = target.masked_fill(target == -100, 7)
+    for call in (loss.check_values, loss.value):
+        with pytest.raises(
+            TargetError, match=r"must lie in 0 … 6 \(or be ignore_index = -100\), got 7"
+        ):
+            call(features, beyond)
     with pytest.raises(TargetError, match=r"must have shape \(5, 3\)"):
         loss.check(features, target[:4])
     with pytest.raises(TargetError, match=r"integer type, got torch.float32"):

@@ -36,8 +36,13 @@ LOGITS = torch.zeros(2, 3, 5)
     ],
 )
 def test_targets_that_do_not_fit_are_refused(loss, target, message):
-    with pytest.raises(TargetError, match=message):
+    def checks():
         loss.check(LOGITS, target)
+        loss.check_values(LOGITS, target)
+        loss.value(LOGITS, target)
+
+    with pytest.raises(TargetError, match=message):
+        checks()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,19 @@ def test_targets_that_do_not_fit_are_refused(loss, target, message):
 )
 def test_targets_that_fit_pass(loss, target):
     loss.check(LOGITS, target)
+    loss.check_values(LOGITS, target)
+
+
+def test_a_target_out_of_range_is_named_by_every_method_that_indexes_with_it():
+    loss, target = CrossEntropy(), torch.full((2, 3), 5)
+    u = torch.ones_like(LOGITS)
+    for call in (
+        lambda: loss.value(LOGITS, target),
+        lambda: loss.derivatives(LOGITS, u, target),
+        lambda: loss.combined(LOGITS, u, target),
+    ):
+        with pytest.raises(TargetError, match=r"must lie in 0 … 4 .* got 5"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +161,9 @@ def test_a_loss_without_curvature_is_told_of_once(loss, target, caplog):
 
 def test_probabilities_of_classes_are_met_by_torchs_function():
     output, target = torch.randn(2, 3), torch.softmax(torch.randn(2, 3), -1)
-    with pytest.raises(TargetError, match=r"float32: .* for probabilities .* loss=F.cross_entropy"):
+    with pytest.raises(
+        TargetError, match=r"float32: .* for class probabilities loss=F.cross_entropy"
+    ):
         CrossEntropy().check(output, target)
     found = as_loss(nn.functional.cross_entropy).derivatives(output, torch.ones(2, 3), target)
     torch.testing.assert_close(found.quadratic, torch.tensor(0.0), atol=1e-6, rtol=0.0)

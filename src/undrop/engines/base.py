@@ -51,6 +51,7 @@ class Request:
             )
         logits = logits_of(output)
         self.loss.check(logits, self.targets)
+        self.loss.check_values(logits, self.targets)
         return output, logits
 
 

@@ -44,7 +44,7 @@ class Layer(NamedTuple):
         if self.projection is None:
             return rows
         tangent = None if rows.tangent is None else rows.tangent @ self.projection.t()
-        return Rows(rows.features @ self.projection.t(), tangent, rows.target)
+        return rows._replace(features=rows.features @ self.projection.t(), tangent=tangent)
 
     def logits(self, features: Tensor) -> Tensor:
         """W P f + b in plain operations."""
@@ -87,7 +87,7 @@ class AdaptiveOutput(Output):
         """The head and the tails."""
         return [Layer(*parameters[n : n + 3]) for n in range(0, len(parameters), 3)]
 
-    def sweep(self, rows: Rows, parameters: Parameters, rule: Rule, to: Gradients) -> Tensor:
+    def _sweep(self, rows: Rows, parameters: Parameters, rule: Rule, to: Gradients) -> Tensor:
         """Chunk by chunk: the head's logits, each tail's, and the head's gradients last."""
         (head, *tails), (to_head, *to_tails) = self.layers(parameters), self.layers(to.parameters)
         every = [
@@ -98,37 +98,41 @@ class AdaptiveOutput(Output):
         draws = None
         if rule.seed is not None and rule.form == "hessian" and rows.tangent is not None:
             draws = torch.Generator(rows.features.device).manual_seed(rule.seed)
-        sums = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
+        means = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
         for part in row_chunks(len(rows.target), head.classes, self.chunk):
             into = [None if g is None else g[part] for g in (to.features, to.tangent)]
             chunk = _Chunk(self, rows.part(part), head, rule, scratch, into, draws)
             for tail in every:
                 chunk.visit(tail)
             chunk.finish(to_head)
-            sums += chunk.sums
-        return sums
+            means += chunk.means
+        return means
 
     def plain(self, rows: Rows, parameters: Parameters, smoothing: float) -> Tensor:
         """Log-softmax of the head for all rows, of each tail for its own."""
         head, *tails = self.layers(parameters)
-        total = F.cross_entropy(
-            head.logits(rows.features), self.head_target(rows.target), reduction="sum"
+        losses = F.cross_entropy(
+            head.logits(rows.features), self.head_target(rows.target), reduction="none"
         )
+        total = (losses * rows.weight).sum()
         for words, tail in zip(self.words, tails, strict=True):
             own = self.members(rows.target, words)
-            total = total + F.cross_entropy(
-                tail.logits(rows.features[own]), rows.target[own] - words.start, reduction="sum"
+            losses = F.cross_entropy(
+                tail.logits(rows.features[own]), rows.target[own] - words.start, reduction="none"
             )
+            total = total + (losses * rows.weight[own]).sum()
         return total
 
     def members(self, target: Tensor, words: range) -> Tensor:
-        """Which targets are in a tail."""
-        return (target >= words.start) & (target < words.stop)
+        """Which targets are in a tail; the last tail has all beyond it, which are errors there."""
+        last = words.stop == self.classes
+        return target >= words.start if last else (target >= words.start) & (target < words.stop)
 
     def head_target(self, target: Tensor) -> Tensor:
-        """The class that the head is to choose: a word of the shortlist, or the word's tail."""
-        starts = target.new_tensor([words.start for words in self.words])
-        tail = torch.bucketize(target, starts, right=True)
+        """The right class of the head: a word of the shortlist, or the word's tail."""
+        tail = torch.zeros_like(target)
+        for words in self.words:
+            tail += target >= words.start
         return torch.where(tail > 0, self.shortlist + tail - 1, target)
 
 
@@ -150,7 +154,7 @@ class _Chunk:
         chosen = rows._replace(target=output.head_target(rows.target))
         assert head.weight is not None
         self.head = SoftmaxChunk(chosen, head.weight, head.bias, rule, scratch[0])
-        self.sums = self.head.terms.sums()
+        self.means = self.head.terms.sums(rows.weight)
         self.picks = self.head.p[:, output.shortlist :].clone()
         # π_c Var_c of each row and tail.
         self.variances = torch.zeros_like(self.picks)
@@ -170,8 +174,8 @@ class _Chunk:
         """For the rows ``which``; ``own`` has the tail's words for targets."""
         assert tail.layer.weight is not None
         rows = self.rows.part(which)
-        last = len(tail.words) - 1
-        rows = rows._replace(target=(rows.target - tail.words.start).clamp_(0, last))
+        within = (rows.target - tail.words.start).masked_fill_(~own[which], 0)
+        rows = rows._replace(target=within)
         chunk = SoftmaxChunk(
             tail.layer.hidden(rows), tail.layer.weight, tail.layer.bias, self.rule, self.scratch
         )
@@ -182,24 +186,26 @@ class _Chunk:
             quadratic=terms.quadratic * weight,
             directional=terms.directional * mine,
         )
-        self.sums += terms.sums()
+        self.means += terms.sums(rows.weight)
         if self.rule.form == "hessian":
             self.variances[which, tail.number] = terms.quadratic
         c = self.rule.coefficients
         if c is not None:
-            columns = (c.loss * mine, c.quadratic * weight, c.directional * mine)
-            chunk.differentiate(Coefficients(*(x.unsqueeze(-1) for x in columns)), chunk.terms)
+            mine, weight = (x.mul(rows.weight).unsqueeze(-1) for x in (mine, weight))
+            columns = Coefficients(c.loss * mine, c.quadratic * weight, c.directional * mine)
+            chunk.differentiate(columns, chunk.terms)
             self._multiply_back(chunk, tail, rows, which)
 
     def _share(self, number: int) -> Tensor | None:
-        """What the quadratic form of a tail counts in each row."""
+        """The factor of a tail's quadratic form in each row."""
         if self.rows.tangent is None:
             return None
+        counts = (self.rows.weight > 0).to(self.picks.dtype)
         if self.rule.form == "identity":
-            return torch.ones_like(self.picks[:, number])
+            return counts
         if self.drawn is None:
-            return self.picks[:, number]
-        return (self.drawn.squeeze(-1) == number).to(self.picks.dtype)
+            return counts * self.picks[:, number]
+        return counts * (self.drawn.squeeze(-1) == number)
 
     def _multiply_back(self, chunk: SoftmaxChunk, tail: _Tail, rows: Rows, which: Tensor) -> None:
         projection, to = tail.layer.projection, tail.to
@@ -223,8 +229,9 @@ class _Chunk:
         if self.rule.form == "hessian":
             # d/dz of Σ_c π_c Var_c is π_c Var_c in the class of tail c, less p Σ_c π_c Var_c.
             terms = terms._replace(quadratic=terms.quadratic + self.variances.sum(-1))
-        self.head.differentiate(c, terms)
-        self.head.dz[:, self.output.shortlist :].add_(c.quadratic * self.variances)
+        columns = c.times(self.rows.weight)
+        self.head.differentiate(columns, terms)
+        self.head.dz[:, self.output.shortlist :].add_(columns.quadratic * self.variances)
         wanted = any(g is not None for g in self.into)
         back = self.head.multiply_back(to.weight, to.bias, inputs=wanted)
         for g, target in zip(back or (), self.into, strict=False):

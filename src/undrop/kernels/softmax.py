@@ -6,8 +6,11 @@ For the total ``c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε`` the gradients are
 
     d/dz = c₀(p - t) + c₁ p(v² - Σ p v²) + c₂ p v,    d/du = 2c₁ p v + c₂ (p - t).
 
-Everything is done in blocks of rows that stay in cache over all passes: passes over memory, and
-fresh pages above all, are what costs here.
+Each row has a weight: 1/N for a target that counts, 0 for an ignored one. No value is read from the
+device, so a step on a GPU never waits. Rows without a tangent have only the loss.
+
+Blocks of rows stay in cache over all passes: passes over memory, and fresh pages above all, are the
+cost here.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ __all__ = [
     "loss_gradient_",
     "loss_rows",
     "row_blocks",
+    "row_weights",
     "tangent_gradients_",
     "tangent_rows",
     "working_dtype",
@@ -36,45 +40,60 @@ __all__ = [
 
 _BLOCK_ELEMENTS = 1 << 17  # of one buffer: the few that a block has stay in the cache of a core
 
-Weight = float | Tensor  # the same for all rows, or a column of one for each
+Weight = float | Tensor  # a number, a 0-d tensor, or a column with one entry for each row
 
 
 class Coefficients(NamedTuple):
-    """What the total is made of: ``loss·ℓ + quadratic·uᵀHu + directional·∂ℓ/∂ε``."""
+    """The total is ``loss·ℓ + quadratic·uᵀHu + directional·∂ℓ/∂ε``."""
 
     loss: Weight
     quadratic: Weight
     directional: Weight
 
-    def over(self, n: int) -> Coefficients:
-        """The coefficients of the sums over n rows that make up their means."""
-        return Coefficients(*(c / max(n, 1) for c in self))
+    def times(self, weight: Tensor) -> Coefficients:
+        """The coefficients of rows with the given weights (rows,), as columns."""
+        return Coefficients(*(c * weight.unsqueeze(-1) for c in self))
 
     def part(self, rows: slice) -> Coefficients:
-        """Those of some rows."""
+        """Those of some rows, of coefficients that are columns."""
         return Coefficients(*(c[rows] if isinstance(c, Tensor) else c for c in self))
+
+    def total(self, means: Tensor) -> Tensor:
+        """The total, from the means of ℓ, uᵀHu and ∂ℓ/∂ε (3,)."""
+        loss, quadratic, directional = means.unbind()
+        return self.loss * loss + self.quadratic * quadratic + self.directional * directional
 
 
 class Rule(NamedTuple):
-    """How rows are to be treated."""
+    """How to treat rows."""
 
     smoothing: float = 0.0  # of labels, as in torch
     form: str = "hessian"  # or "identity": ‖u‖² in place of uᵀHu
-    coefficients: Coefficients | None = None  # None: no gradient is wanted
-    seed: int | None = None  # of whatever is drawn, so that it is the same in the backward
+    coefficients: Coefficients | None = None  # None: compute no gradient
+    seed: int | None = None  # of random draws, so that the backward pass repeats them
 
 
 class Terms(NamedTuple):
-    """The terms of each row, and the mean Σ p u that v is u less of."""
+    """The terms of each row, and the mean Σ p u, with v = u - Σ p u."""
 
     loss: Tensor
     quadratic: Tensor
     directional: Tensor
     mean: Tensor
 
-    def sums(self) -> Tensor:
-        """Σ over rows of ℓ, uᵀHu and ∂ℓ/∂ε, (3,)."""
-        return torch.stack((self.loss.sum(), self.quadratic.sum(), self.directional.sum()))
+    @classmethod
+    def of_loss(cls, loss: Tensor) -> Terms:
+        """The terms of rows without a tangent."""
+        zero = torch.zeros_like(loss)
+        return Terms(loss, zero, zero, zero)
+
+    def sums(self, weight: Tensor) -> Tensor:
+        """Σ over rows of the weight (rows,) times ℓ, uᵀHu and ∂ℓ/∂ε, (3,).
+
+        A row of weight 0 counts nothing, even where its logits are not finite.
+        """
+        terms = torch.stack((self.loss, self.quadratic, self.directional))
+        return terms.masked_fill(weight == 0.0, 0.0).mul_(weight).sum(-1)
 
     def part(self, rows: slice) -> Terms:
         """Those of some rows."""
@@ -107,6 +126,13 @@ def row_blocks(rows: int, classes: int) -> list[slice]:
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which softmax is taken: half precision is not enough for sums over classes."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def row_weights(target: Tensor, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The class of each row (0 where ignored), and the row's weight in the mean over N targets."""
+    keep = target != ignore_index
+    weight = keep.to(dtype)
+    return target.masked_fill(~keep, 0), weight / weight.sum().clamp(min=1.0)
 
 
 def _softmax(z: Tensor, p: Tensor) -> Tensor:
@@ -181,92 +207,109 @@ def tangent_gradients_(
     _subtract_target_(pv, target, rule.smoothing, c2)
 
 
+class _Rows(NamedTuple):
+    """Logits z (n, classes), the tangent u of the last of them, each row's class and weight."""
+
+    z: Tensor
+    u: Tensor
+    target: Tensor
+    weight: Tensor
+
+    def blocks(self) -> list[tuple[slice, slice | None]]:
+        """Blocks of rows; for each its place in u, or None where the rows have no tangent."""
+        plain = len(self.z) - len(self.u)
+        classes = self.z.shape[-1]
+        without = [(rows, None) for rows in row_blocks(plain, classes)]
+        of_u = row_blocks(len(self.u), classes)
+        return [*without, *((slice(plain + b.start, plain + b.stop), b) for b in of_u)]
+
+
 def _sweep(
-    z: Tensor, u: Tensor, target: Tensor, rule: Rule, gradients: tuple[Tensor, Tensor] | None = None
+    rows: _Rows, rule: Rule, c: Coefficients | None, gradients: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Sums over all rows, block by block; gradients in z and u go where told."""
-    sums = z.new_zeros(3)
-    blocks = row_blocks(*z.shape)
-    scratch = z.new_empty((3, *z[blocks[0]].shape)) if blocks else z
-    for rows in blocks:
-        p, dz, du = scratch[:, : rows.stop - rows.start]
+    """The means of the three terms, block by block; gradients in z and u go to ``gradients``.
+
+    ``c`` are the coefficients of each row; without them there is no gradient.
+    """
+    means = rows.z.new_zeros(3)
+    blocks = rows.blocks()
+    longest = max((block.stop - block.start for block, _ in blocks), default=0)
+    scratch = rows.z.new_empty((3, longest, rows.z.shape[-1]))
+    for block, of_u in blocks:
+        p, dz, du = scratch[:, : block.stop - block.start]
+        z, target = rows.z[block], rows.target[block]
         if gradients is not None:
-            dz, du = gradients[0][rows], gradients[1][rows]
-        work = Work(dz, du, p)
-        terms = tangent_rows(z[rows], u[rows], target[rows], rule, work)
-        if rule.coefficients is not None:
-            tangent_gradients_(work, terms, target[rows], rule, rule.coefficients)
-        sums += terms.sums()
-    return sums
+            dz, du = gradients[0][block], gradients[1][of_u] if of_u is not None else du
+        if of_u is None:
+            terms = Terms.of_loss(loss_rows(z, target, rule.smoothing, dz))
+            if c is not None:
+                loss_gradient_(dz, target, rule.smoothing, c.part(block).loss)
+        else:
+            work = Work(dz, du, p)
+            terms = tangent_rows(z, rows.u[of_u], target, rule, work)
+            if c is not None:
+                tangent_gradients_(work, terms, target, rule, c.part(block))
+        means += terms.sums(rows.weight[block])
+    return means
 
 
 class _Derivatives(torch.autograd.Function):
     """Means of ℓ, uᵀHu and ∂ℓ/∂ε.
 
-    The backward starts again from z and u: that costs less than to write out p and v for it.
+    The backward pass starts again from z and u: that costs less than to store p and v for it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, u: Tensor, target: Tensor, rule: Rule
+        ctx: Any, z: Tensor, u: Tensor, target: Tensor, weight: Tensor, rule: Rule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(z, u, target)
+        ctx.save_for_backward(z, u, target, weight)
         ctx.rule = rule
-        loss, quadratic, directional = _sweep(z, u, target, rule) / max(len(target), 1)
+        loss, quadratic, directional = _sweep(_Rows(z, u, target, weight), rule, None, None)
         return loss, quadratic, directional
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, g_loss: Tensor, g_quadratic: Tensor, g_directional: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
-        z, u, target = ctx.saved_tensors
-        incoming = Coefficients(*torch.stack((g_loss, g_quadratic, g_directional)).tolist())
-        rule = ctx.rule._replace(coefficients=incoming.over(len(target)))
-        gradients = torch.empty_like(z), torch.empty_like(u)
-        _sweep(z, u, target, rule, gradients)
-        return (*gradients, None, None)
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows = _Rows(*ctx.saved_tensors)
+        gradients = torch.empty_like(rows.z), torch.empty_like(rows.u)
+        _sweep(rows, ctx.rule, Coefficients(*incoming).times(rows.weight), gradients)
+        return (*gradients, None, None, None)
 
 
 class _Combined(torch.autograd.Function):
-    """The weighted total, with its gradients formed in the forward, and the three means."""
+    """The weighted total, with its gradients formed in the forward pass, and the three means."""
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, u: Tensor, target: Tensor, rule: Rule
+        ctx: Any, z: Tensor, u: Tensor, target: Tensor, weight: Tensor, rule: Rule
     ) -> tuple[Tensor, Tensor]:
         coefficients = rule.coefficients
         assert coefficients is not None
-        n = len(target)
-        gradients = None
+        gradients = of_rows = None
         if any(ctx.needs_input_grad):
             gradients = torch.empty_like(z), torch.empty_like(u)
+            of_rows = coefficients.times(weight)
             ctx.save_for_backward(*gradients)
-        scaled = coefficients.over(n) if gradients is not None else None
-        means = _sweep(z, u, target, rule._replace(coefficients=scaled), gradients) / max(n, 1)
+        means = _sweep(_Rows(z, u, target, weight), rule, of_rows, gradients)
         ctx.mark_non_differentiable(means)
-        return means @ means.new_tensor(coefficients), means
+        return coefficients.total(means), means
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        dz, du = ctx.saved_tensors
-        if g.item() != 1.0:  # as it is wherever the total itself is what is minimised
-            dz, du = dz * g, du * g
-        return dz, du, None, None
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            gradient * g if needed else None
+            for gradient, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        )
+        return *scaled, None, None, None
 
 
-def _kept(
-    logits: Tensor, u: Tensor, target: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As rows in the working type, without those whose target is ignored."""
+def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> _Rows:
+    """As rows in the working type, with their weights."""
     dtype = working_dtype(logits.dtype)
-    target = target.reshape(-1)
-    z, u = (x.reshape(len(target), logits.shape[-1]).to(dtype) for x in (logits, u))
-    keep = target != ignore_index
-    if not bool(keep.all()):
-        z, u, target = z[keep], u[keep], target[keep]
-    return z, u, target
+    z, tangent = (x.reshape(-1, logits.shape[-1]).to(dtype) for x in (logits, u))
+    return _Rows(z, tangent, *row_weights(target.reshape(-1), ignore_index, dtype))
 
 
 def cross_entropy_derivatives(
@@ -278,19 +321,19 @@ def cross_entropy_derivatives(
     label_smoothing: float = 0.0,
     form: str = "hessian",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of ℓ, uᵀHu and ∂ℓ/∂ε over the targets that are not ignored (0 where all are).
+    """Means of ℓ, uᵀHu and ∂ℓ/∂ε over the targets that are not ignored (0 if all are).
 
     Differentiable once, in ``logits`` and ``u``. uᵀHu is a variance, hence never negative.
 
     Args:
         logits: (..., classes).
-        u: their tangent ∂logits/∂ε, of the same shape.
+        u: their tangent ∂logits/∂ε, of the same shape, or of the last rows; 0 for the others.
         target: classes (...).
-        ignore_index: the target that marks a row as not to be counted.
+        ignore_index: the target that marks an ignored row.
         label_smoothing: the share of the target's distribution that is spread over all classes.
         form: "hessian", or "identity" for ‖u‖² in place of uᵀHu.
     """
-    rows = _kept(logits, u, target, ignore_index)
+    rows = _prepared(logits, u, target, ignore_index)
     loss, quadratic, directional = _Derivatives.apply(*rows, Rule(label_smoothing, form))
     return loss, quadratic, directional
 
@@ -299,18 +342,18 @@ def cross_entropy_combined(
     logits: Tensor,
     u: Tensor,
     target: Tensor,
-    weights: tuple[float, float, float],
+    coefficients: Coefficients | tuple[float, float, float],
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     form: str = "hessian",
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The weighted total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, and its three means without weights or graph.
+    """The total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, and its three means without coefficients or graph.
 
-    The gradients are formed in the same sweep as the values: the backward only scales them.
-    ``weights`` are c₀, c₁, c₂; the other arguments are those of ``cross_entropy_derivatives``.
+    The gradients are formed in the same sweep as the values: the backward pass only scales them.
+    The other arguments are those of ``cross_entropy_derivatives``.
     """
-    rows = _kept(logits, u, target, ignore_index)
-    rule = Rule(label_smoothing, form, Coefficients(*weights))
+    rows = _prepared(logits, u, target, ignore_index)
+    rule = Rule(label_smoothing, form, Coefficients(*coefficients))
     total, (loss, quadratic, directional) = _Combined.apply(*rows, rule)
     return total, (loss, quadratic, directional)

@@ -1,5 +1,6 @@
-"""What the output tangent u becomes: uᵀHu and ∂ℓ/∂ε, per output loss."""
+"""Losses, with their derivatives uᵀHu and ∂ℓ/∂ε along the output tangent u."""
 
+from undrop.kernels.softmax import Coefficients
 from undrop.losses.adaptive import AdaptiveSoftmax
 from undrop.losses.base import FORMS, Derivatives, Loss
 from undrop.losses.bce import BCEWithLogits
@@ -15,6 +16,7 @@ __all__ = [
     "AdaptiveSoftmax",
     "BCEWithLogits",
     "ByClass",
+    "Coefficients",
     "CrossEntropy",
     "Derivatives",
     "Generic",

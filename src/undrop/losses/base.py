@@ -1,37 +1,66 @@
-"""What a loss must tell: ℓ, its quadratic form in the output tangent u, and ∂ℓ/∂ε.
+"""The interface of a loss: ℓ, its quadratic form in the output tangent u, and ∂ℓ/∂ε.
 
 All are *means over the same terms* (tokens, examples, elements: whatever the loss itself averages),
 so that the parts of an objective add up to its total.
+
+``value``, ``count``, ``derivatives`` and ``combined`` read no values from the device: a training step
+never waits for a GPU. ``check_values`` does read them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from undrop.errors import EngineError, OptionError
-from undrop.kernels.softmax import working_dtype
+from undrop.kernels.softmax import Coefficients, working_dtype
 from undrop.losses.by_class import ByClass
 
-__all__ = ["FORMS", "Derivatives", "Loss", "number", "precise"]
+__all__ = [
+    "FORMS",
+    "ClosedForm",
+    "Derivatives",
+    "Loss",
+    "last_entries",
+    "number",
+    "padded",
+    "precise",
+]
 
 FORMS = ("hessian", "identity", "loss-jacobian")
-"""What stands between u and u in the explicit regularizer: H (the paper's R_approx), the identity,
-or the outer product of the loss gradient at the true label with itself (R̃_approx)."""
+"""The matrix of the quadratic form: H (the paper's R_approx), the identity, or the outer product of
+the loss gradient at the true label with itself (R̃_approx)."""
+
+ONES = Coefficients(1.0, 1.0, 1.0)
 
 
 def precise(x: Tensor) -> Tensor:
-    """In float32 where it is in half precision, which is not enough for sums and means over terms."""
+    """Half precision as float32: sums and means over terms need it."""
     return x.to(working_dtype(x.dtype))
 
 
 def number(n: int, like: Tensor) -> Tensor:
-    """A count of terms as a 0-d tensor, at least 1, of a type that holds it."""
-    return torch.tensor(float(max(n, 1)), dtype=working_dtype(like.dtype), device=like.device)
+    """A count of terms as a 0-d tensor, at least 1, of a type that can represent it."""
+    return torch.full((), max(n, 1), dtype=working_dtype(like.dtype), device=like.device)
+
+
+def padded(u: Tensor, output: Tensor, dim: int) -> Tensor:
+    """The tangent of the whole output: u for the last entries along ``dim``, 0 for the others."""
+    if u.shape == output.shape:
+        return u
+    missing = list(output.shape)
+    missing[dim] -= u.shape[dim]
+    return torch.cat((u.new_zeros(missing), u), dim)
+
+
+def last_entries(x: Tensor, u: Tensor, dim: int) -> Tensor:
+    """The entries of x along ``dim`` that u belongs to: the last ones."""
+    return x if u.shape == x.shape else x.narrow(dim, x.shape[dim] - u.shape[dim], u.shape[dim])
 
 
 class Derivatives(NamedTuple):
@@ -55,7 +84,20 @@ class Loss(ABC):
 
     @abstractmethod
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Raise ``TargetError`` where the target's shape, type or range does not fit."""
+        """Raise ``TargetError`` if the target's shape or type does not fit; reads no values."""
+
+    def check_values(self, output: Tensor, target: Tensor) -> None:
+        """Raise ``TargetError`` if a value of the target is out of range; waits for the device."""
+        return None
+
+    @contextmanager
+    def explaining_errors(self, output: Tensor, target: Tensor) -> Iterator[None]:
+        """Turn torch's error about an index out of range into the ``TargetError`` that names it."""
+        try:
+            yield
+        except (IndexError, RuntimeError):
+            self.check_values(output, target)
+            raise
 
     @abstractmethod
     def count(self, output: Tensor, target: Tensor) -> Tensor:
@@ -69,26 +111,40 @@ class Loss(ABC):
         """The mean ℓ."""
 
     def twice_differentiable_value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean ℓ again, in ops that have a double backward. A loss that fuses overrides it."""
+        """The mean ℓ again, in twice differentiable ops. A fused loss overrides it."""
         return self.value(output, target)
 
     @abstractmethod
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
-        """``derivatives`` for the forms "hessian" and "identity"."""
+        """``derivatives`` for the forms "hessian" and "identity", with u of the output's shape."""
+
+    def _derivatives_of_part(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
+    ) -> Derivatives:
+        """``_derivatives`` where u belongs to the last entries along ``dim``."""
+        return self._derivatives(output, padded(u, output, dim), target, form)
 
     def derivatives(
-        self, output: Tensor, u: Tensor, target: Tensor, form: str = "hessian"
+        self, output: Tensor, u: Tensor, target: Tensor, form: str = "hessian", *, dim: int = 0
     ) -> Derivatives:
         """ℓ, the quadratic form in u, and ∂ℓ/∂ε, as means over the terms.
 
-        For the form "loss-jacobian" the square is of the sum over terms, N·(mean ∂ℓ/∂ε)², whose
-        expectation over η is Σ_i σ_i² ‖D(ℓ∘F_i)[h_i] ⊙ h_i‖² for whatever η is shared.
+        For the form "loss-jacobian" the square is of the sum over terms, N·(mean ∂ℓ/∂ε)². Its
+        expectation over η is Σ_i σ_i² ‖D(ℓ∘F_i)[h_i] ⊙ h_i‖², whichever entries share an η.
+
+        Args:
+            output: F.
+            u: ∂F/∂ε. It may have fewer entries than F along ``dim``: then it belongs to the last
+                ones, and u = 0 for the others. The means are over all terms.
+            target: what the loss compares F with.
+            form: one of ``FORMS``.
+            dim: the batch dimension of F.
         """
         if form not in FORMS:
             raise OptionError(f"there is no quadratic form {form!r}: use {', '.join(FORMS)}.")
         if form != "loss-jacobian":
-            return self._derivatives(output, u, target, form)
-        parts = self._derivatives(output, u, target, "hessian")
+            return self._derivatives_of_part(output, u, target, form, dim)
+        parts = self._derivatives_of_part(output, u, target, "hessian", dim)
         n = self.count(output, target)
         return parts._replace(quadratic=n * parts.directional.square())
 
@@ -98,16 +154,17 @@ class Loss(ABC):
         u: Tensor,
         target: Tensor,
         form: str = "hessian",
-        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        coefficients: Coefficients | tuple[float, float, float] = ONES,
+        *,
+        dim: int = 0,
     ) -> tuple[Tensor, Derivatives]:
-        """The weighted total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, and its three parts without weights or graph.
+        """The total c₀·ℓ + c₁·quadratic + c₂·directional, and its parts without coefficients or graph.
 
-        Losses that form their gradient in the forward pass need the weights then: they override this.
+        A loss that forms its gradient in the forward pass needs the coefficients there and overrides
+        this. The other arguments are those of ``derivatives``.
         """
-        parts = self.derivatives(output, u, target, form)
-        total = sum(
-            (c * part for c, part in zip(weights, parts, strict=True)), output.new_zeros(())
-        )
+        parts = self.derivatives(output, u, target, form, dim=dim)
+        total = Coefficients(*coefficients).total(torch.stack(parts))
         return total, Derivatives(*(part.detach() for part in parts))
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
@@ -117,7 +174,7 @@ class Loss(ABC):
     def sampled(
         self, output: Tensor, target: Tensor, form: str, generator: torch.Generator | None
     ) -> Tensor:
-        """A scalar S, random where it must be, with E[∇S ∇Sᵀ] = Σ_terms H (or the form asked for).
+        """A scalar S, in general random, with E[∇S ∇Sᵀ] = Σ_terms H (or the form asked for).
 
         For "hessian" S = Σ ℓ_ŷ with labels drawn from the model, ŷ ~ p (the paper's Algorithm 3;
         the sampling probabilities are not differentiated); for "identity" S = ⟨v, F⟩ with random
@@ -138,3 +195,15 @@ class Loss(ABC):
             f"{type(self).__name__} has no distribution to sample labels from, which the reverse "
             "engine needs: use engine='tangent', 'antithetic' or 'exact'."
         )
+
+
+class ClosedForm(Loss):
+    """A loss with formulas that skip the entries without u: a subclass has ``_derivatives_of_part``."""
+
+    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+        return self._derivatives_of_part(output, u, target, form, 0)
+
+    @abstractmethod
+    def _derivatives_of_part(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
+    ) -> Derivatives: ...

@@ -6,22 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.losses.base import Derivatives, Loss, number, precise
+from undrop.losses.base import ClosedForm, Derivatives, last_entries, number, precise
 from undrop.losses.by_class import ByClass, elementwise_by_class
-from undrop.losses.targets import check_like_output
+from undrop.losses.targets import check_like_output, check_range
 
 __all__ = ["BCEWithLogits"]
 
 
-class BCEWithLogits(Loss):
+class BCEWithLogits(ClosedForm):
     """ℓ = -y log s - (1-y) log(1-s) with s = sigmoid(F), a mean over all elements.
 
     The Hessian is diagonal, s(1-s), so uᵀHu = s(1-s)·u²; ∂ℓ/∂ε = (s - y)·u.
     """
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Probabilities of the output's shape."""
-        check_like_output(output, target, 0.0, 1.0)
+        """Floating-point numbers of the output's shape."""
+        check_like_output(output, target)
+
+    def check_values(self, output: Tensor, target: Tensor) -> None:
+        """Probabilities."""
+        check_range(target, 0.0, 1.0)
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of elements."""
@@ -32,14 +36,18 @@ class BCEWithLogits(Loss):
         output = precise(output)
         return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
 
-    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
-        output, u = precise(output), precise(u)
-        s = torch.sigmoid(output)
-        curvature = s * torch.sigmoid(-output) if form == "hessian" else torch.ones_like(s)
+    def _derivatives_of_part(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
+    ) -> Derivatives:
+        u = precise(u)
+        moved, label = (last_entries(x, u, dim) for x in (precise(output), target))
+        s = torch.sigmoid(moved)
+        squares = u.square()
+        if form == "hessian":
+            squares = s * torch.sigmoid(-moved) * squares
+        n = max(output.numel(), 1)
         return Derivatives(
-            self.value(output, target),
-            (curvature * u.square()).mean(),
-            ((s - target) * u).mean(),
+            self.value(output, target), squares.sum() / n, ((s - label) * u).sum() / n
         )
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:

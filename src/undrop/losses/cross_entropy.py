@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,25 +9,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.errors import OptionError
-from undrop.kernels.softmax import cross_entropy_combined, cross_entropy_derivatives, working_dtype
-from undrop.losses.base import Derivatives, Loss, precise
+from undrop.kernels.softmax import (
+    Coefficients,
+    cross_entropy_combined,
+    cross_entropy_derivatives,
+    working_dtype,
+)
+from undrop.losses.base import ONES, ClosedForm, Derivatives, precise
 from undrop.losses.by_class import ByClass, softmax_by_class
-from undrop.losses.targets import check_class_indices, not_ignored
+from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
 __all__ = ["CrossEntropy"]
 
 
-class CrossEntropy(Loss):
+class CrossEntropy(ClosedForm):
     """ℓ = -log softmax(F)_y, for logits F and class indices y of the shape of F without its classes.
 
     With p = softmax(F) and v = u - Σ_k p_k u_k the quadratic form is uᵀHu = Σ p v², and
     ∂ℓ/∂ε = Σ p u - u_y. The mean is over targets other than ``ignore_index``.
 
     Args:
-        ignore_index: targets of this value take no part.
+        ignore_index: targets of this value do not count.
         label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C. H does not depend on it.
-        class_dim: the dimension of the classes, by default the last. Torch's own loss has 1: pass it
-            (``torch.nn.CrossEntropyLoss()``) to get that.
+        class_dim: the dimension of the classes, by default the last. In torch's own loss it is 1:
+            pass ``torch.nn.CrossEntropyLoss()`` for that.
     """
 
     def __init__(
@@ -44,7 +47,11 @@ class CrossEntropy(Loss):
     def check(self, output: Tensor, target: Tensor) -> None:
         """Class indices, one for each row of logits."""
         shape = self.classes_last(output).shape
-        check_class_indices(target, shape[:-1], shape[-1], self.ignore_index)
+        check_class_indices(target, shape[:-1], shape[-1])
+
+    def check_values(self, output: Tensor, target: Tensor) -> None:
+        """Classes that exist, or ``ignore_index``."""
+        check_class_range(target, self.classes_last(output).shape[-1], self.ignore_index)
 
     def classes_last(self, output: Tensor) -> Tensor:
         """The output, or its tangent, with the classes in the last dimension."""
@@ -61,29 +68,42 @@ class CrossEntropy(Loss):
         )
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean cross-entropy; 0 where every target is ignored."""
-        rows = self._rows(precise(output), target)
-        ce = partial(
-            F.cross_entropy, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing
-        )
-        mean = ce(*rows)
-        if math.isnan(mean.item()) and not bool(not_ignored(target, self.ignore_index).any()):
-            return ce(*rows, reduction="sum")  # torch's mean over nothing is NaN
-        return mean
+        """The mean cross-entropy; 0 if every target is ignored."""
+        logits, classes = self._rows(precise(output), target)
+        with self.explaining_errors(output, target):
+            total = F.cross_entropy(
+                logits,
+                classes,
+                ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing,
+                reduction="sum",  # torch's mean over no targets is NaN
+            )
+        return total / self.count(output, target)
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         output = self.classes_last(output)
         return output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
 
-    def _paired(self, output: Tensor, u: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, target = self._rows(output, target)
-        return logits, self.classes_last(u).reshape_as(logits), target
+    def _paired(
+        self, output: Tensor, u: Tensor, target: Tensor, dim: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of logits, the tangent of the last of them, and their classes."""
+        logits, tangent = self.classes_last(output), self.classes_last(u)
+        if u.shape != output.shape:  # then the batch comes first
+            dim, class_dim = dim % output.dim(), self.class_dim % output.dim()
+            batch = dim - (class_dim < dim)
+            logits, tangent, target = (x.movedim(batch, 0) for x in (logits, tangent, target))
+        logits, tangent = (x.reshape(-1, logits.shape[-1]) for x in (logits, tangent))
+        return logits, tangent, target.reshape(-1).long()
 
-    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
-        rows = self._paired(output, u, target)
-        return Derivatives(*cross_entropy_derivatives(*rows, **self._how(form)))
+    def _derivatives_of_part(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
+    ) -> Derivatives:
+        rows = self._paired(output, u, target, dim)
+        with self.explaining_errors(output, target):
+            return Derivatives(*cross_entropy_derivatives(*rows, **self._options(form)))
 
-    def _how(self, form: str) -> dict[str, Any]:
+    def _options(self, form: str) -> dict[str, Any]:
         return {
             "ignore_index": self.ignore_index,
             "label_smoothing": self.label_smoothing,
@@ -96,18 +116,21 @@ class CrossEntropy(Loss):
         u: Tensor,
         target: Tensor,
         form: str = "hessian",
-        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        coefficients: Coefficients | tuple[float, float, float] = ONES,
+        *,
+        dim: int = 0,
     ) -> tuple[Tensor, Derivatives]:
-        """The weighted total, its gradient formed in the same sweep."""
+        """The total, with its gradient formed in the same sweep."""
         if form == "loss-jacobian":
-            return super().combined(output, u, target, form, weights)
-        rows = self._paired(output, u, target)
-        total, parts = cross_entropy_combined(*rows, weights, **self._how(form))
+            return super().combined(output, u, target, form, coefficients, dim=dim)
+        rows = self._paired(output, u, target, dim)
+        with self.explaining_errors(output, target):
+            total, parts = cross_entropy_combined(*rows, coefficients, **self._options(form))
         return total, Derivatives(*parts)
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
         """Σ p v², class by class, over the targets that count."""
-        logits, u, target = self._paired(output, u, target)
+        logits, u, target = self._paired(output, u, target, 0)
         kept = not_ignored(target, self.ignore_index)
         return softmax_by_class(logits[kept], u[kept], logits.shape[-1])
 

@@ -1,4 +1,4 @@
-"""What losses on features share: those that have the output layer inside."""
+"""The common part of losses on features, which contain the output layer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 from undrop.errors import OptionError, OutputError
 from undrop.kernels.fused import Output
 from undrop.kernels.softmax import Coefficients, Rule, working_dtype
-from undrop.losses.base import Derivatives, Loss
-from undrop.losses.targets import check_class_indices, not_ignored
+from undrop.losses.base import ONES, ClosedForm, Derivatives
+from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
 __all__ = ["FeatureLoss"]
 
 
-class FeatureLoss(Loss):
+class FeatureLoss(ClosedForm):
     """A mean over tokens of -log p(y | f), for features f (…, d) and class indices (…).
 
     Args:
         output: the output layer with its loss.
         width: d.
         classes: the number of classes.
-        ignore_index: targets of this value take no part.
+        ignore_index: targets of this value do not count.
         label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C.
-        chunk: rows at a time, None for a number that suits the classes.
+        chunk: rows at a time; None chooses by the number of classes.
     """
 
     def __init__(
@@ -57,7 +57,11 @@ class FeatureLoss(Loss):
                 f"the loss takes features of width {self.width}, that of its output layer, got an "
                 f"output of shape {tuple(output.shape)}: have the model return features, not logits."
             )
-        check_class_indices(target, tuple(output.shape[:-1]), self.classes, self.ignore_index)
+        check_class_indices(target, tuple(output.shape[:-1]), self.classes)
+
+    def check_values(self, output: Tensor, target: Tensor) -> None:
+        """Classes that exist, or ``ignore_index``."""
+        check_class_range(target, self.classes, self.ignore_index)
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of targets that are not ignored."""
@@ -69,11 +73,16 @@ class FeatureLoss(Loss):
         return output.reshape(-1, self.width)[not_ignored(target, self.ignore_index).reshape(-1)]
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean of -log p(y | f); 0 where every target is ignored."""
-        return self.layer.loss(output, target, Rule(self.label_smoothing), self.ignore_index)
+        """The mean of -log p(y | f); 0 if every target is ignored."""
+        with self.explaining_errors(output, target):
+            return self.layer.loss(output, target, Rule(self.label_smoothing), self.ignore_index)
 
-    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
-        parts = self.layer.derivatives(output, u, target, self._rule(form), self.ignore_index)
+    def _derivatives_of_part(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
+    ) -> Derivatives:
+        rows = _batch_first(output, u, target, dim)
+        with self.explaining_errors(output, target):
+            parts = self.layer.derivatives(*rows, self._rule(form), self.ignore_index)
         return Derivatives(*parts)
 
     def _rule(self, form: str) -> Rule:
@@ -85,11 +94,25 @@ class FeatureLoss(Loss):
         u: Tensor,
         target: Tensor,
         form: str = "hessian",
-        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        coefficients: Coefficients | tuple[float, float, float] = ONES,
+        *,
+        dim: int = 0,
     ) -> tuple[Tensor, Derivatives]:
-        """The weighted total, its gradient formed in the same sweep over the rows."""
+        """The total, with its gradient formed in the same sweep over the rows."""
         if form == "loss-jacobian":
-            return super().combined(output, u, target, form, weights)
-        rule = self._rule(form)._replace(coefficients=Coefficients(*weights))
-        total, parts = self.layer.combined(output, u, target, rule, self.ignore_index)
+            return super().combined(output, u, target, form, coefficients, dim=dim)
+        rule = self._rule(form)._replace(coefficients=Coefficients(*coefficients))
+        rows = _batch_first(output, u, target, dim)
+        with self.explaining_errors(output, target):
+            total, parts = self.layer.combined(*rows, rule, self.ignore_index)
         return total, Derivatives(*parts)
+
+
+def _batch_first(
+    output: Tensor, u: Tensor, target: Tensor, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Move the batch to the front where u has a part of it, so that its rows are the last ones."""
+    if u.shape == output.shape:
+        return output, u, target
+    dim %= output.dim()
+    return output.movedim(dim, 0), u.movedim(dim, 0), target.movedim(dim, 0)

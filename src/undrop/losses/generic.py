@@ -36,13 +36,7 @@ class Generic(Loss):
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """The function must give one number."""
-        value = self.function(output.detach(), target)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise TargetError(
-                f"the loss {_name(self.function)} must return one number (a mean), got "
-                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
-            )
+        """Nothing: only the function can say which targets fit."""
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The rows of the output (…, features), over which the function is taken to average."""
@@ -50,8 +44,18 @@ class Generic(Loss):
         return number(rows, output)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """What the function says."""
-        return self.function(output, target).reshape(())
+        """The value of the function.
+
+        Raises:
+            TargetError: if that is not one number.
+        """
+        value = self.function(output, target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise TargetError(
+                f"the loss {_name(self.function)} must return one number (a mean), got "
+                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
+            )
+        return value.reshape(())
 
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
         if not output.requires_grad:  # nothing behind it is trained: the numbers alone

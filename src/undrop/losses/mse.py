@@ -7,19 +7,23 @@ import math
 import torch
 from torch import Tensor
 
-from undrop.losses.base import Derivatives, Loss, number, precise
+from undrop.losses.base import ClosedForm, Derivatives, last_entries, number, precise
 from undrop.losses.by_class import ByClass, elementwise_by_class
-from undrop.losses.targets import check_like_output
+from undrop.losses.targets import check_like_output, check_range
 
 __all__ = ["MSE"]
 
 
-class MSE(Loss):
+class MSE(ClosedForm):
     """ℓ = (F - y)², a mean over all elements; uᵀHu = 2u² and ∂ℓ/∂ε = 2(F - y)·u."""
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Finite numbers of the output's shape."""
-        check_like_output(output, target, -math.inf, math.inf)
+        """Floating-point numbers of the output's shape."""
+        check_like_output(output, target)
+
+    def check_values(self, output: Tensor, target: Tensor) -> None:
+        """No NaN."""
+        check_range(target, -math.inf, math.inf)
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of elements."""
@@ -29,11 +33,16 @@ class MSE(Loss):
         """The mean over elements."""
         return (precise(output) - target).square().mean()
 
-    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
+    def _derivatives_of_part(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
+    ) -> Derivatives:
         error, u = precise(output) - target, precise(u)
         curvature = 2.0 if form == "hessian" else 1.0
+        n = max(output.numel(), 1)
         return Derivatives(
-            error.square().mean(), curvature * u.square().mean(), 2.0 * (error * u).mean()
+            error.square().mean(),
+            u.square().sum() * (curvature / n),
+            (last_entries(error, u, dim) * u).sum() * (2.0 / n),
         )
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:

@@ -1,4 +1,4 @@
-"""Checks on targets that several losses share."""
+"""Checks on targets that several losses share: shapes and types, and apart from these the values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import Tensor
 
 from undrop.errors import TargetError
 
-__all__ = ["check_class_indices", "check_like_output", "not_ignored"]
+__all__ = [
+    "check_class_indices",
+    "check_class_range",
+    "check_like_output",
+    "check_range",
+    "not_ignored",
+]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -18,29 +24,35 @@ def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def check_class_indices(
-    target: Tensor, leading: Sequence[int], classes: int, ignore_index: int
-) -> None:
-    """Class indices of the given leading shape, each within the classes or ``ignore_index``.
+def check_class_indices(target: Tensor, leading: Sequence[int], classes: int) -> None:
+    """Class indices of the given leading shape.
 
     Raises:
-        TargetError: naming what was expected and what was got.
+        TargetError: naming what was expected and what was passed.
     """
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TargetError(
-            f"targets must be class indices of an integer type, got {got}: for numbers to be met pass "
-            "loss=nn.MSELoss(), for probabilities of classes loss=F.cross_entropy."
+            f"targets must be class indices of an integer type, got {got}: for regression pass "
+            "loss=nn.MSELoss(), for class probabilities loss=F.cross_entropy."
         )
     if tuple(target.shape) != tuple(leading):
         raise TargetError(
             f"targets must have shape {tuple(leading)}, that of the output without the dimension of its "
             f"{classes} classes, got {_shape(target)}."
         )
+
+
+def check_class_range(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Class indices that each lie within the classes or are ``ignore_index``.
+
+    Raises:
+        TargetError: naming the range and the first value out of it.
+    """
     if not target.numel():
         return
     low, high = (int(end) for end in target.aminmax())
-    if low >= 0 and high < classes:  # as a rule, and cheap to see
+    if low >= 0 and high < classes:  # the usual case, and cheap to see
         return
     wrong = (target < 0) | (target >= classes)
     wrong &= not_ignored(target, ignore_index)
@@ -56,11 +68,11 @@ def not_ignored(target: Tensor, ignore_index: int) -> Tensor:
     return target.long() != ignore_index
 
 
-def check_like_output(output: Tensor, target: Tensor, low: float, high: float) -> None:
-    """Floating-point targets of the output's shape with entries in [low, high].
+def check_like_output(output: Tensor, target: Tensor) -> None:
+    """Floating-point targets of the output's shape.
 
     Raises:
-        TargetError: naming what was expected and what was got.
+        TargetError: naming what was expected and what was passed.
     """
     if not isinstance(target, Tensor) or not target.is_floating_point():
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
@@ -69,6 +81,14 @@ def check_like_output(output: Tensor, target: Tensor, low: float, high: float) -
         raise TargetError(
             f"targets must have the output's shape {_shape(output)}, got {_shape(target)}."
         )
+
+
+def check_range(target: Tensor, low: float, high: float) -> None:
+    """Numbers in [low, high].
+
+    Raises:
+        TargetError: naming the range and the first value out of it.
+    """
     wrong = ~((target >= low) & (target <= high))
     if bool(wrong.any()):
         raise TargetError(

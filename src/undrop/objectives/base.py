@@ -122,6 +122,7 @@ class Objective(ABC):
             output = call(model, inputs)
         logits = logits_of(output)
         self.loss.check(logits, targets)
+        self.loss.check_values(logits, targets)
         return output, self.loss.value(logits, targets)
 
     def plain(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:

@@ -138,6 +138,7 @@ class Jacobian(Objective):
             other = call(model, inputs)
         plus, minus = logits_of(output), logits_of(other)
         self.loss.check(plus, targets)
+        self.loss.check_values(plus, targets)
         u = (plus - minus) / (2.0 * shift.distance)
         weights = Weights(loss=1.0, explicit=0.5 * self.weight, implicit=0.0)
         total, parts = self.loss.combined(0.5 * (plus + minus), u, targets, "identity", weights)

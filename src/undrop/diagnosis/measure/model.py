@@ -144,6 +144,7 @@ class Subject:
             logits = logits_of(call(self.model, batch.inputs))
         self._drew |= mode.drew
         self.loss.check(logits, batch.targets)
+        self.loss.check_values(logits, batch.targets)
         return logits
 
     @torch.no_grad()

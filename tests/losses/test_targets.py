@@ -150,13 +150,13 @@ def test_bytes_hold_no_ignored_target(loss):
     [(nn.NLLLoss(), torch.tensor([1, 0])), (nn.L1Loss(), torch.zeros(2, 3))],
     ids=["nll", "l1"],
 )
-def test_a_loss_without_curvature_is_told_of_once(loss, target, caplog):
+def test_a_loss_without_curvature_is_mentioned_once(loss, target, caplog):
     output, u = torch.randn(2, 2, 3)
     known = as_loss(loss)
     for _ in range(2):
         assert known.derivatives(output.requires_grad_(), u, target).quadratic == 0.0
     (record,) = caplog.records
-    assert "has no curvature in the model's output" in record.message
+    assert "is linear around the model's output" in record.message
 
 
 def test_probabilities_of_classes_are_met_by_torchs_function():

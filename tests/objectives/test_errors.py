@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import undrop
 from undrop.errors import (
-    EngineError,
     EvalModeError,
     GradientsDisabledError,
     NoDropoutError,
@@ -45,28 +44,6 @@ def objective(request):
 @pytest.fixture(params=WITH_DROPOUT)
 def dropping(request):
     return WITH_DROPOUT[request.param]()
-
-
-def once(f, y):
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, f):
-            ctx.save_for_backward(f)
-            return f.square().sum()
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, g):
-            return 2 * g * ctx.saved_tensors[0]
-
-    return Once.apply(f)
-
-
-def ctc(f, y):
-    """A loss of torch's that has no second derivative."""
-    return F.ctc_loss(
-        f.log_softmax(-1).unsqueeze(1), y[:2] % 4 + 1, torch.tensor(4), torch.tensor(2)
-    )
 
 
 class Net(nn.Module):
@@ -361,10 +338,3 @@ def test_a_strength_may_be_any_number(strength):
 def test_a_model_that_is_no_module(objective, model, message):
     with pytest.raises(OptionError, match=message):
         objective(model, X, Y)
-
-
-@pytest.mark.parametrize("engine", ["tangent", "antithetic", "exact"])
-@pytest.mark.parametrize("loss", [once, ctc])
-def test_a_loss_without_second_derivatives(loss, engine):
-    message = rf"the loss {loss.__name__} can't be differentiated twice \(.*\): write it in oper"
-    refused(undrop.Analytic(engine=engine, loss=loss), EngineError, message, Net())

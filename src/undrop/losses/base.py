@@ -76,6 +76,17 @@ class Loss(ABC):
 
     A new loss is one subclass; every engine and objective works with it. ``derivatives`` must be
     differentiable (once) in ``output`` and ``u`` by plain reverse mode.
+
+    A loss receives one tensor of what the model returns: the output itself, its ``logits``, or its
+    first element.
+    """
+
+    whole_output: bool = False
+    """Whether the loss receives all that the model returns instead, e.g. for several heads.
+
+    ``output`` is then whatever the model returns (a tuple, dict or object), and ``u`` has the same
+    structure, with the tangent ∂/∂ε of every floating-point tensor in that tensor's place. The loss
+    ignores what stands in the place of other tensors. All tensors have the batch in ``dim``.
     """
 
     def parameters(self) -> Sequence[Tensor]:
@@ -161,7 +172,8 @@ class Loss(ABC):
         """The total c₀·ℓ + c₁·quadratic + c₂·directional, and its parts without coefficients or graph.
 
         A loss that forms its gradient in the forward pass needs the coefficients there and overrides
-        this. The other arguments are those of ``derivatives``.
+        this. A loss may skip a part whose coefficient is 0, and report 0 for it. The other arguments
+        are those of ``derivatives``.
         """
         parts = self.derivatives(output, u, target, form, dim=dim)
         total = Coefficients(*coefficients).total(torch.stack(parts))

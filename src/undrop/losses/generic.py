@@ -1,55 +1,92 @@
-"""Any other loss, by differentiating it twice."""
+"""Any other loss, from the values and gradients of a function."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from undrop.errors import EngineError, TargetError
-from undrop.losses.base import Derivatives, Loss, number
+from undrop.errors import TargetError
+from undrop.intercept.pytrees import map_tensors, tensors_in
+from undrop.kernels.softmax import Coefficients
+from undrop.losses.base import ONES, Derivatives, Loss, number, padded, precise
 
 __all__ = ["Generic"]
 
 _log = logging.getLogger("undrop")
 
+STEP, STEP_DOUBLE = 0.1, 0.01
+"""s in ℓ(F ± s·u), for float32 and for float64: where truncation, O(s²), meets rounding, O(1/s²)."""
+
+
+class _Point(NamedTuple):
+    """A loss at a copy of the output; u and the gradient of each floating-point tensor in it."""
+
+    loss: Tensor
+    tensors: list[Tensor]
+    u: list[Tensor]
+
+    def gradient(self) -> list[Tensor]:
+        """∂ℓ/∂F, with a graph where torch has one."""
+        return _gradients(self.loss, self.tensors)
+
+    def along(self, vectors: Sequence[Tensor]) -> Tensor:
+        """⟨vectors, u⟩."""
+        products = [(v * u).sum() for v, u in zip(vectors, self.u, strict=True)]
+        return torch.stack(products).sum()
+
 
 class Generic(Loss):
     """Wraps ``function(output, target) -> scalar``, a mean over the rows of the output.
 
-    uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice, so the
-    function must be twice differentiable in torch.
+    uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice. If torch
+    can't differentiate the function twice, it comes from differences, (ℓ(F + su) - 2ℓ(F) +
+    ℓ(F - su))/s², and ∂ℓ/∂ε from (ℓ(F + su) - ℓ(F - su))/2s. For a piecewise linear loss (hinge,
+    margin ranking, pinball) uᵀHu is 0, so it has no explicit regularizer.
 
     Args:
         function: the loss.
+        whole_output: whether the function takes all that the model returns; by default its attribute
+            ``whole_output``, or False.
     """
 
-    def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
+    def __init__(
+        self, function: Callable[[Any, Any], Tensor], *, whole_output: bool | None = None
+    ) -> None:
         self.function = function
+        asked = getattr(function, "whole_output", False) if whole_output is None else whole_output
+        self.whole_output = bool(asked)
+        self._second = ""  # how to differentiate twice: "reverse mode", "differences" or "zero"
         self._looked = False
 
     def parameters(self) -> Sequence[Tensor]:
         """Those of the function, if it is a module."""
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
-    def check(self, output: Tensor, target: Tensor) -> None:
+    def check(self, output: Any, target: Any) -> None:
         """Nothing: only the function can say which targets fit."""
 
-    def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """The rows of the output (…, features), over which the function is taken to average."""
-        rows = output.numel() // output.shape[-1] if output.dim() > 1 else output.numel()
-        return number(rows, output)
+    def count(self, output: Any, target: Any) -> Tensor:
+        """The rows of the (first) output (…, features), which the function averages over."""
+        first = next(x for x in tensors_in(output) if x.is_floating_point())
+        rows = first.numel() // first.shape[-1] if first.dim() > 1 else first.numel()
+        return number(rows, first)
 
-    def value(self, output: Tensor, target: Tensor) -> Tensor:
+    def value(self, output: Any, target: Any) -> Tensor:
         """The value of the function.
 
         Raises:
-            TargetError: if that is not one number.
+            TargetError: if that is not one number, or the function raises an error on its arguments.
         """
-        value = self.function(output, target)
+        try:
+            value = self.function(output, target)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise self._failed(output, target, error) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TargetError(
                 f"the loss {_name(self.function)} must return one number (a mean), got "
@@ -57,59 +94,173 @@ class Generic(Loss):
             )
         return value.reshape(())
 
-    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
-        if not output.requires_grad:  # nothing behind it is trained: the numbers alone
-            parts = self._derivatives(output.detach().requires_grad_(), u, target, form)
+    def _failed(self, output: Any, target: Any, error: Exception) -> TargetError:
+        receives = (
+            "it receives all that the model returns"
+            if self.whole_output
+            else "it receives the `logits` or the first tensor that the model returns; set "
+            "whole_output = True on it to receive everything"
+        )
+        said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return TargetError(
+            f"the loss {_name(self.function)} raised {type(error).__name__} ({said}) for "
+            f"{_described(output)} and a target that is {_described(target)}: {receives}."
+        )
+
+    def _derivatives_of_part(
+        self, output: Any, u: Any, target: Any, form: str, dim: int
+    ) -> Derivatives:
+        def pad(x: Tensor, tangent: Any) -> Any:
+            return padded(tangent, x, dim) if x.is_floating_point() else tangent
+
+        return self._derivatives(output, map_tensors(pad, output, u), target, form)
+
+    def combined(
+        self,
+        output: Any,
+        u: Any,
+        target: Any,
+        form: str = "hessian",
+        coefficients: Coefficients | tuple[float, float, float] = ONES,
+        *,
+        dim: int = 0,
+    ) -> tuple[Tensor, Derivatives]:
+        """The total and its parts; a quadratic part whose coefficient is 0 is not computed."""
+        skipped = isinstance(coefficients[1], float | int) and coefficients[1] == 0
+        if not skipped:
+            return super().combined(output, u, target, form, coefficients, dim=dim)
+        total, parts = super().combined(output, u, target, "identity", coefficients, dim=dim)
+        return total, parts._replace(quadratic=torch.zeros_like(parts.quadratic))
+
+    def _derivatives(self, output: Any, u: Any, target: Any, form: str) -> Derivatives:
+        if not any(x.requires_grad for x in tensors_in(output)):  # numbers without a graph
+            free = map_tensors(_as_leaf, output)
+            with torch.enable_grad():
+                parts = self._derivatives(free, u, target, form)
             return Derivatives(*(part.detach() for part in parts))
-        # In the graph, F and u may share ancestors but neither is an ancestor of the other; taking
-        # the inner derivative at a copy of F makes sure that it is of ℓ alone.
-        at = output.clone()
-        loss = self.value(at, target)
-        (gradient,) = torch.autograd.grad(loss, at, create_graph=True)
-        directional = (gradient * u).sum()
-        if form == "identity":
-            quadratic = u.square().sum() / self.count(output, target)
-        elif gradient.requires_grad:
-            quadratic = (self._derivative(directional, at) * u).sum()
+        at = self._point(output, u, target)
+        if not self._second:
+            self._second = self._choose(at, output, target)
+        if self._second == "differences":
+            loss, quadratic, directional = self._differences(output, u, target)
         else:
-            self._check_linear(at, u, gradient, target)
-            quadratic = torch.zeros_like(loss)
-        if not self._looked:
+            loss, quadratic, directional = self._by_reverse_mode(at, form)
+        if form == "identity":
+            squares = torch.stack([x.square().sum() for x in at.u]).sum()
+            quadratic = squares / self.count(output, target)
+        elif not self._looked:
             self._looked = True
-            self._warn_of_no_curvature(quadratic, u)
+            self._warn_of_no_curvature(quadratic, at.u)
         return Derivatives(loss, quadratic, directional)
 
-    def _derivative(self, directional: Tensor, at: Tensor) -> Tensor:
-        """H·u."""
-        try:
-            (hessian_u,) = torch.autograd.grad(
-                directional, at, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-        except (RuntimeError, NotImplementedError) as error:
-            raise self._once(str(error).splitlines()[0]) from error
-        return hessian_u
+    def _point(self, output: Any, u: Any, target: Any) -> _Point:
+        """The loss at a copy of F: F and u may share ancestors, and the derivative is in F alone."""
+        tensors: list[Tensor] = []
+        tangents: list[Tensor] = []
 
-    def _check_linear(self, at: Tensor, u: Tensor, gradient: Tensor, target: Any) -> None:
-        """A gradient without a graph is that of a loss linear in F, or of one torch can't go on from."""
-        elsewhere = (at + u).detach().requires_grad_()
-        (other,) = torch.autograd.grad(self.value(elsewhere, target), elsewhere)
-        if not torch.allclose(other, gradient):
-            raise self._once("its gradient has no graph")
+        def copied(x: Tensor, tangent: Any) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            tensors.append(x.clone() if x.requires_grad else _as_leaf(x))
+            tangents.append(tangent)
+            return tensors[-1]
 
-    def _warn_of_no_curvature(self, quadratic: Tensor, u: Tensor) -> None:
-        if bool(u.any()) and not bool(quadratic):
+        copy = map_tensors(copied, output, u)
+        return _Point(self.value(copy, target), tensors, tangents)
+
+    def _by_reverse_mode(self, at: _Point, form: str) -> tuple[Tensor, Tensor, Tensor]:
+        gradient = at.gradient()
+        if self._second == "zero":
+            gradient = [g.detach() for g in gradient]
+        directional = at.along(gradient)
+        if form == "identity" or not any(g.requires_grad for g in gradient):
+            return at.loss, torch.zeros_like(at.loss), directional
+        return at.loss, at.along(_gradients(at.along(gradient), at.tensors)), directional
+
+    def _differences(self, output: Any, u: Any, target: Any) -> tuple[Tensor, Tensor, Tensor]:
+        double = all(x.dtype == torch.float64 for x in tensors_in(output) if x.is_floating_point())
+        s = STEP_DOUBLE if double else STEP
+
+        def moved(by: float) -> Tensor:
+            def move(x: Tensor, tangent: Any) -> Tensor:
+                return precise(x) + by * precise(tangent) if x.is_floating_point() else x
+
+            return self.value(map_tensors(move, output, u), target)
+
+        here, plus, minus = moved(0.0), moved(s), moved(-s)
+        return here, (plus - 2.0 * here + minus) / s**2, (plus - minus) / (2.0 * s)
+
+    def _choose(self, at: _Point, output: Any, target: Any) -> str:
+        """At the first call: reverse mode twice if torch can; else 0 if the loss is linear here."""
+        gradient = at.gradient()
+        if any(g.requires_grad for g in gradient):
+            try:
+                _gradients(at.along(gradient), at.tensors)
+            except (RuntimeError, NotImplementedError):
+                pass
+            else:
+                return "reverse mode"
+        if not self._curved(output, gradient, target):
+            return "zero"
+        _log.info(
+            "torch can't differentiate the loss %s twice: its derivatives along u come from "
+            "differences of its value.",
+            _name(self.function),
+        )
+        return "differences"
+
+    def _curved(self, output: Any, gradient: Sequence[Tensor], target: Any) -> bool:
+        """Whether the gradient changes with F in most of its entries, not just across a kink."""
+        generator = torch.Generator().manual_seed(0)
+        tensors: list[Tensor] = []
+
+        def perturbed(x: Tensor) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            x = precise(x.detach())
+            noise = torch.randn(x.shape, generator=generator).to(x)
+            tensors.append((x + 1e-3 * (1.0 + x.abs()) * noise).requires_grad_())
+            return tensors[-1]
+
+        elsewhere = map_tensors(perturbed, output)
+        changed = active = 0
+        for new, old in zip(
+            _gradients(self.value(elsewhere, target), tensors), gradient, strict=True
+        ):
+            size = new.abs() + old.abs()
+            changed += int(((new - old).abs() > 1e-5 * size).sum())
+            active += int((size > 0).sum())
+        return 2 * changed > active
+
+    def _warn_of_no_curvature(self, quadratic: Tensor, u: Sequence[Tensor]) -> None:
+        if any(bool(x.any()) for x in u) and not bool(quadratic):
             _log.warning(
-                "the loss %s has no curvature in the model's output, so that uᵀHu = 0 and there is no "
+                "the loss %s is linear around the model's output, so that uᵀHu = 0 and there is no "
                 "explicit regularizer: if the output is log-probabilities, let the model return logits "
                 "and use undrop.CrossEntropy().",
                 _name(self.function),
             )
 
-    def _once(self, why: str) -> EngineError:
-        return EngineError(
-            f"the loss {_name(self.function)} can't be differentiated twice ({why}): write it in "
-            "operations that torch differentiates twice."
+
+def _gradients(scalar: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient in each tensor, zero where there is none, with a graph."""
+    if not scalar.requires_grad:
+        return [torch.zeros_like(x) for x in tensors]
+    return list(
+        torch.autograd.grad(
+            scalar, tensors, create_graph=True, allow_unused=True, materialize_grads=True
         )
+    )
+
+
+def _as_leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.is_floating_point() else x
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)} ({str(x.dtype).removeprefix('torch.')})"
+    return f"a {type(x).__name__}"
 
 
 def _name(function: Callable[..., Any]) -> str:

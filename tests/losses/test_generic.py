@@ -17,7 +17,7 @@ D = torch.float64
 
 def leaf(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=D, generator=generator).requires_grad_()
+    return torch.randn(shape, dtype=D, generator=generator).requires_grad_()
 
 
 def hinge(f, y):

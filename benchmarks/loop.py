@@ -24,12 +24,10 @@ from torch import nn
 from undrop.lab import corpora
 from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import detach
-from undrop.lab.train import Config, Reporter, RunFolder, configure
-from undrop.lab.train.components import OBJECTIVES
-from undrop.lab.train.interrupts import Interrupts
-from undrop.lab.train.session import load_corpus, opened
-from undrop.lab.train.trainer import build_model
-from undrop.lab.train.world import World
+from undrop.lab.train import Config, RunFolder, configure
+from undrop.lab.train.distributed import World
+from undrop.lab.train.environment import Interrupts
+from undrop.lab.train.session import open_session
 
 Seconds = tuple[float, float]  # by the clock, of CPU
 
@@ -44,10 +42,9 @@ def timed(work: Callable[[], object]) -> Seconds:
 def bare_epoch(config: Config) -> Callable[[], None]:
     """A function that trains one epoch by hand."""
     torch.manual_seed(config.train.seed)
-    corpus = load_corpus(config.data)
-    model = build_model(config, corpus.vocabulary.size).train()
-    options = config.objective.options
-    objective = OBJECTIVES.build(config.objective.name, options, loss=model.loss(), batch_dim=1)
+    corpus = config.load_corpus()
+    model = config.build_model(corpus).train()
+    objective = config.build_objective(model)
     optimizer = torch.optim.SGD(model.parameters(), config.optimizer.lr)
     windows = TrainingWindows(corpus.train, config.data.batch_size, config.data.length)
 
@@ -80,7 +77,7 @@ def measure(name: str, repeats: int, folder: Path) -> dict[str, object]:
     config = configure("demo", settings, [f"train.epochs={repeats + 1}", "train.threads=1"])
     bare, ratios = bare_epoch(config), []
     run = RunFolder(folder / name)
-    with opened(config, run, False, Reporter(), World(), Interrupts()) as session:
+    with open_session(config, run, False, [], World(), Interrupts()) as session:
         timed(bare), timed(session.trainer.advance)  # warm both up
         for _ in range(repeats):
             alone, looped = timed(bare), timed(session.trainer.advance)

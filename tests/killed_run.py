@@ -1,4 +1,4 @@
-"""A training run in a process of its own, which may kill itself at a chosen point of its writing."""
+"""A training run in its own process that can kill itself at a chosen point while it writes."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ def _die(*args: Any) -> None:
 
 
 def _at(count: int, original: Callable[..., Any], act: Callable[..., Any]) -> Callable[..., Any]:
-    """The original function, but for the ``count``-th call."""
+    """Return the original function, with another one in place of the ``count``-th call."""
     calls = iter(range(1, 1 << 30))
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -26,7 +26,7 @@ def _at(count: int, original: Callable[..., Any], act: Callable[..., Any]) -> Ca
 
 
 def arm(point: str, count: int) -> None:
-    """Die at the ``count``-th time that the run comes to ``point``."""
+    """Make the process die when the run reaches ``point`` for the ``count``-th time."""
     fsync, replace, save_file = os.fsync, os.replace, safetensors.torch.save_file
 
     def after_replace(*args: Any) -> None:
@@ -52,13 +52,13 @@ def arm(point: str, count: int) -> None:
     elif point == "in tensors":
         safetensors.torch.save_file = _at(count, save_file, half_the_tensors)
     elif point == "in metrics":
-        folder.Metrics.append = _at(count, folder.Metrics.append, half_a_line)
+        folder.MetricsFile.append = _at(count, folder.MetricsFile.append, half_a_line)
     else:
         raise ValueError(point)
 
 
 def work(config: dict[str, Any], out: str, point: str | None, count: int) -> None:
-    """Train, or go on, until the end or the point of death."""
+    """Train, or resume, until the run ends or the process dies."""
     if point is not None:
         arm(point, count)
     train.run(train.Config.parse(config), out=out, resume=True)

@@ -1,4 +1,4 @@
-"""Starting a script or a module in several processes, as a user does: with torchrun."""
+"""Starting a script or a module in several processes with torchrun, as a user does."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 
 def launch(*words: object, processes: int = 2) -> str:
-    """What a program under torchrun prints; its words are a script's path, or ``-m`` and a module."""
+    """Run a script's path, or ``-m`` and a module, under torchrun and return what it prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

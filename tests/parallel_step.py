@@ -1,4 +1,4 @@
-"""One step's gradient in one of several processes, with noise that is a slice of the same draw."""
+"""The gradient of one step in one of several processes, with noise that is a slice of one draw."""
 
 import os
 from typing import Any
@@ -12,18 +12,17 @@ from undrop import noise
 from undrop.engines import draw as draws
 from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import AWDLSTM
-from undrop.lab.train.components import OBJECTIVES
+from undrop.lab.train.components import OBJECTIVES, build
 from undrop.lab.train.config import OptimizerConfig
+from undrop.lab.train.distributed import Gradient, World, join_world
 from undrop.lab.train.optimizers import Stepper
-from undrop.lab.train.parallel import Gradient
-from undrop.lab.train.world import World, joined
 
 BATCH, LENGTH, WORDS = 6, 5, 13
 TOKENS = np.random.default_rng(0).integers(0, WORDS, BATCH * (2 * LENGTH + 1))
 
 
 def _agree_on_noise(world: World) -> None:
-    """Draw for the whole batch everywhere, and use this process's columns of it."""
+    """Draw noise for the whole batch in every process, and use this process's columns."""
     generator = torch.Generator().manual_seed(7)
 
     def agreed(kind: str, shape: tuple[int, ...], q: float, *, like: Tensor, **_: Any) -> Tensor:
@@ -36,10 +35,10 @@ def _agree_on_noise(world: World) -> None:
 
 
 def steps(world: World, objective: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Two steps with a carried state; the second one's gradient and the weights after it."""
-    torch.manual_seed(world.rank)  # DDP hands the first process's weights to all
+    """Take two steps with a carried state; return the second gradient and the weights after it."""
+    torch.manual_seed(world.rank)  # DDP copies the first process's weights to all
     model = AWDLSTM(WORDS, embedding_size=4, hidden_size=6, layers=2).double().train()
-    built = OBJECTIVES.build(objective, options, loss=model.loss(), batch_dim=1)
+    built = build(OBJECTIVES, objective, options, loss=model.loss(), batch_dim=1)
     gradient = Gradient(model, built, world)
     stepper = Stepper(list(model.parameters()), OptimizerConfig(lr=0.5))
     windows = TrainingWindows(TOKENS, BATCH, LENGTH, shard=(world.rank, world.size))
@@ -56,13 +55,13 @@ def steps(world: World, objective: str, options: dict[str, Any]) -> dict[str, Te
 def work(
     rank: int, size: int, port: int, objective: str, options: dict[str, Any], out: str
 ) -> None:
-    """Take part; the first process saves what came out."""
+    """Run one process; the first one saves the result."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # The store is there already, at a port that nobody else can have taken in between.
+    # The store exists already, so no other program can take its port in between.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.set_num_threads(1)
-    with joined(torch.device("cpu")) as world:
+    with join_world(torch.device("cpu")) as world:
         _agree_on_noise(world)
         found = steps(world, objective, options)
         if world.is_main:

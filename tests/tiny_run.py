@@ -1,4 +1,4 @@
-"""A training run of a second: its text, its config, and all that it must leave bit for bit."""
+"""A training run of about a second: its text, its config, and the results that must be exact."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from undrop.lab import train
 
 
 def write_text(folder):
-    """Three splits of a language whose next word hangs on the last one."""
+    """Write three splits of a language in which each word depends on the one before."""
     draw = random.Random(1)
     words = [f"w{i}" for i in range(30)]
     for split, length in (("train", 600), ("valid", 100), ("test", 100)):
@@ -25,7 +25,7 @@ def write_text(folder):
 
 
 def tiny_config(text, **sections):
-    """The config of the run; settings as ``section={key: value}``."""
+    """Return the config of the run; pass settings as ``section={key: value}``."""
     settings = {
         "model": {"embedding_size": 8, "hidden_size": 8, "layers": 2},
         "data": {"name": str(text), "batch_size": 4, "eval_batch_size": 4, "length": 10},
@@ -38,7 +38,7 @@ def tiny_config(text, **sections):
 
 
 def bits(out):
-    """All that a run leaves which must not hang on whether, or when, it was killed."""
+    """Return all results of a run that must not depend on whether, or when, it was killed."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     for record in records:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever the moment of a crash."""
+"""Files that are complete or absent, whenever a crash happens; locks and checksums."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from undrop.errors import RunError
 __all__ = [
     "TEMPORARY",
     "check_writable",
+    "file_lock",
     "naming_disk_errors",
     "read_json",
     "replacing",
     "sha256",
+    "sync",
     "write_json",
 ]
 
 TEMPORARY = ".tmp"
-"""The suffix of a file that is being written; one that is left over means nothing."""
+"""The suffix of a file that is being written; a leftover one can be deleted."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
 def naming_disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says of ``path`` into one sentence."""
+    """Turn an ``OSError`` about ``path`` into one sentence."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
             raise RunError(
                 f"the disk is full: {path} could not be written; nothing written earlier is lost, "
-                "make room and go on with --resume."
+                "make room and continue with --resume."
             ) from error
         reason = (error.strerror or str(error)).lower()
         raise RunError(f"{path} can't be written: {reason}.") from error
@@ -48,7 +50,7 @@ def check_writable(path: Path) -> None:
     """Refuse a path at which no file can be written, before any work is done for it.
 
     Raises:
-        RunError: if it is a folder, or its folder is missing, or either may not be written to.
+        RunError: if the path is a folder, or its folder is missing, or permission is denied.
     """
     _refuse_folder(path)
     if not path.parent.is_dir():
@@ -60,22 +62,22 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to; on success it takes the place of ``path`` for good.
+    """Yield a temporary path to write to; on success it replaces ``path``.
 
     The file's bytes reach the disk before its name does (fsync, rename, fsync of the folder), so
-    after a crash ``path`` holds either the old bytes or the new ones, all of them.
+    after a crash ``path`` holds either all the old bytes or all the new ones.
 
     Raises:
-        RunError: if it can't be written.
+        RunError: if the file can't be written.
     """
     _refuse_folder(path)
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with naming_disk_errors(path):
             yield temporary
-            _sync(temporary)
+            sync(temporary)
             os.replace(temporary, path)
-            _sync(path.parent)
+            sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -87,9 +89,12 @@ def _refuse_folder(path: Path) -> None:
         raise RunError(f"{path} can't be written: it is a folder, give the name of a file.")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until the file, or the folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if path.is_dir() and os.name != "posix":  # elsewhere a folder can't be opened
+        return
+    # Windows syncs only files that are open for writing.
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -97,7 +102,7 @@ def _sync(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, whole or not at all."""
+    """Write a value as JSON, completely or not at all."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     with replacing(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -107,7 +112,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        RunError: if it is not there or not JSON.
+        RunError: if the file does not exist or is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -118,9 +123,33 @@ def read_json(path: Path) -> Any:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of a file's bytes, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, *, timeout: float = -1.0) -> Iterator[bool]:
+    """Hold a lock on ``path`` within the block; yield whether this process got it.
+
+    The operating system releases the lock when the process ends, however it ends.
+
+    Args:
+        path: the lock file; it stays on the disk.
+        timeout: seconds to wait for another process to release the lock; negative waits forever.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=timeout, poll_interval=0.02)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

@@ -1,25 +1,29 @@
-"""What a model draws on its own account, the same in every pass of a comparison."""
+"""The state of every global random generator: saved, restored and seeded in one place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import random
+from collections.abc import Callable, Mapping
 from itertools import islice
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RngSnapshot"]
+__all__ = ["RngSnapshot", "derive_seed", "seed_all"]
 
 
 class RngSnapshot:
-    """The state of torch's global random generators, for several passes to begin with.
+    """The state of the global random generators of torch, Python and NumPy.
 
-    A model may draw random numbers that are no dropout: stochastic depth, sampled activations. Passes
-    whose difference is taken must have the same ones. In u ≈ (F₊ - F₋)/2ε₀ they would else be taken for
-    the effect of ε, and 1/2ε₀ times their own size. Other threads draw from the same generators, so
-    the state is put back only after a pass that ``drew`` (see ``Interception``).
+    A model may draw random numbers that are not dropout: stochastic depth, sampled activations. Passes
+    that are compared must draw the same ones. Otherwise u ≈ (F₊ - F₋)/2ε₀ takes their difference for
+    the effect of ε, multiplied by 1/2ε₀. Other threads draw from the same generators, so the state is
+    restored only after a pass that ``drew`` (see ``Interception``).
 
-    As a context manager it puts the state back in the end.
+    As a context manager it restores the state at the end of the block.
     """
 
     def __init__(self) -> None:
@@ -30,26 +34,72 @@ class RngSnapshot:
         self._mps: Tensor | None = None
         if torch.backends.mps.is_available():
             self._mps = torch.mps.get_rng_state()
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=True)
 
     @classmethod
     def of(cls, model: nn.Module, noise: Callable[[torch.device], torch.Generator]) -> RngSnapshot:
-        """The state, after the generator of dropout's noise has taken its seed from it, if it will."""
+        """Take the snapshot after the generator of dropout's noise has drawn its seed, if it will."""
         for parameter in islice(model.parameters(), 1):
             noise(parameter.device)
         return cls()
 
     def __enter__(self) -> RngSnapshot:
-        """Begin."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put the state back."""
         self.restart()
 
     def restart(self) -> None:
-        """Let the next pass draw what the first one after this state drew."""
+        """Restore the state; devices that this machine lacks are left out."""
         torch.set_rng_state(self._torch)
-        if self._cuda:
+        if self._cuda and len(self._cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self._cuda)
-        if self._mps is not None:
+        if self._mps is not None and torch.backends.mps.is_available():
             torch.mps.set_rng_state(self._mps)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values and tensors."""
+        version, internal, gauss = self._python
+        name, keys, position, has_gauss, cached = self._numpy
+        return {
+            "torch": self._torch,
+            "cuda": self._cuda,
+            "mps": self._mps,
+            "python": {"version": version, "state": torch.tensor(internal), "gauss": gauss},
+            "numpy": {
+                "name": str(name),
+                "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached": float(cached),
+            },
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RngSnapshot:
+        """Return the snapshot that ``state_dict`` was called on."""
+        snapshot = cls.__new__(cls)
+        snapshot._torch, snapshot._cuda, snapshot._mps = state["torch"], state["cuda"], state["mps"]
+        python, numpy = state["python"], state["numpy"]
+        internal = tuple(python["state"].tolist())
+        snapshot._python = (python["version"], internal, python["gauss"])
+        keys = numpy["keys"].numpy().astype(np.uint32)
+        rest = (numpy["position"], numpy["has_gauss"], numpy["cached"])
+        snapshot._numpy = (numpy["name"], keys, *rest)
+        return snapshot
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch (all devices), Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def derive_seed(base: int, *purpose: str | int) -> int:
+    """Return a seed for one purpose that is independent of the seeds for all others."""
+    text = "/".join(str(part) for part in (base, *purpose))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -1,4 +1,4 @@
-"""Nested Python values as JSON beside named tensors, and back: what a checkpoint is made of."""
+"""Nested Python values as JSON and named tensors, and back: the format of checkpoints."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TENSOR, _TUPLE, _ITEMS, _TREE = "$tensor", "$tuple", "$items", "$tree"
 
 
 def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split a value into JSON and the tensors it names.
+    """Split a value into JSON and the tensors that it names.
 
-    Dictionaries (with keys of any plain type), lists, tuples, tensors, numbers, strings, booleans
-    and None come back from :func:`unpack` as they went in. A tensor met twice, such as a tied
-    weight, is kept once.
+    :func:`unpack` restores dictionaries (with keys of any plain type), lists, tuples, tensors,
+    numbers, strings, booleans and None. A tensor that occurs twice, such as a tied weight, is stored
+    once.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[tuple[Any, ...], str] = {}
@@ -54,24 +54,24 @@ def _pack_dict(value: dict[Any, Any], path: str, visit: Any) -> Any:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are one and the same memory."""
+    """Return a key that is equal for tensors with the same memory."""
     if tensor.numel() == 0:
         return (id(tensor),)
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """The tensor in main memory, contiguous, in storage that holds nothing else."""
+    """Return the tensor in main memory, contiguous, in storage that holds nothing else."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
 
 
 def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """Put the value back together.
+    """Restore the value that :func:`pack` split.
 
     Raises:
-        CheckpointError: if it names a tensor that is not there.
+        CheckpointError: if it names a tensor that is missing.
     """
     if isinstance(packed, list):
         return [unpack(item, tensors) for item in packed]
@@ -89,7 +89,7 @@ def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def to_bytes(tree: Any) -> Tensor:
-    """A value as a one-dimensional tensor of bytes, to be sent to another process."""
+    """Return a value as a one-dimensional tensor of bytes, to send to another process."""
     import safetensors.torch
 
     packed, tensors = pack(tree)
@@ -98,7 +98,7 @@ def to_bytes(tree: Any) -> Tensor:
 
 
 def from_bytes(data: Tensor) -> Any:
-    """The value that :func:`to_bytes` was given."""
+    """Restore the value that :func:`to_bytes` was called with."""
     import safetensors.torch
 
     tensors = safetensors.torch.load(data.cpu().numpy().tobytes())
@@ -107,15 +107,15 @@ def from_bytes(data: Tensor) -> Any:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors to a safetensors file; a full disk is an ``OSError`` as everywhere else."""
+    """Write tensors to a safetensors file; a full disk raises an ``OSError``, as everywhere else."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file(tensors, path)
-        path.chmod(0o644)  # the library's own is for the owner alone
+        path.chmod(0o644)  # safetensors makes files that only the owner can read
     except SafetensorError as error:
-        # The library hides the system's error number in its text.
+        # safetensors hides the system's error number in its message.
         for number in (errno.ENOSPC, errno.EDQUOT):
             if f"os error {number}" in str(error):
                 raise OSError(number, os.strerror(number)) from error
@@ -126,7 +126,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file.
 
     Raises:
-        CheckpointError: if it is not there, cut short or changed.
+        CheckpointError: if the file is missing, cut short or changed.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -134,6 +134,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not there.") from error
+        raise CheckpointError(f"{path} does not exist.") from error
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} was cut short or changed: {error}.") from error

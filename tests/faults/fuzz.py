@@ -27,12 +27,11 @@ from undrop.lab import cli, corpora, train
 from undrop.lab.reproduce.records import Curve, Record, Records
 from undrop.lab.train import configure
 from undrop.lab.train.checkpoints import _check
-from undrop.lab.train.journal import Journal
-from undrop.lab.train.reporters import Reporter
+from undrop.lab.train.distributed import World
+from undrop.lab.train.folder import RunRecorder
 from undrop.lab.train.runs import row
-from undrop.lab.train.session import _go_on, load_corpus
+from undrop.lab.train.session import _resume
 from undrop.lab.train.trainer import Trainer
-from undrop.lab.train.world import World
 from undrop.tensor_files import load_tensors
 
 KINDS = (
@@ -162,10 +161,10 @@ def _resumed(out: Path, copy: Path) -> Subject:
     """The checkpoint that a copy of the run goes on from; no step is taken."""
     run = train.RunFolder(shutil.copytree(out, copy))
     config = train.Config.parse(run.read_config())
-    journal = Journal(run, Reporter(), World())
-    trainer = Trainer(config, load_corpus(config.data), journal=journal, world=World())
+    recorder = RunRecorder(run, [], World())
+    trainer = Trainer(config, config.load_corpus(), recorder=recorder, world=World())
     path = run.checkpoints.path(run.checkpoints.steps()[-1])
-    return Subject(path, lambda: _go_on(trainer, run, journal))
+    return Subject(path, lambda: _resume(trainer, recorder))
 
 
 def of_a_corpus(text: Path) -> dict[str, Kind]:

@@ -122,8 +122,8 @@ def test_a_runs_name_can_not_leave_the_runs_folder(here, name):
     corpus = tiny_config(name)
     for config in (presets, corpus):
         assert (RUNS / _name(config)).resolve().parent == RUNS.resolve()
-    with pytest.raises(OptionError, match="a run's name must be a plain one, got"):
-        train.take_turns({name: presets}, out=here / "out")
+    with pytest.raises(OptionError, match="the name of a run must be a plain folder name, got"):
+        train.train_interleaved({name: presets}, out=here / "out")
     assert not (here / "out").exists()
 
 

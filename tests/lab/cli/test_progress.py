@@ -4,9 +4,9 @@ import pytest
 from rich.console import Console
 
 from undrop.lab.cli._progress import Bar, Lines, duration
-from undrop.lab.train.reporters import Outline
+from undrop.lab.train.callbacks import RunInfo
 
-OUTLINE = Outline(
+INFO = RunInfo(
     name="run",
     model="awd-lstm",
     objective="analytic",
@@ -16,6 +16,7 @@ OUTLINE = Outline(
     train_tokens=5000,
     device="cpu",
     epochs=4,
+    step=20,
     done=0.25,
 )
 STEP = {
@@ -53,7 +54,7 @@ def test_durations_are_as_a_person_says_them(seconds, words):
 
 
 def played(reporter, stream):
-    reporter.begin(OUTLINE)
+    reporter.begin(INFO)
     reporter.step(0.3, 700, {"loss": 5.5, "explicit": 0.25})
     reporter.record(STEP)
     reporter.record(EPOCH)

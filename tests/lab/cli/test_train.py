@@ -92,7 +92,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(text, capsys, arguments, told
 
 def test_a_folder_with_a_run_is_refused(trained, text, capsys):
     assert main(["train", "--data", str(text), *SMALL, "--out", trained]) == 2
-    assert "already holds a run: go on with it by --resume" in capsys.readouterr().err
+    assert "already holds a run: resume it with --resume" in capsys.readouterr().err
 
 
 def test_a_folder_that_can_not_be_written_is_one_sentence(text, capsys):
@@ -211,13 +211,13 @@ def test_ctrl_c_in_a_demo_does_not_pass_one_of_its_runs_for_it(text, capsys, mon
 
 
 def test_ctrl_c_says_how_to_go_on_and_exits_as_shells_expect(text, capsys, monkeypatch):
-    from undrop.lab.train.reporters import Reporter
+    from undrop.lab.train import Callback
 
-    class Impatient(Reporter):
+    class Impatient(Callback):
         def step(self, done, tokens, parts):
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("undrop.lab.cli._progress.progress_reporter", Impatient)
     assert main(["train", "--data", str(text), *SMALL, "--out", "r"]) == 130
-    told = "stopped at step 1 with everything saved: go on with undrop train --resume --out r\n"
+    told = "stopped at step 1 with everything saved: resume with undrop train --resume --out r\n"
     assert capsys.readouterr().err == told

@@ -12,7 +12,7 @@ from fake_records import fake_record
 from undrop.errors import RunError, StoppedError
 from undrop.lab.reproduce import Record, executors
 from undrop.lab.reproduce.executors import Local, RayCluster
-from undrop.lab.train.interrupts import listening
+from undrop.lab.train.environment import catch_signals
 
 FORK = multiprocessing.get_context("fork")
 
@@ -61,7 +61,7 @@ def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
         if ends == "idle" and run.key == runs[0].key:
             return fake_record(run, [2.0])
         told.touch()
-        with listening() as interrupts:
+        with catch_signals() as interrupts:
             while interrupts.received is None:
                 time.sleep(0.01)
         if ends == "stopped":

@@ -67,14 +67,14 @@ def test_averaging_begins_at_the_non_monotonic_trigger_and_is_a_plain_mean():
     step = stepper(weights, name="asgd", lr=1.0, patience=2)
     for loss in (5.0, 4.0, 4.5, 4.2):
         step.observe(loss)  # 4.2 is above no loss of more than 2 epochs ago but 4.0 is too near
-        assert not step.averages
+        assert not step.averaging
     step.observe(4.3)  # above the 4.0 of more than two epochs ago
-    assert step.averages
+    assert step.averaging
     for _ in range(4):
         with_gradients(weights, [-1.0])
         step.step(1.0)
     assert weights[0].item() == 4.0
-    with step.judged():
+    with step.evaluation_weights():
         assert weights[0].item() == pytest.approx((1 + 2 + 3 + 4) / 4)
     assert weights[0].item() == 4.0
 
@@ -92,7 +92,7 @@ def test_a_state_goes_on_to_the_same_bits():
             with_gradients(weights, [0.3, -0.1 * count])
             step.step(1.0)
             step.observe(1.0 + count)
-        with step.judged():
+        with step.evaluation_weights():
             return weights[0].tolist()
 
     assert run(split=4) == run(split=None)

@@ -16,8 +16,7 @@ from tiny_run import bits
 from undrop.errors import RunError
 from undrop.lab import train
 from undrop.lab.train import RunFolder
-from undrop.lab.train.rendezvous import fresh
-from undrop.lab.train.world import World
+from undrop.lab.train.distributed import World, new_prefix_store
 
 
 def together(size, objective, options, out):
@@ -72,7 +71,7 @@ def test_torchrun_trains_as_one_process_would_and_goes_on(launch, tiny, tmp_path
     assert (two["machine"]["processes"], two["steps"]) == (2, one.steps)
     # Without noise two processes train as one with the whole batch, but for rounding.
     assert two["best_valid_ppl"] == pytest.approx(one.best_valid_ppl, rel=1e-9)
-    with pytest.raises(RunError, match="was begun with 2 processes and can't go on"):
+    with pytest.raises(RunError, match="was started with 2 processes and can't be resumed"):
         train.run(out=tmp_path / "two", resume=True)
 
 
@@ -116,7 +115,9 @@ def test_streams_are_shared_without_gap_or_overlap():
 
 def meet(store, *ranks, wait=30.0):
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda rank: fresh(store, rank, 3, timedelta(seconds=wait)), ranks))
+        return list(
+            pool.map(lambda rank: new_prefix_store(store, rank, 3, timedelta(seconds=wait)), ranks)
+        )
 
 
 def test_processes_meet_where_nothing_is_left_of_those_before():
@@ -133,7 +134,7 @@ def test_processes_meet_where_nothing_is_left_of_those_before():
 
 
 def test_a_process_that_does_not_come_is_named():
-    with pytest.raises(TimeoutError, match=r"of 3 processes, ranks \[2\] did not come"):
+    with pytest.raises(TimeoutError, match=r"of 3 processes, ranks \[2\] did not start in time"):
         meet(HashStore(), 0, 1, wait=0.2)
     with pytest.raises(DistStoreError):
         meet(HashStore(), 1, 2, wait=0.2)

@@ -92,15 +92,18 @@ def test_a_file_of_ones_own_is_a_preset(tmp_path):
     ("content", "message"),
     [
         (None, r"mine.toml can't be read: No such file"),
-        (b"[optimizer\n", r"mine.toml is no TOML: .*line 1"),
-        (b"\xff", r"mine.toml is no TOML: .*utf-8"),
-        (b"a = " + b"[" * 10_000, r"mine.toml is no TOML"),
+        (b"[optimizer\n", r"mine.toml is not valid TOML: .*line 1"),
+        (b"\xff", r"mine.toml is not valid TOML: .*utf-8"),
+        (b"a = " + b"[" * 10_000, r"mine.toml is not valid TOML"),
         (b"extends = 'mine.toml'", r"unknown preset 'mine.toml': there are demo, "),
         (
             b"extends = 'dmo'",
             r"'dmo': did you mean 'demo'\? There are .* for .*mine.toml to extend.",
         ),
-        (b"extends = ['demo']", r"mine.toml extends must be the name of a preset, got \['demo'\]."),
+        (
+            b"extends = ['demo']",
+            r"extends in .*mine.toml must be the name of a preset, got \['demo'\].",
+        ),
         (b"[optimiser]\nlr = 1", r"optimiser"),
     ],
 )

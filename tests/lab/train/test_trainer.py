@@ -12,17 +12,17 @@ from undrop.errors import (
     StoppedError,
 )
 from undrop.lab import train
-from undrop.lab.train import Reporter, RunFolder
+from undrop.lab.train import Callback, RunFolder
 from undrop.lab.train import session as sessions
 from undrop.lab.train.optimizers import Stepper
 
 
-class Listener(Reporter):
+class Listener(Callback):
     def __init__(self):
         self.heard = []
 
-    def begin(self, outline):
-        self.heard.append(("begin", outline))
+    def begin(self, info):
+        self.heard.append(("begin", info))
 
     def step(self, done, tokens, parts):
         self.heard.append(("tick", done))
@@ -63,7 +63,7 @@ def test_a_run_learns_and_leaves_its_folder(tiny, tmp_path):
         optimizer={"name": "adam", "lr": 0.05},
         train={"epochs": 20, "train_perplexity": True},
     )
-    summary = train.run(config, out=tmp_path / "run", reporter=listener)
+    summary = train.run(config, out=tmp_path / "run", callbacks=[listener])
     folder = RunFolder(tmp_path / "run")
     assert train.Config.parse(folder.read_config()) == config
     assert folder.read_summary() == summary.model_dump()
@@ -97,7 +97,7 @@ def test_records_have_the_same_keys_whatever_the_objective(tiny, tmp_path):
 
 def test_a_logged_loss_is_the_mean_over_tokens(tiny, tmp_path):
     listener = Listener()
-    train.run(tiny(train={"epochs": 1, "log_every": 1}), out=tmp_path / "a", reporter=listener)
+    train.run(tiny(train={"epochs": 1, "log_every": 1}), out=tmp_path / "a", callbacks=[listener])
     records, (epoch,) = listener.of("step"), listener.of("epoch")
     assert len(records) == len(listener.of("tick"))
     plain = sum(record["loss"] for record in records) / len(records)
@@ -173,13 +173,15 @@ def test_a_signal_saves_and_says_how_to_go_on(tiny, tmp_path, number):
     config = tiny(train={"epochs": 3, "checkpoint_every": 1000})
     whole = train.run(config, out=tmp_path / "whole")
     out = tmp_path / "stopped"
-    told = f"stopped at step 20 with everything saved: go on with undrop train --resume --out {out}"
+    told = (
+        f"stopped at step 20 with everything saved: resume with undrop train --resume --out {out}"
+    )
     with pytest.raises(StoppedError, match=told):
-        train.run(config, out=out, reporter=Signaller(20, number))
+        train.run(config, out=out, callbacks=[Signaller(20, number)])
     assert RunFolder(out).checkpoints.steps()[-1] == 20
     assert signal.getsignal(number) is not None
     listener = Listener()
-    summary = train.run(out=out, resume=True, reporter=listener)
+    summary = train.run(out=out, resume=True, callbacks=[listener])
     assert listener.of("begin")[0].done > 0.4
     assert summary.model_dump(exclude={"seconds"}) == whole.model_dump(exclude={"seconds"})
 
@@ -187,14 +189,14 @@ def test_a_signal_saves_and_says_how_to_go_on(tiny, tmp_path, number):
 def test_a_signal_during_evaluation_leaves_the_epoch_to_be_judged(tiny, tmp_path, monkeypatch):
     config = tiny(train={"epochs": 2})
     whole = train.run(config, out=tmp_path / "whole")
-    original = sessions.Trainer._judge
+    original = sessions.Trainer._validate
 
     def signalled(self):
         os.kill(os.getpid(), signal.SIGINT)
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sessions.Trainer, "_judge", signalled)
+        patch.setattr(sessions.Trainer, "_validate", signalled)
         with pytest.raises(StoppedError, match="stopped at step 15"):
             train.run(config, out=tmp_path / "a")
     summary = train.run(out=tmp_path / "a", resume=True)
@@ -205,11 +207,11 @@ def test_a_damaged_checkpoint_is_named_and_the_run_ends_with_the_same_bits(tiny,
     whole = train.run(tiny(), out=tmp_path / "whole")
     out = tmp_path / "a"
     with pytest.raises(StoppedError):
-        train.run(tiny(), out=out, reporter=Signaller(25, signal.SIGINT))
+        train.run(tiny(), out=out, callbacks=[Signaller(25, signal.SIGINT)])
     newest = RunFolder(out).checkpoints.path(25)
     newest.write_bytes(newest.read_bytes()[:-10])
     listener = Listener()
-    summary = train.run(tiny(), out=out, resume=True, reporter=listener)
+    summary = train.run(tiny(), out=out, resume=True, callbacks=[listener])
     assert f"{newest} is refused" in listener.of("say")[0]
     assert summary.model_dump(exclude={"seconds"}) == whole.model_dump(exclude={"seconds"})
 
@@ -230,7 +232,7 @@ def test_a_loss_that_is_not_finite_names_step_part_and_checkpoint(tiny, tmp_path
     told = f"stopped at step 14: the loss part is not finite.*last good checkpoint is {checkpoint}"
     with pytest.raises(NonFiniteError, match=told):
         train.run(tiny(), out=tmp_path / "a")
-    assert RunFolder(tmp_path / "a").checkpoints.steps() == [10]
+    assert RunFolder(tmp_path / "a").checkpoints.steps() == [0, 10]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_out_of_memory_names_the_batch(tiny, tmp_path, monkeypatch, error):
 
 def test_a_folder_with_a_run_is_not_overwritten(tiny, tmp_path):
     train.run(tiny(train={"epochs": 1}), out=tmp_path / "a")
-    with pytest.raises(RunError, match="already holds a run: go on with it by --resume"):
+    with pytest.raises(RunError, match="already holds a run: resume it with --resume"):
         train.run(tiny(), out=tmp_path / "a")
 
 
@@ -270,7 +272,7 @@ def test_a_run_without_its_config_is_neither_overwritten_nor_gone_on_with(tiny, 
 def test_runs_that_take_turns_have_the_bits_they_would_have_alone(tiny, tmp_path):
     configs = {name: tiny(objective={"name": name}) for name in ("dropout", "analytic")}
     configs["dropout"] = tiny(objective={"name": "dropout"}, train={"epochs": 3})
-    together = train.take_turns(configs, out=tmp_path / "together")
+    together = train.train_interleaved(configs, out=tmp_path / "together")
     for name, config in configs.items():
         alone = train.run(config, out=tmp_path / name)
         assert together[name].model_dump(exclude={"seconds"}) == alone.model_dump(
@@ -283,12 +285,12 @@ def test_a_finished_run_can_be_made_longer_but_not_another(tiny, tmp_path):
     longer = train.run(tiny(train={"epochs": 2}), out=tmp_path / "a", resume=True)
     assert longer.epochs == 2
     assert longer.steps == train.run(tiny(), out=tmp_path / "b").steps
-    with pytest.raises(ConfigError, match=r"was begun with optimizer.lr = 5.0, got 6.0: go on"):
+    with pytest.raises(ConfigError, match=r"was started with optimizer.lr = 5.0, got 6.0: resume"):
         train.run(tiny(optimizer={"lr": 6.0}), out=tmp_path / "a", resume=True)
 
 
 def test_resume_of_nothing(tiny, tmp_path):
-    with pytest.raises(RunError, match="holds no run to go on with"):
+    with pytest.raises(RunError, match="holds no run to resume"):
         train.run(out=tmp_path / "a", resume=True)
     assert train.run(tiny(train={"epochs": 1}), out=tmp_path / "b", resume=True).epochs == 1
 
@@ -306,12 +308,12 @@ def test_what_can_not_be_trained_leaves_no_run_behind(tiny, tmp_path):
 
 def test_another_text_is_refused_on_resume(tiny, tmp_path, text):
     with pytest.raises(StoppedError):
-        train.run(tiny(), out=tmp_path / "a", reporter=Signaller(3, signal.SIGINT))
+        train.run(tiny(), out=tmp_path / "a", callbacks=[Signaller(3, signal.SIGINT)])
     changed = text / "train.txt"
     original = changed.read_text()
     changed.write_text(original + "a few new words\n")
     try:
-        with pytest.raises(RunError, match="was begun on another text than this"):
+        with pytest.raises(RunError, match="was started on another text than this"):
             train.run(tiny(), out=tmp_path / "a", resume=True)
     finally:
         changed.write_text(original)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from undrop.lab.train.reporters import Outline, Reporter
+from undrop.lab.train.callbacks import Callback, RunInfo
 
 __all__ = ["Bar", "Lines", "duration", "progress_reporter"]
 
@@ -17,7 +17,7 @@ _SMOOTH = 0.95  # of the parts that are shown
 _REFRESH = 0.1  # seconds
 
 
-def progress_reporter() -> Reporter:
+def progress_reporter() -> Callback:
     """A reporter to stderr that fits what stderr is."""
     console = Console(stderr=True)
     return Bar(console) if console.is_terminal else Lines(console)
@@ -33,21 +33,21 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-class Lines(Reporter):
+class Lines(Callback):
     """One line for each record: for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._print = lambda text: console.print(text, highlight=False, soft_wrap=True)
         self._epochs = 0
 
-    def begin(self, outline: Outline) -> None:
+    def begin(self, info: RunInfo) -> None:
         """Say what is trained on what."""
-        self._epochs = outline.epochs
+        self._epochs = info.epochs
         self._print(
-            f"{outline.name}: {outline.model} of {outline.parameters:,} parameters on "
-            f"{outline.train_tokens:,} tokens of {outline.corpus} ({outline.vocabulary:,} words), "
-            f"objective {outline.objective}, on {outline.device}"
-            + (f", from {outline.done:.0%} on" if outline.done else "")
+            f"{info.name}: {info.model} of {info.parameters:,} parameters on "
+            f"{info.train_tokens:,} tokens of {info.corpus} ({info.vocabulary:,} words), "
+            f"objective {info.objective}, on {info.device}"
+            + (f", from {info.done:.0%} on" if info.done else "")
         )
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Lines(Reporter):
             self._print(f"{head}  {_judged(record)}  {duration(record['time']['seconds'])}")
         elif record["kind"] == "watch":
             self._print(f"{head}  {_watched(record)}")
-        else:
+        elif record["kind"] == "step":
             speed = record["time"]["tokens_per_second"]
             self._print(f"{head}  {_parts(record)}  {speed:,.0f} tokens/s")
 
@@ -82,13 +82,13 @@ class Bar(Lines):
         super().__init__(self._progress.console)
         self._parts: dict[str, float] = {}
 
-    def begin(self, outline: Outline) -> None:
+    def begin(self, info: RunInfo) -> None:
         """Show the bar."""
-        super().begin(outline)
-        self._began, self._done_before = time.monotonic(), outline.done
+        super().begin(info)
+        self._began, self._done_before = time.monotonic(), info.done
         self._shown, self._tokens = self._began, 0
         self._task = self._progress.add_task("", total=1.0, speed=0.0, parts="", left="?")
-        self._progress.update(self._task, completed=outline.done)
+        self._progress.update(self._task, completed=info.done)
         self._progress.start()
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:

@@ -20,8 +20,6 @@ from undrop.lab.corpora.encode import Tokens
 from undrop.lab.models import LanguageModel
 from undrop.lab.train import MODELS, Config, configure
 from undrop.lab.train.runs import Run, open_run
-from undrop.lab.train.session import load_corpus
-from undrop.lab.train.trainer import build_model
 from undrop.losses import Loss
 
 __all__ = ["Source", "from_names", "from_run", "windows"]
@@ -117,8 +115,8 @@ def from_names(
     if ":" not in model and ":" not in data:
         where = None if data_dir is None else str(data_dir)
         config = configure(None, {"model": {"name": model}, "data": {"name": data, "dir": where}})
-        corpus = load_corpus(config.data)
-        built = build_model(config, corpus.vocabulary.size)
+        corpus = config.load_corpus()
+        built = config.build_model(corpus)
         return _of_language_model(built, corpus, config, batches, None)
     if ":" not in model or ":" not in data:
         raise OptionError(_misfit(model, data))
@@ -137,13 +135,13 @@ def _misfit(model: str, data: str) -> str:
             f"a model of one's own needs data of one's own: give both as module:name, got {model!r} "
             f"and {data!r}."
         )
-    if model in MODELS.names():
+    if model in MODELS:
         return (
             f"{model} is a language model of undrop's own, which reads a corpus: give the corpus's "
             f"name or folder as data, got {data!r}."
         )
     return (
-        f"{model!r} is none of undrop's models ({', '.join(MODELS.names())}): one of your own is "
+        f"{model!r} is none of undrop's models ({', '.join(MODELS)}): one of your own is "
         f"given as module:name, such as {model}:model."
     )
 

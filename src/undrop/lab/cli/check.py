@@ -65,15 +65,15 @@ def check(
 
 def _objective(source: Source, name: str | None) -> Objective:
     """The objective that was named, or the run's own if it has an analytic part."""
-    from undrop.lab.train import OBJECTIVES
+    from undrop.lab.train.components import OBJECTIVES, build, complete
     from undrop.objectives import Analytic, Dropout
 
     supplied = {"loss": source.loss, "batch_dim": source.batch_dim}
     if name is None and source.run is not None:
         config = source.run.config.objective
-        own: Objective = OBJECTIVES.build(config.name, config.options, **supplied)
+        own: Objective = build(OBJECTIVES, config.name, config.options, **supplied)
         if isinstance(own, Analytic) or (isinstance(own, Dropout) and own.noise == "analytic"):
             return own
-    options = OBJECTIVES.complete({"name": name or "analytic"}, "analytic")
-    chosen: Objective = OBJECTIVES.build(options.pop("name"), options, **supplied)
+    options = complete(OBJECTIVES, {"name": name or "analytic"}, "analytic")
+    chosen: Objective = build(OBJECTIVES, options.pop("name"), options, **supplied)
     return chosen

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from undrop.lab.cli._output import check_drawable, print_json, print_table
-from undrop.lab.train.reporters import Outline, Reporter
+from undrop.lab.train.callbacks import Callback, RunInfo
 
 if TYPE_CHECKING:
     from undrop.lab.train import Summary
@@ -44,7 +44,7 @@ def demo(
 ) -> None:
     """Train one small LSTM in three ways, from the same weights, on the same windows."""
     from undrop.errors import StoppedError
-    from undrop.lab.train import configure, take_turns
+    from undrop.lab.train import configure, train_interleaved
 
     check_drawable()
     folder = _new(out)
@@ -56,9 +56,9 @@ def demo(
     show = Console(stderr=True)
     show.print("The same LSTM, weights and windows three times; an epoch of each in turn.")
     with _bars(show) as bars:
-        reporters = {name: _Row(bars, show, METHODS[name]) for name in METHODS}
+        lines = {name: _Row(bars, show, METHODS[name]) for name in METHODS}
         try:
-            summaries = take_turns(configs, out=folder, reporters=reporters)
+            summaries = train_interleaved(configs, out=folder, callbacks=lines)
         except StoppedError:  # which tells how to go on with one of the three
             raise StoppedError(_STOPPED.format(folder=folder)) from None
     rows, picture = _rows(summaries), folder / "curves.png"
@@ -93,7 +93,7 @@ def _bars(console: Console) -> Progress:
     )
 
 
-class _Row(Reporter):
+class _Row(Callback):
     """One run's line among the bars; where there is no terminal, a line each epoch."""
 
     def __init__(self, bars: Progress, console: Console, title: str) -> None:
@@ -101,8 +101,8 @@ class _Row(Reporter):
         self._task: TaskID = bars.add_task(title, total=1.0, epoch=0, epochs=0, parts="", valid="…")
         self._shown = 0.0
 
-    def begin(self, outline: Outline) -> None:
-        self._bars.update(self._task, epochs=outline.epochs)
+    def begin(self, info: RunInfo) -> None:
+        self._bars.update(self._task, epochs=info.epochs)
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
         now = time.monotonic()

@@ -69,9 +69,8 @@ def evaluate(
 
 def _measured(opened: Run, split: str, batch_size: int | None) -> dict[str, Any]:
     """The figures of one split, in the precision of the run."""
-    from undrop.lab.train.devices import autocast
-    from undrop.lab.train.evaluation import mean_loss
-    from undrop.lab.train.meters import perplexity
+    from undrop.lab.train.environment import autocast
+    from undrop.lab.train.metrics import mean_loss, perplexity
 
     data, device = opened.config.data, next(opened.model.parameters()).device
     tokens, streams = opened.corpus.splits[split], batch_size or data.eval_batch_size

@@ -10,8 +10,7 @@ import typer
 from undrop.lab.cli._output import print_json
 
 if TYPE_CHECKING:
-    from undrop.lab.train import Config, Summary
-    from undrop.lab.train.reporters import Watching
+    from undrop.lab.train import Callback, Config, Summary
 
 __all__ = ["choose", "register", "settle", "start"]
 
@@ -83,16 +82,14 @@ def choose(
     }
 
 
-def start(
-    config: Config, out: Path | None, resume: bool, json: bool, watcher: Watching | None = None
-) -> None:
+def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks: Callback) -> None:
     """Train what the config says, and print how it ended."""
     from undrop.lab.cli._progress import progress_reporter
     from undrop.lab.train import run
-    from undrop.lab.train.world import is_main
+    from undrop.lab.train.distributed import is_main
 
     out = out or RUNS / _name(config)
-    summary = run(config, out=out, resume=resume, reporter=progress_reporter(), watcher=watcher)
+    summary = run(config, out=out, resume=resume, callbacks=[progress_reporter(), *callbacks])
     if not is_main():
         return
     if json:

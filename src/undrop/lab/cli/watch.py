@@ -50,12 +50,13 @@ def watch(
 ) -> None:
     """Add ½E[uᵀHu], each site's share and ‖ξ_approx‖ to metrics.jsonl, as lines of kind "watch".
 
-    With --set train.tensorboard=true they go to TensorBoard too. Training itself is the same to
+    With --set train.loggers=tensorboard they go to TensorBoard too. Training itself is the same to
     the bit as without.
     """
     from undrop.diagnosis import Watcher
+    from undrop.lab.train.callbacks import Watch
 
     chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
     config = settle(preset, chosen, settings or [], out, resume)
     watcher = Watcher(interval=interval, implicit=implicit, seed=config.train.seed)
-    start(config, out, resume, json, watcher)
+    start(config, out, resume, json, Watch(watcher))

@@ -8,7 +8,7 @@ from undrop.lab.models.awd_lstm import AWDLSTM
 from undrop.lab.models.convnet import ConvNet
 from undrop.lab.models.gpt import GPT
 from undrop.lab.models.heads import LinearHead
-from undrop.lab.models.language import LanguageModel
+from undrop.lab.models.language import MODELS, LanguageModel
 from undrop.lab.models.mlp import MLP
 from undrop.lab.models.qrnn import QRNN
 from undrop.lab.models.state import State, detach
@@ -17,6 +17,7 @@ from undrop.lab.models.transformer_xl import TransformerXL
 __all__ = [
     "AWDLSTM",
     "GPT",
+    "MODELS",
     "MLP",
     "QRNN",
     "ConvNet",

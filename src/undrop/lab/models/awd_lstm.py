@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from undrop.lab.models.language import MODELS
 from undrop.lab.models.recurrent import RecurrentLM, layer_sizes
 from undrop.nn.dropout import WeightDrop
 from undrop.options import check_probability
@@ -14,6 +15,7 @@ from undrop.options import check_probability
 __all__ = ["AWDLSTM"]
 
 
+@MODELS.register("awd-lstm")
 class AWDLSTM(RecurrentLM):
     """LSTM layers with DropConnect on their hidden-to-hidden weights and locked dropout between.
 

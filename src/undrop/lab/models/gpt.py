@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
-from undrop.lab.models.language import LanguageModel
+from undrop.lab.models.language import MODELS, LanguageModel
 from undrop.lab.models.state import State
 from undrop.options import check_int, check_probability
 
@@ -62,6 +62,7 @@ class _Layer(nn.Module):
         return x
 
 
+@MODELS.register("gpt")
 class GPT(LanguageModel):
     """A causal transformer with norms before its blocks and learned positions.
 

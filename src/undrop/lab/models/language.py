@@ -14,8 +14,9 @@ from undrop.lab.models.state import State, tensors
 from undrop.losses import Loss
 from undrop.nn.adaptive import AdaptiveHead
 from undrop.options import check_int
+from undrop.registry import Registry
 
-__all__ = ["LanguageModel"]
+__all__ = ["MODELS", "LanguageModel"]
 
 
 class LanguageModel(nn.Module, ABC):
@@ -87,6 +88,10 @@ class LanguageModel(nn.Module, ABC):
         """
         loss: Loss = self.head.loss(self.table())
         return loss
+
+
+MODELS: Registry[str, type[LanguageModel]] = Registry("model")
+"""The language models by name."""
 
 
 def _check(tokens: Tensor, state: State | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
+from undrop.lab.models.language import MODELS
 from undrop.lab.models.recurrent import RecurrentLM, layer_sizes
 from undrop.lab.models.scan import linear_scan
 from undrop.lab.models.state import State
@@ -62,6 +63,7 @@ class QRNNLayer(nn.Module):
         return tuple(torch.zeros(1, x.shape[1], n, dtype=x.dtype, device=x.device) for n in sizes)
 
 
+@MODELS.register("qrnn")
 class QRNN(RecurrentLM):
     """Quasi-recurrent layers in the frame of AWD-LSTM.
 

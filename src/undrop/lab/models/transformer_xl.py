@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
-from undrop.lab.models.language import LanguageModel
+from undrop.lab.models.language import MODELS, LanguageModel
 from undrop.lab.models.state import State
 from undrop.nn.adaptive import AdaptiveEmbedding
 from undrop.noise import structured_dropout
@@ -152,6 +152,7 @@ class _PositionDropout(nn.Module):
         return f"p={self.p}"
 
 
+@MODELS.register("transformer-xl")
 class TransformerXL(LanguageModel):
     """A transformer that remembers its own activations of the windows before.
 

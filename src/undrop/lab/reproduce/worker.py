@@ -17,9 +17,8 @@ from undrop.files import read_json, write_json
 from undrop.lab.reproduce.plan import Run
 from undrop.lab.reproduce.probes import PROBES
 from undrop.lab.reproduce.records import Curve, Record
-from undrop.lab.train import Reporter, RunFolder, run
-from undrop.lab.train.devices import device_of
-from undrop.lab.train.provenance import machine, versions
+from undrop.lab.train import Callback, RunFolder, run
+from undrop.lab.train.environment import device_of, machine, versions
 from undrop.lab.train.runs import open_run
 
 __all__ = ["commit", "epochs_done", "execute", "single_threaded"]
@@ -45,12 +44,12 @@ def execute(job: Run, scratch: str) -> Record:
     stopwatch = Stopwatch(folder, on_cpu=device_of(job.config.train).type == "cpu")
     ended, test = "diverged", None
     with contextlib.suppress(NonFiniteError):
-        summary = run(job.config, out=folder, resume=True, reporter=stopwatch)
+        summary = run(job.config, out=folder, resume=True, callbacks=[stopwatch])
         ended, test = summary.ended, summary.test_ppl
     return _record(job, folder, stopwatch, ended, test)
 
 
-class Stopwatch(Reporter):
+class Stopwatch(Callback):
     """Times a run epoch by epoch, over all the processes that it took.
 
     On a CPU it counts the processor's seconds, which others on the machine do not lengthen.

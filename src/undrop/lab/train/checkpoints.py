@@ -1,8 +1,8 @@
-"""Checkpoints: tensors as safetensors, the rest as JSON that holds their checksum.
+"""Checkpoints: tensors as safetensors, the rest as JSON with their checksum.
 
 A checkpoint of step 1200 is two files. ``step-00001200.json`` names
 ``step-00001200.<token>.safetensors`` and its SHA-256; it is written last, and its rename is the
-moment from which the checkpoint exists. A kill before that leaves the earlier checkpoints as they were.
+moment from which the checkpoint exists. A kill before that leaves the earlier checkpoints unchanged.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _REFUSED = ".refused"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run: the last ``keep`` of them stay."""
+    """The checkpoints of one run; the last ``keep`` are kept."""
 
     folder: Path
     keep: int = 2
 
     def steps(self) -> list[int]:
-        """The steps that there is a checkpoint of, oldest first."""
+        """Return the steps that have a checkpoint, oldest first."""
         found = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.json"))
         return sorted(int(step) for step in found if step.isdigit())
 
     def path(self, step: int) -> Path:
-        """The JSON file of the checkpoint of ``step``."""
+        """Return the path of the JSON file of a checkpoint."""
         return self.folder / f"step-{step:08d}.json"
 
     def save(self, step: int, state: Any) -> Path:
-        """Write the checkpoint of ``step``, and only then forget the oldest ones."""
+        """Write the checkpoint of ``step``, and then delete the oldest ones."""
         with naming_disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         packed, tensors = pack(state)
@@ -54,19 +54,19 @@ class Checkpoints:
         path = self.path(step)
         with replacing(path) as temporary:
             temporary.write_text(json.dumps({**body, "check": _check(body)}), encoding="utf-8")
-        self._forget()
+        self._delete_old()
         return path
 
     def _save_tensors(self, step: int, tensors: dict[str, Tensor]) -> dict[str, str]:
-        # A name of its own each time, so that writing a step anew never touches the file that an
-        # earlier checkpoint of the same step relies on.
+        # A new name each time: writing a step again never touches the file that an earlier checkpoint
+        # of the same step needs.
         path = self.folder / f"step-{step:08d}.{secrets.token_hex(4)}.safetensors"
         with replacing(path) as temporary:
             save_tensors(temporary, tensors)
         return {"tensors": path.name, "sha256": sha256(path)}
 
-    def _forget(self) -> None:
-        """Remove what the kept checkpoints do not need, left-overs of a kill included."""
+    def _delete_old(self) -> None:
+        """Delete what the kept checkpoints do not need, leftovers of a kill included."""
         kept = [self.path(step) for step in self.steps()[-self.keep :]]
         needed = {path.name for path in kept} | {read_json(path)["tensors"] for path in kept}
         for path in sorted(self.folder.glob("step-*"), key=_json_first):
@@ -74,10 +74,10 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
     def load(self, step: int) -> Any:
-        """The state of ``step``.
+        """Load the state of ``step``.
 
         Raises:
-            CheckpointError: naming the file, if a byte of it or of its tensors is not as written.
+            CheckpointError: naming the file, if a byte of it or of its tensors has changed.
         """
         path = self.path(step)
         body = _read(path)
@@ -92,12 +92,12 @@ class Checkpoints:
             raise CheckpointError(f"{path} is refused: its state was changed.") from error
 
     def newest(self, warn: Callable[[str], None]) -> tuple[int, Any] | None:
-        """The newest checkpoint that is sound, as (step, state); None if there never was one.
+        """Load the newest intact checkpoint as (step, state); None if there is no checkpoint.
 
-        One that is not sound is named through ``warn`` and set aside under another name.
+        A damaged checkpoint is reported through ``warn`` and renamed.
 
         Raises:
-            CheckpointError: if there are checkpoints and none is sound.
+            CheckpointError: if there are checkpoints and all are damaged.
         """
         refused = ""
         for step in reversed(self.steps()):
@@ -111,7 +111,7 @@ class Checkpoints:
             else:
                 return step, state
         if refused:
-            raise CheckpointError(f"no checkpoint is left to go on from: {refused}")
+            raise CheckpointError(f"no intact checkpoint is left to resume from: {refused}")
         return None
 
 
@@ -119,20 +119,20 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         body = read_json(path)
         check = body.pop("check")
-        sound = check == _check(body) and body["format"] == _FORMAT and "state" in body
-        sound = sound and all(isinstance(body[key], str) for key in ("tensors", "sha256"))
+        intact = check == _check(body) and body["format"] == _FORMAT and "state" in body
+        intact = intact and all(isinstance(body[key], str) for key in ("tensors", "sha256"))
     except (CheckpointError, AttributeError, KeyError, TypeError):
-        sound = False
+        intact = False
     except Exception as error:
         raise CheckpointError(f"{path} is refused: {error}") from error
-    if not sound:
+    if not intact:
         raise CheckpointError(f"{path} is refused: it was cut short or changed.")
     result: dict[str, Any] = body
     return result
 
 
 def _sha256_or_none(path: Path) -> str | None:
-    """The checksum of a file's bytes; None if there is no file, or can be none of such a name."""
+    """Return the checksum of a file; None if there is no such file, or the name is impossible."""
     try:
         return sha256(path)
     except (OSError, ValueError):
@@ -140,11 +140,11 @@ def _sha256_or_none(path: Path) -> str | None:
 
 
 def _check(body: dict[str, Any]) -> str:
-    """The SHA-256 of a checkpoint's JSON, in a form that does not hang on its layout."""
+    """Return the SHA-256 of a checkpoint's JSON, independent of its layout."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _json_first(path: Path) -> tuple[bool, str]:
-    """Order files such that a checkpoint loses its JSON before its tensors."""
+    """Sort key that makes a checkpoint lose its JSON before its tensors."""
     return path.suffix != ".json", path.name

@@ -1,140 +1,165 @@
-"""The models and objectives that a config can name, with options read off their constructors.
+"""The models and objectives that a config can name, and the options that each one takes.
 
-A constructor's signature is the one place where its options are written: a config checks them
-against it, so that a new model or objective is one line in a table here.
+The options of a component are the arguments of its constructor, which is the only place that lists
+them: a config is checked against the signature.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model, field_validator
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
 
 from undrop import objectives
 from undrop.errors import ConfigError, UnknownNameError
-from undrop.lab import models
-from undrop.lab.train.validation import sentence, unknown
+from undrop.lab.models import MODELS
+from undrop.objectives import Objective
+from undrop.registry import Registry
 
-__all__ = ["MODELS", "OBJECTIVES", "Table"]
+__all__ = ["MODELS", "OBJECTIVES", "Checked", "as_config_error", "build", "complete"]
+
+OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry("objective")
+"""The objectives; the paper's variants are the same classes with other defaults."""
+
+OBJECTIVES.register("none")(objectives.NoRegularization)
+OBJECTIVES.register("l2")(partial(objectives.L2, weight=1e-5))
+OBJECTIVES.register("dropout")(objectives.Dropout)
+OBJECTIVES.register("drop-k")(partial(objectives.Dropout, k=8))
+OBJECTIVES.register("drop-k-resampled")(partial(objectives.Dropout, k=8, noise="resampled"))
+OBJECTIVES.register("drop-k-analytic")(partial(objectives.Dropout, k=8, noise="analytic"))
+OBJECTIVES.register("analytic")(objectives.Analytic)
+OBJECTIVES.register("explicit")(partial(objectives.Analytic, implicit=False))
+OBJECTIVES.register("implicit")(partial(objectives.Analytic, explicit=None))
+OBJECTIVES.register("r-drop")(objectives.RDrop)
+OBJECTIVES.register("jacobian")(objectives.Jacobian)
+OBJECTIVES.register("sam")(objectives.SAM)
+OBJECTIVES.register("early-dropout")(objectives.EarlyDropout)
+
+_SUPPLIED = {"vocab_size", "generator", "loss", "batch_dim"}
+"""Arguments that the trainer passes itself, so that they are no options."""
+
+_TYPES: dict[str, Any] = {
+    "strength": float,
+    "sites": str | list[str] | dict[str, float] | None,
+}
+"""What an option can be in a config, where the constructor takes more than JSON can say."""
+
+_SHOULD = "Input should be "
+_LONGEST = 60  # characters of a value in an error message
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a name stands for: a constructor, and the options that make it this and no other."""
+class Checked(BaseModel):
+    """Settings that are checked: finite numbers only, and no boolean in place of a number."""
 
-    factory: Callable[..., Any]
-    preset: Mapping[str, Any] = field(default_factory=dict)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields.get(info.field_name or "")
+        items = value if isinstance(value, list | tuple) else [value]
+        if field is not None and bool not in _members(field.annotation):
+            for item in items:
+                if isinstance(item, bool):
+                    raise PydanticCustomError("boolean", "Input should be no boolean")
+        return value
 
 
-class Table:
-    """Constructors by name.
+def _members(annotation: Any) -> set[Any]:
+    """All types that an annotation mentions."""
+    inner = [_members(part) for part in get_args(annotation)]
+    return {annotation, bool if annotation is Any else annotation}.union(*inner)
+
+
+def build(
+    registry: Registry[str, Any], name: str, options: Mapping[str, Any], **supplied: Any
+) -> Any:
+    """Call a constructor with its options and those of ``supplied`` that it takes."""
+    factory = registry[name]
+    taken = inspect.signature(factory).parameters
+    return factory(**options, **{key: v for key, v in supplied.items() if key in taken})
+
+
+def complete(registry: Registry[str, Any], values: Any, default: str) -> Any:
+    """Check a section of a config and add the defaults of all options.
 
     Args:
-        kind: what the names name, for errors.
-        supplied: arguments that the trainer itself passes, and so no options.
-        types: what an option may be in a config, where its constructor takes more than JSON has.
+        registry: the components that the section can name.
+        values: the section: a name and options.
+        default: the name if the section has none.
+
+    Raises:
+        ConfigError: naming the first option that is unknown or outside its range.
     """
-
-    def __init__(
-        self, kind: str, supplied: Collection[str], types: Mapping[str, Any] | None = None
-    ) -> None:
-        self.kind = kind
-        self._supplied = frozenset(supplied)
-        self._types = dict(types or {})
-        self._entries: dict[str, Entry] = {}
-        self._forms: dict[Callable[..., Any], type[BaseModel]] = {}
-
-    def add(self, name: str, factory: Callable[..., Any], **preset: Any) -> None:
-        """Give a constructor a name.
-
-        Raises:
-            ConfigError: if the name is taken.
-        """
-        if name in self._entries:
-            raise ConfigError(f"there is a {self.kind} {name!r} already.")
-        self._entries[name] = Entry(factory, preset)
-
-    def names(self) -> list[str]:
-        """All names, in the order they were given."""
-        return list(self._entries)
-
-    def build(self, name: str, options: Mapping[str, Any], **supplied: Any) -> Any:
-        """Call the constructor; of ``supplied`` it gets what it takes."""
-        factory = self._entry(name).factory
-        taken = inspect.signature(factory).parameters
-        return factory(**options, **{key: v for key, v in supplied.items() if key in taken})
-
-    def complete(self, values: Any, default: str) -> Any:
-        """The name and all options with their defaults, checked against the signature."""
-        if not isinstance(values, Mapping):
-            return values
-        name = values.get("name", default)
-        if not isinstance(name, str):
-            raise ConfigError(f"{self.kind}.name must be a string, got {name!r}.")
-        entry = self._entry(name)
-        given = {key: value for key, value in values.items() if key != "name"}
-        model = self._options(entry.factory)
-        for key in given.keys() - model.model_fields.keys():
-            raise unknown([self.kind, key], model.model_fields)
-        try:
-            checked = model.model_validate({**entry.preset, **given})
-        except ValidationError as error:
-            raise sentence(error, lambda path: model.model_fields, [self.kind]) from None
-        return {"name": name, **checked.model_dump(mode="json")}
-
-    def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
-            raise UnknownNameError(self.kind, name, self._entries)
-        return self._entries[name]
-
-    def _options(self, factory: Callable[..., Any]) -> type[BaseModel]:
-        """A checked form of a constructor's keyword arguments; it takes milliseconds to make."""
-        if factory not in self._forms:
-            self._forms[factory] = self._form(factory)
-        return self._forms[factory]
-
-    def _form(self, factory: Callable[..., Any]) -> type[BaseModel]:
-        hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-        fields: dict[str, Any] = {}
-        for name, parameter in inspect.signature(factory).parameters.items():
-            if name not in self._supplied:
-                default = ... if parameter.default is parameter.empty else parameter.default
-                fields[name] = (self._types.get(name, hints[name]), default)
-        config = ConfigDict(frozen=True, allow_inf_nan=False)
-        return create_model("Options", __config__=config, **fields)
+    if not isinstance(values, Mapping):
+        return values
+    name = values.get("name", default)
+    if not isinstance(name, str):
+        raise ConfigError(f"{registry.kind}.name must be a string, got {_shown(name)}.")
+    form = _options(registry[name])
+    given = {key: value for key, value in values.items() if key != "name"}
+    for key in given.keys() - form.model_fields.keys():
+        raise _unknown([registry.kind, key], form.model_fields)
+    try:
+        checked = form.model_validate(given)
+    except ValidationError as error:
+        raise as_config_error(error, lambda path: form.model_fields, [registry.kind]) from None
+    return {"name": name, **checked.model_dump(mode="json")}
 
 
-MODELS = Table("model", supplied=["vocab_size"])
-"""The language models."""
+@cache
+def _options(factory: Callable[..., Any]) -> type[BaseModel]:
+    """The options of a constructor as a pydantic model, which takes milliseconds to make."""
+    target = factory.func if isinstance(factory, partial) else factory
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(factory).parameters.items():
+        if name not in _SUPPLIED:
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name] = (_TYPES.get(name, hints[name]), default)
+    form: type[BaseModel] = create_model("Options", __base__=Checked, **fields)
+    return form
 
-for _name, _model in {
-    "awd-lstm": models.AWDLSTM,
-    "qrnn": models.QRNN,
-    "transformer-xl": models.TransformerXL,
-    "gpt": models.GPT,
-}.items():
-    MODELS.add(_name, _model)
 
-OBJECTIVES = Table(
-    "objective",
-    supplied=["generator", "loss", "batch_dim"],
-    types={"strength": float, "sites": str | list[str] | dict[str, float] | None},
-)
-"""The objectives; the paper's variants are the same classes with other options."""
+def as_config_error(
+    error: ValidationError,
+    known: Callable[[Sequence[str]], Iterable[str]],
+    within: Sequence[str] = (),
+) -> ConfigError:
+    """Say the first problem of a validation in one sentence: the setting, its value, its range.
 
-OBJECTIVES.add("none", objectives.NoRegularization)
-OBJECTIVES.add("l2", objectives.L2, weight=1e-5)
-OBJECTIVES.add("dropout", objectives.Dropout)
-OBJECTIVES.add("drop-k", objectives.Dropout, k=8)
-OBJECTIVES.add("drop-k-resampled", objectives.Dropout, k=8, noise="resampled")
-OBJECTIVES.add("drop-k-analytic", objectives.Dropout, k=8, noise="analytic")
-OBJECTIVES.add("analytic", objectives.Analytic)
-OBJECTIVES.add("explicit", objectives.Analytic, implicit=False)
-OBJECTIVES.add("implicit", objectives.Analytic, explicit=None)
-OBJECTIVES.add("r-drop", objectives.RDrop)
-OBJECTIVES.add("jacobian", objectives.Jacobian)
-OBJECTIVES.add("sam", objectives.SAM)
-OBJECTIVES.add("early-dropout", objectives.EarlyDropout)
+    Args:
+        error: pydantic's error.
+        known: returns the names in a section, given its path.
+        within: the path of the section that was validated.
+    """
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = [*within, *map(str, first["loc"])]
+    name, text = ".".join(path), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return _unknown(path, known(path[:-1]))
+    if first["type"] == "missing":
+        return ConfigError(f"{name} must be given.")
+    if first["type"] == "value_error":
+        return ConfigError(text)
+    expected = "a smaller number" if "_size" in first["type"] else text.removeprefix(_SHOULD)
+    return ConfigError(f"{name} must be {expected}, got {_shown(first['input'])}.")
+
+
+def _shown(value: object) -> str:
+    """A value in an error message, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _unknown(path: Sequence[str], known: Iterable[str]) -> ConfigError:
+    names = [".".join([*path[:-1], name]) for name in known]
+    return ConfigError(str(UnknownNameError("setting", ".".join(path), names)))

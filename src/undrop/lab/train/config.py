@@ -1,4 +1,4 @@
-"""Every setting of a training run, checked before anything is done."""
+"""Every setting of a training run, checked before anything is done, and what the settings name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from undrop.errors import ConfigError
-from undrop.lab.train.components import MODELS, OBJECTIVES
-from undrop.lab.train.validation import sentence
+from undrop.lab import corpora
+from undrop.lab.corpora import Corpus
+from undrop.lab.models import LanguageModel
+from undrop.lab.train.callbacks import LOGGERS
+from undrop.lab.train.components import (
+    MODELS,
+    OBJECTIVES,
+    Checked,
+    as_config_error,
+    build,
+    complete,
+)
+from undrop.objectives import Objective
 
 __all__ = [
     "Config",
@@ -31,12 +43,12 @@ _Share = Annotated[float, Field(gt=0.0, le=1.0)]
 _Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class _Section(Checked):
+    model_config = ConfigDict(extra="forbid")
 
 
 class _Component(BaseModel):
-    """A name from a table, and the options of what it names."""
+    """The name of a component, and its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -44,19 +56,19 @@ class _Component(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """All but the name."""
+        """Everything but the name."""
         return dict(self.model_extra or {})
 
 
 class ModelConfig(_Component):
-    """A language model of :mod:`undrop.nn` and the arguments of its constructor."""
+    """A language model of :mod:`undrop.lab.models` and the arguments of its constructor."""
 
     name: str = "awd-lstm"
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        return MODELS.complete(values, cls.model_fields["name"].default)
+        return complete(MODELS, values, cls.model_fields["name"].default)
 
 
 class ObjectiveConfig(_Component):
@@ -67,22 +79,22 @@ class ObjectiveConfig(_Component):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        return OBJECTIVES.complete(values, cls.model_fields["name"].default)
+        return complete(OBJECTIVES, values, cls.model_fields["name"].default)
 
 
 class DataConfig(_Section):
-    """Which text, how much of it, and how it is cut into batches."""
+    """Which text to train on, how much of it, and how to cut it into batches."""
 
     name: str = "pydocs"  # a corpus, or a folder with train, valid and test text files
-    dir: str | None = None  # where to read it from instead of downloading it
-    fraction: _Share = 1.0  # the part of the training split that is used
-    limit_tokens: _Count | None = None  # the number of its tokens that is used
-    max_vocab: _Count | None = None  # rarer words are <unk>
-    batch_size: _Count = 20  # streams over all processes
+    dir: str | None = None  # read the corpus from here instead of downloading it
+    fraction: _Share = 1.0  # the share of the training split to use
+    limit_tokens: _Count | None = None  # the number of tokens of the training split to use
+    max_vocab: _Count | None = None  # rarer words become <unk>
+    batch_size: _Count = 20  # streams, over all processes
     eval_batch_size: _Count = 10
-    eval_tokens: _Count | None = None  # judge by so many tokens of each split; unset is all
+    eval_tokens: _Count | None = None  # evaluate on the first tokens of each split; unset is all
     length: _Count = 70  # steps of back-propagation through time
-    variable_length: bool = False  # draw it anew for each batch, and scale the step to it
+    variable_length: bool = False  # draw the length for each batch, and scale the step by it
 
 
 class OptimizerConfig(_Section):
@@ -90,47 +102,68 @@ class OptimizerConfig(_Section):
 
     name: Literal["sgd", "asgd", "adam", "adamw"] = "sgd"
     lr: _Positive = 30.0
-    momentum: _Below1 = 0.0  # of sgd and asgd
-    betas: tuple[_Below1, _Below1] = (0.9, 0.999)  # of adam and adamw
-    eps: _Positive = 1e-8  # of adam and adamw
+    momentum: _Below1 = 0.0  # for sgd and asgd
+    betas: tuple[_Below1, _Below1] = (0.9, 0.999)  # for adam and adamw
+    eps: _Positive = 1e-8  # for adam and adamw
     weight_decay: _NonNegative = 0.0
-    clip: _Positive | None = None  # the norm that gradients are scaled down to
-    patience: _Count = 5  # of asgd: epochs without a new best before averaging begins
+    clip: _Positive | None = None  # the largest norm of the gradient; larger ones are scaled down
+    patience: _Count = 5  # for asgd: epochs without improvement before averaging starts
 
 
 class ScheduleConfig(_Section):
     """How the learning rate changes."""
 
     name: Literal["constant", "step", "cosine"] = "constant"
-    warmup: Annotated[int, Field(ge=0)] = 0  # steps of linear rise at the start
-    milestones: tuple[_NonNegative, ...] = ()  # of step: epochs after which it falls
-    factor: _Share = 0.1  # of step: what it is multiplied with there
-    floor: Annotated[float, Field(ge=0.0, le=1.0)] = (
-        0.0  # of cosine: the part that is left at the end
-    )
+    warmup: Annotated[int, Field(ge=0)] = 0  # steps of linear increase at the start
+    milestones: tuple[_NonNegative, ...] = ()  # for step: epochs after which the rate drops
+    factor: _Share = 0.1  # for step: the factor at each milestone
+    floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # for cosine: the share left at the end
 
 
 class TrainConfig(_Section):
-    """How long, on what, and what is written down on the way."""
+    """How long to train, on which device, and what to log."""
 
     epochs: _Count = 10
-    max_steps: _Count | None = None  # stop here even within an epoch
-    patience: _Count | None = None  # stop after so many epochs without a new best
+    max_steps: _Count | None = None  # stop after this many steps, even within an epoch
+    patience: _Count | None = None  # stop after this many epochs without improvement
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
     precision: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast
-    threads: _Count | None = None  # of torch; unset leaves them as they are
-    log_every: _Count = 50  # steps between lines of metrics
-    checkpoint_every: _Count = 500  # steps between checkpoints; epochs' ends have one too
+    threads: _Count | None = None  # torch's threads; unset leaves them unchanged
+    log_every: _Count = 50  # steps between two records of the metrics
+    checkpoint_every: _Count = 500  # steps between two checkpoints; each epoch ends with one, too
     test: Literal["epoch", "end"] = "epoch"  # "end": once, with the weights of the best epoch
-    train_perplexity: bool = False  # each epoch: the training split's, without noise
-    tensorboard: bool = False
+    train_perplexity: bool = False  # evaluate the training split without noise after each epoch
+    loggers: tuple[str, ...] = ()  # csv, tensorboard, wandb
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tensorboard(cls, values: Any) -> Any:
+        """Read the setting ``tensorboard = true`` of older configs."""
+        if not isinstance(values, Mapping) or "tensorboard" not in values:
+            return values
+        rest = {key: value for key, value in values.items() if key != "tensorboard"}
+        if values["tensorboard"] is True:
+            rest["loggers"] = (*rest.get("loggers", ()), "tensorboard")
+        return rest
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _one_logger(cls, names: Any) -> Any:
+        return (names,) if isinstance(names, str) else names
+
+    @field_validator("loggers")
+    @classmethod
+    def _known_loggers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            LOGGERS[name]
+        return tuple(dict.fromkeys(names))
 
 
 class Config(_Section):
     """One training run. Equal configs give equal bits on the same machine."""
 
-    preset: str | None = None  # where the settings came from
+    preset: str | None = None  # the preset that the settings are based on
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -140,7 +173,7 @@ class Config(_Section):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Config:
-        """Check a nested mapping.
+        """Check a nested mapping and return it as a config.
 
         Raises:
             ConfigError: naming the first setting that is unknown or outside its range.
@@ -150,23 +183,47 @@ class Config(_Section):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise sentence(error, _fields) from None
+            raise as_config_error(error, _fields) from None
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole config as plain values; ``Config.parse`` takes it back."""
+        """Return the config as plain values that ``Config.parse`` reads back."""
         return self.model_dump(mode="json")
 
     def digest(self) -> str:
-        """A hash of every setting that bears on the result."""
+        """Return a hash of every setting that affects the result."""
         values = self.as_dict()
         del values["preset"], values["data"]["dir"]
-        for unused in ("log_every", "checkpoint_every", "tensorboard"):
+        for unused in ("log_every", "checkpoint_every", "loggers"):
             del values["train"][unused]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
+    def load_corpus(self) -> Corpus:
+        """Load the corpus, downloading and encoding it if necessary."""
+        data = self.data
+        return corpora.load(
+            data.name,
+            data_dir=data.dir,
+            limit_tokens=data.limit_tokens,
+            fraction=data.fraction,
+            max_vocab=data.max_vocab,
+        )
+
+    def build_model(self, corpus: Corpus) -> LanguageModel:
+        """Return the model with new weights, in the precision of the config."""
+        options, size = self.model.options, corpus.vocabulary.size
+        model: LanguageModel = build(MODELS, self.model.name, options, vocab_size=size)
+        return model.to(torch.float64 if self.train.precision == "float64" else torch.float32)
+
+    def build_objective(self, model: LanguageModel) -> Objective:
+        """Return the objective, with the loss of the model."""
+        objective: Objective = build(
+            OBJECTIVES, self.objective.name, self.objective.options, loss=model.loss(), batch_dim=1
+        )
+        return objective
+
 
 def _fields(path: Sequence[str]) -> list[str]:
-    """The settings of a section."""
+    """Return the names of the settings in a section."""
     section: Any = Config
     for part in path:
         section = section.model_fields[part].annotation

@@ -1,24 +1,26 @@
-"""A run's folder: what it holds, and the lock that one process at a time has on it."""
+"""A run's folder: its files, the lock that one process at a time holds, and what writes to it."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import Tensor
 
 from undrop.errors import RunError
-from undrop.files import TEMPORARY, naming_disk_errors, read_json, replacing, write_json
+from undrop.files import TEMPORARY, file_lock, naming_disk_errors, read_json, replacing, write_json
+from undrop.lab.train.callbacks import Callback, observers
 from undrop.lab.train.checkpoints import Checkpoints
-from undrop.tensor_files import load_tensors, save_tensors
+from undrop.lab.train.distributed import World
+from undrop.tensor_files import load_tensors, owned, save_tensors
 
-__all__ = ["Metrics", "RunFolder"]
+__all__ = ["MetricsFile", "RunFolder", "RunRecorder"]
+
+_PATIENCE = 0.1  # seconds; outlasts a process that only checks who holds the lock
 
 
 class RunFolder:
@@ -26,68 +28,57 @@ class RunFolder:
 
     - ``config.json``: every setting, as validated;
     - ``metrics.jsonl``: one JSON object per line, for every logged step and every epoch;
-    - ``summary.json``: written when the run ends;
+    - ``summary.json``: the result, written when the run ends;
     - ``best.safetensors``: the weights of the best epoch by validation;
-    - ``checkpoints/``: what ``--resume`` goes on from.
+    - ``checkpoints/``: the states that ``--resume`` starts from.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = Checkpoints(self.path / "checkpoints")
-        self.metrics = Metrics(self.path / "metrics.jsonl")
+        self.metrics = MetricsFile(self.path / "metrics.jsonl")
+        self._config = self.path / "config.json"
+        self._summary = self.path / "summary.json"
+        self._best = self.path / "best.safetensors"
+        self._lock = self.path / "run.lock"
+        self._pid = self.path / "run.pid"
 
     def holds_run(self) -> bool:
-        """Whether a run was begun here; also one whose config.json was lost."""
+        """Return whether a run was started here, even if its config.json is lost."""
         return self._config.exists() or self.checkpoints.folder.exists()
 
     def create(self) -> None:
-        """Make the folder where it is missing."""
+        """Make the folder if it does not exist."""
         with naming_disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 
     def sweep(self) -> None:
-        """Remove what a killed process was writing; only who has the lock may."""
+        """Remove the half-written files of a killed process; call it only while holding the lock."""
         for folder in (self.path, self.checkpoints.folder):
-            # The second kind is safetensors' own.
+            # The second pattern matches the temporary files of safetensors.
             for path in [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{TEMPORARY}*")]:
                 path.unlink(missing_ok=True)
-
-    @property
-    def _config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def _summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def _lock(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def _best(self) -> Path:
-        return self.path / "best.safetensors"
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Save the run's settings."""
         write_json(self._config, config)
 
     def read_config(self) -> Any:
-        """The run's settings as they were saved.
+        """Read the run's settings.
 
         Raises:
-            RunError: if no run was begun here.
+            RunError: if no run was started here.
         """
         if not self._config.exists():
             raise RunError(f"{self.path} holds no run: it has no config.json.")
         return read_json(self._config)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Save how the run ended."""
+        """Save the result of the run."""
         write_json(self._summary, summary)
 
     def read_summary(self) -> Any:
-        """How the run ended; None if it has not."""
+        """Read the result of the run; None if it has not ended."""
         return read_json(self._summary) if self._summary.exists() else None
 
     def write_best(self, tensors: dict[str, Tensor]) -> None:
@@ -96,7 +87,7 @@ class RunFolder:
             save_tensors(temporary, tensors)
 
     def read_best(self) -> dict[str, Tensor]:
-        """The weights of the best epoch.
+        """Read the weights of the best epoch.
 
         Raises:
             RunError: if no epoch has ended yet.
@@ -109,46 +100,53 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keep every other process from training in this folder.
 
-        The lock is the system's (flock): it goes with the process, however that ends.
+        The operating system releases the lock when the process ends, however it ends.
 
         Raises:
-            RunError: naming the process that has it, if another one does.
+            RunError: naming the process that holds the lock, if another one does.
         """
-        with naming_disk_errors(self._lock), self._lock.open("a+", encoding="utf-8") as file:
-            if not _try_lock(file, fcntl.LOCK_EX, tries=5):
-                raise self._in_use(_pid_in(file))
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        with contextlib.ExitStack() as stack:
+            with naming_disk_errors(self._lock):
+                if not stack.enter_context(file_lock(self._lock, timeout=_PATIENCE)):
+                    raise self._in_use(self._holder_pid())
+                self._pid.write_text(str(os.getpid()), encoding="utf-8")
             yield
 
     def holder(self) -> str | None:
-        """The process that has the lock; None if it is free."""
+        """Return the id of the process that holds the lock; None if the lock is free."""
         if not self._lock.exists():
             return None
-        with self._lock.open(encoding="utf-8") as file:
-            return None if _try_lock(file, fcntl.LOCK_SH) else _pid_in(file)
+        try:
+            with file_lock(self._lock, timeout=_PATIENCE) as free:
+                return None if free else self._holder_pid()
+        except OSError:  # a disk that can't be written to has no process that trains on it
+            return None
 
-    def refuse_if_taken(self) -> None:
-        """See whether a new run can be begun here.
+    def _holder_pid(self) -> str:
+        try:
+            return self._pid.read_text(encoding="utf-8").strip() or "(unknown)"
+        except OSError:
+            return "(unknown)"
+
+    def refuse_if_in_use(self) -> None:
+        """Check that a new run can start here.
 
         Raises:
-            RunError: naming the process that is training here, or else the run that is here.
+            RunError: naming the process that trains here, or else the run that is here.
         """
         if (holder := self.holder()) is not None:
             raise self._in_use(holder)
-        self.refuse_if_begun()
+        self.refuse_if_started()
 
-    def refuse_if_begun(self) -> None:
-        """See that there is no run here yet.
+    def refuse_if_started(self) -> None:
+        """Check that no run was started here.
 
         Raises:
-            RunError: if there is one.
+            RunError: if one was.
         """
         if self.holds_run():
             raise RunError(
-                f"{self.path} already holds a run: go on with it by --resume, or choose another "
-                "--out."
+                f"{self.path} already holds a run: resume it with --resume, or choose another --out."
             )
 
     def _in_use(self, pid: str) -> RunError:
@@ -157,25 +155,8 @@ class RunFolder:
         )
 
 
-def _try_lock(file: IO[str], kind: int, tries: int = 1) -> bool:
-    """Lock a file; more than one try outlasts those who only look who has it."""
-    for left in reversed(range(tries)):
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if left:
-                time.sleep(0.02)
-    return False
-
-
-def _pid_in(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read().strip() or "(unknown)"
-
-
-class Metrics:
-    """The run's measurements, one JSON object per line, appended as they come."""
+class MetricsFile:
+    """The run's measurements, one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -187,24 +168,32 @@ class Metrics:
             file.write(line)
 
     def sync(self) -> int:
-        """Wait until all lines are on the disk; the file's length."""
+        """Wait until all lines are on the disk, and return the file's length."""
         with naming_disk_errors(self.path), self.path.open("ab") as file:
             os.fsync(file.fileno())
             return file.tell()
 
     def cut(self, length: int) -> None:
-        """Forget all lines after the first ``length`` bytes.
+        """Remove everything after the first ``length`` bytes.
 
         Raises:
-            RunError: if there are not as many.
+            RunError: if the file is shorter.
         """
         with naming_disk_errors(self.path), self.path.open("ab") as file:
             if file.tell() < length:
                 raise RunError(f"{self.path} was cut short: {length} bytes were written to it.")
             file.truncate(length)
 
+    def is_empty(self) -> bool:
+        """Return whether nothing was recorded yet."""
+        return not self.path.exists() or self.path.stat().st_size == 0
+
     def read(self) -> list[dict[str, Any]]:
-        """All records; a last line that a kill cut short is left out."""
+        """Read all records, without a last line that a kill cut short.
+
+        Raises:
+            RunError: if the file holds anything but JSON objects.
+        """
         if not self.path.exists():
             return []
         try:
@@ -213,5 +202,50 @@ class Metrics:
         except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"{self.path} is not a file of JSON lines: {error}.") from error
         if not all(isinstance(record, dict) for record in records):
-            raise RunError(f"{self.path} was changed: not every line of it is a JSON object.")
+            raise RunError(f"{self.path} was changed: not every line is a JSON object.")
         return records
+
+
+class RunRecorder:
+    """Writes a run's files and calls its callbacks, both in the main process only."""
+
+    def __init__(self, folder: RunFolder, callbacks: Sequence[Callback], world: World) -> None:
+        self.folder = folder
+        self._main = world.is_main
+        self.callbacks = list(callbacks) if world.is_main else []
+        self.observers = observers(self.callbacks)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Add a record to the metrics."""
+        if self._main:
+            self.folder.metrics.append(dict(record))
+        for callback in self.callbacks:
+            callback.record(record)
+
+    def say(self, text: str) -> None:
+        """Pass a message to the user."""
+        for callback in self.callbacks:
+            callback.say(text)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint, after the metrics that belong to it are on the disk."""
+        if self._main:
+            length = self.folder.metrics.sync()
+            self.folder.checkpoints.save(step, {**state, "metrics": length})
+
+    def save_best(self, weights: Mapping[str, Tensor]) -> None:
+        """Save the weights of the best epoch."""
+        if self._main:
+            self.folder.write_best({name: owned(value) for name, value in weights.items()})
+
+    def last_checkpoint(self) -> str:
+        """Return the path of the newest checkpoint."""
+        steps = self.folder.checkpoints.steps()
+        return str(self.folder.checkpoints.path(steps[-1])) if steps else "none yet"
+
+    def how_to_resume(self, step: int) -> str:
+        """Return the sentence that a stopped run ends with."""
+        return (
+            f"stopped at step {step} with everything saved: resume with "
+            f"undrop train --resume --out {self.folder.path}"
+        )

@@ -1,25 +1,53 @@
-"""From gradients to steps: SGD, averaged SGD with a non-monotonic trigger, Adam."""
+"""From gradients to steps: SGD, averaged SGD with a non-monotonic trigger, Adam, and schedules."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from undrop.errors import NonFiniteError
-from undrop.lab.train.config import OptimizerConfig
+from undrop.lab.train.config import OptimizerConfig, ScheduleConfig
 
-__all__ = ["Average", "Stepper"]
+__all__ = ["Average", "Progress", "Stepper", "lr_factor"]
+
+
+class Progress(NamedTuple):
+    """How far a run is, in each of the units that a schedule can count in."""
+
+    step: int  # optimizer steps taken
+    epoch: float  # epochs completed, with the fraction of the current one
+    done: float  # the share of the whole run, from 0 to 1
+
+
+def lr_factor(schedule: ScheduleConfig, progress: Progress) -> float:
+    """Return the factor on the learning rate. It has no state, so there is nothing to resume.
+
+    With ``w`` warmup steps the factor is ``min(1, (step + 1) / w)`` times
+
+    - constant: 1;
+    - step: ``factor`` to the power of the number of milestones (in epochs) passed;
+    - cosine: ``floor + (1 - floor) · ½(1 + cos(π · done))``.
+    """
+    warm = min(1.0, (progress.step + 1) / schedule.warmup) if schedule.warmup else 1.0
+    if schedule.name == "step":
+        passed = sum(progress.epoch >= milestone for milestone in schedule.milestones)
+        return float(warm * schedule.factor**passed)
+    if schedule.name == "cosine":
+        falling = 0.5 * (1.0 + math.cos(math.pi * progress.done))
+        return warm * (schedule.floor + (1.0 - schedule.floor) * falling)
+    return warm
 
 
 class Average:
-    """The mean of the parameters over the steps since averaging began (Polyak).
+    """The mean of the parameters over the steps since averaging started (Polyak).
 
-    It begins when validation has not improved on the best of more than ``patience`` epochs ago: the
-    non-monotonic trigger of NT-ASGD (Merity, Keskar & Socher 2018).
+    Averaging starts when the validation loss is above the best one of more than ``patience`` epochs
+    ago: the non-monotonic trigger of NT-ASGD (Merity, Keskar & Socher 2018).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], patience: int) -> None:
@@ -31,11 +59,11 @@ class Average:
 
     @property
     def active(self) -> bool:
-        """Whether averaging has begun."""
+        """Whether averaging has started."""
         return bool(self._means)
 
     def add(self) -> None:
-        """Take the parameters as they are now into the mean: m ← m + (w - m) / n."""
+        """Add the current parameters to the mean: m ← m + (w - m) / n."""
         if self.active:
             self._steps += 1
             with torch.no_grad():
@@ -43,7 +71,7 @@ class Average:
                     mean.lerp_(parameter, 1.0 / self._steps)
 
     def observe(self, loss: float) -> None:
-        """Tell the validation loss of an epoch, which may begin the averaging."""
+        """Take the validation loss of an epoch, which may start the averaging."""
         earlier = self._losses[: -self._patience]
         if not self.active and earlier and loss > min(earlier):
             self._means = [parameter.detach().clone() for parameter in self._parameters]
@@ -51,7 +79,7 @@ class Average:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the mean as its parameters for a while."""
+        """Use the mean as the model's parameters within the block."""
         if not self.active or self._steps == 0:
             yield
             return
@@ -68,18 +96,18 @@ class Average:
                 parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on."""
+        """Return the state to resume from."""
         return {"losses": self._losses, "steps": self._steps, "means": self._means}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self._losses, self._steps = list(state["losses"]), state["steps"]
         pairs = zip(state["means"], self._parameters, strict=False)
         self._means = [mean.to(parameter.device) for mean, parameter in pairs]
 
 
 class Stepper:
-    """Clips the gradients, steps, and averages if that is asked for."""
+    """Clips the gradients, takes the step, and averages the parameters for asgd."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
         self._config = config
@@ -88,10 +116,10 @@ class Stepper:
         self.average = Average(parameters, config.patience) if config.name == "asgd" else None
 
     def step(self, factor: float) -> float:
-        """One step at ``factor`` times the learning rate; the gradient's norm before clipping.
+        """Take a step at ``factor`` times the learning rate; return the norm before clipping.
 
         Raises:
-            NonFiniteError: if that is not finite; nothing is changed then.
+            NonFiniteError: if the norm is infinite or NaN; no parameter changes then.
         """
         limit = self._config.clip if self._config.clip is not None else float("inf")
         norm = float(nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True))
@@ -106,28 +134,28 @@ class Stepper:
         return norm
 
     @contextlib.contextmanager
-    def judged(self) -> Iterator[None]:
-        """Let the model have the parameters to judge it by: the mean, where there is one."""
+    def evaluation_weights(self) -> Iterator[None]:
+        """Use the parameters to evaluate with: the mean, if averaging has started."""
         with self.average.applied() if self.average is not None else contextlib.nullcontext():
             yield
 
     @property
-    def averages(self) -> bool:
-        """Whether averaging has begun."""
+    def averaging(self) -> bool:
+        """Whether averaging has started."""
         return self.average is not None and self.average.active
 
     def observe(self, loss: float) -> None:
-        """Tell the validation loss of an epoch."""
+        """Take the validation loss of an epoch."""
         if self.average is not None:
             self.average.observe(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on."""
+        """Return the state to resume from."""
         average = self.average.state_dict() if self.average is not None else None
         return {"optimizer": self._optimizer.state_dict(), "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self._optimizer.load_state_dict(state["optimizer"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])

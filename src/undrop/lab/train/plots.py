@@ -1,4 +1,4 @@
-"""Curves of runs, readable without colour: every run has its own dash and marker."""
+"""Curves of runs, readable without colour: each run has its own dash and marker."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LABELS = {
 def curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, *, value: str = "valid_ppl"
 ) -> None:
-    """Draw a value of each epoch for several runs, and save the picture.
+    """Plot a value over the epochs of several runs, and save the figure.
 
     Args:
-        runs: the epoch records of each run, by what it is called in the legend.
-        path: where to save it; the suffix says how (png, pdf, svg).
+        runs: the epoch records of each run, by its name in the legend.
+        path: where to save the figure; the suffix gives the format (png, pdf, svg).
         value: a key of the epoch records.
 
     Raises:
         OptionError: if there is no such value.
-        RunError: if no run has an epoch with it, or matplotlib is missing.
+        RunError: if no epoch has the value, or matplotlib is missing.
     """
     if value not in _LABELS:
         raise OptionError(f"there is no curve of {value!r}: use one of {', '.join(_LABELS)}.")
@@ -45,7 +45,7 @@ def curves(
         for name, records in runs.items()
     }
     if not any(points.values()):
-        raise RunError(f"there is nothing to draw: no epoch of these runs has {value}.")
+        raise RunError(f"there is nothing to plot: no epoch of these runs has {value}.")
     figure, axes = _figure()
     for place, (name, line) in enumerate(points.items()):
         axes.plot(
@@ -67,7 +67,7 @@ def curves(
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
-        raise OptionError(f"{path} can't be drawn: {error}.") from error
+        raise OptionError(f"{path} can't be saved: {error}.") from error
 
 
 def _figure() -> tuple[Any, Any]:
@@ -80,7 +80,7 @@ def _figure() -> tuple[Any, Any]:
 
 
 def _focus(axes: Any, values: Sequence[float]) -> None:
-    """Leave the first epochs' high values out of sight where they would flatten all others."""
+    """Cut off the high values of the first epochs if they would flatten everything else."""
     lowest, highest = min(values), max(values)
     if highest > 3.0 * lowest:
         axes.set_ylim(0.95 * lowest, 3.0 * lowest)

@@ -1,4 +1,4 @@
-"""Named settings (TOML files, the package's or one's own) and how settings are laid over each other."""
+"""Presets: named settings in TOML files, undrop's or your own, and how settings override each other."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ else:
 __all__ = ["configure", "describe", "merge", "parse_override", "preset", "presets"]
 
 _NAMED = ("model", "objective")
-"""The sections whose options belong to the name in them."""
+"""The sections whose options belong to the name in the section."""
 
 
 def presets() -> list[str]:
-    """The names of all presets."""
+    """Return the names of all presets."""
     files = (file.name for file in (resources.files("undrop") / "presets").iterdir())
     return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
 
@@ -40,24 +40,24 @@ def _read_own(path: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the preset {path} can't be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad TOML, a path with a zero in it
-        raise ConfigError(f"{path} is no TOML: {error}.") from None
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad TOML, a zero byte in the path
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
 
 
 def describe(name: str) -> str:
-    """A preset's own line of description."""
+    """Return the description of a preset."""
     return str(_read(name)["description"])
 
 
 def preset(name: str) -> dict[str, Any]:
-    """A preset's settings, laid over those of the one it extends.
+    """Return the settings of a preset, merged with those of the preset that it extends.
 
     Args:
-        name: one of ``presets()``, or the path of a file of one's own, which ends in ``.toml``.
+        name: one of ``presets()``, or the path of your own file, which ends in ``.toml``.
 
     Raises:
-        UnknownNameError: if there is none of that name, or of that which it extends.
-        ConfigError: if there is no such file, or no TOML in it.
+        UnknownNameError: if no preset has that name, or the name that it extends.
+        ConfigError: if the file does not exist or is not valid TOML.
     """
     values = _read_own(name) if name.endswith(".toml") else _read(name)
     values.pop("description", None)
@@ -67,18 +67,18 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def _named(base: object, name: str) -> str:
-    """What a preset extends: one of the package's, which does not lead back to it."""
+    """Return the name of the preset that another one extends: one of undrop's, so no cycles."""
     if not isinstance(base, str):
-        raise ConfigError(f"what {name} extends must be the name of a preset, got {base!r}.")
+        raise ConfigError(f"extends in {name} must be the name of a preset, got {base!r}.")
     if base not in presets():
         raise UnknownNameError("preset", base, presets(), f" for {name} to extend")
     return base
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of ``base`` with those of ``over`` laid over them.
+    """Return the settings of ``base``, overridden by those of ``over``.
 
-    Where another model or objective is named, the options of the former one are gone with it.
+    If ``over`` names another model or objective, the options of the previous one are dropped.
     """
     result = dict(base)
     for key, value in over.items():
@@ -93,10 +93,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """``"optimizer.lr=5"`` as nested settings; the value is TOML's, ``null``, or else a string.
+    """Turn ``"optimizer.lr=5"`` into nested settings.
+
+    The value is read as TOML or ``null``; anything else is a string.
 
     Raises:
-        ConfigError: if there is no ``section.key=value`` in it.
+        ConfigError: if the text is not of the form ``section.key=value``.
     """
     path, equals, value = text.partition("=")
     section, dot, key = path.strip().partition(".")
@@ -110,7 +112,7 @@ def _value(text: str) -> Any:
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not TOML, or an integer of thousands of digits
         return text
 
 
@@ -119,7 +121,7 @@ def configure(
     settings: Mapping[str, Any] | None = None,
     overrides: Iterable[str] = (),
 ) -> Config:
-    """A config from a preset, settings laid over it, and ``section.key=value`` over both.
+    """Return a config from a preset, settings that override it, and ``section.key=value`` overrides.
 
     Raises:
         ConfigError: naming the first setting that is unknown or outside its range.

@@ -1,4 +1,4 @@
-"""Runs that are there: what came of them, and their models, ready to use."""
+"""Existing runs: their results, and their models ready to use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from undrop.errors import CheckpointError, RunError, UndropError
 from undrop.lab.corpora import Corpus
 from undrop.lab.models import LanguageModel
 from undrop.lab.train.config import Config
-from undrop.lab.train.devices import device_of
+from undrop.lab.train.environment import device_of
 from undrop.lab.train.folder import RunFolder
-from undrop.lab.train.session import load_corpus
-from undrop.lab.train.trainer import build_model
 
 __all__ = ["Run", "find_runs", "open_run", "row"]
 
@@ -33,31 +31,31 @@ def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:
 
     Args:
         path: the run's folder.
-        data_dir: where its corpus is, if not where it was.
+        data_dir: where its corpus is now, if it has moved.
 
     Raises:
-        RunError: if there is no run, or no epoch of it has ended, or the corpus is another.
+        RunError: if there is no run, no epoch of it has ended, or the corpus is another one.
     """
     folder = RunFolder(path)
     config = Config.parse(folder.read_config())
     weights = folder.read_best()
-    data = config.data
     if data_dir is not None:
-        data = data.model_copy(update={"dir": str(data_dir)})
-    corpus = load_corpus(data)
-    model = build_model(config, corpus.vocabulary.size)
+        data = config.data.model_copy(update={"dir": str(data_dir)})
+        config = config.model_copy(update={"data": data})
+    corpus = config.load_corpus()
+    model = config.build_model(corpus)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(
-            f"the weights in {folder.path} are not those of its config.json on {corpus.name}, or "
-            "were changed."
+            f"the weights in {folder.path} do not fit its config.json on {corpus.name}, or were "
+            "changed."
         ) from error
     return Run(config, corpus, model.to(device_of(config.train)).eval())
 
 
 def find_runs(root: str | Path) -> Iterator[RunFolder]:
-    """All runs in a folder, or below it; the folder itself may be one.
+    """Find all runs in a folder and below it; the folder itself can be a run.
 
     Raises:
         RunError: if there is no such folder.
@@ -70,7 +68,7 @@ def find_runs(root: str | Path) -> Iterator[RunFolder]:
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
-    """What a list of runs shows of one."""
+    """Return what a list of runs shows about one run."""
     try:
         config = Config.parse(folder.read_config())
         epochs = [record for record in folder.metrics.read() if record["kind"] == "epoch"]

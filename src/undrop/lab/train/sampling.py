@@ -1,4 +1,4 @@
-"""Text from a trained language model, word by word."""
+"""Generating text with a trained language model, word by word."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def sample(
     Args:
         model: a language model, in eval mode.
         vocabulary: its words.
-        prompt: words to begin with; they are not repeated. The text begins after an ``<eos>``.
-        words: how many to draw.
-        temperature: below 1 sharpens the distribution, above 1 flattens it; 0 takes the likeliest.
-        top_k: draw from the so many likeliest words only.
-        generator: where the draws come from.
+        prompt: words to start with; they are not returned. The text starts after an ``<eos>``.
+        words: the number of words to draw.
+        temperature: below 1 sharpens the distribution, above 1 flattens it; 0 always takes
+            the most likely word.
+        top_k: draw only from the ``top_k`` most likely words.
+        generator: the source of random numbers.
     """
     if not 0.0 <= temperature < float("inf"):
         raise OptionError(f"temperature must be finite and not negative, got {temperature}.")
@@ -44,7 +45,7 @@ def sample(
     seen = [vocabulary.index[EOS], *vocabulary.encode(prompt).tolist()]
     state: State | None = None
     for _ in range(words):
-        # A model that carries a state has read all but the last word; one that does not reads all.
+        # A model with a state has read all but the last word; a model without one reads all of them.
         logits, state = model(torch.tensor(seen, device=device)[:, None], state)
         word = _draw(logits[-1, 0].float().cpu(), temperature, top_k, generator)
         yield vocabulary.words[word]

@@ -1,9 +1,9 @@
-"""A run from its first step, or from where it was left, to its summary."""
+"""``run``: a run from its first step, or from its last checkpoint, to its summary."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,41 +11,42 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from undrop.errors import CheckpointError, ConfigError, OptionError, RunError
-from undrop.lab import corpora
-from undrop.lab.corpora import Corpus
-from undrop.lab.train.config import Config, DataConfig
-from undrop.lab.train.devices import device_of, settled
-from undrop.lab.train.folder import RunFolder
-from undrop.lab.train.interrupts import Interrupts, listening
-from undrop.lab.train.journal import Journal
-from undrop.lab.train.meters import perplexity
-from undrop.lab.train.provenance import machine, versions
-from undrop.lab.train.reporters import Outline, Reporter, Reporters, TensorBoard, Watching
+from undrop.lab.train.callbacks import LOGGERS, Callback, RunInfo
+from undrop.lab.train.config import Config
+from undrop.lab.train.distributed import World, join_world
+from undrop.lab.train.environment import (
+    Interrupts,
+    catch_signals,
+    device_of,
+    machine,
+    torch_settings,
+    versions,
+)
+from undrop.lab.train.folder import RunFolder, RunRecorder
+from undrop.lab.train.metrics import perplexity
 from undrop.lab.train.trainer import Trainer
-from undrop.lab.train.world import World, joined
 
-__all__ = ["Session", "Summary", "load_corpus", "opened", "run", "take_turns"]
+__all__ = ["Session", "Summary", "open_session", "run", "train_interleaved"]
 
 _CHANGEABLE = {
-    *("preset", "data.dir", "train.epochs", "train.patience", "train.tensorboard"),
+    *("preset", "data.dir", "train.epochs", "train.patience", "train.loggers"),
     *("train.log_every", "train.checkpoint_every"),
 }
-"""The settings that a run may go on with otherwise than it was begun."""
+"""The settings that may change when a run is resumed."""
 
-
-_MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What comes of a state that is sound JSON and not what was saved."""
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""What loading a state raises if it is valid JSON but not the state of this run."""
 
 
 class Summary(BaseModel):
-    """How a run ended."""
+    """The result of a run."""
 
     model_config = ConfigDict(frozen=True)
 
     best_valid_ppl: float
     best_epoch: int
     test_ppl: float  # at the best epoch by validation
-    train_ppl: float | None  # likewise, without noise, if it was asked for
+    train_ppl: float | None  # at the best epoch, without noise; None if it was not evaluated
     valid_ppl: float  # at the last epoch
     epochs: int
     steps: int
@@ -62,27 +63,91 @@ class Summary(BaseModel):
     machine: dict[str, Any]
 
 
-def load_corpus(data: DataConfig) -> Corpus:
-    """The corpus that a config names."""
-    return corpora.load(
-        data.name,
-        data_dir=data.dir,
-        limit_tokens=data.limit_tokens,
-        fraction=data.fraction,
-        max_vocab=data.max_vocab,
-    )
+def run(
+    config: Config | None = None,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Summary:
+    """Train what ``config`` describes, in the folder ``out``.
+
+    Args:
+        config: every setting; optional with ``resume``.
+        out: the run's folder, which is created.
+        resume: continue the run in that folder from its last checkpoint, with the same bits as if it
+            had never stopped. If there is none yet, start it.
+        callbacks: follow the run, in addition to the loggers that the config names.
+
+    Raises:
+        RunError: if the folder holds a run and ``resume`` is False, or another process uses it.
+        StoppedError: if SIGINT or SIGTERM stopped the run; the state is saved.
+        UndropError: a subclass, for anything else that you can correct.
+    """
+    folder = RunFolder(out)
+    config = resolve_config(config, folder, resume)
+    with (
+        join_world(device_of(config.train)) as world,
+        torch_settings(config.train, world.device),
+        catch_signals() as interrupts,
+        open_session(config, folder, resume, callbacks, world, interrupts) as session,
+    ):
+        while not session.trainer.done:
+            session.trainer.advance()
+        return session.finish()
+
+
+def train_interleaved(
+    configs: Mapping[str, Config],
+    *,
+    out: str | Path,
+    callbacks: Mapping[str, Callback] | None = None,
+) -> dict[str, Summary]:
+    """Train several runs in this process, one epoch of each in turn.
+
+    Each run has the bits that it would have alone. Its seconds count only its own epochs, so the runs
+    can be compared under the same load of the machine.
+
+    Args:
+        configs: the runs by name; each name is also the name of the run's folder in ``out``.
+        out: the folder that holds the runs' folders.
+        callbacks: one callback for each run, by the run's name.
+
+    Raises:
+        OptionError: if a name can't be the name of a folder in ``out``.
+    """
+    for name in configs:
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise OptionError(f"the name of a run must be a plain folder name, got {name!r}.")
+    first = next(iter(configs.values())).train
+    world, followers = World(device=device_of(first)), callbacks or {}
+    with (
+        torch_settings(first, world.device),
+        catch_signals() as interrupts,
+        contextlib.ExitStack() as stack,
+    ):
+        sessions = {}
+        for name, config in configs.items():
+            follower = [followers[name]] if name in followers else []
+            folder = RunFolder(Path(out) / name)
+            opening = open_session(config, folder, False, follower, world, interrupts)
+            sessions[name] = stack.enter_context(opening)
+        while any(not session.trainer.done for session in sessions.values()):
+            for session in sessions.values():
+                if not session.trainer.done:
+                    session.trainer.advance()
+        return {name: session.finish() for name, session in sessions.items()}
 
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is under way."""
+    """A run in progress."""
 
     trainer: Trainer
-    folder: RunFolder
-    journal: Journal
+    recorder: RunRecorder
 
     def finish(self) -> Summary:
-        """Judge the best weights on the test split, if that was left to the end, and sum up."""
+        """Write the summary; with ``train.test = "end"``, evaluate the test split first."""
         trainer, config = self.trainer, self.trainer.config
         best, last = trainer.best, trainer.last
         assert best is not None
@@ -108,128 +173,60 @@ class Session:
             machine=machine(trainer.world.device, trainer.world.size),
         )
         if trainer.world.is_main:
-            self.folder.write_summary(summary.model_dump())
-        self.journal.reporter.end(summary.model_dump())
+            self.recorder.folder.write_summary(summary.model_dump())
+        for callback in self.recorder.callbacks:
+            callback.end(summary.model_dump())
         return summary
 
     def _test_ppl(self) -> float:
         with self.trainer.clock.running():
-            self.trainer.model.load_state_dict(self.folder.read_best())
+            self.trainer.model.load_state_dict(self.recorder.folder.read_best())
             return perplexity(self.trainer.loss_on("test"))
 
 
-def run(
-    config: Config | None = None,
-    *,
-    out: str | Path,
-    resume: bool = False,
-    reporter: Reporter | None = None,
-    watcher: Watching | None = None,
-) -> Summary:
-    """Train what ``config`` says, in the folder ``out``.
-
-    Args:
-        config: every setting; with ``resume`` it may be left out.
-        out: the run's folder; it is made.
-        resume: go on where the run in that folder was left, to the same bits as if it had never
-            been. Where there is none yet it is begun.
-        reporter: hears of steps and epochs.
-        watcher: looks at the model now and then; what it says goes to the metrics.
-
-    Raises:
-        RunError: if the folder holds a run and ``resume`` was not said, or is in use.
-        StoppedError: if SIGINT or SIGTERM asked for an end; the state is saved.
-        UndropError: one of its subclasses, for anything else that can be put right.
-    """
-    folder = RunFolder(out)
-    config = _settle(config, folder, resume)
-    with (
-        joined(device_of(config.train)) as world,
-        settled(config.train, world.device),
-        listening() as interrupts,
-        opened(config, folder, resume, reporter, world, interrupts, watcher) as session,
-    ):
-        while not session.trainer.done:
-            session.trainer.advance()
-        return session.finish()
-
-
-def take_turns(
-    configs: Mapping[str, Config],
-    *,
-    out: str | Path,
-    reporters: Mapping[str, Reporter] | None = None,
-) -> dict[str, Summary]:
-    """Train several runs side by side in this process, an epoch of each at a time.
-
-    Each has the bits it would have alone; their seconds are of their own turns, under the same load.
-
-    Args:
-        configs: the runs by name, which is also the name of each one's folder in ``out``.
-        out: where the folders go.
-        reporters: hear of the run of the same name.
-
-    Raises:
-        OptionError: for a name that is no name of a folder in ``out``.
-    """
-    for name in configs:
-        if name in ("", ".", "..") or Path(name).name != name:
-            raise OptionError(f"a run's name must be a plain one, got {name!r}.")
-    first = next(iter(configs.values())).train
-    world = World(device=device_of(first))
-    with settled(first, world.device), listening() as interrupts, contextlib.ExitStack() as stack:
-        sessions = {}
-        for name, config in configs.items():
-            folder, reporter = RunFolder(Path(out) / name), (reporters or {}).get(name)
-            opening = opened(config, folder, False, reporter, world, interrupts)
-            sessions[name] = stack.enter_context(opening)
-        while any(not session.trainer.done for session in sessions.values()):
-            for session in sessions.values():
-                if not session.trainer.done:
-                    session.trainer.advance()
-        return {name: session.finish() for name, session in sessions.items()}
-
-
 @contextlib.contextmanager
-def opened(
+def open_session(
     config: Config,
     folder: RunFolder,
     resume: bool,
-    reporter: Reporter | None,
+    callbacks: Sequence[Callback],
     world: World,
     interrupts: Interrupts,
-    watcher: Watching | None = None,
 ) -> Iterator[Session]:
-    """A run at its beginning, or where it was left, with its folder locked."""
+    """Prepare a new run, or one at its last checkpoint, and lock its folder."""
     if not resume and world.is_main:
-        folder.refuse_if_taken()
-    corpus = load_corpus(config.data)
-    with contextlib.closing(_audience(reporter, config, folder, world)) as audience:
-        journal = Journal(folder, audience, world)
-        trainer = Trainer(
-            config, corpus, journal=journal, world=world, interrupts=interrupts, watcher=watcher
-        )
-        with _taken(folder, config, resume, world):
-            _go_on(trainer, folder, journal)
-            journal.reporter.begin(_outline(trainer, folder))
-            yield Session(trainer, folder, journal)
+        folder.refuse_if_in_use()
+    corpus = config.load_corpus()
+    with contextlib.ExitStack() as stack:
+        loggers = [LOGGERS[name](folder, config) for name in config.train.loggers if world.is_main]
+        recorder = RunRecorder(folder, [*callbacks, *loggers], world)
+        for callback in recorder.callbacks:
+            stack.callback(callback.close)
+        trainer = Trainer(config, corpus, recorder=recorder, world=world, interrupts=interrupts)
+        stack.enter_context(_claimed(folder, config, resume, world))
+        if not _resume(trainer, recorder):
+            trainer.save()
+        info = _run_info(trainer, folder)
+        for callback in recorder.callbacks:
+            callback.begin(info)
+        yield Session(trainer, recorder)
 
 
-def _settle(config: Config | None, folder: RunFolder, resume: bool) -> Config:
-    """The config to train with: the one given, unless the folder's run was begun with another."""
+def resolve_config(config: Config | None, folder: RunFolder, resume: bool) -> Config:
+    """Return the config to train with, after comparing it to that of the run to resume."""
     if not (resume and folder.holds_run()):
         if config is None:
-            raise RunError(f"{folder.path} holds no run to go on with.")
+            raise RunError(f"{folder.path} holds no run to resume.")
         return config
-    begun = Config.parse(folder.read_config())
+    started = Config.parse(folder.read_config())
     if config is None:
-        return begun
-    before, now = _flat(begun.as_dict()), _flat(config.as_dict())
+        return started
+    before, now = _flat(started.as_dict()), _flat(config.as_dict())
     for name in sorted(before.keys() | now.keys(), key=lambda n: (not n.endswith(".name"), n)):
         if before.get(name) != now.get(name) and name not in _CHANGEABLE:
             raise ConfigError(
-                f"the run in {folder.path} was begun with {name} = {before.get(name)!r}, got "
-                f"{now.get(name)!r}: go on without changing it, or choose another --out."
+                f"the run in {folder.path} was started with {name} = {before.get(name)!r}, got "
+                f"{now.get(name)!r}: resume without this change, or choose another --out."
             )
     return config
 
@@ -242,56 +239,51 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _audience(
-    reporter: Reporter | None, config: Config, folder: RunFolder, world: World
-) -> Reporter:
-    listeners = [reporter] if reporter is not None else []
-    if config.train.tensorboard and world.is_main:
-        listeners.append(TensorBoard(folder.path / "tensorboard"))
-    return Reporters(listeners)
-
-
 @contextlib.contextmanager
-def _taken(folder: RunFolder, config: Config, resume: bool, world: World) -> Iterator[None]:
-    """Have the folder to ourselves, with the config in it. Only the main process does."""
+def _claimed(folder: RunFolder, config: Config, resume: bool, world: World) -> Iterator[None]:
+    """Hold the folder's lock and write the config, in the main process only."""
     if not world.is_main:
         yield
         return
     folder.create()
     with folder.locked():
         if not resume:
-            folder.refuse_if_begun()
+            folder.refuse_if_started()
         folder.sweep()
         folder.write_config(config.as_dict())
         yield
 
 
-def _go_on(trainer: Trainer, folder: RunFolder, journal: Journal) -> None:
-    """Put the trainer where the newest sound checkpoint was, and the metrics with it."""
-    world = trainer.world
-    found = folder.checkpoints.newest(journal.reporter.say) if world.is_main else None
+def _resume(trainer: Trainer, recorder: RunRecorder) -> bool:
+    """Load the newest intact checkpoint and cut the metrics to match; False if the run is new."""
+    world, folder = trainer.world, recorder.folder
+    found = folder.checkpoints.newest(recorder.say) if world.is_main else None
     step = world.from_main(-1 if found is None else found[0])
     if step < 0:
-        if world.is_main:
-            folder.metrics.cut(0)
-        return
+        if world.is_main and not folder.metrics.is_empty():
+            raise RunError(
+                f"{folder.path} can't be resumed: its checkpoints are gone; choose another --out, or "
+                "delete the folder to start again."
+            )
+        return False
     state = found[1] if found is not None else folder.checkpoints.load(step)
     try:
         trainer.load_state_dict(state)
         length = int(state["metrics"])
         if length < 0:
             raise ValueError(f"metrics of {length} bytes")
-    except (*_MISFITS, RuntimeError) as error:
+    except _MISFITS as error:
         raise CheckpointError(
             f"{folder.checkpoints.path(step)} does not hold the state of this run: {error}."
         ) from error
     if world.is_main:
         folder.metrics.cut(length)
+    return True
 
 
-def _outline(trainer: Trainer, folder: RunFolder) -> Outline:
+def _run_info(trainer: Trainer, folder: RunFolder) -> RunInfo:
     config, corpus = trainer.config, trainer.corpus
-    return Outline(
+    return RunInfo(
         name=folder.path.name,
         model=config.model.name,
         objective=config.objective.name,
@@ -301,6 +293,7 @@ def _outline(trainer: Trainer, folder: RunFolder) -> Outline:
         train_tokens=len(corpus.train),
         device=str(trainer.world.device),
         epochs=config.train.epochs,
+        step=trainer.step,
         done=trainer.progress().done,
     )
 

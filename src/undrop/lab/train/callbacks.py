@@ -1,0 +1,280 @@
+"""Callbacks: progress bars, loggers and your own code that follow a run while it trains.
+
+::
+
+    from undrop.lab.train import Callback, configure, run
+
+    class PrintEpochs(Callback):
+        def record(self, record):
+            if record["kind"] == "epoch":
+                print(record["epoch"], record["valid_ppl"])
+
+    run(configure("demo"), out="runs/demo", callbacks=[PrintEpochs()])
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from undrop.errors import MissingExtraError
+from undrop.files import naming_disk_errors, replacing
+from undrop.losses import Loss
+from undrop.registry import Registry
+
+if TYPE_CHECKING:
+    from undrop.lab.train.config import Config
+    from undrop.lab.train.folder import RunFolder
+    from undrop.lab.train.trainer import Trainer
+
+__all__ = ["LOGGERS", "Callback", "Logger", "RunInfo", "Watch"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is about to train."""
+
+    name: str
+    model: str
+    objective: str
+    corpus: str
+    parameters: int
+    vocabulary: int
+    train_tokens: int
+    device: str
+    epochs: int
+    step: int  # optimizer steps that an earlier process took
+    done: float  # the share of the run that an earlier process completed, from 0 to 1
+
+
+class Callback:
+    """Follows a run. Override the methods you need; they do nothing by default.
+
+    With several processes only the main one calls them. A random number that a callback draws does not
+    change the run.
+    """
+
+    kind = "callback"
+    """The ``kind`` of the metrics records that :meth:`observe` adds."""
+
+    def begin(self, info: RunInfo) -> None:
+        """Called once, before the first step of a new or resumed run."""
+
+    def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
+        """Called after each step.
+
+        Args:
+            done: the share of the run that is complete, from 0 to 1.
+            tokens: the number of tokens of this step.
+            parts: the values of the objective's parts.
+        """
+
+    def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> Mapping[str, float] | None:
+        """Look at the model after a step; the numbers that you return are added to the metrics.
+
+        Args:
+            trainer: gives access to ``model``, ``objective``, ``config``, ``step`` and ``epoch``.
+            inputs: the model's inputs at this step.
+            targets: the targets at this step.
+        """
+        return None
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Called for each record that is added to the metrics."""
+
+    def say(self, text: str) -> None:
+        """Called with a message for the user."""
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Called when the run ends as planned."""
+
+    def close(self) -> None:
+        """Called last, also if the run stops early or fails."""
+
+
+class _Watching(Protocol):
+    def observe(
+        self, step: int, model: nn.Module, inputs: Any, targets: Any, *, loss: Loss
+    ) -> Mapping[str, float] | None: ...
+
+
+class Watch(Callback):
+    """Adds the figures of an :class:`undrop.Watcher` to the metrics."""
+
+    kind = "watch"
+
+    def __init__(self, watcher: _Watching) -> None:
+        self._watcher = watcher
+
+    def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> Mapping[str, float] | None:
+        """Let the watcher look at the model."""
+        return self._watcher.observe(
+            trainer.step, trainer.model, inputs, targets, loss=trainer.objective.loss
+        )
+
+
+LOGGERS: Registry[str, type[Logger]] = Registry("logger")
+"""The loggers that ``train.loggers`` can name."""
+
+
+class Logger(Callback):
+    """Sends the numbers of a run's metrics to another program. A subclass implements :meth:`log`.
+
+    Args:
+        folder: the run's folder.
+        config: the run's settings.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        self.folder, self.config = folder, config
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log numbers named ``kind/name``, such as ``epoch/valid_ppl``."""
+        raise NotImplementedError
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Log the numbers of a record."""
+        kind = record["kind"]
+        values = {
+            f"{kind}/{name}": value for name, value in _flat(record) if isinstance(value, float)
+        }
+        self.log(values, record["step"])
+
+
+def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a record, those of ``time`` included."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from value.items()
+        elif name != "kind":
+            yield name, value
+
+
+@LOGGERS.register("csv")
+class CSVLogger(Logger):
+    """Writes ``csv/step.csv``, ``csv/epoch.csv`` and so on, one file for each kind of record.
+
+    The files hold the same records as ``metrics.jsonl``: a resumed run writes them again from there.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        super().__init__(folder, config)
+        self._columns: dict[str, list[str]] = {}
+
+    def begin(self, info: RunInfo) -> None:
+        """Write the records of earlier processes."""
+        with naming_disk_errors(self._path("")):
+            self._path("").parent.mkdir(exist_ok=True)
+        for path in self._path("").parent.glob("*.csv"):
+            path.unlink()
+        for kind in {record["kind"] for record in self.folder.metrics.read()}:
+            self._rewrite(kind)
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Append a row."""
+        kind, row = record["kind"], dict(_flat(record))
+        if not row.keys() <= set(self._columns.get(kind, ())):
+            self._rewrite(kind)  # with the new columns; the record is in the metrics already
+            return
+        path = self._path(kind)
+        with naming_disk_errors(path), path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns[kind]).writerow(row)
+
+    def _rewrite(self, kind: str) -> None:
+        rows = [dict(_flat(r)) for r in self.folder.metrics.read() if r["kind"] == kind]
+        self._columns[kind] = list(dict.fromkeys(name for row in rows for name in row))
+        with (
+            replacing(self._path(kind)) as temporary,
+            temporary.open("w", newline="", encoding="utf-8") as file,
+        ):
+            writer = csv.DictWriter(file, self._columns[kind])
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def _path(self, kind: str) -> Path:
+        return self.folder.path / "csv" / f"{kind}.csv"
+
+
+@LOGGERS.register("tensorboard")
+class TensorBoardLogger(Logger):
+    """Writes scalars to the folder ``tensorboard`` in the run's folder."""
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        super().__init__(folder, config)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError("train.loggers", "tensorboard", "tensorboard") from error
+        self._new_writer = SummaryWriter
+        self._writer: Any = None
+
+    def begin(self, info: RunInfo) -> None:
+        """Open the writer; it drops what was logged after the checkpoint of a resumed run."""
+        purge = info.step + 1 if info.step else None
+        self._writer = self._new_writer(str(self.folder.path / "tensorboard"), purge_step=purge)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add one scalar for each number."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+@LOGGERS.register("wandb")
+class WandbLogger(Logger):
+    """Logs to Weights & Biases, in the project ``$WANDB_PROJECT`` or ``undrop``.
+
+    A resumed run continues the same W&B run, which its folder's path identifies.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config) -> None:
+        super().__init__(folder, config)
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError("train.loggers", "wandb", "wandb") from error
+        self._wandb: Any = wandb
+        self._run: Any = None
+
+    def begin(self, info: RunInfo) -> None:
+        """Start or resume the W&B run."""
+        path = self.folder.path.absolute()
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "undrop"),
+            name=path.name,
+            id=hashlib.sha256(str(path).encode()).hexdigest()[:16],
+            dir=str(path),
+            config=self.config.as_dict(),
+            resume="allow",
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log the numbers at a step."""
+        self._run.log(dict(values), step=step)
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Add the summary's numbers to that of the W&B run."""
+        self._run.summary.update(
+            {name: value for name, value in summary.items() if isinstance(value, int | float)}
+        )
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        if self._run is not None:
+            self._run.finish()
+
+
+def observers(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the callbacks that look at the model."""
+    return [c for c in callbacks if type(c).observe is not Callback.observe]

@@ -25,6 +25,7 @@ ORDER = (
         "rng_snapshot",
         "generators",
         "noise",
+        "torch_compat",
     ),
     *("kernels", "intercept", "losses", "engines", "objectives", "nn", "diagnosis"),
     *("integrations", "lab"),

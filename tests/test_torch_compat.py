@@ -1,9 +1,10 @@
-"""CPUs that have no LSTM in half precision: undrop runs it in float32 there, and says so once."""
+"""Old versions of torch are refused; CPUs that have no LSTM in half precision run it in float32."""
 
 import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,35 @@ from torch.nn.utils.rnn import pack_sequence
 
 import undrop
 from undrop import torch_compat
+from undrop.errors import TorchVersionError
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.0.0+cu117", "2.4.1"])
+def test_an_older_torch_is_refused_in_one_sentence(version):
+    with pytest.raises(TorchVersionError) as caught:
+        torch_compat.check_version(version)
+    assert str(caught.value) == (
+        f"undrop needs torch 2.5 or later, but torch {version} is installed: "
+        "pip install --upgrade torch."
+    )
+
+
+@pytest.mark.parametrize("version", ["2.5.0", "2.5.1+cu124", "2.15.0a0+git1234", "10.0"])
+def test_every_later_torch_is_let_in(version):
+    torch_compat.check_version(version)
+
+
+def test_the_oldest_torch_is_the_one_that_the_package_asks_for():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'"torch>={".".join(map(str, torch_compat.OLDEST))}"' in text
+
+
+@pytest.mark.parametrize("name", ["Analytic", "diagnose", "sites"])
+def test_every_way_in_refuses_an_old_torch(name):
+    program = f"import torch; torch.__version__ = '2.1.0'; from undrop import {name}"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "undrop needs torch 2.5 or later, but torch 2.1.0 is installed" in run.stderr
+
 
 HALF = (torch.bfloat16, torch.float16)
 

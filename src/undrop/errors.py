@@ -54,6 +54,10 @@ class RecomputationError(EngineError):
     """Activation checkpointing of a kind whose second run can't be given the noise of the first."""
 
 
+class TorchVersionError(UndropError, ImportError):
+    """A torch that is older than undrop can work with."""
+
+
 class OptionError(UndropError, ValueError):
     """An argument outside its range."""
 

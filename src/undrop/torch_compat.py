@@ -1,10 +1,11 @@
-"""What torch can't do on every machine, done in another way."""
+"""Versions of torch and machines differ: what undrop has to know about them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,31 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-__all__ = ["lstm", "portable_lstm"]
+from undrop.errors import TorchVersionError
+
+__all__ = ["OLDEST", "check_version", "lstm", "portable_lstm"]
+
+OLDEST = (2, 5)
+"""The first version of torch that all tests of the library pass with."""
 
 _log = logging.getLogger("undrop")
+
+
+def check_version(found: str) -> None:
+    """Refuse a torch that is too old.
+
+    Raises:
+        TorchVersionError: naming the version that is installed and the oldest that will do.
+    """
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise TorchVersionError(
+            f"undrop needs torch {oldest} or later, but torch {found} is installed: "
+            "pip install --upgrade torch."
+        )
+
+
+check_version(torch.__version__)
 
 
 def lstm(*args: Any) -> Any:

@@ -99,10 +99,10 @@ def explicit(subject: Subject, axes: Axes) -> dict[str, Any]:
         draws=100,
         progress=False,
     ).explicit
-    q = [point.q for point in found.curve]
+    q = [point.p for point in found.curve]
     measured = [point.parts.r_drop for point in found.curve]
-    psd = [point.parts.psd.value for point in found.curve]
-    both = [point.parts.psd.value + point.parts.non_psd.value for point in found.curve]
+    psd = [point.parts.half_quadratic.value for point in found.curve]
+    both = [point.parts.half_quadratic.value + point.parts.curvature.value for point in found.curve]
     errors = [2.0 * (value.stderr or 0.0) for value in measured]
     values = [v.value for v in measured]
     axes.errorbar(q, values, yerr=errors, fmt="k-o", capsize=3, label="measured: R_drop")
@@ -112,10 +112,10 @@ def explicit(subject: Subject, axes: Axes) -> dict[str, Any]:
     axes.set(xlabel="dropout probability q", ylabel="rise of the mean loss", yscale="log")
     return {
         "q": q,
-        "r_drop": [v.to_json() for v in measured],
+        "r_drop": [v._asdict() for v in measured],
         "psd": psd,
         "psd_and_non_psd": both,
-        "share_at_own_q": found.quadratic_share.to_json(),
+        "share_at_own_q": found.quadratic_share._asdict(),
     }
 
 

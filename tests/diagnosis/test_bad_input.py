@@ -1,4 +1,4 @@
-"""Bad input: one sentence that names it."""
+"""Bad input is refused in one sentence that names it."""
 
 import math
 
@@ -23,24 +23,24 @@ def refused(error, message, *args, **options):
         undrop.diagnose(*args, **{"progress": False, "seconds": 1.0, **options})
 
 
-def test_no_batches():
+def test_an_empty_list_of_batches_is_refused():
     refused(errors.DataError, "there are no batches: pass at least one pair", model(), [])
 
 
-def test_a_generator_that_was_run_through():
+def test_a_used_up_generator_is_refused():
     spent = (batch() for _ in range(3))
     list(spent)
-    refused(errors.DataError, "a generator that was run through once is empty", model(), spent)
+    refused(errors.DataError, "a generator that has been used up is empty", model(), spent)
 
 
-def test_a_generator_that_ends_early_gives_what_it_has():
+def test_fewer_batches_than_the_limit_are_all_used():
     found = undrop.diagnose(
         model(), (batch() for _ in range(3)), seconds=1e3, draws=2, max_batches=16, progress=False
     )
     assert found.explicit.batches == 3
 
 
-def test_an_endless_generator_is_cut():
+def test_an_endless_generator_is_cut_at_the_limit():
     def forever():
         while True:
             yield batch()
@@ -56,28 +56,31 @@ def test_an_endless_generator_is_cut():
     [
         (torch.randn(4, 3), r"got Tensor: put a single batch into a list, \[\(inputs, targets\)\]"),
         (3, "batches must be an iterable of pairs"),
-        ([torch.randn(4, 3)], r"each batch must be a pair \(inputs, targets\), got Tensor"),
+        (
+            [torch.randn(4, 3)],
+            r"each of the batches must be a pair \(inputs, targets\), got Tensor",
+        ),
         ([(1, 2, 3)], "got 3 things for batch 0"),
         ([{"input_ids": 1}], "got dict for batch 0"),
     ],
 )
-def test_batches_that_are_none(batches, message):
+def test_batches_that_are_no_pairs_are_refused(batches, message):
     refused(errors.DataError, message, model(), batches)
 
 
-def test_a_loss_without_a_known_hessian_works():
+def test_any_callable_loss_is_measured():
     def pinball(output, target):
         error = nn.functional.one_hot(target, 3) - output
         return torch.where(error > 0, 0.9 * error, -0.1 * error).mean() + error.pow(4).mean()
 
     torch.manual_seed(0)
     found = undrop.diagnose(model(), [batch()], loss=pinball, seconds=1e3, draws=4, progress=False)
-    assert found.explicit.parts.psd.value > 0.0
+    assert found.explicit.parts.half_quadratic.value > 0.0
     assert found.explicit.classes == []
     assert found.implicit.trace_analytic.value > 0.0
 
 
-def test_nans_in_the_data():
+def test_nan_in_the_data_is_refused_and_the_batch_named():
     x, y = batch()
     x[0, 0] = math.nan
     refused(
@@ -88,18 +91,18 @@ def test_nans_in_the_data():
     )
 
 
-def test_infinite_weights():
+def test_infinite_weights_are_refused():
     broken = model()
     nn.init.constant_(broken[2].weight, math.inf)
     refused(errors.NonFiniteError, "in the weights of Sequential", broken, [batch()])
 
 
-def test_a_model_without_dropout():
+def test_a_model_without_dropout_is_refused():
     plain = nn.Sequential(nn.Linear(3, 3))
     refused(errors.NoDropoutError, "no active dropout was met", plain, [batch()])
 
 
-def test_targets_that_do_not_fit():
+def test_targets_out_of_range_are_refused():
     x, _ = batch()
     refused(errors.TargetError, "targets must lie in 0 … 2", model(), [(x, torch.full((4,), 7))])
 
@@ -111,7 +114,9 @@ def test_targets_that_do_not_fit():
         ({"seconds": math.nan}, "seconds must be more than 0, got nan"),
         ({"draws": 1}, "draws must be at least 2, got 1"),
         ({"max_batches": 0}, "max_batches must be at least 1, got 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be positive and finite, got 0.0"),
+        ({"weight_decay": -1.0}, "weight_decay must be positive and finite, got -1.0"),
     ],
 )
-def test_options_out_of_range(options, message):
+def test_options_out_of_range_are_refused(options, message):
     refused(errors.OptionError, message, model(), [batch()], **options)

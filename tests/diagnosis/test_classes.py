@@ -1,4 +1,4 @@
-"""What the classes carry: it adds up to uᵀHu, for every loss that has classes."""
+"""uᵀHu by class adds up to uᵀHu, for every loss with classes."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_classes_add_up_to_the_quadratic_form(loss):
     assert float(found.quadratic.sum()) == pytest.approx(float(total))
 
 
-def test_a_fused_head_carries_what_its_logits_do():
+def test_a_fused_output_layer_splits_as_its_logits_do():
     torch.manual_seed(0)
     weight, bias = torch.randn(7, 3).double(), torch.randn(7).double()
     features, u = torch.randn(2, 10, 3).double().unbind(0)
@@ -30,7 +30,7 @@ def test_a_fused_head_carries_what_its_logits_do():
         torch.testing.assert_close(a, b)
 
 
-def test_a_loss_without_classes_has_none():
+def test_a_loss_without_classes_has_no_split():
     u = torch.randn(2, 3)
     assert Generic(lambda f, y: f.mean()).by_class(u, u, None) is None
 
@@ -38,7 +38,7 @@ def test_a_loss_without_classes_has_none():
 def test_weights_are_the_diagonal_of_the_hessian():
     logits = torch.tensor([[0.0, 0.0], [100.0, 0.0]]).double()
     found = CrossEntropy().by_class(logits, torch.ones(2, 2), torch.tensor([0, 1]))
-    # certain of the second row, it carries nothing: p(1 - p) = 0
+    # the model is certain of the second row: p(1 - p) = 0
     torch.testing.assert_close(found.diagonal, torch.tensor([0.25, 0.25]).double())
 
 

@@ -1,4 +1,4 @@
-"""R_drop and its parts on nets small enough to try every mask, against an enumeration of our own."""
+"""R_drop and its parts on nets with few masks, against an independent enumeration."""
 
 from itertools import product
 
@@ -33,7 +33,7 @@ class Case:
 
     @torch.no_grad()
     def r_drop(self, p, within):
-        """Σ over masks of the entries in ``within``; the others are silent."""
+        """Σ over masks of the entries in ``within``; the others carry no noise."""
         total = 0.0
         for dropped in product((0, 1), repeat=int(within.sum())):
             d = torch.zeros(len(p), dtype=torch.float64)
@@ -52,20 +52,24 @@ class Case:
         hessian = torch.autograd.functional.hessian(lambda f: self.loss(f, self.targets), output)
         size = output.numel()
         j, h = jacobian.reshape(size, -1), hessian.reshape(size, size)
-        psd = (j.T @ h @ j).diagonal()
-        half = 0.5 * p / (1 - p)
-        return half * psd, half * (whole - psd)
+        gauss_newton = (j.T @ h @ j).diagonal()
+        scale = 0.5 * p / (1 - p)
+        return scale * gauss_newton, scale * (whole - gauss_newton)
 
     def expected(self, factor=1.0):
         p = self.p * factor
-        psd, non_psd = self.second_order(p)
+        half, curvature = self.second_order(p)
         every = torch.ones(len(p), dtype=torch.bool)
-        parts = {"": (self.r_drop(p, every), float(psd.sum()), float(non_psd.sum()))}
+        parts = {"": (self.r_drop(p, every), float(half.sum()), float(curvature.sum()))}
         start = 0
         for name, (n, _) in self.sites.items():
             mine = torch.zeros_like(every)
             mine[start : start + n] = True
-            parts[name] = (self.r_drop(p, mine), float(psd[mine].sum()), float(non_psd[mine].sum()))
+            parts[name] = (
+                self.r_drop(p, mine),
+                float(half[mine].sum()),
+                float(curvature[mine].sum()),
+            )
             start += n
         return parts
 
@@ -84,7 +88,7 @@ def two_layers(batch=1, loss=F.cross_entropy):
 
 
 def joint_batch_norm():
-    """Two examples that touch each other: the masks of both are tried together."""
+    """Batch norm mixes the examples: their masks are enumerated together."""
     torch.manual_seed(1)
     a, norm, c = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
     model = nn.Sequential(a, nn.Dropout(0.4), norm, nn.Tanh(), c).double()
@@ -130,7 +134,7 @@ def weights_and_time():
 
 
 def cubic(output, target):
-    """A loss that is nobody's likelihood, and not convex."""
+    """A loss that is no likelihood, and not convex."""
     return (output - target).pow(3).mean() + torch.cos(output).mean()
 
 
@@ -150,7 +154,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
-def test_every_part_agrees_with_the_enumeration(make):
+def test_every_part_agrees_with_an_independent_enumeration(make):
     case = make()
     loss = case.loss if case.loss is cubic else None
     found = undrop.diagnose(
@@ -161,35 +165,35 @@ def test_every_part_agrees_with_the_enumeration(make):
     tables = {"": found.parts} | {name: effect.parts for name, effect in found.sites.items()}
     assert tables.keys() == expected.keys()
     for name, parts in tables.items():
-        r_drop, psd, non_psd = expected[name]
+        r_drop, half, curvature = expected[name]
         assert parts.r_drop.value == pytest.approx(r_drop, abs=TOLERANCE)
-        assert parts.psd.value == pytest.approx(psd, abs=TOLERANCE)
-        assert parts.non_psd.value == pytest.approx(non_psd, abs=TOLERANCE)
-        assert parts.rest.value == pytest.approx(r_drop - psd - non_psd, abs=TOLERANCE)
+        assert parts.half_quadratic.value == pytest.approx(half, abs=TOLERANCE)
+        assert parts.curvature.value == pytest.approx(curvature, abs=TOLERANCE)
+        assert parts.rest.value == pytest.approx(r_drop - half - curvature, abs=TOLERANCE)
         assert parts.r_drop.value == pytest.approx(
-            parts.psd.value + parts.non_psd.value + parts.rest.value, abs=1e-15
+            parts.half_quadratic.value + parts.curvature.value + parts.rest.value, abs=1e-15
         )
-        assert parts.r_drop.stderr == 0.0  # one batch, every mask: nothing is left to chance
+        assert parts.r_drop.stderr == 0.0  # one batch, every mask: nothing varies
     for name, effect in found.sites.items():
         share = expected[name][1] / expected[""][1]
         assert effect.share.value == pytest.approx(share, abs=TOLERANCE)
     assert sum(effect.share.value for effect in found.sites.values()) == pytest.approx(1.0)
 
 
-def test_the_curve_is_enumerated_too():
+def test_the_curve_in_p_agrees_with_an_independent_enumeration():
     case = two_layers()
     found = undrop.diagnose(
         case.model, [(case.inputs, case.targets)], implicit=False, progress=False
     ).explicit
-    assert [round(point.q, 6) for point in found.curve] == [0.1, 0.2, 0.35, 0.5, 0.65, 0.8]
+    assert [round(point.p, 6) for point in found.curve] == [0.1, 0.2, 0.35, 0.5, 0.65, 0.8]
     for point in found.curve:
-        r_drop, psd, non_psd = case.expected(point.factor)[""]
+        r_drop, half, curvature = case.expected(point.factor)[""]
         assert point.parts.r_drop.value == pytest.approx(r_drop, abs=TOLERANCE)
-        assert point.parts.psd.value == pytest.approx(psd, abs=TOLERANCE)
-        assert point.parts.non_psd.value == pytest.approx(non_psd, abs=TOLERANCE)
+        assert point.parts.half_quadratic.value == pytest.approx(half, abs=TOLERANCE)
+        assert point.parts.curvature.value == pytest.approx(curvature, abs=TOLERANCE)
 
 
-def test_several_batches_are_weighted_by_their_terms():
+def test_batches_are_weighted_by_their_number_of_terms():
     big, small = two_layers(batch=4), two_layers(batch=1)
     batches = [(big.inputs, big.targets), (small.inputs + 1.0, small.targets)]
     small.inputs = small.inputs + 1.0
@@ -200,7 +204,7 @@ def test_several_batches_are_weighted_by_their_terms():
 
 
 @pytest.mark.slow
-def test_sixteen_dropped_units():
+def test_sixteen_dropped_units_are_enumerated():
     torch.manual_seed(3)
     a, b = nn.Linear(3, 16), nn.Linear(16, 4)
     model = nn.Sequential(a, nn.Tanh(), nn.Dropout(0.5), b).double()

@@ -6,9 +6,10 @@ from torch import nn
 
 import undrop
 from problems import PROBLEMS, problem
+from undrop.diagnosis.measure.batches import collect
 from undrop.diagnosis.measure.expansion import Differences, Expander, Expansion
 from undrop.diagnosis.measure.explicit import _Enumerated, _Sampled
-from undrop.diagnosis.measure.model import Subject, collect
+from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
 
 
@@ -18,10 +19,10 @@ from undrop.diagnosis.measure.timing import Budget
 def test_a_mask_drops_to_zero_in_every_precision(p, dtype):
     """σ·η is -1 to the bit, at p itself and at a multiple of it."""
     model = nn.Sequential(nn.Linear(2, 90), nn.Dropout(p), nn.Linear(90, 2))
-    subject = Subject(model, collect([(torch.randn(5, 2), torch.zeros(5).long())], 1))
+    subject = MeasuredModel(model, collect([(torch.randn(5, 2), torch.zeros(5).long())], 1))
     like = torch.zeros(5, 90, dtype=dtype)
     for factor in (1.0, 0.7):
-        noise = subject.masks([(subject.sites[0], like)], factor)["1"]
+        noise = subject.draw_masks([(subject.sites[0], like)], factor)["1"]
         assert noise.dtype == dtype
         assert set(noise[noise < 0].tolist()) == {-1.0}
 
@@ -34,11 +35,11 @@ def subject_of(name="mlp", loss=None, batches=1):
     made = problem(name, loss)
     pairs = [(made.inputs, made.targets)] * batches
     generator = torch.Generator().manual_seed(0)
-    return Subject(made.model, collect(pairs, batches), loss=made.loss, generator=generator)
+    return MeasuredModel(made.model, collect(pairs, batches), loss=made.loss, generator=generator)
 
 
 def both_ways(subject, draws):
-    with subject.studied():
+    with subject.preserved():
         budget = Budget(1e9, quietly)
         sampled = _Sampled(subject, Expander(subject), None).run(budget, draws)
         exact = _Enumerated(subject, Expander(subject), None).run(budget, draws)
@@ -64,16 +65,16 @@ def test_sampling_agrees_with_enumeration(sampled_and_exact):
     assert sampled.parts.rest.stderr < sampled.parts.r_drop.stderr  # one mask serves all parts
 
 
-def test_parts_add_up_and_so_do_shares(sampled_and_exact):
+def test_parts_add_up_to_r_drop_and_shares_to_one(sampled_and_exact):
     for found in sampled_and_exact:
         for parts in (found.parts, *(effect.parts for effect in found.sites.values())):
             assert parts.r_drop.value == pytest.approx(
-                parts.psd.value + parts.non_psd.value + parts.rest.value, abs=1e-15
+                parts.half_quadratic.value + parts.curvature.value + parts.rest.value, abs=1e-15
             )
         assert sum(effect.share.value for effect in found.sites.values()) == pytest.approx(1.0)
-        by_site = sum(effect.parts.psd.value for effect in found.sites.values())
+        by_site = sum(effect.parts.half_quadratic.value for effect in found.sites.values())
         if found.exact:
-            assert by_site == pytest.approx(found.parts.psd.value, rel=1e-12)
+            assert by_site == pytest.approx(found.parts.half_quadratic.value, rel=1e-12)
 
 
 def test_classes_agree_with_enumeration(sampled_and_exact):
@@ -84,13 +85,13 @@ def test_classes_agree_with_enumeration(sampled_and_exact):
         assert abs(found.share.value - truth[found.number]) <= 4.5 * found.share.stderr
 
 
-def test_standard_errors_are_those_of_the_spread_between_studies():
-    """Sixteen studies with masks of their own: the spread of R_drop is what each said it was."""
+def test_the_standard_error_is_the_spread_between_repeated_studies():
+    """Sixteen studies with independent masks: the spread of R_drop is what each of them states."""
     values, errors = [], []
     for seed in range(16):
         subject = subject_of()
-        subject.randomness = type(subject.randomness)(torch.Generator().manual_seed(seed))
-        with subject.studied():
+        subject.generators = type(subject.generators)(torch.Generator().manual_seed(seed))
+        with subject.preserved():
             found = _Sampled(subject, Expander(subject), None).run(Budget(1e9, quietly), 30)
         values.append(found.parts.r_drop.value)
         errors.append(found.parts.r_drop.stderr)
@@ -101,18 +102,20 @@ def test_standard_errors_are_those_of_the_spread_between_studies():
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("loss", ["cross-entropy", "generic"])
-def test_differences_tell_the_same_as_derivatives(name, loss):
+def test_differences_agree_with_derivatives(name, loss):
     subject = subject_of(name, loss)
     batch = subject.batches[0]
-    with subject.studied():
+    with subject.preserved():
         exact, rough = Expansion(subject, batch), Differences(subject, batch)
-        noise = subject.masks(exact.found)
+        noise = subject.draw_masks(exact.found)
         ours, theirs = exact.along(noise), rough.along(noise)
-        assert exact.first(noise) == pytest.approx(ours.total.first)
-        assert rough.first(noise) == pytest.approx(ours.total.first, rel=1e-2, abs=1e-5)
+        assert exact.directional(noise) == pytest.approx(ours.total.directional)
+        assert rough.directional(noise) == pytest.approx(ours.total.directional, rel=1e-2, abs=2e-4)
     for a, b in zip(ours.total, theirs.total, strict=True):
         assert a == pytest.approx(b, rel=2e-2, abs=2e-4)
-    assert sum(order.psd for order in ours.sites.values()) == pytest.approx(ours.total.psd)
+    assert sum(order.half_quadratic for order in ours.sites.values()) == pytest.approx(
+        ours.total.half_quadratic
+    )
     torch.testing.assert_close(ours.u, theirs.u, rtol=1e-2, atol=1e-3)
 
 
@@ -140,7 +143,7 @@ class OnceNet(nn.Module):
         return self.b(Once.apply(self.drop(self.a(x))))
 
 
-def test_a_model_without_double_backward_is_taken_apart_by_differences():
+def test_a_model_without_double_backward_is_measured_by_differences():
     model, x = OnceNet().double(), torch.randn(4, 4).double()
     found = undrop.diagnose(
         model, [(x, torch.tensor([0, 1, 2, 0]))], implicit=False, seconds=1e3, progress=False
@@ -156,7 +159,7 @@ def test_a_model_without_double_backward_is_taken_apart_by_differences():
         assert a.value == pytest.approx(b.value, rel=0.02, abs=2e-4)
 
 
-def test_dropout_at_another_p_is_the_curve_of_this_one():
+def test_the_curve_at_twice_the_p_is_the_effect_of_a_model_with_that_p():
     """The point at factor 2 is what a model with twice the p has as its own."""
 
     def net(p):
@@ -168,7 +171,7 @@ def test_dropout_at_another_p_is_the_curve_of_this_one():
     study = {"implicit": False, "progress": False}
     weak = undrop.diagnose(net(0.25), batch, **study).explicit
     strong = undrop.diagnose(net(0.5), batch, **study).explicit
-    (point,) = [point for point in weak.curve if point.q == pytest.approx(0.5)]
+    (point,) = [point for point in weak.curve if point.p == pytest.approx(0.5)]
     for a, b in zip(point.parts, strong.parts, strict=True):
         assert a.value == pytest.approx(b.value, abs=1e-12)
 
@@ -203,11 +206,11 @@ def test_the_same_generator_gives_the_same_figures():
         for _ in range(2)
     ]
     for one in found:
-        del one["seconds"]
+        del one["provenance"]
     assert found[0] == found[1]
 
 
-def test_time_is_kept():
+def test_a_study_ends_when_its_seconds_are_over():
     made = problem("transformer")
     batches = [(made.inputs, made.targets)] * 8
     found = undrop.diagnose(made.model, batches, seconds=2.0, draws=10**6, progress=False)

@@ -10,21 +10,22 @@ from torch import nn
 import undrop
 from problems import problem
 from undrop.diagnosis.measure import implicit
+from undrop.diagnosis.measure.batches import collect
 from undrop.diagnosis.measure.covariance import cosine, overlap, trace_of_means
 from undrop.diagnosis.measure.gradients import GradientNoise, Sketch, group_of
 from undrop.diagnosis.measure.implicit import measure_implicit
-from undrop.diagnosis.measure.model import Subject, collect
+from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
 
 
 def measured(model, batches, draws, **options):
-    subject = Subject(
+    subject = MeasuredModel(
         model,
         collect(batches, 100),
         generator=torch.Generator().manual_seed(0),
         **options,
     )
-    with subject.studied():
+    with subject.preserved():
         return measure_implicit(subject, Budget(1e9, lambda done, what: None), draws=draws)
 
 
@@ -78,15 +79,15 @@ def test_traces_and_cosine_agree_with_enumeration():
     for figure, truth in checks:
         assert abs(figure.value - truth) <= 4.0 * figure.stderr  # 300 samples
         assert figure.stderr < 0.15 * truth
-    assert found.trace_batch is None  # one batch has no noise of batches
+    assert found.trace_batch is None  # one batch says nothing of the noise between batches
     assert found.batch_ratio is None
 
 
-def test_the_noise_of_batches_is_that_of_their_gradients():
+def test_mini_batch_noise_has_the_variance_of_the_batch_gradients():
     model, _, _ = small_net()
     x, y = torch.randn(400, 3).double(), torch.randint(3, (400,))
     batches = [(x[i : i + 2], y[i : i + 2]) for i in range(0, 400, 2)]
-    subject = Subject(model, collect(batches, 200))
+    subject = MeasuredModel(model, collect(batches, 200))
     noise = GradientNoise(subject)
     rows = []
     for one, two in batches:
@@ -97,7 +98,7 @@ def test_the_noise_of_batches_is_that_of_their_gradients():
     model.train()
     truth = float(torch.stack(rows).var(0).sum())
     pairs = zip(subject.batches[::2], subject.batches[1::2], strict=True)
-    with subject.studied():
+    with subject.preserved():
         samples = [
             sum(float(part.square().sum()) for part in noise.between(*pair)) for pair in pairs
         ]
@@ -119,12 +120,12 @@ def test_both_noises_shrink_as_one_over_k():
             assert abs(now.value - before.value) <= 4.5 * error
 
 
-def test_one_sample_of_noise_is_dropout_around_its_mean():
+def test_a_noise_sample_has_the_covariance_of_the_dropout_gradient():
     """Scaled by 1/√2, the difference of two dropout gradients has one's covariance."""
     model, x, y = small_net()
-    subject = Subject(model, collect([(x, y)], 1), generator=torch.Generator().manual_seed(0))
+    subject = MeasuredModel(model, collect([(x, y)], 1), generator=torch.Generator().manual_seed(0))
     noise = GradientNoise(subject)
-    with subject.studied():
+    with subject.preserved():
         samples = torch.stack(
             [
                 torch.cat([part.flatten() for part in noise.dropout(subject.batches[0])])
@@ -152,7 +153,7 @@ def test_sketches_keep_inner_products():
     assert float(error.abs().max()) < 4.0 / 1024**0.5
 
 
-def test_a_large_model_is_sketched_and_says_so(monkeypatch):
+def test_a_sketched_model_is_reported_as_sketched(monkeypatch):
     monkeypatch.setattr(implicit, "PLACES", 16)
     model, x, y = small_net()
     found = undrop.diagnose(model, [(x, y)] * 4, seconds=1e3, draws=4, progress=False)
@@ -160,7 +161,7 @@ def test_a_large_model_is_sketched_and_says_so(monkeypatch):
     assert "random sketch of 16 numbers of 31" in str(found)
 
 
-def test_overlap_and_cosine_of_what_is_known():
+def test_overlap_and_cosine_of_known_covariances():
     torch.manual_seed(0)
     # two strong directions of forty, and two others
     mine = torch.randn(64, 40).double() * torch.tensor([30.0, 20.0] + [1.0] * 38)
@@ -174,8 +175,8 @@ def test_overlap_and_cosine_of_what_is_known():
     assert abs(k.value - (900 + 400 + 38)) < 4.0 * k.stderr
 
 
-def test_the_cosine_is_not_dulled_by_few_samples():
-    """Equal diagonals have cosine 1 however few the samples; a plain ratio would say far less."""
+def test_the_cosine_is_unbiased_with_few_samples():
+    """Equal diagonals have cosine 1 for any number of samples; a plain ratio is far smaller."""
     torch.manual_seed(0)
     found, plain = [], []
     for _ in range(50):
@@ -193,7 +194,7 @@ def test_groups_are_top_level_modules_and_elements_of_lists():
     assert group_of("scale") == "scale"
 
 
-def test_parameters_that_are_not_trained_are_refused():
+def test_a_model_without_trainable_parameters_is_refused():
     model, x, y = small_net()
     model.requires_grad_(False)
     with pytest.raises(undrop.errors.GradientsDisabledError, match="no parameter of Sequential"):

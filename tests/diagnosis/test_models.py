@@ -1,4 +1,4 @@
-"""Any model: Transformers' own, torch's, a ConvNet, recurrent language models."""
+"""Models of many kinds: Transformers', torch's own, a ConvNet, a recurrent language model."""
 
 import pytest
 import torch
@@ -58,14 +58,14 @@ SITES = {gpt2: 7, bert: 8, encoder: 8, convnet: 3, language_model: 5}
 
 
 @pytest.mark.parametrize("make", SITES, ids=lambda make: make.__name__)
-def test_a_model_is_taken_apart(make):
+def test_models_of_many_kinds_are_diagnosed(make):
     torch.manual_seed(0)
     model, batches, options = make()
     found = undrop.diagnose(model, batches, seconds=1e3, draws=4, progress=False, **options)
     explicit = found.explicit
     assert len(explicit.sites) == SITES[make]
     assert explicit.differences is None
-    assert explicit.parts.psd.value > 0.0
+    assert explicit.parts.half_quadratic.value > 0.0
     assert sum(effect.share.value for effect in explicit.sites.values()) == pytest.approx(1.0)
     assert explicit.classes
     assert found.implicit.trace_dropout.value > 0.0
@@ -73,10 +73,10 @@ def test_a_model_is_taken_apart(make):
     assert 0.3 < ratio.value < 3.0
     # a newly initialised model is nearly linear in its noise: second order is nearly all
     parts = explicit.parts
-    second = parts.psd.value + parts.non_psd.value
+    second = parts.half_quadratic.value + parts.curvature.value
     assert abs(parts.rest.value) <= 0.5 * abs(second) + 4 * parts.rest.stderr
     exact = undrop.Analytic(engine="reverse", implicit=False, loss=options.get("loss"), samples=8)
     inputs, targets = batches[0]
     model.train()
     explicit_part = exact(model, inputs, targets).parts["explicit"]
-    assert explicit_part == pytest.approx(2 * parts.psd.value, rel=0.6)
+    assert explicit_part == pytest.approx(2 * parts.half_quadratic.value, rel=0.6)

@@ -1,8 +1,8 @@
 """What a diagnosis says: table, JSON, plots and page."""
 
 import json
-import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import undrop
-from undrop.diagnosis.measure.estimates import Draws, Estimate, percent
-from undrop.diagnosis.report.advice import advise
+from undrop.diagnosis.measure.benefit import Benefit
+from undrop.diagnosis.measure.estimates import Estimate
+from undrop.diagnosis.report.advice import advise, conclude
+from undrop.diagnosis.report.comparison import compare_files
 from undrop.intercept import Sites
 
 
@@ -34,10 +36,12 @@ class Nasty(nn.Module):
 @pytest.fixture(scope="module")
 def found():
     torch.manual_seed(0)
-    batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(6)]
+    batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(8)]
     return undrop.diagnose(
         Nasty(),
-        batches,
+        batches[:6],
+        validation=batches[6:],
+        learning_rate=0.1,
         seconds=1e3,
         draws=6,
         classes=["<unk>", "&amp;", "$x$"],
@@ -50,28 +54,42 @@ def test_json_has_the_stable_keys(found, tmp_path):
     found.save(tmp_path / "d.json")
     values = json.loads((tmp_path / "d.json").read_text())
     assert values == json.loads(json.dumps(found.to_json()))
-    figure = {"value", "stderr"}
-    for part in ("r_drop", "psd", "non_psd", "rest"):
-        assert set(values["explicit"][part]) == figure
+    assert values["format"] == 2
+    figure = {"value", "stderr", "low", "high"}
+    for part in ("r_drop", "half_quadratic", "curvature", "rest"):
+        assert set(values["explicit"]["parts"][part]) == figure
     for name in found.sites.names:
         assert set(values["explicit"]["sites"][name]["share"]) == figure
+        assert set(values["benefit"]["sites"][name]) == figure
     for part in ("trace_dropout", "trace_batch", "trace_analytic", "cosine"):
         assert set(values["implicit"][part]) == figure
+    assert values["advice"]
     assert all(isinstance(sentence, str) for sentence in values["advice"])
-    assert values["stderr_over"] == "masks and batches"
-    assert sum(s["share"]["value"] for s in values["explicit"]["sites"].values()) == pytest.approx(
-        1
-    )
+    shares = [site["share"]["value"] for site in values["explicit"]["sites"].values()]
+    assert sum(shares) == pytest.approx(1.0)
+    origin = values["provenance"]
+    assert origin["undrop"] == undrop.__version__
+    assert origin["torch"] == torch.__version__
+    assert origin["masks"] == found.explicit.masks
+    assert origin["data"].startswith("6 batches; the first has inputs 8×4 and targets 8")
 
 
-def test_the_table_has_every_figure(found):
+def test_the_text_begins_with_the_conclusion_and_has_every_figure(found):
     text = str(found)
-    for words in ("R_drop", "½E[uᵀHu]", "non-PSD", "what Taylor misses", "ξ_approx", "<unk>"):
+    for words in ("R_drop", "½E[uᵀHu]", "curvature", "rest", "ξ_approx", "<unk>", "benefit"):
         assert words in text
     for name in found.sites.names:
         assert name in text
-    assert "What to do" in text
+    order = ["What to do", "Explicit effect", "Symbols", "Where the numbers come from"]
+    places = [text.index(found.conclusion.split(".")[0]), *map(text.index, order)]
+    assert places == sorted(places)
     assert "standard error over masks and batches" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_text_fits_the_terminal(found, width):
+    lines = found.text(width).splitlines()
+    assert max(map(len, lines)) <= width
 
 
 class Reader(HTMLParser):
@@ -87,17 +105,39 @@ class Reader(HTMLParser):
         self.text.append(data)
 
 
-def test_the_page_is_whole_and_escaped(found, tmp_path):
-    found.html(tmp_path / "d.html")
-    text = (tmp_path / "d.html").read_text(encoding="utf-8")
+def read(text):
     reader = Reader()
     reader.feed(text)
+    return reader
+
+
+def test_the_page_is_self_contained_and_escaped(found, tmp_path):
+    found.html(tmp_path / "d.html")
+    reader = read((tmp_path / "d.html").read_text(encoding="utf-8"))
     assert "script" not in reader.tags
     assert "<script>alert(1)</script>" in "".join(reader.text)
     assert "<unk>" in "".join(reader.text)
-    assert reader.tags.count("img") == 6
-    assert all(source.startswith("data:image/svg+xml;base64,") for source in reader.sources)
-    assert not re.search(r"https?://", re.sub(r"base64,[^\"]+", "", text))
+    assert reader.tags.count("figure") == 7
+    assert all(source.startswith("#") for source in reader.sources)
+    text = "".join(reader.text)
+    assert text.index("Conclusion") < text.index("What to do") < text.index("In pictures")
+    assert "Symbols" in text
+    assert "Where the numbers come from" in text
+
+
+def test_a_notebook_shows_the_conclusion_and_tables(found):
+    reader = read(found._repr_html_())
+    assert "Conclusion" in "".join(reader.text)
+    assert reader.tags.count("table") == len(list(found.tables()))
+    assert "script" not in reader.tags
+
+
+def test_a_frame_has_one_row_per_site(found):
+    pytest.importorskip("pandas")
+    frame = found.to_frame()
+    assert list(frame.index) == list(found.sites.names)
+    assert frame["share"].sum() == pytest.approx(1.0)
+    assert {"p", "kind", "share_stderr", "benefit", "benefit_stderr"} <= set(frame.columns)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
@@ -107,22 +147,64 @@ def test_plots_are_drawn(found, tmp_path, suffix):
     assert path.stat().st_size > 10_000
 
 
-def test_an_unknown_kind_of_picture_is_named(found, tmp_path):
+def test_an_unknown_kind_of_picture_is_refused(found, tmp_path):
     with pytest.raises(undrop.errors.OptionError, match=r"d\.xyz can't be drawn.*\.$"):
         found.plot(tmp_path / "d.xyz")
 
 
-def test_import_is_light_and_the_name_is_a_function():
+def test_importing_the_diagnosis_is_light():
     import subprocess
     import sys
 
     code = (
         "import sys, undrop, undrop.diagnosis.report.page\n"
-        "heavy = {'scipy', 'matplotlib', 'pydantic', 'transformers', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "heavy = {'scipy', 'matplotlib', 'pydantic', 'transformers', 'rich', 'pandas'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "assert callable(undrop.diagnose) and callable(undrop.bound) and callable(undrop.check)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# comparisons
+
+
+def test_a_diagnosis_compared_with_itself_has_no_change(found):
+    same = found.compare(found)
+    assert not any(change.certain for change in same.changes)
+    assert all(change.difference.value == 0.0 for change in same.changes if change.difference)
+    assert "No figure changed by more than its error allows" in str(same)
+
+
+def test_a_comparison_names_what_changed():
+    before, after = diagnosed(model_with_shares(1.0)), diagnosed(model_with_shares(3.0))
+    found = before.compare(after)
+    change = next(change for change in found.changes if change.figure == "R_drop")
+    assert change.certain  # both are exact
+    parts = [each.explicit.parts.r_drop.value for each in (before, after)]
+    assert change.difference.value == pytest.approx(parts[1] - parts[0])
+    assert "figures changed by more than the error allows" in found.conclusion
+    assert "R_drop" in str(found)
+    assert "<table" in found._repr_html_()
+
+
+def test_saved_diagnoses_are_compared(found, tmp_path):
+    for name in ("a.json", "b.json"):
+        found.save(tmp_path / name)
+    same = compare_files(tmp_path / "a.json", tmp_path / "b.json")
+    assert same.to_json() == found.compare(found).to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "is no diagnosis: give a file that undrop diagnose --save wrote"),
+        ('{"explicit": {}}', "is a diagnosis in format 1, this version of undrop reads format 2"),
+    ],
+)
+def test_a_file_that_is_no_diagnosis_is_refused(tmp_path, text, message):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(undrop.errors.DataError, match=message):
+        compare_files(tmp_path / "a.json", tmp_path / "a.json")
 
 
 # advice
@@ -145,7 +227,7 @@ def diagnosed(model, batches=1):
     return undrop.diagnose(model, pairs, implicit=False, progress=False)
 
 
-def test_a_loss_that_is_linear_in_the_output_is_told_from_a_large_p():
+def test_a_loss_linear_in_the_output_is_named_as_the_cause():
     torch.manual_seed(0)
     layers = [nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3), nn.LogSoftmax(-1)]
     model = nn.Sequential(*layers).double()
@@ -157,47 +239,52 @@ def test_a_loss_that_is_linear_in_the_output_is_told_from_a_large_p():
         progress=False,
     )
     advice = " ".join(found.advice)
-    assert re.search(r"2 +0\.5 +– ", str(found))  # no share of nothing
-    assert "½E[uᵀHu] is 0 whatever p, since the loss is linear in the model's output" in advice
+    assert re.search(r"2 +0\.5 +–", str(found))  # no share of nothing
+    assert "½E[uᵀHu] is 0 for every p, because the loss is linear in the model's output" in advice
     assert "let the model return logits" in advice
     assert "smaller p" not in advice
 
 
-@pytest.mark.parametrize(("batches", "where"), [(1, "on one batch,"), (2, "on 2 batches,")])
-def test_one_batch_is_no_batches(batches, where):
+@pytest.mark.parametrize(("batches", "where"), [(1, "on one batch."), (2, "on 2 of 2 batches.")])
+def test_the_notes_say_how_many_batches_were_measured(batches, where):
     assert where in str(diagnosed(model_with_shares(1.0), batches))
 
 
-def test_a_site_that_does_nothing_is_named_with_its_figure():
+def test_a_site_without_effect_is_named_with_its_share():
     advice = diagnosed(model_with_shares(0.01)).advice
     (idle,) = [sentence for sentence in advice if "nothing measurable" in sentence]
     assert re.search(r"Dropout at `2` \(0\.\d %\) adds nothing measurable", idle)
-    assert any(re.fullmatch(r"\d+\.\d % of the explicit effect is at `4`\.", s) for s in advice)
-    assert any("The quadratic picture holds: ½E[uᵀHu] is " in sentence for sentence in advice)
+    assert any("can replace the explicit effect of this dropout" in s for s in advice)
+    conclusion = diagnosed(model_with_shares(0.01)).conclusion
+    assert re.search(r"Most of it, \d+\.\d %, comes from `4`\.", conclusion)
 
 
-def test_what_the_error_does_not_bear_out_is_not_said():
+def test_nothing_is_concluded_that_the_interval_does_not_support():
     found = diagnosed(model_with_shares(1.0))
     unsure = {
-        name: effect._replace(share=Estimate(effect.share.value, 0.5))
+        name: effect._replace(share=Estimate.of(effect.share.value, 0.5))
         for name, effect in found.explicit.sites.items()
     }
     explicit = type(found.explicit)(
-        **{**vars(found.explicit), "sites": unsure, "quadratic_share": Estimate(0.9, 0.3)}
+        **{**vars(found.explicit), "sites": unsure, "quadratic_share": Estimate.of(0.9, 0.3)}
     )
     advice = advise(found.sites, explicit, None)
-    assert not any("explicit effect is at" in sentence for sentence in advice)
-    assert not any("quadratic picture" in sentence for sentence in advice)
+    assert not any("adds nothing measurable" in sentence for sentence in advice)
+    assert not any("½E[uᵀHu]" in sentence for sentence in advice)
+    conclusion = conclude(explicit, None, None)
+    assert "Too little data to say how much of that" in conclusion
+    assert "Most of it" not in conclusion
 
 
-def test_an_effect_within_its_error_is_called_unknown():
+def test_an_r_drop_within_its_error_is_called_too_little_data():
     found = diagnosed(model_with_shares(1.0))
-    parts = found.explicit.parts._replace(r_drop=Estimate(0.01, 0.02))
+    parts = found.explicit.parts._replace(r_drop=Estimate.of(0.01, 0.02))
     explicit = type(found.explicit)(**{**vars(found.explicit), "parts": parts})
-    assert "can't be told from zero" in advise(found.sites, explicit, None)[0]
+    assert advise(found.sites, explicit, None)[0].startswith("Too little data to say")
+    assert conclude(explicit, None, None).startswith("Too little data to say")
 
 
-def test_dropout_in_eval_mode_is_called_a_mistake():
+def test_dropout_that_is_active_in_eval_mode_is_named_first():
     class Forgetful(nn.Module):
         def __init__(self):
             super().__init__()
@@ -211,68 +298,50 @@ def test_dropout_in_eval_mode_is_called_a_mistake():
     assert isinstance(found.sites, Sites)
 
 
-# standard errors
+UNKNOWN = Estimate.of(0.0, 1.0)
 
 
-def test_the_error_is_the_larger_of_the_two_ways():
-    table = Draws()
-    for batch, values in enumerate([[1.0, 3.0], [2.0, 2.0]]):
-        for value in values:
-            table.add(batch, 1.0, {"x": value})
-    # between batches there is no spread at all, within the first there is
-    assert table.mean("x") == Estimate(2.0, pytest.approx((0.25 * 2.0 / 2) ** 0.5))
-    table = Draws()
-    for batch, value in enumerate([1.0, 1.0, 4.0, 4.0]):
-        table.add(batch // 2 if batch < 2 else 1, 1.0, {"x": value})
-    assert table.mean("x") == Estimate(2.5, pytest.approx(1.5))
+def benefit_of(found, decay=UNKNOWN, **sites):
+    """A diagnosis whose sites have the given benefits."""
+    benefit = Benefit(
+        sites=sites,
+        every_site=Estimate.of(0.1, 0.01),
+        weight_decay=decay,
+        decay=1e-3,
+        decay_given=False,
+        learning_rate=0.1,
+        strength=0.5,
+        batches=4,
+        validation_batches=4,
+        samples=8,
+    )
+    return advise(found.sites, found.explicit, None, benefit)
 
 
-def test_a_ratio_has_the_error_of_its_linearisation():
-    torch.manual_seed(0)
-    spread = []
-    for _ in range(200):
-        table = Draws()
-        for x in torch.randn(100).tolist():
-            table.add(0, 1.0, {"a": 2.0 + x, "b": 4.0 + 0.5 * x})
-        spread.append(table.ratio({"a": 1.0}, {"b": 1.0}))
-    values = torch.tensor([e.value for e in spread])
-    claimed = torch.tensor([e.stderr for e in spread]).mean().item()
-    assert values.mean().item() == pytest.approx(0.5, abs=0.01)
-    assert claimed == pytest.approx(values.std().item(), rel=0.15)
+def test_benefits_become_actions():
+    found = diagnosed(model_with_shares(1.0))
+    helps, harms = Estimate.of(0.012, 0.002), Estimate.of(-0.03, 0.01)
+    advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
+    assert advice[0].startswith("Raise p at `a`: +0.0120 ± 0.002 ")
+    assert advice[1].startswith("Dropout at `b` is in the way: lower p (-0.030 ± 0.01,")
+    assert advice[2] == "No evidence either way at `c`: too few batches."
+    assert not any("Weight decay" in sentence for sentence in advice)
 
 
-def test_rows_may_lack_figures():
-    table = Draws()
-    table.add(0, 1.0, {"a": 1.0, "b": 1.0})
-    table.add(0, 1.0, {"a": 3.0})
-    assert table.mean("a").value == 2.0
-    assert table.linear({"a": 1.0, "b": 1.0}) == Estimate(2.0, None)
-    assert "b" in table
-    assert "c" not in table
+def test_weight_decay_is_set_against_the_best_site():
+    found = diagnosed(model_with_shares(1.0))
+    site = Estimate.of(0.012, 0.002)
+    (more,) = [s for s in benefit_of(found, Estimate.of(0.5, 0.01), a=site) if "decay" in s]
+    assert more.startswith("Weight decay helps more than any dropout here: +0.500 ± 0.01")
+    (as_well,) = [s for s in benefit_of(found, Estimate.of(0.01, 0.001), a=site) if "decay" in s]
+    assert as_well.startswith("Weight decay helps as well")
+    (in_the_way,) = [s for s in benefit_of(found, Estimate.of(-0.5, 0.01), a=site) if "decay" in s]
+    assert in_the_way.startswith("Weight decay would be in the way")
 
 
-def test_estimates_read_well():
-    assert str(Estimate(0.0531234, 0.00123)) == "0.0531 ± 0.0012"
-    assert str(Estimate(12.3, None)) == "12.3 ± ?"
-    assert str(Estimate(0.25, 0.0)) == "0.25 (exact)"
-    assert percent(Estimate(0.834, 0.021)) == "83 % ± 2.1 %"
-    assert Estimate(float("nan"), None).to_json() == {"value": None, "stderr": None}
-
-
-@pytest.mark.parametrize(
-    ("whole", "shown"),
-    [
-        (Estimate(0.03, 0.01), "-256 % ± 3 %"),
-        (Estimate(-0.03, 0.01), "-256 % ± 3 %"),
-        (Estimate(0.019, 0.01), "–"),
-        (Estimate(-0.019, 0.01), "–"),
-        (Estimate(0.03, None), "–"),
-        (Estimate(0.0, 0.0), "–"),
-    ],
-)
-def test_a_share_of_what_is_not_told_from_0_is_a_dash(whole, shown):
-    assert percent(Estimate(-2.56, 0.03), of=whole) == shown
-
-
-def test_a_share_that_is_none_is_a_dash():
-    assert percent(Estimate(math.nan, None)) == "–"
+def test_advice_is_never_empty():
+    found = diagnosed(model_with_shares(1.0))
+    nothing = Estimate(0.0, None)
+    parts = type(found.explicit.parts)(nothing, nothing, nothing, nothing)
+    explicit = replace(found.explicit, parts=parts, curve=[], sites={})
+    assert advise(found.sites, explicit, None)

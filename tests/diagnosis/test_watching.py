@@ -1,4 +1,4 @@
-"""Figures during training: right on the mean, and without a trace in the training."""
+"""Figures during training: unbiased, and training stays the same."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_the_explicit_figures_have_the_exact_means():
         engine="exact", strength=undrop.TAYLOR, implicit=False, loss=made.loss
     )
     exact = objective(made.model, made.inputs, made.targets).parts["explicit"]
-    values = torch.tensor([figures["psd"] for figures in found])
+    values = torch.tensor([figures["half_quadratic"] for figures in found])
     error = values.std().item() / 300**0.5
     assert abs(values.mean().item() - exact) < 4 * error
     assert error < 0.1 * exact
@@ -28,7 +28,7 @@ def test_the_explicit_figures_have_the_exact_means():
     assert names == {name for name in found[0] if name.startswith("share/")}
 
 
-def test_the_norm_is_that_of_the_implicit_gradient():
+def test_the_mean_squared_norm_is_the_trace_of_the_implicit_noise():
     made = problem("mlp")
     found = [
         undrop.Watcher(loss=made.loss, interval=1, seed=seed).observe(
@@ -45,17 +45,17 @@ def test_the_norm_is_that_of_the_implicit_gradient():
     assert abs(squares.mean().item() - trace.value) < 4 * error
 
 
-def test_it_speaks_every_interval_only():
+def test_a_watcher_observes_only_at_its_interval():
     made = problem("mlp")
     watcher = undrop.Watcher(loss=made.loss, interval=3)
-    spoke = [
+    observed = [
         watcher.observe(step, made.model, made.inputs, made.targets) is not None
         for step in range(1, 8)
     ]
-    assert spoke == [False, False, True, False, False, True, False]
+    assert observed == [False, False, True, False, False, True, False]
 
 
-def test_what_it_sees_hangs_on_the_step_alone():
+def test_an_observation_depends_only_on_seed_and_step():
     made = problem("mlp")
     batch = (made.model, made.inputs, made.targets)
     through = undrop.Watcher(loss=made.loss, interval=1)
@@ -65,7 +65,7 @@ def test_what_it_sees_hangs_on_the_step_alone():
     assert first != second
 
 
-def test_training_is_not_touched():
+def test_watching_leaves_training_the_same_to_the_bit():
     """The same training with and without a watcher ends in the same bits."""
 
     def trained(watch):
@@ -87,7 +87,7 @@ def test_training_is_not_touched():
         assert torch.equal(value, watched[name]), name
 
 
-def test_a_loss_for_one_observation_does_not_stay():
+def test_a_loss_passed_to_one_observation_is_not_kept():
     made = problem("mlp")
     watcher = undrop.Watcher(interval=1)
     before = watcher.observe(0, made.model, made.inputs, made.targets)
@@ -98,23 +98,25 @@ def test_a_loss_for_one_observation_does_not_stay():
     assert watcher.observe(0, made.model, made.inputs, made.targets) == before
 
 
-def test_a_loss_that_is_no_likelihood_has_no_shares():
+def test_a_loss_without_likelihood_gives_no_shares():
     made = problem("mlp", "generic")
     watcher = undrop.Watcher(loss=made.loss, interval=1)
     figures = watcher.observe(0, made.model, made.inputs, made.targets)
-    assert set(figures) == {"psd", "xi_norm"}
-    assert figures["psd"] != 0.0
+    assert set(figures) == {"half_quadratic", "xi_norm"}
+    assert figures["half_quadratic"] != 0.0
     assert "generic" in LOSSES
 
 
 @pytest.mark.parametrize("interval", [0, 1.5, True])
-def test_an_interval_is_a_whole_number(interval):
+def test_an_interval_that_is_no_positive_integer_is_refused(interval):
     message = f"interval must be a whole number of at least 1, got {interval}"
     with pytest.raises(undrop.errors.OptionError, match=message):
         undrop.Watcher(interval=interval)
 
 
-def test_a_model_without_dropout_has_nothing_to_watch():
+def test_watching_a_model_without_dropout_is_an_error():
     plain = torch.nn.Linear(2, 2)
-    with pytest.raises(undrop.errors.NoDropoutError, match="no active dropout was met in Linear"):
+    with pytest.raises(
+        undrop.errors.NoDropoutError, match="a pass of Linear meets no active dropout"
+    ):
         undrop.Watcher(interval=1).observe(0, plain, torch.randn(1, 2), torch.tensor([0]))

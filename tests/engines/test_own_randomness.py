@@ -68,4 +68,4 @@ def test_a_diagnosis_holds_them_still(problem):
     )
     parts = found.explicit.parts
     assert abs(parts.r_drop.value) < 0.1
-    assert 0.0 < parts.psd.value < 0.1
+    assert 0.0 < parts.half_quadratic.value < 0.1

@@ -1,43 +1,49 @@
-"""The analytic terms against Monte Carlo on the user's own batch."""
+"""The analytic terms of an objective beside dropout itself, on one batch."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from undrop.diagnosis.measure.analytic import AnalyticNoise
-from undrop.diagnosis.measure.estimates import Draws, Estimate, percent
+from undrop.diagnosis.measure.batches import NumberedBatch, collect
+from undrop.diagnosis.measure.benefit import inner
+from undrop.diagnosis.measure.estimates import Estimate, Samples, percent
 from undrop.diagnosis.measure.expansion import Expanded, Expander
 from undrop.diagnosis.measure.gradients import GradientNoise
-from undrop.diagnosis.measure.model import Batch, Subject, collect
-from undrop.diagnosis.measure.timing import Budget, checked_seconds, progress_bar
+from undrop.diagnosis.measure.model import MeasuredModel
+from undrop.diagnosis.measure.r_drop import MaskSample, sample_mask
+from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import GOOD
 from undrop.errors import OptionError
 from undrop.generators import Generators
-from undrop.objectives import Analytic, Dropout, Objective
+from undrop.objectives import Objective
+from undrop.report import Progress, Table, as_json
+from undrop.report.html import fragment, paragraph
 
 __all__ = ["Check", "check"]
 
+SECONDS = 10.0
 _ROUGH = 0.5
 _LEAST = 4  # draws
 
 VERDICTS: Mapping[str, str] = {
-    "good": "second order carries this dropout",
+    "good": "second order describes this dropout well",
     "rough": "second order gives the order of magnitude",
     "poor": "p is too large for second order on this batch",
-    "unclear": "the error is too large to tell: take more seconds",
+    "unclear": "too little data to say: give it more seconds",
 }
 
 
 @dataclass(frozen=True, repr=False)
 class Check:
-    """The analytic terms of an objective beside what dropout does, on one batch.
+    """The analytic terms of an objective beside dropout itself, on one batch.
 
     Errors are over masks: the batch is given.
     """
@@ -45,55 +51,75 @@ class Check:
     objective: str
     r_drop: Estimate
     """E ℓ(F(x; 1, η)) - ℓ(F(x)) by Monte Carlo, at the objective's sites."""
-    taylor: Estimate
+    half_quadratic: Estimate
     """½E[uᵀHu]."""
     taylor_error: Estimate
     """R_drop - ½E[uᵀHu]."""
-    taylor_share: Estimate
+    quadratic_share: Estimate
     """½E[uᵀHu] / R_drop."""
     explicit: Estimate | None
-    """The objective's own explicit part, strength and all; None where it has none."""
+    """The objective's own explicit part, with its strength; None where it has none."""
     noise_ratio: Estimate | None
     """The trace of the objective's implicit noise over that of dropout's at the same sites.
 
-    The objective's is its own, with its weights on sites, its mask structure and its factor, as a mean
-    over steps: 1 - 1/k is all that ``Dropout(k, noise="analytic")`` has to put back. None where there is
-    no such noise: where it is switched off, for k = 1, and for the exact engine's expectations."""
+    The objective's noise has its own site weights, mask structure and factor, as a mean over steps:
+    ``Dropout(k, noise="analytic")`` only puts back 1 - 1/k. None where there is no such noise: where
+    it is off, for k = 1, and for the expectations of the exact engine."""
     verdict: str
     """"good", "rough", "poor" or "unclear"."""
     draws: int
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        names = ("r_drop", "taylor", "taylor_error", "taylor_share", "explicit", "noise_ratio")
-        figures = {name: getattr(self, name) for name in names}
-        return {
-            "objective": self.objective,
-            **{k: None if v is None else v.to_json() for k, v in figures.items()},
-            "verdict": self.verdict,
-            "draws": self.draws,
-        }
+        """Every field, each figure as ``{"value", "stderr", "low", "high"}``."""
+        return {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
+
+    def table(self) -> Table:
+        """The figures as a table."""
+        known = not self.r_drop.includes_zero
+        share = f"{percent(self.quadratic_share)} of R_drop" if known else ""
+        rows = [
+            ("R_drop by Monte Carlo", str(self.r_drop), "" if known else "may be 0"),
+            ("½E[uᵀHu]", str(self.half_quadratic), share),
+            ("R_drop - ½E[uᵀHu]", str(self.taylor_error), ""),
+        ]
+        if self.explicit is not None:
+            times = f"{self.explicit.value / self.r_drop.value:.2f} times R_drop" if known else ""
+            rows.append((f"{self.objective}'s explicit part", str(self.explicit), times))
+        if self.noise_ratio is not None:
+            rows.append(("its noise over dropout's", str(self.noise_ratio), "traces"))
+        return Table(("figure", "value", "remark"), rows)
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict in one sentence."""
+        return f"{self.verdict}: {VERDICTS[self.verdict]} ({self.draws} masks)."
 
     def __repr__(self) -> str:
-        told = not self.r_drop.vanishes
-        share = f"  ({percent(self.taylor_share)} of R_drop)" if told else ""
-        rows = {
-            "R_drop by Monte Carlo": f"{self.r_drop}{'' if told else '  (not told from 0)'}",
-            "½E[uᵀHu]": f"{self.taylor}{share}",
-            "Taylor error": f"{self.taylor_error}",
-        }
-        if self.explicit is not None:
-            ratio = (
-                f"  ({self.explicit.value / self.r_drop.value:.2f} times R_drop)" if told else ""
-            )
-            rows[f"{self.objective}'s explicit part"] = f"{self.explicit}{ratio}"
-        if self.noise_ratio is not None:
-            rows["its noise over dropout's"] = f"{self.noise_ratio}  (traces)"
-        width = max(map(len, rows))
-        lines = [f"{label:<{width}}  {value}" for label, value in rows.items()]
-        return "\n".join(
-            [*lines, f"{self.verdict}: {VERDICTS[self.verdict]} ({self.draws} masks)."]
+        return f"{self.conclusion}\n\n{self.table().text()}"
+
+    def _repr_html_(self) -> str:
+        return fragment(paragraph(self.conclusion), self.table().html())
+
+    def to_frame(self) -> Any:
+        """The figures as a pandas DataFrame, one row per figure."""
+        from undrop.diagnosis.report.frames import frame
+
+        return frame(
+            {
+                field.name: found
+                for field in fields(self)
+                if isinstance(found := getattr(self, field.name), Estimate)
+            }
         )
+
+
+class _Sample(NamedTuple):
+    """One mask, and one step of the objective."""
+
+    mask: MaskSample
+    explicit: float | None
+    dropout_trace: float | None
+    analytic_trace: float | None
 
 
 def check(
@@ -101,8 +127,8 @@ def check(
     model: nn.Module,
     batch: Any,
     *,
-    seconds: float = 10.0,
-    draws: int = 256,
+    seconds: float = SECONDS,
+    draws: int | None = None,
     generator: torch.Generator | None = None,
     progress: bool = True,
 ) -> Check:
@@ -111,121 +137,111 @@ def check(
     Neither the model nor the objective is changed.
 
     Args:
-        objective: one with an analytic part: ``Analytic``, or ``Dropout(noise="analytic")``.
+        objective: one with analytic terms: ``Analytic``, or ``Dropout(noise="analytic")``.
         model: the model it is for.
         batch: a pair (inputs, targets).
-        seconds: the time there is.
-        draws: the most masks.
-        generator: where masks come from.
+        seconds: the time.
+        draws: the most masks; None leaves the limit to the time.
+        generator: seeds the masks.
         progress: whether to show a bar on stderr, where that is a terminal.
 
     Raises:
-        OptionError: if the objective has no analytic part.
+        OptionError: if the objective has no analytic terms.
     """
-    checked_seconds(seconds)
-    made = _analytic_noise(objective)
-    subject = Subject(model, collect([batch], 1), loss=objective.loss, generator=generator)
-    objective.selection.check(subject.sites.names)
-    probe = _probe(objective, generator)
-    table = Draws()
-    with progress_bar(progress) as show, subject.studied():
-        budget = Budget(seconds, show, what="comparing with dropout")
-        only = subject.batches[0]
-        expanded = Expander(subject)(only)
-        base = subject.value(only, {})
-        noise = GradientNoise(subject, *made) if made is not None else None
-        while table.masks < _LEAST or not (
-            budget.spent(table.masks / draws) or table.masks >= draws
-        ):
-            row = _row(subject, expanded, only, base, probe)
-            if noise is not None:
-                row |= _noise_row(noise, only)
-            table.add(0, 1.0, row)
-    return _result(objective, table)
+    check_seconds(seconds)
+    factor = _implicit_factor(objective)
+    measured = MeasuredModel(model, collect([batch], 1), loss=objective.loss, generator=generator)
+    objective.selection.check(measured.sites.names)
+    copied = _copy_at_regularizing_step(objective, measured.generators)
+    samples: Samples[_Sample] = Samples()
+    with Progress(progress) as shown, measured.preserved():
+        bar = shown.bar("comparing with dropout")
+        budget = Budget(seconds, lambda done, what: bar.show(done))
+        only = measured.batches[0]
+        expanded = Expander(measured)(only)
+        base = measured.loss_value(only, {})
+        noise = GradientNoise(measured, _noise_of(objective), factor) if factor else None
+        for taken in count():
+            over = (draws is not None and taken >= draws) or budget.spent(
+                0.0 if draws is None else taken / draws
+            )
+            if over and taken >= _LEAST:
+                break
+            samples.add(0, 1.0, _sample(measured, expanded, only, base, copied, noise))
+    return _result(objective, samples)
 
 
-def _analytic_noise(objective: Objective) -> tuple[AnalyticNoise, float] | None:
-    """How the objective makes its analytic noise, and its factor; refuses one without analytic part.
-
-    Neither several samples nor an interval changes the mean covariance of a step.
-    """
-    if isinstance(objective, Analytic):
-        if not objective.implicit or objective.engine.name == "exact":
-            return None
-        made = AnalyticNoise(
-            objective.engine,
-            objective.mask,
-            objective.selection,
-            objective.fraction,
-            objective.batch_dim,
+def _implicit_factor(objective: Objective) -> float:
+    factor = objective.implicit_factor
+    if factor is None:
+        raise OptionError(
+            f"{type(objective).__name__} has no analytic terms to check: pass undrop.Analytic() or "
+            "undrop.Dropout(k, noise='analytic')."
         )
-        return made, 1.0
-    if isinstance(objective, Dropout) and objective.noise == "analytic":
-        factor = math.sqrt(1.0 - 1.0 / objective.k)
-        made = AnalyticNoise(objective.engine, objective.mask, objective.selection)
-        return (made, factor) if factor else None
-    raise OptionError(
-        f"{type(objective).__name__} has no analytic part to check: pass undrop.Analytic() or "
-        "undrop.Dropout(k, noise='analytic')."
+    return factor
+
+
+def _noise_of(objective: Any) -> AnalyticNoise:
+    """How the objective makes its noise; several samples or an interval do not change its trace."""
+    return AnalyticNoise(
+        objective.engine,
+        objective.mask,
+        objective.selection,
+        getattr(objective, "fraction", 1.0),
+        getattr(objective, "batch_dim", 0),
     )
 
 
-def _probe(objective: Objective, generator: torch.Generator | None) -> Objective:
-    """A copy at a step that regularizes, with a generator of its own: the user's stays put."""
-    probe = copy.copy(objective)
-    probe.randomness = Generators(generator)
-    if isinstance(probe, Analytic):
-        probe.steps -= probe.steps % probe.interval
-    return probe
+def _copy_at_regularizing_step(objective: Objective, generators: Generators) -> Objective:
+    """A copy with a generator of its own, at a step that regularizes."""
+    copied = copy.copy(objective)
+    copied.randomness = generators
+    copied.steps -= copied.steps % copied.interval
+    return copied
 
 
-def _row(
-    subject: Subject, expanded: Expanded, batch: Batch, base: float, probe: Objective
-) -> dict[str, float]:
-    """One mask at the objective's sites, and one draw of its explicit part."""
-    noise = {
-        name: value
-        for name, value in subject.masks(expanded.found).items()
-        if probe.selection.weight(name) > 0.0
-    }
-    terms = expanded.along(noise)
-    row = {
-        "r_drop": subject.value(batch, noise) - base - terms.total.first,
-        "psd": terms.total.psd,
-    }
-    if isinstance(probe, Analytic) and probe.explicit is not None:
-        step = probe(subject.model, batch.inputs, batch.targets)
-        probe.steps -= 1  # so that a schedule stands still
-        row["explicit"] = step.parts.get("explicit", 0.0) / probe.interval
-    return row
+def _sample(
+    measured: MeasuredModel,
+    expanded: Expanded,
+    batch: NumberedBatch,
+    base: float,
+    objective: Objective,
+    noise: GradientNoise | None,
+) -> _Sample:
+    masks = measured.draw_masks(expanded.found)
+    chosen = {n: v for n, v in masks.items() if objective.selection.weight(n) > 0.0}
+    sample, _ = sample_mask(measured, batch, expanded, base, chosen)
+    explicit = None
+    if getattr(objective, "explicit", None) is not None:
+        step = objective(measured.model, batch.inputs, batch.targets)
+        objective.steps -= 1  # so that a schedule of the strength stays where it is
+        explicit = step.parts.get("explicit", 0.0) / objective.interval
+    traces: list[float | None] = [None, None]
+    if noise is not None:
+        traces = [inner(g, g) for g in (noise.dropout(batch), noise.analytic(batch))]
+    return _Sample(sample, explicit, *traces)
 
 
-def _noise_row(noise: GradientNoise, batch: Batch) -> dict[str, float]:
-    samples = {"dropout": noise.dropout(batch), "analytic": noise.analytic(batch)}
-    return {
-        kind: sum(float(part.double().square().sum()) for part in sample)
-        for kind, sample in samples.items()
-    }
-
-
-def _result(objective: Objective, table: Draws) -> Check:
-    share = table.ratio({"psd": 1.0}, {"r_drop": 1.0})
-    has_noise = "dropout" in table
+def _result(objective: Objective, samples: Samples[_Sample]) -> Check:
+    share = samples.ratio(lambda s: s.mask.half_quadratic, lambda s: s.mask.r_drop)
+    first = next(iter(samples))
+    explicit = samples.mean(lambda s: s.explicit)
+    noise = samples.ratio(lambda s: s.analytic_trace, lambda s: s.dropout_trace)
     return Check(
         objective=type(objective).__name__,
-        r_drop=table.mean("r_drop"),
-        taylor=table.mean("psd"),
-        taylor_error=table.linear({"r_drop": 1.0, "psd": -1.0}),
-        taylor_share=share,
-        explicit=table.mean("explicit") if "explicit" in table else None,
-        noise_ratio=table.ratio({"analytic": 1.0}, {"dropout": 1.0}) if has_noise else None,
+        r_drop=samples.mean(lambda s: s.mask.r_drop),
+        half_quadratic=samples.mean(lambda s: s.mask.half_quadratic),
+        taylor_error=samples.mean(lambda s: s.mask.r_drop - s.mask.half_quadratic),
+        quadratic_share=share,
+        explicit=None if first.explicit is None else explicit,
+        noise_ratio=None if first.dropout_trace is None else noise,
         verdict=_verdict(share),
-        draws=table.masks,
+        draws=samples.count,
     )
 
 
 def _verdict(share: Estimate) -> str:
-    """From where the share of ½E[uᵀHu] in R_drop lies with two standard errors."""
+    """From where the 95 % interval of the share of ½E[uᵀHu] in R_drop lies."""
 
     def within(part: float) -> bool:
         return share.low >= part and share.high <= 1.0 / part

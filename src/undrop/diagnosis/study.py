@@ -1,85 +1,162 @@
-"""The whole study: collect batches, take the explicit and the implicit effect apart, give advice."""
+"""``undrop.diagnose``: measure the explicit and implicit effect and the benefit, and conclude."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.measure.explicit import measure_explicit
-from undrop.diagnosis.measure.implicit import measure_implicit
-from undrop.diagnosis.measure.model import Subject, collect
-from undrop.diagnosis.measure.timing import Budget, checked_seconds, progress_bar
-from undrop.diagnosis.report.advice import advise
+from undrop.diagnosis.measure.batches import NumberedBatch, collect
+from undrop.diagnosis.measure.benefit import Benefit, measure_benefit
+from undrop.diagnosis.measure.explicit import Explicit, measure_explicit
+from undrop.diagnosis.measure.implicit import Implicit, measure_implicit
+from undrop.diagnosis.measure.model import MeasuredModel
+from undrop.diagnosis.measure.timing import Budget, check_seconds
+from undrop.diagnosis.report.advice import advise, conclude
+from undrop.diagnosis.report.provenance import provenance_of
 from undrop.diagnosis.report.result import Diagnosis
-from undrop.errors import OptionError
+from undrop.errors import DataError, OptionError
 from undrop.losses import Loss
+from undrop.options import as_float
+from undrop.report import Progress
 
 __all__ = ["diagnose"]
 
-_EXPLICIT = 0.6  # of the time
+SECONDS, MAX_BATCHES, LEARNING_RATE = 30.0, 16, 1e-3
+_TIME = {"explicit effect": 3.0, "implicit effect": 2.0, "benefit": 2.0}
+"""How the time is shared out."""
 
 
 def diagnose(
     model: nn.Module,
     batches: Iterable[Any],
     *,
+    validation: Iterable[Any] | None = None,
+    learning_rate: float = LEARNING_RATE,
+    weight_decay: float | None = None,
     loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
     implicit: bool = True,
-    seconds: float = 30.0,
-    draws: int = 64,
-    max_batches: int = 16,
+    seconds: float = SECONDS,
+    draws: int | None = None,
+    max_batches: int = MAX_BATCHES,
     classes: Sequence[str] | None = None,
     batch_dim: int = 0,
     generator: torch.Generator | None = None,
     progress: bool = True,
 ) -> Diagnosis:
-    """Tell what dropout does in a model, site by site, with standard errors.
+    """Measure what dropout does in a model, site by site, with standard errors.
 
-    The model is left as it was: its mode, buffers, gradients and torch's random state.
+    The model is left as it was: its mode, buffers, gradients and random generators.
 
     Args:
         model: any module with dropout, in train or eval mode.
-        batches: pairs (inputs, targets), inputs as for an objective; a DataLoader will do.
+        batches: pairs (inputs, targets) of training data, such as a DataLoader.
+        validation: the same of other data: with it every site gets a benefit, the fall of the
+            validation loss that its explicit part causes.
+        learning_rate: the benefit is per 1,000 steps of this size.
+        weight_decay: the coefficient whose benefit is shown beside the sites'; None takes the one that
+            pushes the weights as strongly as all dropout together.
         loss: as for an objective: None is cross-entropy on the model's output.
         implicit: whether to measure gradient noise as well.
-        seconds: the time there is; the more, the smaller the errors. A little is done in any case.
-        draws: the most masks a batch, for studies that end before their time.
-        max_batches: the most batches to take.
-        classes: what the output's classes are called.
+        seconds: the time to spend; more gives smaller errors. A minimum is measured in any case, and
+            where every mask can be enumerated it ends early.
+        draws: the most masks per batch; None uses all the time. With it, a generator and enough
+            seconds the figures are reproducible.
+        max_batches: the most batches to use, of training and of validation data.
+        classes: the names of the output's classes.
         batch_dim: the dimension of targets that counts examples.
-        generator: where masks come from; with it and enough seconds the figures are reproducible.
+        generator: seeds the masks.
         progress: whether to show a bar on stderr, where that is a terminal.
 
     Raises:
         DataError: if there are no batches, or they are not pairs.
         NoDropoutError: if the model has no active dropout.
         NonFiniteError: if a loss is not finite.
+        OutputError: if the model draws random numbers that can't be held still.
     """
-    checked_seconds(seconds)
-    for name, value, least in (("draws", draws, 2), ("max_batches", max_batches, 1)):
-        if value < least:
-            raise OptionError(f"{name} must be at least {least}, got {value}.")
+    _check(seconds, draws, max_batches, learning_rate, weight_decay)
     began = time.monotonic()
-    subject = Subject(
+    if validation is not None and validation is batches:
+        raise DataError(
+            "validation is the training data itself, on which every regularizer looks harmful: pass "
+            "batches of other data."
+        )
+    held_out = None if validation is None else collect(validation, max_batches, name="validation")
+    measured = MeasuredModel(
         model, collect(batches, max_batches), loss=loss, generator=generator, batch_dim=batch_dim
     )
-    cut = _EXPLICIT if implicit else 1.0
-    with progress_bar(progress) as show, subject.studied():
-        budget = Budget(cut * seconds, show, of=(0.0, cut), what="explicit effect")
-        explicit = measure_explicit(subject, budget, draws=draws, names=classes)
-        noise = None
+    noise, benefit = None, None
+    wanted = [n for n, on in zip(_TIME, (True, implicit, held_out is not None), strict=True) if on]
+    with Progress(progress) as shown, measured.preserved():
+        bar = shown.bar()
+        budgets = _budgets(wanted, seconds, lambda done, what: bar.show(done, title=what))
+        explicit = measure_explicit(measured, next(budgets), draws=draws, names=classes)
         if implicit:
-            budget = Budget((1.0 - cut) * seconds, show, of=(cut, 1.0), what="implicit effect")
-            noise = measure_implicit(subject, budget, draws=draws)
+            noise = measure_implicit(measured, next(budgets), draws=draws)
+        if held_out is not None:
+            benefit = measure_benefit(
+                measured,
+                held_out,
+                next(budgets),
+                learning_rate=learning_rate,
+                weight_decay=weight_decay,
+                draws=draws,
+            )
+    taken = time.monotonic() - began
+    return _result(measured, explicit, noise, benefit, held_out, taken)
+
+
+def _check(
+    seconds: float,
+    draws: int | None,
+    max_batches: int,
+    learning_rate: float,
+    weight_decay: float | None,
+) -> None:
+    check_seconds(seconds)
+    for name, value, least in (("draws", draws, 2), ("max_batches", max_batches, 1)):
+        if value is not None and value < least:
+            raise OptionError(f"{name} must be at least {least}, got {value}.")
+    if not 0.0 < as_float(learning_rate) < float("inf"):
+        raise OptionError(f"learning_rate must be positive and finite, got {learning_rate!r}.")
+    if weight_decay is not None and not 0.0 < as_float(weight_decay) < float("inf"):
+        raise OptionError(f"weight_decay must be positive and finite, got {weight_decay!r}.")
+
+
+def _budgets(
+    wanted: Sequence[str], seconds: float, show: Callable[[float, str], None]
+) -> Iterator[Budget]:
+    """One budget after the other; time that one leaves goes to the next."""
+    began, done = time.monotonic(), 0.0
+    whole = sum(_TIME[name] for name in wanted)
+    for name in wanted:
+        end = done + _TIME[name] / whole
+        left = max(seconds - (time.monotonic() - began), 1e-9)
+        share = (end - done) / (1.0 - done)
+        yield Budget(share * left, show, span=(done, end), what=name)
+        done = end
+
+
+def _result(
+    measured: MeasuredModel,
+    explicit: Explicit,
+    implicit: Implicit | None,
+    benefit: Benefit | None,
+    validation: Sequence[NumberedBatch] | None,
+    seconds: float,
+) -> Diagnosis:
     return Diagnosis(
-        model=subject.name,
-        sites=subject.sites,
+        model=measured.name,
+        sites=measured.sites,
         explicit=explicit,
-        implicit=noise,
-        advice=advise(subject.sites, explicit, noise),
-        seconds=time.monotonic() - began,
+        implicit=implicit,
+        benefit=benefit,
+        conclusion=conclude(explicit, implicit, benefit),
+        advice=advise(measured.sites, explicit, implicit, benefit),
+        provenance=provenance_of(
+            measured.model, measured.batches, validation, seconds=seconds, masks=explicit.masks
+        ),
     )

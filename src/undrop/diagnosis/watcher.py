@@ -30,20 +30,20 @@ class _Seen(NamedTuple):
 
 
 class Watcher:
-    """Every so many steps: ½E[uᵀHu], each site's share of it, and the norm of ξ_approx.
+    """At an interval: ½E[uᵀHu], each site's share of it, and the norm of ξ_approx.
 
     The explicit figures are those of Algorithm 3: one pass and one gradient with labels drawn from the
-    model, for all sites at once and with the expectation over masks taken in closed form. The norm is
-    that of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so that at the default
-    interval watching costs 1 to 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no
-    gradient is left, no random number is taken from training's generators. What is drawn hangs on the
-    seed and the step alone, so that a resumed run observes the same.
+    model, for all sites at once and with the expectation over masks in closed form. The norm is that
+    of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so at the default interval
+    watching costs 1 to 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no gradient
+    is left behind and no random number is taken from its generators. Draws depend only on the seed and
+    the step, so a resumed run observes the same.
 
     Args:
         loss: as for an objective.
         interval: steps between observations.
-        implicit: whether to observe the norm of ξ_approx, the dearer half.
-        seed: of the labels and noise that are drawn.
+        implicit: whether to observe the norm of ξ_approx, the more expensive half.
+        seed: seeds the labels and the noise.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Watcher:
             step: the number of the step.
             model: in train mode.
             inputs: as for an objective.
-            targets: likewise.
-            loss: that of the training at this step, if it is not the watcher's own.
+            targets: as for an objective.
+            loss: the loss at this step, if it is not the watcher's own.
 
         Returns:
-            ``psd`` (½E[uᵀHu]), ``xi_norm`` (‖ξ_approx‖) and ``share/SITE`` of each site.
+            ``half_quadratic`` (½E[uᵀHu]), ``xi_norm`` (‖ξ_approx‖) and ``share/SITE`` of each site.
         """
         if step % self.interval:
             return None
@@ -94,11 +94,13 @@ class Watcher:
         with Interception(model, field):
             logits = logits_of(call(model, inputs))
         if not field.leaves:
-            raise NoDropoutError(f"no active dropout was met in {type(model).__name__} to watch.")
+            raise NoDropoutError(
+                f"a pass of {type(model).__name__} meets no active dropout to watch."
+            )
         try:
             sampled = loss.sampled(logits, targets, "hessian", self._generator(logits.device))
-        except EngineError:  # a loss that is no likelihood: one draw of u, and no shares
-            return {"psd": self._quadratic(seen)}
+        except EngineError:  # no likelihood to sample labels from: one draw of u, and no shares
+            return {"half_quadratic": self._half_quadratic(seen)}
         gradients = torch.autograd.grad(
             sampled, field.leaves, allow_unused=True, materialize_grads=True
         )
@@ -109,9 +111,9 @@ class Watcher:
         }
         total = math.fsum(squares.values())
         shares = {f"share/{name}": value / total for name, value in squares.items() if total}
-        return {"psd": total, **shares}
+        return {"half_quadratic": total, **shares}
 
-    def _quadratic(self, seen: _Seen) -> float:
+    def _half_quadratic(self, seen: _Seen) -> float:
         return float(self._term(seen, explicit=0.5).detach())
 
     def _noise_norm(self, seen: _Seen) -> float:
@@ -119,8 +121,9 @@ class Watcher:
         found = gradient(self._term(seen, implicit=1.0), parameters)
         return math.sqrt(inner(found, found))
 
-    def _term(self, seen: _Seen, **factors: float) -> Tensor:
-        return analytic_term(*seen, self._generator, self._noise, **factors)
+    def _term(self, seen: _Seen, explicit: float = 0.0, implicit: float = 0.0) -> Tensor:
+        noise = self._noise
+        return analytic_term(*seen, self._generator, noise, explicit=explicit, implicit=implicit)
 
     def _draw(self, noise: str) -> Draw:
         return Draw(noise, "as-declared", Selection(), self._generator)

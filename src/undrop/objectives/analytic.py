@@ -94,6 +94,11 @@ class Analytic(Objective):
         self.batch_dim = batch_dim
         self._new_draw()  # refuses an unknown mask now, not at the first step
 
+    @property
+    def implicit_factor(self) -> float:
+        """1, or 0 where the noise is off or the engine computes expectations."""
+        return float(self.implicit and self.engine.name != "exact")
+
     def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
         """One evaluation a sample of η; between intervals the plain loss."""
         if self.steps % self.interval:

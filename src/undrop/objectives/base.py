@@ -58,6 +58,8 @@ class Objective(ABC):
 
     needs_dropout = True
     """Whether a model without dropout is an error."""
+    interval = 1
+    """Steps between two that regularize."""
 
     def __init__(
         self,
@@ -70,6 +72,11 @@ class Objective(ABC):
         self.selection = Selection()
         self.steps = 0
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
+
+    @property
+    def implicit_factor(self) -> float | None:
+        """The factor of ∂ℓ/∂ε; 0 without that noise, None for an objective without analytic terms."""
+        return None
 
     @abstractmethod
     def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:

@@ -71,6 +71,11 @@ class Dropout(Objective):
         self.own_masks = generator is not None
         self._signs()  # refuses an unknown mask now, not at the first step
 
+    @property
+    def implicit_factor(self) -> float | None:
+        """sqrt(1 - 1/k) with analytic noise."""
+        return math.sqrt(1.0 - 1.0 / self.k) if self.noise == "analytic" else None
+
     def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
         """K samples, then the noise that is put back."""
         sample = partial(self._sample, model, inputs, targets)

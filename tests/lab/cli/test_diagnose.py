@@ -64,7 +64,7 @@ def test_watching_adds_lines_to_the_metrics(run):
         shares = {key: value for key, value in record.items() if key.startswith("share/")}
         assert sum(shares.values()) == pytest.approx(1.0)
         assert "share/output_dropout" in shares
-        assert record["psd"] > 0.0
+        assert record["half_quadratic"] > 0.0
         assert record["xi_norm"] > 0.0
 
 
@@ -87,7 +87,7 @@ def test_figures_go_to_tensorboard_too(text, tmp_path):
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"watch/psd", "watch/xi_norm", "watch/share/output_dropout"} <= tags
+    assert {"watch/half_quadratic", "watch/xi_norm", "watch/share/output_dropout"} <= tags
 
 
 def test_sites_lists_every_dropout(run, capsys):
@@ -107,7 +107,7 @@ def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
     options = ["--seconds", 1, "--batches", 2, "--no-progress"]
     outputs = ["--save", files[0], "--plot", files[1], "--html", files[2]]
     found = answer(capsys, "diagnose", run, *options, *outputs)
-    assert set(found["explicit"]["r_drop"]) == {"value", "stderr"}
+    assert set(found["explicit"]["parts"]["r_drop"]) == {"value", "stderr", "low", "high"}
     assert found["explicit"]["batches"] >= 1
     assert {c["name"] for c in found["explicit"]["classes"]} >= {"<b>", "w1"}
     assert json.loads(files[0].read_text()) == found

@@ -1,6 +1,6 @@
-"""Comparing covariances of noise from samples, by the inner products of the samples alone.
+"""Compare covariances of noise by the inner products of samples alone.
 
-Every function takes samples (m, D); errors are by the jackknife over blocks of samples.
+Every function takes samples (m, D); errors come from the jackknife over blocks of samples.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MOST = 256  # samples for eigenspaces, whose cost grows as their cube
 
 
 def _jackknifed(value: float, without: list[float]) -> Estimate:
-    """The error of a statistic from its values with one sample left out at a time."""
+    """The error of a statistic from its values with one block left out at a time."""
     n = len(without)
     if n < 2 or not all(map(math.isfinite, without)):
         return Estimate(value, None)
     mean = math.fsum(without) / n
     spread = math.fsum((x - mean) ** 2 for x in without)
-    return Estimate(value, math.sqrt((n - 1) / n * spread))
+    return Estimate.of(value, math.sqrt((n - 1) / n * spread), n - 1.0)
 
 
 def cosine(a: Tensor, b: Tensor) -> Estimate:
@@ -49,7 +49,7 @@ def cosine(a: Tensor, b: Tensor) -> Estimate:
 
 
 def _left_out(statistic: Callable[[Tensor], float], n: int) -> Estimate:
-    """A statistic of the samples by number, with its error; an even block is left out at a time."""
+    """A statistic of the samples with its error, leaving out one block of even size at a time."""
     every = torch.arange(n)
     size = 2 * math.ceil(n / (2 * _BLOCKS))
     blocks = every.split(size)
@@ -85,9 +85,9 @@ def overlap(a: Tensor, b: Tensor, k: int) -> Estimate:
 
 
 def trace_of_means(samples: Tensor, k: int) -> Estimate:
-    """K times the trace of the covariance of the mean of k samples."""
+    """k times the trace of the covariance of the mean of k samples."""
     groups = [group.mean(0) for group in samples.split(k) if len(group) == k]
     values = torch.stack([k * group.square().sum() for group in groups])
     n = len(groups)
     stderr = float(values.std() / math.sqrt(n)) if n > 1 else None
-    return Estimate(float(values.mean()), stderr)
+    return Estimate.of(float(values.mean()), stderr, n - 1.0)

@@ -1,4 +1,4 @@
-"""Expectations over dropout without sampling: every mask of a small net, one after the other."""
+"""Expectations over dropout without sampling: every mask of a small net."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from undrop.diagnosis.measure.batches import NumberedBatch
 from undrop.diagnosis.measure.expansion import Expanded
-from undrop.diagnosis.measure.model import Batch, Noise, Subject
+from undrop.diagnosis.measure.model import MeasuredModel, SiteNoise
 from undrop.intercept import Site
 
 __all__ = ["LIMIT", "Masks", "enumerable", "expected_loss"]
 
 LIMIT = 16
-"""The most mask entries of which every combination is tried."""
-_STACK = 512  # masks that are tried at once
+"""The most mask entries whose every combination is evaluated."""
+_STACK = 512  # masks evaluated at once
 
 
 class Masks:
@@ -24,7 +25,7 @@ class Masks:
 
     Args:
         shapes: the shape of η at each site.
-        like: tensors of the type and device that noise is to have, by site.
+        like: tensors of the dtype and device of the noise, by site.
     """
 
     def __init__(self, shapes: Mapping[Site, tuple[int, ...]], like: Mapping[str, Tensor]) -> None:
@@ -37,15 +38,19 @@ class Masks:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def found(self) -> list[tuple[Site, Tensor]]:
-        """The sites, each with a tensor of the type and device of its noise."""
+        """The sites, each with a tensor of the dtype and device of its noise."""
         return [(site, self._like[site.name]) for site in self.shapes]
+
+    def like(self, noise: SiteNoise) -> SiteNoise:
+        """The noise in the dtype and on the device that each site has."""
+        return {name: value.to(self._like[name]) for name, value in noise.items()}
 
     def only(self, name: str) -> Masks:
         """The masks of one site alone."""
         shapes = {site: shape for site, shape in self.shapes.items() if site.name == name}
         return Masks(shapes, self._like)
 
-    def all(self, factor: float = 1.0) -> Iterator[tuple[Tensor, Noise]]:
+    def all(self, factor: float = 1.0) -> Iterator[tuple[Tensor, SiteNoise]]:
         """Every σ·η, each p times ``factor``, in stacks: probabilities (k,), and noise (k, …).
 
         A dropped entry has σ·η = -1, a kept one q/(1-q).
@@ -57,7 +62,7 @@ class Masks:
             probabilities = torch.where(dropped, q, 1.0 - q).prod(1)
             yield probabilities, self._noise(torch.where(dropped, -1.0, q / (1.0 - q)))
 
-    def units(self) -> Iterator[tuple[Site, Noise]]:
+    def units(self) -> Iterator[tuple[Site, SiteNoise]]:
         """σ at one entry and 0 at all others, entry by entry: E[vvᵀ] = Σ of their outer products."""
         for site, shape in self.shapes.items():
             like = self._like[site.name]
@@ -66,79 +71,90 @@ class Masks:
                 noise[index] = site.sigma
                 yield site, {site.name: noise.view(shape)}
 
-    def _noise(self, values: Tensor) -> dict[str, Tensor]:
+    def _noise(self, values: Tensor) -> SiteNoise:
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         parts = zip(self.shapes.items(), values.split(sizes, dim=1), strict=True)
-        return {
-            site.name: part.reshape(-1, *shape).to(self._like[site.name])
-            for (site, shape), part in parts
-        }
+        return self.like({site.name: part.reshape(-1, *shape) for (site, shape), part in parts})
 
 
-def expected_loss(subject: Subject, batch: Batch, masks: Masks, factor: float = 1.0) -> float:
+def expected_loss(
+    measured: MeasuredModel, batch: NumberedBatch, masks: Masks, factor: float = 1.0
+) -> float:
     """E ℓ(F(x; 1, η)) over all masks, each p times ``factor``."""
     sums = [
-        float(probabilities @ subject.values(batch, noise).cpu())
+        float(probabilities @ measured.loss_values(batch, noise).cpu())
         for probabilities, noise in masks.all(factor)
     ]
     return math.fsum(sums)
 
 
-def enumerable(subject: Subject, batch: Batch, expanded: Expanded) -> Masks | None:
+def enumerable(measured: MeasuredModel, batch: NumberedBatch, expanded: Expanded) -> Masks | None:
     """The masks to enumerate for a batch; None where there are too many.
 
-    Where the examples of a batch do not touch each other, each has its own masks and the mean over
-    examples needs their marginals only: then one mask for all examples stands for them.
+    Where the loss is a sum over examples, each with noise of its own, its expectation needs only the
+    masks of one example at a time: then one mask for all examples stands for all combinations.
     """
     like = {site.name: leaf.detach() for site, leaf in expanded.found}
     joint = Masks({site: site.mask_shape for site, _ in expanded.found}, like)
     if joint.entries <= LIMIT:
         return joint
-    size = _examples(subject, batch)
+    size = _examples(measured, batch)
     if size is None:
         return None
     shapes = {}
     for site, _ in expanded.found:
         shape = list(site.mask_shape)
-        if not site.per_example or len(shape) <= subject.batch_dim:
+        if not site.per_example or len(shape) <= measured.batch_dim:
             return None
-        if shape[subject.batch_dim] != size:
+        if shape[measured.batch_dim] != size:
             return None
-        shape[subject.batch_dim] = 1
+        shape[measured.batch_dim] = 1
         shapes[site] = tuple(shape)
     tied = Masks(shapes, like)
-    if tied.entries <= LIMIT and _independent(subject, batch, tied, size):
+    if tied.entries <= LIMIT and _is_sum_over_examples(measured, batch, joint):
         return tied
     return None
 
 
-def _examples(subject: Subject, batch: Batch) -> int | None:
+def _examples(measured: MeasuredModel, batch: NumberedBatch) -> int | None:
     targets = batch.targets
-    if not isinstance(targets, Tensor) or targets.dim() <= subject.batch_dim:
+    if not isinstance(targets, Tensor) or targets.dim() <= measured.batch_dim:
         return None
-    return targets.shape[subject.batch_dim]
+    return targets.shape[measured.batch_dim]
 
 
-def _independent(subject: Subject, batch: Batch, masks: Masks, size: int) -> bool:
-    """Whether the loss is a sum over examples, each with its own masks.
+def _is_sum_over_examples(
+    measured: MeasuredModel, batch: NumberedBatch, masks: Masks, tries: int = 3
+) -> bool:
+    """Whether the loss is a sum over examples, each with noise of its own.
 
-    For two masks a and b it is then ℓ(a, a) + ℓ(b, b) = ℓ(a, b) + ℓ(b, a), with any half of the
-    examples in the first place: a batch that is normalised as a whole does not pass.
+    Then for two noises a and b that swap a subset of the examples to become c and d,
+    ℓ(a) + ℓ(b) = ℓ(c) + ℓ(d). The noises are continuous, so that no two entries are equal by chance,
+    and every try has another subset: a batch that is normalised as a whole does not pass.
     """
-    dim = subject.batch_dim
-    a, b = (
-        {name: value.narrow(dim, 0, 1) for name, value in subject.masks(masks.found()).items()}
-        for _ in range(2)
-    )
+    generator = torch.Generator().manual_seed(0)
+    shapes = {site.name: shape for site, shape in masks.shapes.items()}
+    for _ in range(tries):
+        a, b = ({n: _uniform(s, generator) for n, s in shapes.items()} for _ in range(2))
+        size = next(iter(shapes.values()))[measured.batch_dim]
+        chosen = torch.randperm(size, generator=generator) < max(1, size // 2)
+        swapped = {n: _merged(a[n], b[n], chosen, measured.batch_dim) for n in shapes}
+        others = {n: _merged(b[n], a[n], chosen, measured.batch_dim) for n in shapes}
+        kept, crossed = (
+            sum(measured.loss_value(batch, masks.like(noise)) for noise in pair)
+            for pair in ((a, b), (swapped, others))
+        )
+        precision = max(torch.finfo(like.dtype).eps for _, like in masks.found())
+        if abs(kept - crossed) > 1e2 * precision * max(abs(kept), 1.0):
+            return False
+    return True
 
-    def mixed(one: Noise, two: Noise) -> float:
-        joined = {}
-        for name, value in one.items():
-            first = torch.arange(size, device=value.device) % 2 == 0
-            shape = [size if d == dim else 1 for d in range(value.dim())]
-            joined[name] = torch.where(first.view(shape), value, two[name])
-        return subject.value(batch, joined)
 
-    apart, crossed = mixed(a, a) + mixed(b, b), mixed(a, b) + mixed(b, a)
-    precision = torch.finfo(next(iter(a.values())).dtype).eps
-    return abs(apart - crossed) <= 1e2 * precision * max(abs(apart), 1.0)
+def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return 2.0 * torch.rand(shape, dtype=torch.float64, generator=generator) - 1.0
+
+
+def _merged(one: Tensor, two: Tensor, chosen: Tensor, dim: int) -> Tensor:
+    """The first noise for the chosen examples, the second for the others."""
+    shape = [len(chosen) if d == dim else 1 for d in range(one.dim())]
+    return torch.where(chosen.view(shape), one, two)

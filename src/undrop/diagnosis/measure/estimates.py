@@ -1,21 +1,54 @@
-"""Figures with standard errors, from samples over masks within batches.
+"""Figures with standard errors and 95 % intervals, from samples over masks within batches.
 
-A figure is a mean over batches (weighted by their terms) of means over masks. Its variance is had in
-two ways: from the spread of the batches' means, which holds the noise of the masks as well, and from
-the spread of the masks within each batch. The standard error is the larger of the two, since with few
-batches the first can be small by chance.
+A figure is a mean over batches (weighted by their terms) of means over masks. Its variance is
+estimated in two ways: from the spread of the batches' means, which contains the noise of the masks as
+well, and from the spread of the masks within each batch. Each way gives an interval with Student's t
+for its own degrees of freedom; the wider one counts, since with few batches the first can be small by
+chance. The interval of a ratio is Fieller's, which stays honest where the denominator is uncertain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Draws", "Estimate", "percent"]
+__all__ = ["BatchMoments", "Estimate", "Samples", "linear", "percent", "ratio", "ratio_of", "t95"]
+
+S = TypeVar("S")
+
+Masks = Literal["sampled", "enumerated", "complete"]
+"""Whether samples are of single masks; or expectations over all masks, so that only batches vary; or
+the expectation over all masks of the only batch there is, so that nothing varies."""
+
+
+@lru_cache(maxsize=4096)
+def t95(freedom: float) -> float:
+    """Student's t with P(|T| ≤ t) = 0.95, by bisection; 1.96 for infinitely many degrees of freedom.
+
+    With T = √n·tan φ the probability is ∫ cosⁿ⁻¹φ dφ up to arctan(t/√n), over that up to π/2.
+    """
+    if freedom > 1e5:
+        return 1.959963985
+    if freedom <= 0.0:
+        return math.inf
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+
+    def integral(end: float) -> float:
+        angles = 0.5 * end * (nodes + 1.0)
+        return float(0.5 * end * (weights @ np.cos(angles) ** (freedom - 1.0)))
+
+    logs = math.lgamma(0.5 * freedom) - math.lgamma(0.5 * (freedom + 1.0))
+    whole = 0.5 * math.sqrt(math.pi) * math.exp(logs)
+    low, high = 0.0, 0.5 * math.pi
+    for _ in range(60):
+        midpoint = 0.5 * (low + high)
+        low, high = (midpoint, high) if integral(midpoint) < 0.95 * whole else (low, midpoint)
+    return math.sqrt(freedom) * math.tan(0.5 * (low + high))
 
 
 class Estimate(NamedTuple):
@@ -23,26 +56,35 @@ class Estimate(NamedTuple):
 
     value: float
     stderr: float | None
-    """One standard error; 0 for an exact figure, None where one sample does not tell."""
+    """One standard error; 0 for an exact figure, None where the samples do not say."""
+    low: float = -math.inf
+    """The lower end of the 95 % interval; -∞ where the error is unknown."""
+    high: float = math.inf
+    """The upper end of the 95 % interval; ∞ where the error is unknown."""
 
-    def to_json(self) -> dict[str, float | None]:
-        """For programs."""
-        return {"value": _finite(self.value), "stderr": _finite(self.stderr)}
-
-    @property
-    def low(self) -> float:
-        """The value less two standard errors; -∞ where the error is unknown."""
-        return -math.inf if self.stderr is None else self.value - 2.0 * self.stderr
-
-    @property
-    def high(self) -> float:
-        """The value and two standard errors; ∞ where the error is unknown."""
-        return math.inf if self.stderr is None else self.value + 2.0 * self.stderr
+    @classmethod
+    def of(cls, value: float, stderr: float | None, freedom: float = math.inf) -> Estimate:
+        """The estimate with Student's interval for that many degrees of freedom."""
+        if stderr is None or math.isnan(stderr):
+            return cls(value, None)
+        half = t95(freedom) * stderr if stderr else 0.0
+        return cls(value, stderr, value - half, value + half)
 
     @property
-    def vanishes(self) -> bool:
-        """Whether two standard errors do not tell it from 0, so that no share of it means anything."""
+    def includes_zero(self) -> bool:
+        """Whether 0 lies in the interval, so that not even the sign is known."""
         return not (self.low > 0.0 or self.high < 0.0)
+
+    @property
+    def z(self) -> float | None:
+        """The value in standard errors; None without an error."""
+        return self.value / self.stderr if self.stderr else None
+
+    def scaled(self, factor: float) -> Estimate:
+        """The estimate times a number."""
+        low, high = sorted((factor * self.low, factor * self.high)) if factor else (0.0, 0.0)
+        error = None if self.stderr is None else abs(factor) * self.stderr
+        return Estimate(factor * self.value, error, low, high)
 
     def __str__(self) -> str:
         if self.stderr is None:
@@ -52,25 +94,25 @@ class Estimate(NamedTuple):
         return f"{_rounded(self.value, self.stderr)} ± {self.stderr:.2g}"
 
 
-def _finite(x: float | None) -> float | None:
-    return x if x is not None and math.isfinite(x) else None
+def percent(share: Estimate, *, interval: bool = False) -> str:
+    """A share for people, with its standard error or its interval; a dash where it means nothing.
 
-
-def percent(estimate: Estimate, of: Estimate | None = None) -> str:
-    """A share with its error, as a person reads it; a dash where there is nothing to have a share of.
-
-    Args:
-        estimate: the share.
-        of: what it is a share of, if that may be 0.
+    A share means nothing where it is not a number or its interval has no end.
     """
-    if math.isnan(estimate.value) or (of is not None and of.vanishes):
+    if math.isnan(share.value):
         return "–"
-    if estimate.stderr is None:
-        return f"{100.0 * estimate.value:.1f} % ± ?"
-    if estimate.stderr == 0.0:
-        return f"{100.0 * estimate.value:.1f} %"
-    digits = 0 if estimate.stderr >= 0.01 else 1
-    return f"{100.0 * estimate.value:.{digits}f} % ± {100.0 * estimate.stderr:.2g} %"
+    if share.stderr is None:
+        return f"{100.0 * share.value:.1f} % ± ?"
+    if math.isinf(share.low) or math.isinf(share.high):
+        return "–"
+    if share.stderr == 0.0:
+        return f"{100.0 * share.value:.1f} %"
+    digits = 0 if share.stderr >= 0.01 else 1
+    shown = f"{100.0 * share.value:.{digits}f} %"
+    if interval:
+        low, high = (f"{100.0 * end:.{digits}f}" for end in (share.low, share.high))
+        return f"{shown} ({low} to {high})"
+    return f"{shown} ± {100.0 * share.stderr:.2g} %"
 
 
 def _rounded(value: float, stderr: float) -> str:
@@ -79,95 +121,173 @@ def _rounded(value: float, stderr: float) -> str:
     return f"{value:.{places}f}" if 0 <= places <= 6 else f"{value:.3g}"
 
 
-class Draws:
-    """Samples of named figures: one row a mask, grouped by batch.
+class BatchMoments(NamedTuple):
+    """The samples of some figures in one batch: how many, their means and covariances."""
 
-    A row need not have every figure; an estimate uses the rows that have all it is made of.
+    weight: float
+    size: int
+    mean: NDArray[np.float64]
+    covariance: NDArray[np.float64]
+    """With the divisor size - 1; zero for one sample."""
+
+
+class _Spread(NamedTuple):
+    """One way to estimate the covariance of the weighted means."""
+
+    covariance: NDArray[np.float64]
+    freedom: Callable[[NDArray[np.float64]], float]
+    """The degrees of freedom of the variance along given coefficients."""
+
+
+def linear(
+    batches: Sequence[BatchMoments], coefficients: Sequence[float], masks: Masks = "sampled"
+) -> Estimate:
+    """The weighted mean of Σ coefficient · figure; NaN where there are no samples."""
+    if not batches:
+        return Estimate(math.nan, None)
+    c = np.asarray(coefficients, dtype=float)
+    value = float(c @ _mean(batches))
+    found = [_student(value, spread, c) for spread in _spreads(batches, masks)]
+    if not found:
+        return Estimate(value, None)
+    return Estimate(
+        value,
+        max(e.stderr or 0.0 for e in found),
+        min(e.low for e in found),
+        max(e.high for e in found),
+    )
+
+
+def _student(value: float, spread: _Spread, c: NDArray[np.float64]) -> Estimate:
+    variance = max(float(c @ spread.covariance @ c), 0.0)
+    return Estimate.of(value, math.sqrt(variance), spread.freedom(c))
+
+
+def ratio(batches: Sequence[BatchMoments], masks: Masks = "sampled") -> Estimate:
+    """The ratio of the means of two figures, with Fieller's interval."""
+    if not batches:
+        return Estimate(math.nan, None)
+    a, b = map(float, _mean(batches))
+    if b == 0.0:
+        return Estimate(math.nan, None)
+    value = a / b
+    # the delta method: R̂ - R ≈ mean(a - R·b)/b
+    error = linear(batches, (1.0 / b, -value / b), masks).stderr
+    ends = []
+    for spread in _spreads(batches, masks):
+        t = t95(spread.freedom(np.array([1.0, -value])))
+        (v_aa, v_ab), (_, v_bb) = spread.covariance
+        ends.append(_fieller(a, b, t * t * v_aa, t * t * v_ab, t * t * v_bb))
+    if error is None:
+        return Estimate(value, None)
+    return Estimate(value, error, min(low for low, _ in ends), max(high for _, high in ends))
+
+
+def ratio_of(a: Estimate, b: Estimate) -> Estimate:
+    """The ratio of two independent estimates, with Fieller's interval."""
+    if b.value == 0.0 or math.isnan(b.value):
+        return Estimate(math.nan, None)
+    value = a.value / b.value
+    if a.stderr is None or b.stderr is None:
+        return Estimate(value, None)
+    error = math.hypot(a.stderr, value * b.stderr) / abs(b.value)
+    halves = [(0.5 * (e.high - e.low)) ** 2 for e in (a, b)]
+    return Estimate(value, error, *_fieller(a.value, b.value, halves[0], 0.0, halves[1]))
+
+
+def _fieller(a: float, b: float, aa: float, ab: float, bb: float) -> tuple[float, float]:
+    """All R with (a - R·b)² ≤ aa - 2R·ab + R²·bb; without end where b may be 0."""
+    square, middle, constant = b * b - bb, a * b - ab, a * a - aa
+    if not square > 0.0:
+        return -math.inf, math.inf
+    root = math.sqrt(max(middle * middle - square * constant, 0.0))
+    return (middle - root) / square, (middle + root) / square
+
+
+def _weights(batches: Sequence[BatchMoments]) -> NDArray[np.float64]:
+    weights = np.array([batch.weight for batch in batches])
+    return np.asarray(weights / weights.sum())
+
+
+def _mean(batches: Sequence[BatchMoments]) -> NDArray[np.float64]:
+    return np.asarray(_weights(batches) @ np.stack([batch.mean for batch in batches]))
+
+
+def _spreads(batches: Sequence[BatchMoments], masks: Masks) -> list[_Spread]:
+    """The covariance from the batches' means, and from the masks within each batch."""
+    found, n, weights = [], len(batches), _weights(batches)
+    if n > 1:
+        centred = np.stack([batch.mean for batch in batches]) - _mean(batches)
+        between = n / (n - 1) * np.einsum("k,ki,kj->ij", weights**2, centred, centred)
+        found.append(_Spread(between, lambda c: n - 1.0))
+    if masks == "complete":
+        found.append(_Spread(np.zeros_like(batches[0].covariance), lambda c: math.inf))
+    elif masks == "sampled" and all(batch.size > 1 for batch in batches):
+        parts = [w**2 * b.covariance / b.size for w, b in zip(weights, batches, strict=True)]
+        counts = [batch.size for batch in batches]
+        found.append(_Spread(np.sum(parts, axis=0), lambda c: _satterthwaite(parts, counts, c)))
+    return found
+
+
+def _satterthwaite(
+    parts: Sequence[NDArray[np.float64]], counts: Sequence[int], c: NDArray[np.float64]
+) -> float:
+    """The degrees of freedom of a sum of variances, each from its own samples."""
+    variances = [max(float(c @ part @ c), 0.0) for part in parts]
+    below = math.fsum(v * v / (n - 1) for v, n in zip(variances, counts, strict=True))
+    return math.fsum(variances) ** 2 / below if below > 0.0 else math.inf
+
+
+class Samples(Generic[S]):
+    """Samples, one per mask, grouped by batch; figures are read off them by functions.
+
+    A figure that returns None for a sample leaves that sample out.
 
     Args:
-        exact: whether each row is an expectation over the masks already.
+        masks: what a sample is.
     """
 
-    def __init__(self, *, exact: bool = False) -> None:
-        self.exact = exact
+    def __init__(self, masks: Masks = "sampled") -> None:
+        self.masks = masks
         self._weights: dict[int, float] = {}
-        self._rows: dict[int, list[Mapping[str, float]]] = {}
+        self._samples: dict[int, list[S]] = {}
 
-    def add(self, batch: int, weight: float, row: Mapping[str, float]) -> None:
-        """Take one row in; ``weight`` is the number of terms of its batch."""
+    def add(self, batch: int, weight: float, sample: S) -> None:
+        """Add a sample; ``weight`` is the number of terms in the loss of its batch."""
         self._weights[batch] = weight
-        self._rows.setdefault(batch, []).append(row)
+        self._samples.setdefault(batch, []).append(sample)
 
     @property
     def batches(self) -> int:
-        """The number of batches with rows."""
-        return len(self._rows)
+        """The number of batches with samples."""
+        return len(self._samples)
 
     @property
-    def masks(self) -> int:
-        """The number of rows."""
-        return sum(map(len, self._rows.values()))
+    def count(self) -> int:
+        """The number of samples."""
+        return sum(map(len, self._samples.values()))
 
-    def __contains__(self, name: str) -> bool:
-        return any(name in row for rows in self._rows.values() for row in rows)
+    def __iter__(self) -> Iterator[S]:
+        return (sample for samples in self._samples.values() for sample in samples)
 
-    def mean(self, name: str) -> Estimate:
+    def mean(self, figure: Callable[[S], float | None]) -> Estimate:
         """The mean of one figure."""
-        return self.linear({name: 1.0})
+        return linear(self._moments(figure), (1.0,), self.masks)
 
-    def linear(self, coefficients: Mapping[str, float]) -> Estimate:
-        """The mean of Σ coefficient · figure; NaN where no row has all of them."""
-        weights, samples = self._samples(coefficients)
-        if not samples:
-            return Estimate(math.nan, None)
-        value = float(weights @ np.array([s.mean() for s in samples]))
-        return Estimate(value, self._error(weights, samples, value))
+    def ratio(
+        self, numerator: Callable[[S], float | None], denominator: Callable[[S], float | None]
+    ) -> Estimate:
+        """The ratio of the means of two figures, over the samples that have both."""
+        return ratio(self._moments(numerator, denominator), self.masks)
 
-    def ratio(self, numerator: Mapping[str, float], denominator: Mapping[str, float]) -> Estimate:
-        """The ratio R of two means; its error is that of the mean of (a - R·b)/mean(b)."""
-        names = dict.fromkeys([*numerator, *denominator])
-        over = self._value(denominator, names)
-        if over == 0.0:
-            return Estimate(math.nan, None)
-        value = self._value(numerator, names) / over
-        linear = dict.fromkeys(names, 0.0)
-        for name, a in numerator.items():
-            linear[name] += a / over
-        for name, b in denominator.items():
-            linear[name] -= value * b / over
-        return Estimate(value, self.linear(linear).stderr)
-
-    def _value(self, coefficients: Mapping[str, float], names: Mapping[str, Any]) -> float:
-        return self.linear({**dict.fromkeys(names, 0.0), **coefficients}).value
-
-    def _samples(
-        self, coefficients: Mapping[str, float]
-    ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
-        """The weights of the batches that have all the figures, and their samples."""
-        weights, samples = [], []
-        for batch, rows in self._rows.items():
-            values = [
-                math.fsum(c * row[name] for name, c in coefficients.items())
-                for row in rows
-                if all(name in row for name in coefficients)
-            ]
-            if values:
-                weights.append(self._weights[batch])
-                samples.append(np.array(values))
-        return np.array(weights) / max(math.fsum(weights), 1e-300), samples
-
-    def _error(
-        self, weights: NDArray[np.float64], samples: list[NDArray[np.float64]], value: float
-    ) -> float | None:
-        """The larger of the errors over batches and over masks."""
-        variances = []
-        if len(samples) > 1:
-            n = len(samples)
-            means = np.array([s.mean() for s in samples])
-            variances.append(float(n / (n - 1) * (weights**2 @ (means - value) ** 2)))
-        if self.exact:
-            variances.append(0.0)
-        elif all(len(s) > 1 for s in samples):
-            within = np.array([s.var(ddof=1) / len(s) for s in samples])
-            variances.append(float(weights**2 @ within))
-        return math.sqrt(max(variances)) if variances else None
+    def _moments(self, *figures: Callable[[S], float | None]) -> list[BatchMoments]:
+        found = []
+        for batch, samples in self._samples.items():
+            rows = [[figure(sample) for figure in figures] for sample in samples]
+            kept = np.array([row for row in rows if None not in row], dtype=float)
+            if len(kept):
+                square = np.zeros((len(figures), len(figures)))
+                if len(kept) > 1:
+                    square = np.atleast_2d(np.cov(kept.T, ddof=1))
+                found.append(BatchMoments(self._weights[batch], len(kept), kept.mean(0), square))
+        return found

@@ -1,13 +1,13 @@
-"""The loss of one batch along the noise, to second order in ε, for as many η as are wanted.
+"""The loss of one batch along the noise, to second order in ε, for any number of η.
 
 With z the relative noise at every site (h becomes h ⊙ (1 + z)), v = σ·η, u = ∂F/∂z·v and y = Dℓ[F],
 
     ℓ(F(ε)) = ℓ + ε·yᵀu + ε²·(½uᵀHu + ½ vᵀ∇²_z(yᵀF)v) + …
 
-The scalar c(y, z) = vᵀ∇_z(yᵀF) holds all of it: c itself is ∂ℓ/∂ε, its gradient in y is u, and its
-gradient in z, times v, is the part that the model's own curvature makes. So a batch needs one
-gradient with a graph, and every η one more backward pass through that. The loss is never
-differentiated twice by torch: its curvature is its own to tell.
+The scalar c(y, z) = vᵀ∇_z(yᵀF) contains all of it: c itself is ∂ℓ/∂ε, its gradient in y is u, and its
+gradient in z, times v, is the part from the model's own curvature. So a batch needs one gradient with
+a graph, and every η one more backward pass through that. Torch never differentiates the loss twice:
+the loss supplies its own curvature.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.measure.model import Batch, Given, Noise, Subject
+from undrop.diagnosis.measure.batches import NumberedBatch
+from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, SiteNoise
 from undrop.engines import Draw, ZeroLeaves
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.errors import NoDropoutError, NonFiniteError
 from undrop.intercept import Selection, Site
 
-__all__ = ["Differences", "Expanded", "Expander", "Expansion", "Order", "Terms"]
+__all__ = ["Differences", "Expanded", "Expander", "Expansion", "SecondOrder", "Terms"]
 
 _EPSILON = 0.02  # of the differences; truncation is O(ε²), rounding of the second one O(1/ε²)
 _TOLERANCE = 0.1  # between u and its difference; an op that is not differentiated twice is far off
 
 
-class Order(NamedTuple):
-    """What a noise adds to the loss, order by order; means over the loss's terms."""
+class SecondOrder(NamedTuple):
+    """What a noise adds to the loss, up to second order; means over the loss's terms."""
 
-    first: float
+    directional: float
     """∂ℓ/∂ε = Dℓ·u, which has zero mean."""
-    psd: float
+    half_quadratic: float
     """½uᵀHu."""
-    non_psd: float
-    """½Dℓ·∂²F/∂ε²."""
+    curvature: float
+    """½Dℓ·∂²F/∂ε², from the model's own curvature; the paper drops it as not PSD."""
 
 
 class Terms(NamedTuple):
     """The expansion along one η."""
 
-    total: Order
-    sites: Mapping[str, Order]
-    """Each site's part. The sum of them is the total, or is so in expectation."""
+    total: SecondOrder
+    sites: Mapping[str, SecondOrder]
+    """Each site's part. Their sum is the total, at least in expectation."""
     u: Tensor
     """The output tangent ∂F/∂ε."""
 
@@ -55,47 +56,47 @@ class Expanded(Protocol):
     """A batch expanded at ε = 0."""
 
     found: list[tuple[Site, Tensor]]
-    """The sites that the batch meets, each with a tensor in the shape of its η."""
+    """The sites that a pass meets, each with a tensor in the shape of its η."""
     output: Tensor
     count: float
 
-    def first(self, noise: Noise) -> float:
+    def directional(self, noise: SiteNoise) -> float:
         """∂ℓ/∂ε along a noise."""
         ...
 
-    def along(self, noise: Noise) -> Terms:
+    def along(self, noise: SiteNoise) -> Terms:
         """All terms along a noise."""
         ...
 
 
 class _AtZero:
-    """What both ways have in common: the batch at ε = 0, with leaves z in the shape of every η."""
+    """The batch at ε = 0, with leaves z in the shape of every η: what both ways share."""
 
-    def __init__(self, subject: Subject, batch: Batch, field: ZeroLeaves) -> None:
-        self.subject, self.batch = subject, batch
-        self.logits = subject.run(batch, field, TWICE_DIFFERENTIABLE)
+    def __init__(self, measured: MeasuredModel, batch: NumberedBatch, field: ZeroLeaves) -> None:
+        self.measured, self.batch = measured, batch
+        self.logits = measured.run(batch, field, TWICE_DIFFERENTIABLE)
         if not field.leaves:
-            raise NoDropoutError(f"no active dropout was met in batch {batch.number}.")
+            raise NoDropoutError(f"batch {batch.number} meets no active dropout.")
         self.found = list(zip(field.sites, field.leaves, strict=True))
         self.output = self.logits.detach().requires_grad_()
-        self.count = float(subject.loss.count(self.output, batch.targets))
+        self.count = float(measured.loss.count(self.output, batch.targets))
 
     def quadratic(self, u: Tensor) -> Tensor:
         """The mean of uᵀHu."""
-        return self.subject.loss.derivatives(self.output, u, self.batch.targets).quadratic
+        return self.measured.loss.derivatives(self.output, u, self.batch.targets).quadratic
 
 
 class Expansion(_AtZero):
     """The expansion by reverse mode applied twice: exact, for every op that has a double backward."""
 
-    def __init__(self, subject: Subject, batch: Batch) -> None:
-        draw = Draw("dropout", "as-declared", Selection(), subject.randomness)
-        super().__init__(subject, batch, ZeroLeaves(draw))
+    def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
+        draw = Draw("dropout", "as-declared", Selection(), measured.generators)
+        super().__init__(measured, batch, ZeroLeaves(draw))
         self._names = [site.name for site, _ in self.found]
         self._leaves = [leaf for _, leaf in self.found]
-        loss = subject.loss.value(self.output, batch.targets)
+        loss = measured.loss.value(self.output, batch.targets)
         if not bool(torch.isfinite(loss)):
-            raise NonFiniteError(subject.not_finite(batch, _number(loss), "without"))
+            raise NonFiniteError(measured.not_finite(batch, _number(loss), "without"))
         self._y = torch.autograd.grad(loss, self.output)[0].detach().requires_grad_()
         self._gradients = self._pulled_back(self._y, create_graph=True)
 
@@ -111,20 +112,20 @@ class Expansion(_AtZero):
             materialize_grads=True,
         )
 
-    def _products(self, gradients: tuple[Tensor, ...], noise: Noise) -> dict[str, Tensor]:
+    def _products(self, gradients: tuple[Tensor, ...], noise: SiteNoise) -> dict[str, Tensor]:
         """⟨gradient, v⟩ of every site that the noise has."""
         pairs = zip(self._names, gradients, strict=True)
         return {name: (g * noise[name]).sum() for name, g in pairs if name in noise}
 
     @torch.no_grad()
-    def first(self, noise: Noise) -> float:
+    def directional(self, noise: SiteNoise) -> float:
         """∂ℓ/∂ε = ⟨∇_z ℓ, v⟩."""
         return float(sum(self._products(self._gradients, noise).values()))
 
-    def along(self, noise: Noise) -> Terms:
-        """All terms along a noise: a backward pass for u and ∂²F/∂ε², another for uᵀHu by site."""
-        firsts = self._products(self._gradients, noise)
-        c = torch.stack(list(firsts.values())).sum()
+    def along(self, noise: SiteNoise) -> Terms:
+        """Compute all terms: a backward pass for u and ∂²F/∂ε², another for uᵀHu by site."""
+        slopes = self._products(self._gradients, noise)
+        c = torch.stack(list(slopes.values())).sum()
         u, *curved = torch.autograd.grad(
             c,
             [self._y, *self._leaves],
@@ -137,54 +138,56 @@ class Expansion(_AtZero):
         pushed = torch.zeros_like(u)
         if quadratic.requires_grad:  # as for all but a loss that is linear in F
             (pushed,) = torch.autograd.grad(quadratic, u)  # 2Hu over the number of terms
-        psd = self._products(self._pulled_back(pushed, create_graph=False), noise)
-        non_psd = self._products(tuple(curved), noise)
+        halves = self._products(self._pulled_back(pushed, create_graph=False), noise)
+        curvatures = self._products(tuple(curved), noise)
         sites = {
-            name: Order(_number(first), 0.25 * _number(psd[name]), 0.5 * _number(non_psd[name]))
-            for name, first in firsts.items()
+            name: SecondOrder(
+                _number(slope), 0.25 * _number(halves[name]), 0.5 * _number(curvatures[name])
+            )
+            for name, slope in slopes.items()
         }
-        curvature = sum(order.non_psd for order in sites.values())
-        total = Order(_number(c), 0.5 * _number(quadratic), curvature)
+        curvature = sum(order.curvature for order in sites.values())
+        total = SecondOrder(_number(c), 0.5 * _number(quadratic), curvature)
         return Terms(total, sites, u.detach())
 
 
 class Differences(_AtZero):
     """The expansion by differences in ε, for models whose ops have no double backward."""
 
-    def __init__(self, subject: Subject, batch: Batch) -> None:
-        draw = Draw("dropout", "as-declared", Selection(), subject.randomness)
+    def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
+        draw = Draw("dropout", "as-declared", Selection(), measured.generators)
         with torch.no_grad():
-            super().__init__(subject, batch, ZeroLeaves(draw))
-        self._base = subject.value(batch, {})
+            super().__init__(measured, batch, ZeroLeaves(draw))
+        self._base = measured.loss_value(batch, {})
 
-    def first(self, noise: Noise) -> float:
+    def directional(self, noise: SiteNoise) -> float:
         """(ℓ₊ - ℓ₋)/2ε."""
-        up, down = (self.subject.value(self.batch, _scaled(noise, s)) for s in (1.0, -1.0))
+        up, down = (self.measured.loss_value(self.batch, _scaled(noise, s)) for s in (1.0, -1.0))
         return (up - down) / (2.0 * _EPSILON)
 
     @torch.no_grad()
-    def tangent(self, noise: Noise) -> Tensor:
-        """U ≈ (F₊ - F₋)/2ε."""
+    def tangent(self, noise: SiteNoise) -> Tensor:
+        """u ≈ (F₊ - F₋)/2ε."""
         plus, minus = self._both(noise)
         return (plus - minus) / (2.0 * _EPSILON)
 
-    def _both(self, noise: Noise) -> tuple[Tensor, Tensor]:
-        up, down = (Given(_scaled(noise, sign)) for sign in (1.0, -1.0))
-        return self.subject.run(self.batch, up), self.subject.run(self.batch, down)
+    def _both(self, noise: SiteNoise) -> tuple[Tensor, Tensor]:
+        up, down = (FixedNoise(_scaled(noise, sign)) for sign in (1.0, -1.0))
+        return self.measured.run(self.batch, up), self.measured.run(self.batch, down)
 
     @torch.no_grad()
-    def _order(self, noise: Noise) -> tuple[Order, Tensor]:
-        targets, loss = self.batch.targets, self.subject.loss
+    def _order(self, noise: SiteNoise) -> tuple[SecondOrder, Tensor]:
+        targets, loss = self.batch.targets, self.measured.loss
         plus, minus = self._both(noise)
         up, down = (float(loss.value(x, targets).double()) for x in (plus, minus))
         u = (plus - minus) / (2.0 * _EPSILON)
         with torch.enable_grad():
-            psd = 0.5 * _number(self.quadratic(u))
+            half = 0.5 * _number(self.quadratic(u))
         second = 0.5 * (up - 2.0 * self._base + down) / _EPSILON**2
-        return Order((up - down) / (2.0 * _EPSILON), psd, second - psd), u
+        return SecondOrder((up - down) / (2.0 * _EPSILON), half, second - half), u
 
-    def along(self, noise: Noise) -> Terms:
-        """All terms along a noise, by two passes for it and two for each site alone."""
+    def along(self, noise: SiteNoise) -> Terms:
+        """Compute all terms by two passes for the noise and two for each site alone."""
         total, u = self._order(noise)
         sites = {name: self._order({name: noise[name]})[0] for name in noise}
         return Terms(total, sites, u)
@@ -194,43 +197,43 @@ def _number(x: Tensor) -> float:
     return float(x.detach())
 
 
-def _scaled(noise: Noise, sign: float) -> dict[str, Tensor]:
+def _scaled(noise: SiteNoise, sign: float) -> dict[str, Tensor]:
     return {name: value * (sign * _EPSILON) for name, value in noise.items()}
 
 
 class Expander:
-    """Expands batches, by differences where an op of the model has no double backward.
+    """Expands batches, with differences where an op of the model has no double backward.
 
     Args:
-        subject: the model under study.
+        measured: the model that is measured.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
+    def __init__(self, measured: MeasuredModel) -> None:
+        self._measured = measured
         self._tried = False
         self.blocked: str | None = None
-        """Why differences are taken; None where they are not."""
+        """Why derivatives are differences; None where they are not."""
 
-    def __call__(self, batch: Batch) -> Expanded:
-        """The batch expanded."""
+    def __call__(self, batch: NumberedBatch) -> Expanded:
+        """Expand a batch."""
         if not self._tried:
             self._tried = True
             try:
-                expansion = Expansion(self._subject, batch)
+                expansion = Expansion(self._measured, batch)
                 if self._agrees(expansion, batch):
                     return expansion
-                self.blocked = "what torch says of it is not the tangent"
+                self.blocked = "torch's second derivative disagrees with a difference"
             except RuntimeError as error:
                 self.blocked = str(error).partition("\n")[0]
         if self.blocked is not None:
-            return Differences(self._subject, batch)
-        return Expansion(self._subject, batch)
+            return Differences(self._measured, batch)
+        return Expansion(self._measured, batch)
 
-    def _agrees(self, expansion: Expansion, batch: Batch) -> bool:
-        """Whether u is what a difference says: some ops give zeros for a second derivative, silently."""
+    def _agrees(self, expansion: Expansion, batch: NumberedBatch) -> bool:
+        """Whether u agrees with a difference: some ops return zeros as second derivative, silently."""
         if expansion.output.dtype not in (torch.float32, torch.float64):
-            return True  # differences are worth nothing in half precision
-        noise = self._subject.masks(expansion.found)
+            return True  # in half precision a difference is only rounding
+        noise = self._measured.draw_masks(expansion.found)
         u = expansion.along(noise).u
-        error = Differences(self._subject, batch).tangent(noise) - u
+        error = Differences(self._measured, batch).tangent(noise) - u
         return float(error.norm()) <= _TOLERANCE * float(u.norm()) + 1e-6

@@ -12,81 +12,95 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from undrop.diagnosis.measure.analytic import AnalyticNoise, analytic_term, gradient
-from undrop.diagnosis.measure.model import Batch, Subject
-from undrop.engines import Draw, ScaledNoise
+from undrop.diagnosis.measure.batches import NumberedBatch
+from undrop.diagnosis.measure.model import FixedNoise, FreshMasks, MeasuredModel
 from undrop.errors import GradientsDisabledError
-from undrop.intercept import Field, silent
+from undrop.intercept import Field
 
-__all__ = ["GradientNoise", "Sketch", "group_of"]
+__all__ = ["GradientNoise", "Sketch", "group_of", "trained_parameters"]
 
 
 def group_of(parameter: str) -> str:
-    """The part of a model that a parameter counts to: its top-level module, of a list the element."""
+    """The part of a model that a parameter belongs to: its top-level module, or the list element."""
     first, *rest = parameter.split(".")
     return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise GradientsDisabledError(
+            f"no parameter of {type(model).__name__} requires a gradient: set requires_grad_(True) on "
+            "those that are trained, or pass implicit=False."
+        )
+    return named
+
+
+def trained_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters that require a gradient.
+
+    Raises:
+        GradientsDisabledError: if none does.
+    """
+    return [p for _, p in _named_parameters(model)]
 
 
 class GradientNoise:
     """Draws gradient noise of a model.
 
     Args:
-        subject: the model under study.
+        measured: the model.
         made: how the analytic noise is made. Dropout's is that of the same sites, at its own strength.
         factor: of ∂ℓ/∂ε in the analytic noise.
     """
 
     def __init__(
-        self, subject: Subject, made: AnalyticNoise | None = None, factor: float = 1.0
+        self, measured: MeasuredModel, made: AnalyticNoise | None = None, factor: float = 1.0
     ) -> None:
-        self.subject = subject
+        self.measured = measured
         self.made = made or AnalyticNoise()
         self.factor = factor
-        named = [(n, p) for n, p in subject.model.named_parameters() if p.requires_grad]
-        if not named:
-            raise GradientsDisabledError(
-                f"no parameter of {subject.name} requires a gradient: set requires_grad_(True) on "
-                "those that are trained, or leave the implicit effect out."
-            )
+        named = _named_parameters(measured.model)
         self.parameters = [p for _, p in named]
         self.groups = [group_of(name) for name, _ in named]
 
     @property
     def size(self) -> int:
-        """The number of trained numbers."""
+        """The number of trained parameters."""
         return sum(p.numel() for p in self.parameters)
 
-    def dropout(self, batch: Batch) -> list[Tensor]:
+    def dropout(self, batch: NumberedBatch) -> list[Tensor]:
         """A sample of dropout's noise on a batch."""
-        one, two = (self._gradient(batch, ScaledNoise(self._masks(), 1.0)) for _ in range(2))
+        one, two = (self._gradient(batch, self._masks()) for _ in range(2))
         return _difference(one, two)
 
-    def analytic(self, batch: Batch) -> list[Tensor]:
+    def analytic(self, batch: NumberedBatch) -> list[Tensor]:
         """A sample of ξ_approx on a batch."""
         term = analytic_term(
-            self.subject.model,
+            self.measured.model,
             batch.inputs,
             batch.targets,
-            self.subject.loss,
-            self.subject.randomness,
+            self.measured.loss,
+            self.measured.generators,
             self.made,
             implicit=self.factor,
         )
         return gradient(term, self.parameters)
 
-    def between(self, one: Batch, two: Batch) -> list[Tensor]:
+    def between(self, one: NumberedBatch, two: NumberedBatch) -> list[Tensor]:
         """A sample of the noise of the choice of batch."""
-        return _difference(self._gradient(one, silent), self._gradient(two, silent))
+        return _difference(self._gradient(one, FixedNoise({})), self._gradient(two, FixedNoise({})))
 
-    def _masks(self) -> Draw:
-        sites = self.made.selection.evenly()
-        return Draw("dropout", "as-declared", sites, self.subject.randomness)
+    def _masks(self) -> FreshMasks:
+        weight = self.made.selection.weight
+        return FreshMasks(self.measured.generators, lambda name: weight(name) > 0.0)
 
-    def _gradient(self, batch: Batch, field: Field) -> list[Tensor]:
-        logits = self.subject.run(batch, field)
-        return gradient(self.subject.loss.value(logits, batch.targets), self.parameters)
+    def _gradient(self, batch: NumberedBatch, action: Field) -> list[Tensor]:
+        logits = self.measured.run(batch, action)
+        return gradient(self.measured.loss.value(logits, batch.targets), self.parameters)
 
 
 def _difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:

@@ -1,27 +1,30 @@
-"""The implicit effect: dropout's gradient noise beside ξ_approx and beside that of mini-batching."""
+"""The implicit effect: dropout's gradient noise beside ξ_approx and beside mini-batching's."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from undrop.diagnosis.measure.covariance import cosine, overlap, trace_of_means
-from undrop.diagnosis.measure.estimates import Draws, Estimate
+from undrop.diagnosis.measure.estimates import Estimate, Samples, ratio_of
 from undrop.diagnosis.measure.gradients import GradientNoise, Sketch
-from undrop.diagnosis.measure.model import Subject
+from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
 
 __all__ = ["Group", "Implicit", "Overlap", "Shrinking", "measure_implicit"]
 
 PLACES = 1 << 16
-"""Of the sketch by which gradients are kept; smaller models are kept whole."""
+"""The size of the sketch in which gradients are kept; gradients of smaller models are kept whole."""
 _KS = (1, 2, 4, 8)
 _DIRECTIONS = 5  # of the leading eigenspace
 _LEAST = 4  # samples of each kind
+_KEPT = 256  # sketches of each kind; traces use all samples
 
 
 class Group(NamedTuple):
@@ -32,48 +35,26 @@ class Group(NamedTuple):
     trace_batch: Estimate | None
     parameters: int
 
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        return {
-            "trace_dropout": self.trace_dropout.to_json(),
-            "trace_analytic": self.trace_analytic.to_json(),
-            "trace_batch": None if self.trace_batch is None else self.trace_batch.to_json(),
-            "parameters": self.parameters,
-        }
-
 
 class Overlap(NamedTuple):
-    """How much two leading eigenspaces agree: ‖U₁ᵀU₂‖²_F / k, from samples."""
+    """How well two leading eigenspaces agree: ‖U₁ᵀU₂‖²_F / k, from samples."""
 
     value: Estimate
-    """Of dropout's and of ξ_approx's, from half of the samples each."""
+    """Of dropout's and ξ_approx's, from half of the samples each."""
     ceiling: Estimate
-    """Of dropout's from one half and from the other half: as much as so few samples can show."""
+    """Of dropout's from one half and from the other: the most that this many samples can show."""
     chance: float
     """Of two random spaces."""
     directions: int
     """k."""
 
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        return {
-            **self.value.to_json(),
-            "ceiling": self.ceiling.to_json(),
-            "chance": self.chance,
-            "directions": self.directions,
-        }
-
 
 class Shrinking(NamedTuple):
-    """The trace of the mean of k samples of noise, times k: the same for every k if it goes as 1/k."""
+    """The trace of the mean of k samples of noise, times k: constant in k if it falls as 1/k."""
 
     k: int
     dropout: Estimate
     analytic: Estimate
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        return {"k": self.k, "dropout": self.dropout.to_json(), "analytic": self.analytic.to_json()}
 
 
 @dataclass(frozen=True)
@@ -83,116 +64,113 @@ class Implicit:
     trace_dropout: Estimate
     trace_analytic: Estimate
     trace_batch: Estimate | None
-    """None where there are fewer than two batches."""
+    """None with fewer than two batches."""
     analytic_ratio: Estimate
     """trace_analytic / trace_dropout."""
     batch_ratio: Estimate | None
     """trace_dropout / trace_batch."""
     cosine: Estimate
-    """Of the diagonals of dropout's and of ξ_approx's covariance."""
+    """Between the diagonals of dropout's and of ξ_approx's covariance."""
     overlap: Overlap
     groups: dict[str, Group]
     shrinking: list[Shrinking]
     samples: int
     parameters: int
     kept: int
-    """Numbers kept of each gradient; fewer than parameters where it was sketched."""
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        return {
-            "trace_dropout": self.trace_dropout.to_json(),
-            "trace_analytic": self.trace_analytic.to_json(),
-            "trace_batch": None if self.trace_batch is None else self.trace_batch.to_json(),
-            "analytic_ratio": self.analytic_ratio.to_json(),
-            "batch_ratio": None if self.batch_ratio is None else self.batch_ratio.to_json(),
-            "cosine": self.cosine.to_json(),
-            "overlap": self.overlap.to_json(),
-            "groups": {name: group.to_json() for name, group in self.groups.items()},
-            "k": [point.to_json() for point in self.shrinking],
-            "samples": self.samples,
-            "parameters": self.parameters,
-            "kept": self.kept,
-        }
+    """Numbers kept of each gradient; fewer than parameters where it is sketched."""
 
 
-def measure_implicit(subject: Subject, budget: Budget, *, draws: int) -> Implicit:
+Traces = Mapping[str, float]
+"""The squared norm of a sample of noise by part of the model: a sample of its covariance's trace."""
+
+
+class _Pair(NamedTuple):
+    """One sample of each kind on a batch."""
+
+    dropout: Traces
+    analytic: Traces
+
+
+def measure_implicit(
+    measured: MeasuredModel, budget: Budget, *, draws: int | None = None
+) -> Implicit:
     """Measure the implicit effect until the time or the draws are used up.
 
     Args:
-        subject: the model under study.
-        budget: the time there is; four samples are taken in any case.
-        draws: the most samples of each kind a batch.
+        measured: the model.
+        budget: the time; four samples are drawn in any case.
+        draws: the most samples of each kind per batch; None leaves the limit to the time.
     """
-    study = _Study(subject)
+    study = _Study(measured)
     study.between_batches(budget)
     study.within_batches(budget, draws)
     return study.result()
 
 
 class _Study:
-    """Samples as they come: traces by group in full, directions and squares as sketches."""
+    """Samples as they come: traces of all of them, sketches of some."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.noise = GradientNoise(subject)
-        device = next(subject.model.parameters()).device
+    def __init__(self, measured: MeasuredModel) -> None:
+        self.measured = measured
+        self.noise = GradientNoise(measured)
+        device = next(measured.model.parameters()).device
         self.sketch = Sketch(self.noise.size, PLACES, device)
-        self.table = Draws()
-        self.batch_table = Draws()
-        self.directions: dict[str, list[Tensor]] = {"dropout": [], "analytic": []}
-        self.squares: dict[str, list[Tensor]] = {"dropout": [], "analytic": []}
+        self.pairs: Samples[_Pair] = Samples()
+        self.between: Samples[Traces] = Samples()
+        self.directions: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.squares: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.sizes: dict[str, int] = {}
         for group, parameter in zip(self.noise.groups, self.noise.parameters, strict=True):
             self.sizes[group] = self.sizes.get(group, 0) + parameter.numel()
 
     def between_batches(self, budget: Budget) -> None:
-        """Pairs of batches that share none; the time of a fifth of the budget at most."""
-        batches = self.subject.batches
+        """Sample disjoint pairs of batches, in at most a fifth of the time."""
+        batches = self.measured.batches
         for pair, (one, two) in enumerate(zip(batches[::2], batches[1::2], strict=False)):
             if pair > 1 and budget.elapsed > 0.2:
                 return
-            self.batch_table.add(pair, 1.0, self._traces("batch", self.noise.between(one, two)))
+            self.between.add(pair, 1.0, self._traces(self.noise.between(one, two)))
 
-    def within_batches(self, budget: Budget, draws: int) -> None:
-        """Round the batches, one sample of dropout's noise and one of ξ_approx each time."""
-        batches = self.subject.batches
-        for turn in range(max(draws, math.ceil(_LEAST / len(batches)))):
+    def within_batches(self, budget: Budget, draws: int | None) -> None:
+        """Visit the batches in turn, one sample of dropout's noise and one of ξ_approx each time."""
+        batches = self.measured.batches
+        rounds = None if draws is None else max(draws, math.ceil(_LEAST / len(batches)))
+        for turn in count() if rounds is None else range(rounds):
             for place, batch in enumerate(batches):
                 taken = turn * len(batches) + place
-                if budget.spent(taken / (draws * len(batches))) and taken >= _LEAST:
+                done = 0.0 if rounds is None else taken / (rounds * len(batches))
+                if budget.spent(done) and taken >= _LEAST:
                     return
-                samples = {
-                    "dropout": self.noise.dropout(batch),
-                    "analytic": self.noise.analytic(batch),
-                }
-                row: dict[str, float] = {}
-                for kind, sample in samples.items():
-                    row |= self._traces(kind, sample)
-                    self.directions[kind].append(self.sketch(sample))
-                    self.squares[kind].append(self.sketch([part.square() for part in sample]))
-                self.table.add(batch.number, 1.0, row)
+                samples = (self.noise.dropout(batch), self.noise.analytic(batch))
+                if taken < _KEPT:
+                    for place_of_kind, sample in enumerate(samples):
+                        self.directions[place_of_kind].append(self.sketch(sample))
+                        squares = self.sketch([part.square() for part in sample])
+                        self.squares[place_of_kind].append(squares)
+                self.pairs.add(batch.number, 1.0, _Pair(*map(self._traces, samples)))
 
-    def _traces(self, kind: str, sample: list[Tensor]) -> dict[str, float]:
-        """The squared norm, of all and by group: a sample of the covariance's trace."""
-        row = dict.fromkeys((f"{kind} {group}" for group in self.sizes), 0.0)
+    def _traces(self, sample: list[Tensor]) -> Traces:
+        traces = dict.fromkeys(self.sizes, 0.0)
         for group, part in zip(self.noise.groups, sample, strict=True):
-            row[f"{kind} {group}"] += float(part.double().square().sum())
-        return {kind: math.fsum(row.values()), **row}
+            traces[group] += float(part.double().square().sum())
+        return traces
 
     def result(self) -> Implicit:
         """Compare the covariances."""
-        drop, analytic = (torch.stack(self.directions[kind]) for kind in self.directions)
-        has_batches = self.batch_table.batches > 0
-        trace_batch = self.batch_table.mean("batch") if has_batches else None
-        trace_dropout = self.table.mean("dropout")
+        drop, analytic = (torch.stack(kept) for kept in self.directions)
+        trace_dropout = self.pairs.mean(lambda s: math.fsum(s.dropout.values()))
+        trace_batch = None
+        if self.between.batches:
+            trace_batch = self.between.mean(lambda s: math.fsum(s.values()))
         return Implicit(
             trace_dropout=trace_dropout,
-            trace_analytic=self.table.mean("analytic"),
+            trace_analytic=self.pairs.mean(lambda s: math.fsum(s.analytic.values())),
             trace_batch=trace_batch,
-            analytic_ratio=self.table.ratio({"analytic": 1.0}, {"dropout": 1.0}),
-            batch_ratio=None if trace_batch is None else _quotient(trace_dropout, trace_batch),
-            cosine=cosine(*(torch.stack(self.squares[kind]) for kind in self.squares)),
+            analytic_ratio=self.pairs.ratio(
+                lambda s: math.fsum(s.analytic.values()), lambda s: math.fsum(s.dropout.values())
+            ),
+            batch_ratio=None if trace_batch is None else ratio_of(trace_dropout, trace_batch),
+            cosine=cosine(*(torch.stack(kept) for kept in self.squares)),
             overlap=_overlap(drop, analytic, self.sketch.places),
             groups={group: self._group(group) for group in self.sizes},
             shrinking=[
@@ -200,17 +178,17 @@ class _Study:
                 for k in _KS
                 if len(drop) >= 2 * k
             ],
-            samples=len(drop),
+            samples=self.pairs.count,
             parameters=self.noise.size,
             kept=self.sketch.places,
         )
 
     def _group(self, group: str) -> Group:
-        has_batches = self.batch_table.batches > 0
+        has_batches = self.between.batches > 0
         return Group(
-            self.table.mean(f"dropout {group}"),
-            self.table.mean(f"analytic {group}"),
-            self.batch_table.mean(f"batch {group}") if has_batches else None,
+            self.pairs.mean(lambda s: s.dropout[group]),
+            self.pairs.mean(lambda s: s.analytic[group]),
+            self.between.mean(lambda s: s[group]) if has_batches else None,
             self.sizes[group],
         )
 
@@ -218,13 +196,3 @@ class _Study:
 def _overlap(drop: Tensor, analytic: Tensor, places: int) -> Overlap:
     k = max(1, min(_DIRECTIONS, len(drop) // 4))
     return Overlap(overlap(drop, analytic, k), overlap(drop, drop, k), min(1.0, k / places), k)
-
-
-def _quotient(a: Estimate, b: Estimate) -> Estimate:
-    """A ratio of independent figures."""
-    if b.value == 0.0:
-        return Estimate(math.nan, None)
-    value = a.value / b.value
-    if a.stderr is None or b.stderr is None:
-        return Estimate(value, None)
-    return Estimate(value, math.hypot(a.stderr, value * b.stderr) / abs(b.value))

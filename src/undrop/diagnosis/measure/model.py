@@ -1,17 +1,17 @@
-"""The model under study: its batches, and its loss under any noise that one cares to put in."""
+"""The model that is measured: its loss on a batch under any noise, with nothing left behind."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undrop.errors import DataError, NonFiniteError
+from undrop.diagnosis.measure.batches import NumberedBatch
+from undrop.errors import NonFiniteError, OutputError
 from undrop.generators import Generators
 from undrop.intercept import (
     Field,
@@ -31,75 +31,72 @@ from undrop.losses import Loss, as_loss
 from undrop.noise import draw as draw_noise
 from undrop.noise import sigma
 
-__all__ = ["Batch", "Given", "Noise", "Subject", "collect"]
+__all__ = ["FixedNoise", "FreshMasks", "MeasuredModel", "SiteNoise"]
 
-Noise = Mapping[str, Tensor]
-"""σ·η by the name of its site; sites that are not in it are silent."""
-
-
-class Batch(NamedTuple):
-    """One batch, as the user gave it."""
-
-    number: int
-    inputs: Any
-    targets: Any
+SiteNoise = Mapping[str, Tensor]
+"""σ·η by the name of its site; sites that are not in it carry no noise."""
 
 
-def collect(batches: Iterable[Any], limit: int) -> list[Batch]:
-    """The first ``limit`` batches; fewer if there are no more.
+class FixedNoise:
+    """h ⊙ (1 + σ·η) for a given σ·η; other sites carry no noise."""
 
-    Raises:
-        DataError: if there is none, or one is not a pair (inputs, targets).
-    """
-    if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
-        raise DataError(
-            "batches must be an iterable of pairs (inputs, targets), such as a DataLoader, got "
-            f"{type(batches).__name__}: put a single batch into a list, [(inputs, targets)]."
-        )
-    found = []
-    for number, pair in enumerate(islice(batches, limit)):
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            got = f"{len(pair)} things" if isinstance(pair, tuple | list) else type(pair).__name__
-            raise DataError(
-                f"each batch must be a pair (inputs, targets), got {got} for batch {number}: inputs "
-                "may be a tensor, a tuple (positional) or a dict (keyword arguments)."
-            )
-        found.append(Batch(number, *pair))
-    if not found:
-        raise DataError(
-            "there are no batches: pass at least one pair (inputs, targets); a generator that was "
-            "run through once is empty."
-        )
-    return found
-
-
-class Given:
-    """The field h ⊙ (1 + σ·η) for a given σ·η by site; every other site is silent."""
-
-    def __init__(self, noise: Noise) -> None:
+    def __init__(self, noise: SiteNoise) -> None:
         self.noise = noise
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """H ⊙ (1 + σ·η)."""
+        """h ⊙ (1 + σ·η)."""
         noise = self.noise.get(site.name)
         return h if noise is None else torch.addcmul(h, h, noise)
 
 
-class Subject:
-    """A model, a loss and batches, measured without leaving a trace in the model.
+class FreshMasks(FixedNoise):
+    """Dropout with masks of our own, drawn where a pass first meets a site and the same from then on.
+
+    Args:
+        generators: give the random generator for a device.
+        chosen: which sites drop, by name; the others carry no noise.
+    """
+
+    def __init__(self, generators: Generators, chosen: Callable[[str], bool]) -> None:
+        self._masks: dict[str, Tensor] = {}
+        super().__init__(self._masks)
+        self._generators = generators
+        self._chosen = chosen
+
+    def __call__(self, site: Site, h: Tensor) -> Tensor:
+        """h ⊙ (1 + σ·η), which is 0 or h/(1-q)."""
+        if self._chosen(site.name) and site.name not in self._masks:
+            self._masks[site.name] = _mask(site, h, self._generators)
+        return super().__call__(site, h)
+
+
+def _mask(site: Site, like: Tensor, generators: Generators, factor: float = 1.0) -> Tensor:
+    q = site.p * factor
+    return draw_noise(
+        "dropout",
+        site.mask_shape,
+        q,
+        like=like.detach(),
+        scale=sigma(q),
+        generator=generators(like.device),
+    )
+
+
+class MeasuredModel:
+    """A model with its loss and batches. Measuring leaves nothing behind in the model.
 
     Args:
         model: any module with dropout.
         batches: at least one.
-        loss: what a user passes as a loss.
-        generator: where masks come from.
+        loss: as for an objective.
+        generator: seeds the masks.
         batch_dim: the dimension of targets and outputs that counts examples.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        batches: list[Batch],
+        batches: list[NumberedBatch],
         *,
         loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
         generator: torch.Generator | None = None,
@@ -108,91 +105,110 @@ class Subject:
         self.model = unwrapped(model)
         self.batches = batches
         self.loss = as_loss(loss)
-        self.randomness = Generators(generator)
+        self.generators = Generators(_seeded_from(generator))
         self.batch_dim = batch_dim
-        self._stacks = True
-        self._drew = False
+        self._vmap_works = True
         self.sites: Sites = sites(self.model, batches[0].inputs)
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """The name of the model's class."""
         return type(self.model).__name__
 
     @contextlib.contextmanager
-    def studied(self) -> Iterator[None]:
-        """In train mode, with gradients; after it all is as it was, torch's random state included."""
+    def preserved(self) -> Iterator[None]:
+        """Train mode with gradients; at the end all is as it was, random generators included.
+
+        Raises:
+            OutputError: if two passes without noise disagree.
+        """
         with preserve_model(self.model), torch.inference_mode(False), torch.enable_grad():
             if not self.model.training:
                 self.model.train()
-            self._replay = RngSnapshot.of(self.model, self.randomness)
+            self._rng = RngSnapshot.of(self.model, self.generators)
+            self._check_repeatable()
             yield
+
+    @torch.no_grad()
+    def _check_repeatable(self) -> None:
+        """Refuse a model whose own random numbers can't be held still."""
+        passes = [self.run(self.batches[0], FixedNoise({})) for _ in range(2)]
+        tolerance = 1e-2 if passes[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
+        one, two = (output.double().nan_to_num() for output in passes)
+        if one.shape != two.shape or float((one - two).norm()) > tolerance * float(one.norm()):
+            raise OutputError(
+                f"two passes of {self.name} without dropout disagree although every random generator "
+                "started from the same state, so nothing can be measured by comparing passes: make the "
+                "model draw its random numbers from torch's, NumPy's or Python's global generators, or "
+                "switch them off."
+            )
+
+    def restart_randomness(self) -> None:
+        """Let the next pass draw the same random numbers, dropout aside, as every other one."""
+        self._rng.restart()
 
     def run(
         self,
-        batch: Batch,
-        field: Field,
+        batch: NumberedBatch,
+        action: Field,
         rules: Mapping[Callable[..., Any], Handler] | None = None,
     ) -> Tensor:
-        """The tensor that the loss sees, with the field's say at every site.
+        """The tensor that the loss receives, with the action at every site.
 
-        What the model draws on its own account is the same in every pass: it is no dropout.
+        Random numbers that the model draws besides dropout are the same in every pass.
         """
-        if self._drew:
-            self._replay.restart()
-        with keep_statistics(self.model), Interception(self.model, field, rules) as mode:
+        self.restart_randomness()
+        with keep_statistics(self.model), Interception(self.model, action, rules):
             logits = logits_of(call(self.model, batch.inputs))
-        self._drew |= mode.drew
         self.loss.check(logits, batch.targets)
         self.loss.check_values(logits, batch.targets)
         return logits
 
     @torch.no_grad()
-    def value(self, batch: Batch, noise: Noise) -> float:
+    def loss_value(self, batch: NumberedBatch, noise: SiteNoise) -> float:
         """ℓ(F(x; 1, η)), or ℓ(F(x)) for no noise.
 
         Raises:
             NonFiniteError: naming the batch, if it is not finite.
         """
-        loss = float(self._value(batch, noise).double())
+        loss = float(self._loss(batch, noise).double())
         if not math.isfinite(loss):
             raise NonFiniteError(self.not_finite(batch, loss, "with" if noise else "without"))
         return loss
 
-    def _value(self, batch: Batch, noise: Noise) -> Tensor:
-        return self.loss.value(self.run(batch, Given(noise)), batch.targets)
+    def _loss(self, batch: NumberedBatch, noise: SiteNoise) -> Tensor:
+        return self.loss.value(self.run(batch, FixedNoise(noise)), batch.targets)
 
-    def not_finite(self, batch: Batch, loss: float, how: str) -> str:
-        """What to say of a loss that is not finite, with or without dropout."""
+    def not_finite(self, batch: NumberedBatch, loss: float, how: str) -> str:
+        """The message for a loss that is not finite, with or without dropout."""
         return (
             f"the loss of batch {batch.number} {how} dropout is {loss}: look for NaN or infinity in "
             f"its inputs and in the weights of {self.name}."
         )
 
     @torch.no_grad()
-    def values(self, batch: Batch, stack: Noise) -> Tensor:
-        """ℓ(F(x; 1, η)) of each of a stack of noises (k, …), at once where the model's ops allow it."""
-        if self._stacks:
+    def loss_values(self, batch: NumberedBatch, stack: SiteNoise) -> Tensor:
+        """ℓ(F(x; 1, η)) for each of a stack of noises (k, …), at once where the model allows vmap."""
+        if self._vmap_works:
             try:
-                run = torch.vmap(lambda noise: self._value(batch, noise))
+                run = torch.vmap(lambda noise: self._loss(batch, noise))
                 return run(stack).double()
-            except (RuntimeError, ValueError):  # an op without a rule for stacks
-                self._stacks = False
+            except (RuntimeError, ValueError):  # an op without a vmap rule
+                self._vmap_works = False
         size = len(next(iter(stack.values())))
         each = ({name: value[k] for name, value in stack.items()} for k in range(size))
-        return torch.tensor([self.value(batch, noise) for noise in each], dtype=torch.float64)
+        return torch.tensor([self.loss_value(batch, noise) for noise in each], dtype=torch.float64)
 
-    def masks(self, found: Iterable[tuple[Site, Tensor]], factor: float = 1.0) -> dict[str, Tensor]:
-        """σ·η of dropout with every site's p times ``factor``, as a tensor like the one given."""
-        noise = {}
-        for site, like in found:
-            q = site.p * factor
-            noise[site.name] = draw_noise(
-                "dropout",
-                site.mask_shape,
-                q,
-                like=like.detach(),
-                scale=sigma(q),
-                generator=self.randomness(like.device),
-            )
-        return noise
+    def draw_masks(
+        self, found: Iterable[tuple[Site, Tensor]], factor: float = 1.0
+    ) -> dict[str, Tensor]:
+        """σ·η of dropout with every site's p times ``factor``, as tensors like the ones given."""
+        return {site.name: _mask(site, like, self.generators, factor) for site, like in found}
+
+
+def _seeded_from(generator: torch.Generator | None) -> torch.Generator | None:
+    """A generator of our own: the user's may be one that a pass of the model resets or draws from."""
+    if generator is None:
+        return None
+    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return torch.Generator(generator.device).manual_seed(int(seed))

@@ -1,40 +1,131 @@
-"""Plain sentences drawn from the figures, each with the figure behind it.
+"""The conclusion in a paragraph, and what to do: plain sentences, each with its figure.
 
-A sentence is said only where its figure bears it out by two standard errors.
+A sentence is written only where the 95 % interval of its figure supports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from undrop.diagnosis.measure.estimates import percent
+from undrop.diagnosis.measure.benefit import Benefit
+from undrop.diagnosis.measure.estimates import Estimate, percent
 from undrop.diagnosis.measure.explicit import Explicit, Point
 from undrop.diagnosis.measure.implicit import Implicit
 from undrop.intercept import Sites
 
-__all__ = ["advise"]
+__all__ = ["GOOD", "advise", "conclude", "signed"]
 
 GOOD = 0.8
-"""The share of R_drop that ½E[uᵀHu] makes in the paper, and from which on it counts as good here."""
+"""The share of R_drop that ½E[uᵀHu] has in the paper; from here on it counts as good."""
 _POOR = 0.5
 _NOTHING = 0.01  # a share that does not matter
 _SOME = 0.2  # a part that does
 _ROUNDING = 1e-9  # of R_drop: less is no curvature
+_PER = "per 1,000 steps"
+
+TOO_LITTLE = "Too little data to say"
 
 
-def advise(sites: Sites, explicit: Explicit, implicit: Implicit | None) -> list[str]:
-    """What the figures say, the most urgent first."""
+def signed(estimate: Estimate) -> str:
+    """An estimate with its sign, plus included."""
+    return f"+{estimate}" if estimate.value > 0.0 else str(estimate)
+
+
+def conclude(explicit: Explicit, implicit: Implicit | None, benefit: Benefit | None) -> str:
+    """Return the diagnosis in one paragraph."""
+    sentences = [*_size(explicit)]
+    if implicit is not None:
+        sentences.append(_noise_sentence(implicit))
+    if benefit is not None:
+        sentences.append(_benefit_sentence(benefit))
+    return " ".join(sentences)
+
+
+def _size(explicit: Explicit) -> Iterator[str]:
+    r_drop, share = explicit.parts.r_drop, explicit.quadratic_share
+    if r_drop.includes_zero:
+        yield (
+            f"{TOO_LITTLE} what dropout adds to the loss: R_drop = {r_drop} may be 0; give it more "
+            "batches or more seconds."
+        )
+        return
+    verb = "adds" if r_drop.value > 0.0 else "takes off"
+    amount = r_drop if r_drop.value > 0.0 else r_drop.scaled(-1.0)
+    yield f"Dropout {verb} {amount} {'to' if verb == 'adds' else ''} the loss.".replace("  ", " ")
+    shown = percent(share, interval=True)
+    if share.low >= GOOD and share.high <= 2.0 - GOOD:
+        yield f"The explicit regularizer ½E[uᵀHu] makes up {shown} of that, so it describes it well."
+    elif share.high < _POOR or share.low > 2.0 - _POOR:
+        yield f"The explicit regularizer ½E[uᵀHu] is {shown} of that, so it describes it badly."
+    elif share.low >= _POOR and share.high <= 2.0 - _POOR:
+        yield f"The explicit regularizer ½E[uᵀHu] is {shown} of that: a rough description."
+    else:
+        yield f"{TOO_LITTLE} how much of that the explicit regularizer ½E[uᵀHu] is ({shown})."
+    leader = _leader(explicit)
+    if leader is not None:
+        yield f"Most of it, {percent(leader[1])}, comes from `{leader[0]}`."
+
+
+def _leader(explicit: Explicit) -> tuple[str, Estimate] | None:
+    """The site with the largest share, if that is certain."""
+    effects = sorted(explicit.sites.items(), key=lambda item: -item[1].share.value)
+    if len(effects) < 2:
+        return None
+    (name, most), (_, second) = effects[:2]
+    certain = most.share.low > 1.0 / len(effects) and most.share.low > second.share.high
+    return (name, most.share) if certain else None
+
+
+def _noise_sentence(implicit: Implicit) -> str:
+    ratio = implicit.batch_ratio
+    if ratio is None:
+        return "Its gradient noise can't be compared with mini-batching's on a single batch."
+    if ratio.low > 1.0:
+        return f"Its gradient noise is {ratio} times mini-batching's: the implicit effect matters."
+    if ratio.high < _SOME:
+        return f"Its gradient noise is {ratio} times mini-batching's: the implicit effect is small."
+    if ratio.high < 1.0:
+        return f"Its gradient noise is {ratio} times mini-batching's: the smaller of the two."
+    return f"{TOO_LITTLE} whether its gradient noise exceeds mini-batching's (ratio {ratio})."
+
+
+def _benefit_sentence(benefit: Benefit) -> str:
+    total = benefit.every_site
+    if total.includes_zero:
+        return f"{TOO_LITTLE} whether it helps on the validation data (benefit {signed(total)} {_PER})."
+    if total.value > 0.0:
+        return f"It helps: its explicit part lowers the validation loss by {total} {_PER}."
+    raised = total.scaled(-1.0)
+    return f"It is in the way: its explicit part raises the validation loss by {raised} {_PER}."
+
+
+def advise(
+    sites: Sites, explicit: Explicit, implicit: Implicit | None, benefit: Benefit | None = None
+) -> list[str]:
+    """Return what to do, the most urgent first; there is always at least one sentence."""
     sentences = [*_mistakes(sites)]
-    if explicit.parts.r_drop.vanishes:
+    if benefit is not None:
+        sentences += _benefits(benefit)
+    if abs(explicit.parts.half_quadratic.value) <= _ROUNDING * abs(explicit.parts.r_drop.value):
         sentences.append(
-            "The explicit effect can't be told from zero (R_drop = "
-            f"{explicit.parts.r_drop}): take more batches or more seconds before acting on it."
+            "½E[uᵀHu] is 0 for every p, because the loss is linear in the model's output, as NLLLoss is "
+            "in log-probabilities: let the model return logits and use cross-entropy as the loss."
+        )
+    elif explicit.parts.r_drop.includes_zero:
+        sentences.append(
+            f"{TOO_LITTLE} anything about the explicit effect (R_drop = {explicit.parts.r_drop}): use "
+            "more batches or more seconds before you act on it."
         )
     else:
         sentences += _quadratic(explicit)
     sentences += _where(explicit)
     if implicit is not None:
         sentences += _noise(implicit)
+    if benefit is None:
+        sentences.append(
+            "To learn which dropout helps, pass validation batches (`validation=…`): a share of the "
+            "effect says how strong a dropout is, not whether it is good."
+        )
     return sentences
 
 
@@ -42,9 +133,41 @@ def _mistakes(sites: Sites) -> Iterator[str]:
     for site in sites:
         if site.active_in_eval:
             yield (
-                f"Dropout at `{site.name}` (p = {site.p:g}) is active in eval mode too, which is "
-                "hardly meant: make it depend on `self.training`."
+                f"Dropout at `{site.name}` (p = {site.p:g}) is active in eval mode too, probably by "
+                "mistake: make it depend on `self.training`."
             )
+
+
+def _benefits(benefit: Benefit) -> Iterator[str]:
+    ordered = sorted(benefit.sites.items(), key=lambda item: -item[1].value)
+    for name, found in ordered:
+        if found.low > 0.0:
+            yield (
+                f"Raise p at `{name}`: {signed(found)} (the fall of the validation loss {_PER} that "
+                "it causes now)."
+            )
+    for name, found in reversed(ordered):
+        if found.high < 0.0:
+            yield (
+                f"Dropout at `{name}` is in the way: lower p ({signed(found)}, a rise of the "
+                f"validation loss {_PER})."
+            )
+    unknown = [f"`{name}`" for name, found in ordered if found.includes_zero]
+    if unknown:
+        yield f"No evidence either way at {', '.join(unknown)}: too few batches."
+    yield from _decay(benefit)
+
+
+def _decay(benefit: Benefit) -> Iterator[str]:
+    decay = benefit.weight_decay
+    best = max(benefit.sites.values(), key=lambda found: found.high)
+    how = f"λ = {benefit.decay:.2g}" + ("" if benefit.decay_given else ", a push as strong")
+    if decay.low > max(best.high, 0.0):
+        yield f"Weight decay helps more than any dropout here: {signed(decay)} {_PER} ({how})."
+    elif decay.low > 0.0:
+        yield f"Weight decay helps as well: {signed(decay)} {_PER} ({how})."
+    elif decay.high < 0.0:
+        yield f"Weight decay would be in the way: {signed(decay)} {_PER} ({how})."
 
 
 def _quadratic(explicit: Explicit) -> Iterator[str]:
@@ -52,39 +175,31 @@ def _quadratic(explicit: Explicit) -> Iterator[str]:
     whole = abs(parts.r_drop.value)
     if share.low >= GOOD and share.high <= 2.0 - GOOD:
         yield (
-            f"The quadratic picture holds: ½E[uᵀHu] is {percent(share)} of R_drop, so "
-            "undrop.Analytic(strength=undrop.TAYLOR) stands in for the explicit effect."
-        )
-    elif abs(parts.psd.value) <= _ROUNDING * whole:
-        yield (
-            "½E[uᵀHu] is 0 whatever p, since the loss is linear in the model's output, as NLLLoss is in "
-            "log-probabilities: let the model return logits and take cross-entropy as the loss."
+            "undrop.Analytic(strength=undrop.TAYLOR) can replace the explicit effect of this dropout: "
+            f"½E[uᵀHu] is {percent(share)} of R_drop."
         )
     elif share.high < _POOR or share.low > 2.0 - _POOR:
         yield (
-            f"The quadratic picture breaks down: ½E[uᵀHu] is {percent(share)} of R_drop, so the "
-            "analytic explicit regularizer is another one than this dropout; a smaller p brings "
-            "them together."
+            f"The analytic explicit regularizer differs from this dropout: ½E[uᵀHu] is "
+            f"{percent(share)} of R_drop; a smaller p brings them together."
         )
-    second = explicit.second_order_share
-    if parts.non_psd.low > _SOME * whole or parts.non_psd.high < -_SOME * whole:
+    if parts.curvature.low > _SOME * whole or parts.curvature.high < -_SOME * whole:
         yield (
-            "The model's own curvature matters: the non-PSD term, which the analytic regularizer "
-            f"leaves out, is {parts.non_psd} of R_drop = {parts.r_drop}; with it second order makes "
-            f"{percent(second)}."
+            "The model's own curvature matters: it contributes "
+            f"{parts.curvature} of R_drop = {parts.r_drop}, which the analytic regularizer leaves out."
         )
     yield from _breakdown(explicit.curve)
 
 
 def _breakdown(curve: list[Point]) -> Iterator[str]:
-    """From which p on second order misses much, if it holds below."""
+    """The p from which on second order misses much, if it holds below."""
     bad = [point for point in curve if _misses(point)]
-    good = [point for point in curve if point.q < min((b.q for b in bad), default=0.0)]
+    good = [point for point in curve if point.p < min((b.p for b in bad), default=0.0)]
     if bad and good:
-        point = min(bad, key=lambda b: b.q)
+        point = min(bad, key=lambda b: b.p)
         yield (
-            f"Scaled to a largest p of {point.q:.2g}, dropout leaves second order behind: Taylor "
-            f"misses {point.parts.rest} of R_drop = {point.parts.r_drop}."
+            f"Second order breaks down at a largest p of about {point.p:.2g}: there it misses "
+            f"{point.parts.rest} of R_drop = {point.parts.r_drop}."
         )
 
 
@@ -94,21 +209,15 @@ def _misses(point: Point) -> bool:
 
 
 def _where(explicit: Explicit) -> Iterator[str]:
-    effects = sorted(explicit.sites.items(), key=lambda item: -item[1].share.value)
-    if len(effects) == 1:
-        return
-    name, most = effects[0]
-    if most.share.low > 1.0 / len(effects) and most.share.value > effects[1][1].share.high:
-        yield f"{percent(most.share)} of the explicit effect is at `{name}`."
     idle = [
         f"`{name}` ({percent(effect.share)})"
-        for name, effect in effects
-        if effect.share.high < _NOTHING
+        for name, effect in explicit.sites.items()
+        if effect.share.high < _NOTHING and len(explicit.sites) > 1
     ]
     if idle:
         yield (
-            f"Dropout at {', '.join(idle)} adds nothing measurable to the explicit effect: it can be "
-            "left out, or made stronger if it was meant to act."
+            f"Dropout at {', '.join(idle)} adds nothing measurable to the explicit effect: remove it, "
+            "or raise its p if it was meant to act."
         )
 
 
@@ -116,19 +225,22 @@ def _noise(implicit: Implicit) -> Iterator[str]:
     ratio = implicit.batch_ratio
     if ratio is not None and ratio.low > 1.0:
         yield (
-            f"Dropout makes {ratio} times the gradient noise of mini-batching: its implicit effect "
-            "is in play, and averaging over masks (Drop_k) or larger batches would take it away."
+            f"Keep the noise in mind: dropout makes {ratio} times the gradient noise of mini-batching, "
+            "so averaging over masks (Drop_k) or larger batches change training."
         )
     elif ratio is not None and ratio.high < _SOME:
         yield (
-            f"Dropout makes only {ratio} times the gradient noise of mini-batching: its implicit "
-            "effect is small here, and averaging over masks would change little."
+            f"Averaging over masks would change little: dropout makes only {ratio} times the gradient "
+            "noise of mini-batching."
         )
     kept = implicit.analytic_ratio
     if kept.low > 1.0 / (1.0 + _SOME) and kept.high < 1.0 + _SOME:
-        yield f"ξ_approx has the size of dropout's noise: its trace is {percent(kept)} of dropout's."
+        yield f"ξ_approx is as large as dropout's noise: its trace is {percent(kept)} of dropout's."
     elif kept.high < GOOD or kept.low > 1.0 / GOOD:
         yield (
-            f"ξ_approx has another size than dropout's noise: its trace is {percent(kept)} of "
-            "dropout's, which a smaller p would bring nearer."
+            f"ξ_approx is not as large as dropout's noise: its trace is {percent(kept)} of dropout's; a "
+            "smaller p brings them together."
+            if kept.high < GOOD
+            else f"ξ_approx is larger than dropout's noise: its trace is {percent(kept)} of dropout's; "
+            "a smaller p brings them together."
         )

@@ -1,35 +1,35 @@
-"""The figures of a diagnosis drawn, readable without colour: hatches, markers and dashes differ."""
+"""The figures of a diagnosis, drawn; readable without colour."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undrop.diagnosis.measure.estimates import Estimate
-from undrop.errors import OptionError, UndropError
+from undrop.report.figures import bar_style, line_style, literal, new_figure, save, styled
+from undrop.report.figures import svg as as_svg
 
 if TYPE_CHECKING:
     from undrop.diagnosis.report.result import Diagnosis
 
-__all__ = ["draw", "panels", "svg"]
+__all__ = ["draw", "panels", "picture"]
 
-_HATCHES = ("", "///", "...", "xxx")
-_FILLS = ("0.55", "0.75", "0.92", "0.4")
-_ROWS = 12  # the most bars of a panel
+_ROWS = 12  # the most bars in a panel
 
 Panel = Callable[["Diagnosis", Any], None]
 
 
 def panels(diagnosis: Diagnosis) -> dict[str, Panel]:
-    """The panels that a diagnosis has something to show in, by title."""
+    """The panels that the diagnosis has figures for, by title."""
     found: dict[str, Panel] = {
         "R_drop and its parts": _parts,
         "Share of ½E[uᵀHu] by site": _sites,
-        "Where second order breaks down": _curve,
     }
+    if diagnosis.benefit is not None:
+        found["Benefit by site"] = _benefit
+    found["Where second order breaks down"] = _curve
     if diagnosis.explicit.classes:
         found["Classes that carry uᵀHu"] = _classes
     if diagnosis.implicit is not None:
@@ -42,44 +42,27 @@ def draw(diagnosis: Diagnosis, path: Path) -> None:
     """Draw all panels into one picture.
 
     Raises:
-        OptionError: if the suffix is not that of a kind of picture.
+        OptionError: if the suffix names no kind of picture.
     """
     found = panels(diagnosis)
     columns = 2
     rows = math.ceil(len(found) / columns)
-    figure = _figure(6.4 * columns, 3.8 * rows)
-    for place, (title, panel) in enumerate(found.items()):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        panel(diagnosis, axes)
-        axes.set_title(title)
-    figure.suptitle(f"What dropout does in {_plain(diagnosis.model)}")
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise OptionError(f"{path} can't be drawn: {error}.") from error
+    figure = new_figure(6.4 * columns, 3.8 * rows)
+    with styled():
+        for place, (title, panel) in enumerate(found.items()):
+            axes = figure.add_subplot(rows, columns, place + 1)
+            panel(diagnosis, axes)
+            axes.set_title(title)
+        figure.suptitle(f"What dropout does in {literal(diagnosis.model)}")
+    save(figure, path)
 
 
-def svg(diagnosis: Diagnosis, panel: Panel) -> bytes:
-    """One panel as an SVG picture."""
-    figure = _figure(7.0, 3.9)
-    panel(diagnosis, figure.add_subplot())
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
-
-
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UndropError("plots need matplotlib: pip install 'undrop[plot]'.") from error
-    # no pyplot: nothing global, no window, no leak
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _plain(text: str) -> str:
-    """A name as it is: to matplotlib a dollar sign would begin a formula."""
-    return text.replace("$", r"\$")
+def picture(diagnosis: Diagnosis, title: str, panel: Panel) -> str:
+    """One panel as an ``<svg>`` element."""
+    figure = new_figure(7.0, 3.9)
+    with styled():
+        panel(diagnosis, figure.add_subplot())
+    return as_svg(figure, f"{title}; the figures are in the tables below")
 
 
 def _errors(estimates: Sequence[Estimate], scale: float = 1.0) -> list[float]:
@@ -89,91 +72,68 @@ def _errors(estimates: Sequence[Estimate], scale: float = 1.0) -> list[float]:
 def _bars(axes: Any, names: Sequence[str], values: Sequence[Estimate], scale: float = 1.0) -> None:
     """Horizontal bars with error bars, the first at the top."""
     places = range(len(names))
-    axes.barh(
-        places,
-        [scale * e.value for e in values],
-        xerr=_errors(values, scale),
-        color="0.75",
-        edgecolor="black",
-        hatch="///",
-        capsize=3,
-    )
-    axes.set_yticks(places, [_plain(name) for name in names])
+    widths = [scale * e.value for e in values]
+    axes.barh(places, widths, xerr=_errors(values, scale), **bar_style(1))
+    axes.set_yticks(places, [literal(name) for name in names])
     axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
+    axes.grid(visible=False, axis="y")
 
 
 def _parts(diagnosis: Diagnosis, axes: Any) -> None:
-    parts = diagnosis.explicit.parts
-    names = ("R_drop", "½E[uᵀHu]", "non-PSD term", "missed by Taylor")
-    for place, (part, hatch, fill) in enumerate(zip(parts, _HATCHES, _FILLS, strict=True)):
-        axes.barh(
-            place,
-            part.value,
-            xerr=part.stderr or 0.0,
-            hatch=hatch,
-            color=fill,
-            edgecolor="black",
-            capsize=3,
-        )
+    names = ("R_drop", "½E[uᵀHu]", "curvature", "rest")
+    for place, part in enumerate(diagnosis.explicit.parts):
+        axes.barh(place, part.value, xerr=part.stderr or 0.0, **bar_style(place))
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.axvline(0.0, color="black", linewidth=0.8)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("mean loss per term")
+    axes.set_xlabel("loss per term")
 
 
 def _sites(diagnosis: Diagnosis, axes: Any) -> None:
     effects = sorted(diagnosis.explicit.sites.items(), key=lambda item: -item[1].share.value)
     shown = effects[:_ROWS]
-    names = [f"{name} (p = {effect.site.p:g})" for name, effect in shown]
+    names = [f"{name} (p = {effect.p:g})" for name, effect in shown]
     _bars(axes, names, [effect.share for _, effect in shown], 100.0)
     more = f" (the first {_ROWS} of {len(effects)} sites)" if len(effects) > _ROWS else ""
     axes.set_xlabel(f"% of ½E[uᵀHu]{more}")
 
 
+def _benefit(diagnosis: Diagnosis, axes: Any) -> None:
+    assert diagnosis.benefit is not None
+    found = sorted(diagnosis.benefit.sites.items(), key=lambda item: -abs(item[1].value))[:_ROWS]
+    rows = [*found, ("weight decay", diagnosis.benefit.weight_decay)]
+    _bars(axes, [name for name, _ in rows], [value for _, value in rows])
+    axes.axvline(0.0, color="black", linewidth=0.8)
+    axes.set_xlabel("fall of the validation loss per 1,000 steps; right of 0 helps")
+
+
 def _curve(diagnosis: Diagnosis, axes: Any) -> None:
     curve = diagnosis.explicit.curve
-    q = [point.q for point in curve]
+    p = [point.p for point in curve]
     r_drop = [point.parts.r_drop for point in curve]
-    lines = (
-        ("R_drop", "o", "-", [e.value for e in r_drop]),
-        ("½E[uᵀHu]", "s", "--", [p.parts.psd.value for p in curve]),
-        ("second order", "^", ":", [p.parts.psd.value + p.parts.non_psd.value for p in curve]),
-    )
-    for label, marker, dash, values in lines:
+    half = [point.parts.half_quadratic.value for point in curve]
+    both = [h + point.parts.curvature.value for h, point in zip(half, curve, strict=True)]
+    lines = {"R_drop": [e.value for e in r_drop], "½E[uᵀHu]": half, "second order": both}
+    for place, (label, values) in enumerate(lines.items()):
         errors = _errors(r_drop) if label == "R_drop" else None
-        axes.errorbar(
-            q,
-            values,
-            yerr=errors,
-            label=label,
-            marker=marker,
-            linestyle=dash,
-            color="black",
-            markerfacecolor="white",
-            capsize=3,
-        )
+        axes.errorbar(p, values, yerr=errors, label=label, **_line(place))
     axes.axvline(max(site.p for site in diagnosis.sites), color="0.5", linewidth=1.0)
-    if all(value > 0.0 for _, _, _, values in lines for value in values):
+    if all(value > 0.0 for values in lines.values() for value in values):
         axes.set_yscale("log")
     axes.set(xlabel="largest p (all p scaled alike; the line is the model's own)", ylabel="loss")
-    axes.grid(alpha=0.3)
     axes.legend()
+
+
+def _line(place: int) -> dict[str, Any]:
+    return {**line_style(place), "color": "black", "markerfacecolor": "white", "capsize": 3}
 
 
 def _classes(diagnosis: Diagnosis, axes: Any) -> None:
     classes = diagnosis.explicit.classes
     _bars(axes, [c.name for c in classes], [c.share for c in classes], 100.0)
-    axes.plot(
-        [100.0 * c.weight for c in classes],
-        range(len(classes)),
-        linestyle="none",
-        marker="D",
-        color="black",
-        markerfacecolor="white",
-        label="% of p(1-p)",
-    )
+    weights = [100.0 * c.weight for c in classes]
+    style = {"linestyle": "none", "marker": "D", "color": "black", "markerfacecolor": "white"}
+    axes.plot(weights, range(len(classes)), label="% of p(1-p)", **style)
     axes.set_xlabel("% of uᵀHu")
     axes.legend()
 
@@ -183,29 +143,22 @@ def _groups(diagnosis: Diagnosis, axes: Any) -> None:
     groups = sorted(
         diagnosis.implicit.groups.items(), key=lambda item: -item[1].trace_dropout.value
     )[:_ROWS]
-    kinds = ("trace_dropout", "trace_analytic", "trace_batch")
+    kinds = {
+        "dropout": [group.trace_dropout for _, group in groups],
+        "ξ_approx": [group.trace_analytic for _, group in groups],
+        "mini-batching": [group.trace_batch or Estimate(0.0, None) for _, group in groups],
+    }
     height = 0.8 / len(kinds)
-    for place, (kind, label) in enumerate(
-        zip(kinds, ("dropout", "ξ_approx", "mini-batching"), strict=True)
-    ):
-        found = [getattr(group, kind) or Estimate(0.0, None) for _, group in groups]
-        axes.barh(
-            [row + (place - 1) * height for row in range(len(groups))],
-            [e.value for e in found],
-            height=height,
-            xerr=_errors(found),
-            label=label,
-            hatch=_HATCHES[place],
-            color=_FILLS[place],
-            edgecolor="black",
-            capsize=2,
-        )
-    axes.set_yticks(range(len(groups)), [_plain(name) for name, _ in groups])
+    for place, (label, found) in enumerate(kinds.items()):
+        rows = [row + (place - 1) * height for row in range(len(groups))]
+        values = [e.value for e in found]
+        axes.barh(rows, values, height=height, xerr=_errors(found), label=label, **bar_style(place))
+    axes.set_yticks(range(len(groups)), [literal(name) for name, _ in groups])
     axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
     if any(group.trace_dropout.value > 0.0 for _, group in groups):
         axes.set_xscale("log")
     axes.set_xlabel("trace of the gradient's covariance")
-    axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(kinds))
 
 
@@ -213,19 +166,11 @@ def _shrinking(diagnosis: Diagnosis, axes: Any) -> None:
     assert diagnosis.implicit is not None
     points = diagnosis.implicit.shrinking
     ks = [point.k for point in points]
-    for kind, marker, dash in (("dropout", "o", "-"), ("analytic", "s", "--")):
-        found: list[Estimate] = [getattr(point, kind) for point in points]
-        axes.errorbar(
-            ks,
-            [e.value / k for e, k in zip(found, ks, strict=True)],
-            yerr=[(e.stderr or 0.0) / k for e, k in zip(found, ks, strict=True)],
-            label="ξ_approx" if kind == "analytic" else kind,
-            marker=marker,
-            linestyle=dash,
-            color="black",
-            markerfacecolor="white",
-            capsize=3,
-        )
+    kinds = {"dropout": [p.dropout for p in points], "ξ_approx": [p.analytic for p in points]}
+    for place, (label, found) in enumerate(kinds.items()):
+        values = [e.value / k for e, k in zip(found, ks, strict=True)]
+        errors = [(e.stderr or 0.0) / k for e, k in zip(found, ks, strict=True)]
+        axes.errorbar(ks, values, yerr=errors, label=label, **_line(place))
     first = points[0].dropout.value
     axes.plot(ks, [first / k for k in ks], color="0.6", linewidth=3.0, zorder=0, label="1/k")
     axes.set_xscale("log", base=2)
@@ -233,5 +178,4 @@ def _shrinking(diagnosis: Diagnosis, axes: Any) -> None:
         axes.set_yscale("log")
     axes.set_xticks(ks, [str(k) for k in ks])
     axes.set(xlabel="k", ylabel="trace")
-    axes.grid(alpha=0.3)
     axes.legend()

@@ -1,31 +1,51 @@
-"""What a diagnosis says: a table for people, JSON for programs, plots and a page."""
+"""What a diagnosis says: a conclusion and tables for people, JSON for programs, plots and a page."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from undrop.diagnosis.measure.benefit import Benefit
 from undrop.diagnosis.measure.estimates import Estimate, percent
 from undrop.diagnosis.measure.explicit import Explicit
 from undrop.diagnosis.measure.implicit import Implicit
+from undrop.diagnosis.report.advice import signed
+from undrop.diagnosis.report.glossary import GLOSSARY
+from undrop.diagnosis.report.provenance import Provenance
 from undrop.intercept import Sites
+from undrop.report import Table, as_json, terminal_width
 
-__all__ = ["Diagnosis"]
+if TYPE_CHECKING:
+    from undrop.diagnosis.report.comparison import Comparison
 
+__all__ = ["FORMAT", "Diagnosis"]
+
+FORMAT = 2
+"""The version of the JSON."""
+
+_WIDEST = 100  # columns of a paragraph
 ERRORS = (
-    "± is one standard error over masks and batches: the larger of the two ways to tell it, from "
-    "the spread between batches and from the spread of masks within each."
+    "± is one standard error over masks and batches, the larger of two estimates: from the spread "
+    "between batches, and from the spread of masks within each. Brackets are 95 % intervals."
 )
 EXACT = "Every mask was enumerated: ± is one standard error over batches alone."
+ONE_BATCH = "There is one batch: figures and errors are for that batch."
+BENEFIT = (
+    "The benefit is to first order, for plain gradient steps from these weights, and of the explicit "
+    "part alone: it says nothing about the noise, nor about many steps ahead."
+)
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What dropout does in a model.
 
-    ``print`` it, or ``save`` it as JSON, ``plot`` it, or write it as one ``html`` page.
+    ``print`` it, ``save`` it as JSON, ``plot`` it, write it as one ``html`` page, ``compare`` it with
+    another, or read its figures. A notebook shows it as tables.
     """
 
     model: str
@@ -33,19 +53,32 @@ class Diagnosis:
     explicit: Explicit
     implicit: Implicit | None
     """None where it was not asked for."""
+    benefit: Benefit | None
+    """None without validation batches."""
+    conclusion: str
+    """One paragraph."""
     advice: list[str]
-    seconds: float
+    """What to do, the most urgent first."""
+    provenance: Provenance
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.provenance.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """For programs: every figure is ``{"value": …, "stderr": …}``."""
+        """For programs: every figure is ``{"value": …, "stderr": …, "low": …, "high": …}``."""
         return {
+            "format": FORMAT,
             "model": self.model,
-            "sites": self.sites.to_json(),
-            "explicit": self.explicit.to_json(),
-            "implicit": None if self.implicit is None else self.implicit.to_json(),
+            "conclusion": self.conclusion,
             "advice": self.advice,
-            "stderr_over": "batches" if self.explicit.exact else "masks and batches",
-            "seconds": self.seconds,
+            "sites": self.sites.to_json(),
+            "explicit": as_json(self.explicit),
+            "implicit": as_json(self.implicit),
+            "benefit": as_json(self.benefit),
+            "notes": self.notes,
+            "provenance": as_json(self.provenance),
         }
 
     def save(self, path: str | Path) -> None:
@@ -66,109 +99,184 @@ class Diagnosis:
 
         write(self, Path(path))
 
+    def compare(self, other: Diagnosis) -> Comparison:
+        """Compare this diagnosis with a later one, or one of a changed model."""
+        from undrop.diagnosis.report.comparison import compare
+
+        return compare(self.to_json(), other.to_json())
+
+    def to_frame(self) -> Any:
+        """One row per site as a pandas DataFrame: p, kind, share, benefit and R_drop alone."""
+        from undrop.diagnosis.report.frames import site_frame
+
+        return site_frame(self.explicit, self.benefit)
+
     @property
     def notes(self) -> list[str]:
-        """How the figures were had."""
+        """How the figures were measured."""
         explicit, implicit = self.explicit, self.implicit
-        how = "exactly" if explicit.exact else f"from {explicit.masks} masks"
-        where = "one batch" if explicit.batches == 1 else f"{explicit.batches} batches"
-        notes = [
-            f"R_drop and its parts {how} on {where}, in {self.seconds:.0f} s.",
-            EXACT if explicit.exact else ERRORS,
-        ]
+        how = "every mask" if explicit.exact else f"{explicit.masks:,} masks"
+        given = explicit.batches_given
+        where = "one batch" if given == 1 else f"{explicit.batches} of {given} batches"
+        notes = [f"R_drop and its parts are from {how} on {where}."]
+        if explicit.batches < given:
+            notes.append("The time ran out before every batch was measured: give it more seconds.")
+        notes.append(EXACT if explicit.exact and given > 1 else ERRORS)
+        if given == 1:
+            notes.append(ONE_BATCH)
         if explicit.differences is not None:
             notes.append(
-                "Second derivatives are differences, since an op of the model has no double "
+                "Second derivatives are differences, because an op of the model has no double "
                 f"backward ({explicit.differences})."
             )
         if implicit is not None:
-            notes.append(
-                f"Gradient noise from {implicit.samples} samples of each kind; traces are of the "
-                "gradient of the mean loss of one batch of this size."
-            )
-            if implicit.kept < implicit.parameters:
-                notes.append(
-                    f"Directions and diagonals are compared in a random sketch of {implicit.kept:,} "
-                    f"numbers of {implicit.parameters:,}."
-                )
-            if implicit.trace_batch is None:
-                notes.append("The noise of mini-batching needs two batches or more.")
+            notes += _implicit_notes(implicit)
+        if self.benefit is not None:
+            notes.append(BENEFIT)
         return notes
 
-    def tables(self) -> Iterator[tuple[str, list[list[str]]]]:
-        """All figures as tables: a title, and rows of which the first is the head."""
-        yield "Explicit effect (mean loss per term)", self._parts()
-        yield "By site", self._sites()
-        yield "Every p times a factor", self._curve()
+    def tables(self) -> Iterator[Table]:
+        """All figures as tables."""
+        yield self._parts()
+        yield self._sites()
+        yield self._alone()
+        yield self._curve()
         if self.explicit.classes:
-            yield "Classes that carry uᵀHu", self._classes()
+            yield self._classes()
         if self.implicit is not None:
-            yield "Implicit effect (traces of gradient covariances)", _traces(self.implicit)
-            yield "Gradient noise by part of the model", _groups(self.implicit)
-            yield "Mean of k samples of noise: trace times k", _shrinking(self.implicit)
+            yield _traces(self.implicit)
+            yield _groups(self.implicit)
+            yield _shrinking(self.implicit)
 
-    def _parts(self) -> list[list[str]]:
+    def _parts(self) -> Table:
         parts, explicit = self.explicit.parts, self.explicit
-        return [
-            ["part", "value"],
-            ["R_drop = E ℓ(dropout) - ℓ", str(parts.r_drop)],
-            ["½E[uᵀHu], the explicit regularizer", str(parts.psd)],
-            ["½E[Dℓ·∂²F/∂ε²], the non-PSD term", str(parts.non_psd)],
-            ["what Taylor misses", str(parts.rest)],
-            ["½E[uᵀHu] / R_drop", percent(explicit.quadratic_share, of=parts.r_drop)],
-            [
+        unknown = parts.r_drop.includes_zero
+        share = partial(percent, interval=True)
+        rows = [
+            ("R_drop = E ℓ(dropout) - ℓ", str(parts.r_drop)),
+            ("½E[uᵀHu], the explicit regularizer", str(parts.half_quadratic)),
+            ("curvature of the model, ½E[Dℓ·∂²F/∂ε²]", str(parts.curvature)),
+            ("rest, missed by second order", str(parts.rest)),
+            ("½E[uᵀHu] / R_drop", "–" if unknown else share(explicit.quadratic_share)),
+            (
                 "all of second order / R_drop",
-                percent(explicit.second_order_share, of=parts.r_drop),
-            ],
+                "–" if unknown else share(explicit.second_order_share),
+            ),
         ]
+        return Table(("part", "value"), rows, title="Explicit effect (loss per term)")
 
-    def _sites(self) -> list[list[str]]:
-        head = ["site", "p", "share of ½E[uᵀHu]", "R_drop alone", "½E[uᵀHu]", "non-PSD", "missed"]
+    def _sites(self) -> Table:
+        """Strength and benefit."""
         effects = sorted(self.explicit.sites.items(), key=lambda item: -item[1].share.value)
-        return [head] + [
-            [name, f"{effect.site.p:g}", percent(effect.share), *map(str, effect.parts)]
-            for name, effect in effects
-        ]
+        heads = ["site", "p", "share of ½E[uᵀHu]"]
+        rows = [[name, f"{effect.p:g}", percent(effect.share)] for name, effect in effects]
+        title = "Sites: strength"
+        if self.benefit is not None:
+            heads += ["benefit", "z"]
+            rows = [[*row, *_with_z(self.benefit.sites[row[0]])] for row in rows]
+            rows.append(["all sites", "", "", *_with_z(self.benefit.every_site)])
+            given = "" if self.benefit.decay_given else ", as strong a push"
+            label = f"weight decay (λ = {self.benefit.decay:.2g}{given})"
+            rows.append([label, "", "", *_with_z(self.benefit.weight_decay)])
+            rate = self.benefit.learning_rate
+            title = f"Sites: strength and benefit (loss per 1,000 steps of {rate:g})"
+        return Table(heads, rows, numbers={"p", "z"}, title=title)
 
-    def _curve(self) -> list[list[str]]:
-        return [["factor", "largest p", "R_drop", "½E[uᵀHu]", "non-PSD", "missed"]] + [
-            [f"{point.factor:.2g}", f"{point.q:.2g}", *map(str, point.parts)]
+    def _alone(self) -> Table:
+        rows = [[name, *map(str, effect.parts)] for name, effect in self.explicit.sites.items()]
+        heads = ("site", "R_drop", "½E[uᵀHu]", "curvature", "rest")
+        return Table(heads, rows, title="Sites: each one alone, the others off")
+
+    def _curve(self) -> Table:
+        rows = [
+            [f"{point.factor:.2g}", f"{point.p:.2g}", *map(str, point.parts)]
             for point in self.explicit.curve
         ]
+        heads = ("factor", "largest p", "R_drop", "½E[uᵀHu]", "curvature", "rest")
+        numbers = {"factor", "largest p"}
+        return Table(heads, rows, numbers=numbers, title="Every p times a factor")
 
-    def _classes(self) -> list[list[str]]:
-        return [["class", "share of uᵀHu", "share of p(1-p)"]] + [
+    def _classes(self) -> Table:
+        rows = [
             [found.name, percent(found.share), f"{100.0 * found.weight:.1f} %"]
             for found in self.explicit.classes
         ]
+        heads = ("class", "share of uᵀHu", "share of p(1-p)")
+        return Table(heads, rows, title="Classes that carry uᵀHu")
+
+    def glossary(self) -> Table:
+        """The symbols and their meaning."""
+        return Table(("symbol", "meaning"), GLOSSARY, title="Symbols")
+
+    def origin(self) -> Table:
+        """Date, versions, model, data and effort."""
+        return Table(("", ""), self.provenance.rows(), title="Where the numbers come from")
 
     def __repr__(self) -> str:
-        lines = [f"What dropout does in {self.model}", ""]
-        for title, rows in self.tables():
-            lines += [title, *_aligned(rows), ""]
-        lines += ["What to do"]
-        lines += [f"  - {sentence}" for sentence in self.advice] or ["  (nothing stands out)"]
-        return "\n".join([*lines, "", *self.notes])
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The whole diagnosis for a terminal of that many columns; the terminal's own if None."""
+        room = terminal_width() if width is None else width
+        lines = [f"What dropout does in {self.model}", "", *_wrapped(self.conclusion, room)]
+        lines += ["", "What to do"]
+        for sentence in self.advice:
+            first, *more = _wrapped(sentence, room - 4)
+            lines += [f"  - {first}", *(f"    {line}" for line in more)]
+        for table in self.tables():
+            lines += ["", table.text(room)]
+        lines += [""]
+        for note in self.notes:
+            lines += _wrapped(note, room)
+        lines += ["", self.glossary().text(room), "", self.origin().text(room)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from undrop.diagnosis.report.page import notebook
+
+        return notebook(self)
 
 
-def _traces(implicit: Implicit) -> list[list[str]]:
+def _wrapped(text: str, room: int) -> list[str]:
+    return textwrap.wrap(text, min(room, _WIDEST), break_long_words=False, break_on_hyphens=False)
+
+
+def _with_z(found: Estimate) -> tuple[str, str]:
+    return signed(found), "–" if found.z is None else f"{found.z:+.1f}"
+
+
+def _implicit_notes(implicit: Implicit) -> Iterator[str]:
+    yield (
+        f"Gradient noise is from {implicit.samples:,} samples of each kind; traces are of the gradient "
+        "of the mean loss of one batch of this size."
+    )
+    if implicit.kept < implicit.parameters:
+        yield (
+            f"Directions and diagonals are compared in a random sketch of {implicit.kept:,} numbers of "
+            f"{implicit.parameters:,}."
+        )
+    if implicit.trace_batch is None:
+        yield "The noise of mini-batching needs at least two batches."
+
+
+def _traces(implicit: Implicit) -> Table:
     overlap = implicit.overlap
-    return [
-        ["figure", "value"],
-        ["dropout", str(implicit.trace_dropout)],
-        ["ξ_approx", str(implicit.trace_analytic)],
-        ["mini-batching", _or_dash(implicit.trace_batch)],
-        ["ξ_approx / dropout", str(implicit.analytic_ratio)],
-        ["dropout / mini-batching", _or_dash(implicit.batch_ratio)],
-        ["cosine of the diagonals, dropout and ξ_approx", str(implicit.cosine)],
-        [f"overlap of their leading {overlap.directions} directions", str(overlap.value)],
-        ["… of dropout's with itself, as much as these samples show", str(overlap.ceiling)],
-        ["… by chance", f"{overlap.chance:.2g}"],
+    rows = [
+        ("trace, dropout", str(implicit.trace_dropout)),
+        ("trace, ξ_approx", str(implicit.trace_analytic)),
+        ("trace, mini-batching", _or_dash(implicit.trace_batch)),
+        ("ξ_approx / dropout", str(implicit.analytic_ratio)),
+        ("dropout / mini-batching", _or_dash(implicit.batch_ratio)),
+        ("cosine of the diagonals, dropout and ξ_approx", str(implicit.cosine)),
+        (f"overlap of their leading {overlap.directions} directions", str(overlap.value)),
+        ("the most that this many samples can show", str(overlap.ceiling)),
+        ("overlap by chance", f"{overlap.chance:.2g}"),
     ]
+    return Table(("figure", "value"), rows, title="Implicit effect (gradient noise)")
 
 
-def _groups(implicit: Implicit) -> list[list[str]]:
-    return [["part", "parameters", "dropout", "ξ_approx", "mini-batching"]] + [
+def _groups(implicit: Implicit) -> Table:
+    rows = [
         [
             name,
             f"{group.parameters:,}",
@@ -178,21 +286,16 @@ def _groups(implicit: Implicit) -> list[list[str]]:
         ]
         for name, group in implicit.groups.items()
     ]
+    heads = ("part", "parameters", "dropout", "ξ_approx", "mini-batching")
+    title = "Gradient noise by part of the model (traces)"
+    return Table(heads, rows, numbers={"parameters"}, title=title)
 
 
-def _shrinking(implicit: Implicit) -> list[list[str]]:
-    return [["k", "dropout", "ξ_approx"]] + [
-        [str(point.k), str(point.dropout), str(point.analytic)] for point in implicit.shrinking
-    ]
+def _shrinking(implicit: Implicit) -> Table:
+    rows = [[str(point.k), str(point.dropout), str(point.analytic)] for point in implicit.shrinking]
+    heads = ("k", "dropout", "ξ_approx")
+    return Table(heads, rows, numbers={"k"}, title="Mean of k samples of noise: trace times k")
 
 
 def _or_dash(estimate: Estimate | None) -> str:
     return "–" if estimate is None else str(estimate)
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

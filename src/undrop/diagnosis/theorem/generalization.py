@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import OptionError, TargetError
+from undrop.report import as_json
 
 __all__ = ["TAU", "Assumption", "Bound", "Statistics", "bound", "minimum_over_beta", "statistics"]
 
@@ -77,7 +78,8 @@ def statistics(
     n = len(labels)
     mu, nu, loss_mean, square, above = (float(s) / n for s in sums)
     spread = max(square - loss_mean**2, 0.0)
-    return Statistics(mu, nu, Estimate(loss_mean, math.sqrt(spread / max(n - 1, 1))), tail, above)
+    truncated = Estimate.of(loss_mean, math.sqrt(spread / max(n - 1, 1)), n - 1.0)
+    return Statistics(mu, nu, truncated, tail, above)
 
 
 class Curve(NamedTuple):
@@ -164,13 +166,10 @@ class Bound:
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
-        values = asdict(self)
-        for name in ("train_loss", "test_loss", "gap"):
-            found: Estimate | None = getattr(self, name)
-            values[name] = None if found is None else found.to_json()
-        values["beta"] = self.beta if math.isfinite(self.beta) else None
-        values["assumptions"] = [assumption._asdict() for assumption in self.assumptions]
-        return {**values, "total": self.total}
+        return {
+            **{field.name: as_json(getattr(self, field.name)) for field in fields(self)},
+            "total": self.total,
+        }
 
     def __repr__(self) -> str:
         rows = [
@@ -366,7 +365,7 @@ def _measured(weight: Tensor, test: tuple[Tensor, Tensor] | None, cut: float) ->
 
 def _gap(train: Estimate, test: Estimate) -> Estimate:
     error = math.hypot(1.01 * (train.stderr or 0.0), test.stderr or 0.0)
-    return Estimate(test.value - 1.01 * train.value, error)
+    return Estimate.of(test.value - 1.01 * train.value, error)
 
 
 def _with_bias(

@@ -131,7 +131,7 @@ def _watched(record: Mapping[str, Any]) -> str:
     most = max(shares, key=lambda name: float(shares[name]), default=None)
     where = "" if most is None else f"  most of it at {most} ({shares[most]:.0%})"
     noise = f"  ‖ξ‖ {record['xi_norm']:.3g}" if "xi_norm" in record else ""
-    return f"½uᵀHu {record['psd']:.4g}{noise}{where}"
+    return f"½uᵀHu {record['half_quadratic']:.4g}{noise}{where}"
 
 
 def _judged(record: Mapping[str, Any]) -> str:

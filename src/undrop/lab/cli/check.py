@@ -46,7 +46,7 @@ def check(
 ) -> None:
     """Compare on the first batch."""
     import undrop
-    from undrop.diagnosis.measure.model import collect
+    from undrop.diagnosis.measure.batches import collect
 
     source = subject(run, model, data, loss, data_dir, 1)
     batch = collect(source.batches, 1)[0]

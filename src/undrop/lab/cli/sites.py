@@ -32,7 +32,7 @@ def list_sites(
     json: Json = False,
 ) -> None:
     """Run the model once and list the dropouts it meets."""
-    from undrop.diagnosis.measure.model import collect
+    from undrop.diagnosis.measure.batches import collect
     from undrop.intercept import sites
 
     source = subject(run, model, data, loss, data_dir, 1)

@@ -1,0 +1,54 @@
+"""The batches that a study is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from undrop.errors import DataError
+
+__all__ = ["NumberedBatch", "collect"]
+
+
+class NumberedBatch(NamedTuple):
+    """One batch as the user gave it, with its place among the others."""
+
+    number: int
+    inputs: Any
+    targets: Any
+
+
+def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> list[NumberedBatch]:
+    """Return the first ``limit`` batches, or all if there are fewer.
+
+    Args:
+        batches: pairs (inputs, targets).
+        limit: the most to take.
+        name: the argument that holds them, for errors.
+
+    Raises:
+        DataError: if there is none, or one is not a pair.
+    """
+    if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
+        raise DataError(
+            f"{name} must be an iterable of pairs (inputs, targets), such as a DataLoader, got "
+            f"{type(batches).__name__}: put a single batch into a list, [(inputs, targets)]."
+        )
+    found = []
+    for number, pair in enumerate(islice(batches, limit)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            got = f"{len(pair)} things" if isinstance(pair, tuple | list) else type(pair).__name__
+            raise DataError(
+                f"each of the {name} must be a pair (inputs, targets), got {got} for batch {number}: "
+                "inputs may be a tensor, a tuple (positional) or a dict (keyword arguments)."
+            )
+        found.append(NumberedBatch(number, *pair))
+    if not found:
+        raise DataError(
+            f"there are no {name}: pass at least one pair (inputs, targets); a generator that has been "
+            "used up is empty."
+        )
+    return found

@@ -1,0 +1,196 @@
+"""Two diagnoses side by side: before and after training, with and without a change."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from undrop.diagnosis.measure.estimates import Estimate
+from undrop.errors import DataError
+from undrop.files import read_json
+from undrop.report import Table, as_json, terminal_width
+from undrop.report.html import fragment, paragraph
+
+__all__ = ["Change", "Comparison", "compare", "compare_files"]
+
+_NAMED = 3  # changes that the conclusion names
+
+
+class Change(NamedTuple):
+    """One figure in both diagnoses."""
+
+    figure: str
+    before: Estimate | None
+    after: Estimate | None
+    difference: Estimate | None
+    """After less before, as if the two were independent; None where one has no such figure."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether the 95 % interval of the difference leaves 0 out."""
+        found = self.difference
+        return found is not None and found.stderr is not None and not found.includes_zero
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """What changed between two diagnoses. ``print`` it, or read its ``changes``."""
+
+    before: str
+    """The model of the first."""
+    after: str
+    """The model of the second."""
+    changes: list[Change]
+
+    @property
+    def conclusion(self) -> str:
+        """One paragraph: what changed by more than its error."""
+        certain = [change for change in self.changes if change.certain]
+        if not certain:
+            return (
+                "No figure changed by more than its error allows: the two are alike, or there is too "
+                "little data to say."
+            )
+        certain.sort(key=lambda change: -abs(_z(change)))
+        named = [_described(change) for change in certain[:_NAMED]]
+        many = len(certain)
+        count = "One figure changed" if many == 1 else f"{many} figures changed"
+        return f"{count} by more than the error allows: {'; '.join(named)}."
+
+    def table(self) -> Table:
+        """Every figure, with a star where the change is certain."""
+        rows = [
+            [
+                change.figure,
+                _shown(change.before),
+                _shown(change.after),
+                _shown(change.difference) + (" *" if change.certain else ""),
+            ]
+            for change in self.changes
+        ]
+        return Table(("figure", "before", "after", "change"), rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        values = {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
+        return {"conclusion": self.conclusion, **values}
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The comparison for a terminal of that many columns; the terminal's own if None."""
+        room = terminal_width() if width is None else width
+        lines = textwrap.wrap(self.conclusion, min(room, 100), break_long_words=False)
+        note = "* the 95 % interval of the change leaves 0 out."
+        return "\n".join([*lines, "", self.table().text(room), "", note])
+
+    def _repr_html_(self) -> str:
+        return fragment(paragraph(self.conclusion), self.table().html())
+
+    def to_frame(self) -> Any:
+        """The differences as a pandas DataFrame, one row per figure."""
+        from undrop.diagnosis.report.frames import frame
+
+        found = {c.figure: c.difference for c in self.changes if c.difference is not None}
+        columns = {
+            name: {c.figure: e.value for c in self.changes if (e := getattr(c, name)) is not None}
+            for name in ("before", "after")
+        }
+        return frame(found, **columns)
+
+
+def _z(change: Change) -> float:
+    found = change.difference
+    assert found is not None
+    return math.inf if found.z is None else found.z
+
+
+def _described(change: Change) -> str:
+    return f"{change.figure} from {_shown(change.before)} to {_shown(change.after)}"
+
+
+def _shown(estimate: Estimate | None) -> str:
+    return "–" if estimate is None or math.isnan(estimate.value) else str(estimate)
+
+
+def compare_files(before: str | Path, after: str | Path) -> Comparison:
+    """Compare two files that ``Diagnosis.save`` wrote.
+
+    Raises:
+        DataError: if one of them is no diagnosis.
+        RunError: if one can't be read.
+    """
+    return compare(*(_read(Path(path)) for path in (before, after)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from undrop.diagnosis.report.result import FORMAT
+
+    found = read_json(path)
+    if not isinstance(found, dict) or "explicit" not in found:
+        raise DataError(f"{path} is no diagnosis: give a file that undrop diagnose --save wrote.")
+    if found.get("format") != FORMAT:
+        raise DataError(
+            f"{path} is a diagnosis in format {found.get('format', 1)}, this version of undrop reads "
+            f"format {FORMAT}: diagnose the model again."
+        )
+    result: dict[str, Any] = found
+    return result
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
+    """Compare two diagnoses in JSON."""
+    one, two = dict(_figures(before)), dict(_figures(after))
+    changes = [
+        Change(name, one.get(name), two.get(name), _difference(one.get(name), two.get(name)))
+        for name in dict.fromkeys([*one, *two])
+    ]
+    return Comparison(str(before["model"]), str(after["model"]), changes)
+
+
+def _figures(json: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
+    """The figures of a diagnosis that are worth comparing, by name."""
+    explicit, implicit, benefit = json["explicit"], json.get("implicit"), json.get("benefit")
+    names = {"r_drop": "R_drop", "half_quadratic": "½E[uᵀHu]"}
+    for key, label in {**names, "curvature": "curvature", "rest": "rest"}.items():
+        yield label, _estimate(explicit["parts"][key])
+    yield "½E[uᵀHu] / R_drop", _estimate(explicit["quadratic_share"])
+    for name, site in explicit["sites"].items():
+        yield f"p at {name}", Estimate.of(site["p"], 0.0)
+        yield f"share of {name}", _estimate(site["share"])
+    if implicit is not None:
+        yield "noise: trace, dropout", _estimate(implicit["trace_dropout"])
+        yield "noise: ξ_approx / dropout", _estimate(implicit["analytic_ratio"])
+        if implicit["batch_ratio"] is not None:
+            yield "noise: dropout / mini-batching", _estimate(implicit["batch_ratio"])
+    if benefit is not None:
+        for name, found in benefit["sites"].items():
+            yield f"benefit of {name}", _estimate(found)
+        yield "benefit of weight decay", _estimate(benefit["weight_decay"])
+
+
+def _estimate(json: Mapping[str, float | None]) -> Estimate:
+    low, high, value = json["low"], json["high"], json["value"]
+    return Estimate(
+        math.nan if value is None else value,
+        json["stderr"],
+        -math.inf if low is None else low,
+        math.inf if high is None else high,
+    )
+
+
+def _difference(before: Estimate | None, after: Estimate | None) -> Estimate | None:
+    """The difference of independent figures, the ends of their intervals combined by squares."""
+    if before is None or after is None:
+        return None
+    value = after.value - before.value
+    if before.stderr is None or after.stderr is None:
+        return Estimate(value, None)
+    down = math.hypot(after.value - after.low, before.high - before.value)
+    up = math.hypot(after.high - after.value, before.value - before.low)
+    return Estimate(value, math.hypot(before.stderr, after.stderr), value - down, value + up)

@@ -1,0 +1,87 @@
+"""Where the numbers of a diagnosis come from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from undrop import __version__
+from undrop.diagnosis.measure.batches import NumberedBatch
+
+__all__ = ["Provenance", "provenance_of"]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """When, with which versions, on which model and data, and for how long."""
+
+    date: str
+    """In UTC."""
+    undrop: str
+    torch: str
+    python: str
+    device: str
+    dtype: str
+    model: str
+    parameters: int
+    data: str
+    """The number of batches and the shapes of the first one."""
+    validation: str | None
+    seconds: float
+    masks: int
+
+    def rows(self) -> list[tuple[str, str]]:
+        """One line each, for a table."""
+        return [
+            ("date", self.date),
+            ("versions", f"undrop {self.undrop}, torch {self.torch}, Python {self.python}"),
+            ("model", f"{self.model}, {self.parameters:,} parameters"),
+            ("device", f"{self.device}, {self.dtype}"),
+            ("data", self.data),
+            *([("validation", self.validation)] if self.validation is not None else []),
+            ("effort", f"{self.seconds:.1f} s, {self.masks:,} masks"),
+        ]
+
+
+def provenance_of(
+    model: nn.Module,
+    batches: Sequence[NumberedBatch],
+    validation: Sequence[NumberedBatch] | None,
+    *,
+    seconds: float,
+    masks: int,
+) -> Provenance:
+    """Collect it."""
+    first = next(iter(model.parameters()), torch.zeros(()))
+    return Provenance(
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        undrop=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        device=str(first.device),
+        dtype=str(first.dtype).removeprefix("torch."),
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        data=_described(batches),
+        validation=None if validation is None else _described(validation),
+        seconds=seconds,
+        masks=masks,
+    )
+
+
+def _described(batches: Sequence[NumberedBatch]) -> str:
+    count = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
+    shapes = [_shapes(part) for part in (batches[0].inputs, batches[0].targets)]
+    return f"{count}; the first has inputs {shapes[0]} and targets {shapes[1]}"
+
+
+def _shapes(value: Any) -> str:
+    shapes = ["×".join(map(str, x.shape)) for x in tree_leaves(value) if isinstance(x, Tensor)]
+    return ", ".join(shapes[:4]) or "without tensors"

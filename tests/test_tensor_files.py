@@ -30,25 +30,25 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-def test_a_tree_comes_back_as_it_went_in():
+def test_packing_and_unpacking_restores_a_tree():
     packed, tensors = pack(tree())
     assert same(unpack(json.loads(json.dumps(packed)), tensors), tree())
     assert same(from_bytes(to_bytes(tree())), tree())
 
 
-def test_a_tied_tensor_is_kept_once_and_a_view_apart_from_its_base():
+def test_a_tied_tensor_is_stored_once_and_a_view_separately():
     weight = torch.ones(2, 2)
     _, tensors = pack({"a": weight, "b": weight, "row": weight[0]})
     assert sorted(tensors) == ["/a", "/row"]
     assert tensors["/row"].untyped_storage().nbytes() == 8
 
 
-def test_what_is_no_plain_value_is_refused_by_its_place():
+def test_an_unsupported_value_is_refused_with_its_path():
     with pytest.raises(TypeError, match="can't hold a set \\(at /a/0\\)"):
         pack({"a": [{1}]})
 
 
-def test_a_missing_tensor_is_named():
+def test_a_missing_tensor_of_a_checkpoint_is_named():
     packed, _ = pack({"a": torch.ones(1)})
     with pytest.raises(CheckpointError, match="the tensor '/a' is missing"):
         unpack(packed, {})

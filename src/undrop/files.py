@@ -126,7 +126,7 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        while block := file.read(1 << 18):
             digest.update(block)
     return digest.hexdigest()
 

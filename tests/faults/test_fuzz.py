@@ -24,7 +24,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_only_our_own_errors_come_out_of_bad_bytes(made, name):
+def test_bad_bytes_raise_only_undrops_errors(made, name):
     assert tuple(made) == KINDS
     kind = made[name]
 
@@ -37,7 +37,7 @@ def test_only_our_own_errors_come_out_of_bad_bytes(made, name):
     survives()
 
 
-def test_a_case_that_fails_is_named_by_what_draws_it_again():
+def test_a_failing_case_is_named_with_the_seed_that_reproduces_it():
     def check(number):
         assert number != 7
 
@@ -47,7 +47,7 @@ def test_a_case_that_fails_is_named_by_what_draws_it_again():
         fuzz("numbers", kind, cases=100, seed=3)
 
 
-def test_a_case_that_hangs_is_ended(monkeypatch):
+def test_a_hanging_case_is_stopped(monkeypatch):
     monkeypatch.setattr("faults.fuzz.LONGEST", 0.05)
 
     def hang(_):

@@ -58,7 +58,7 @@ def resident():
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_memory_is_flat(name):
+def test_memory_does_not_grow_over_steps(name):
     """No tensor outlives its step, and the process does not grow: a kilobyte a step would show."""
     seen = [
         (alive(), resident())

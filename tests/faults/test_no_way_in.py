@@ -61,7 +61,7 @@ def test_no_source_reads_pickles_or_runs_text(file):
         ),
     ],
 )
-def test_that_would_be_seen(text):
+def test_the_scan_for_unsafe_code_finds_it(text):
     assert list(unsafe(text))
 
 
@@ -84,7 +84,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_pickle_in_any_files_place_is_not_run(here):
+def test_a_pickle_in_place_of_any_file_is_not_executed(here):
     mark = here / "code was run"
     evil = pickle.dumps(Payload(mark))
     pickle.loads(evil)  # noqa: S301
@@ -117,7 +117,7 @@ def test_a_pickle_in_any_files_place_is_not_run(here):
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "..", "a/../../b"])
-def test_a_runs_name_can_not_leave_the_runs_folder(here, name):
+def test_a_run_name_cannot_leave_the_runs_folder(here, name):
     presets = tiny_config(here / "text").model_copy(update={"preset": name})
     corpus = tiny_config(name)
     for config in (presets, corpus):

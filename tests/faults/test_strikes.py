@@ -15,7 +15,7 @@ def own_cache(monkeypatch):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS]
 )
-def test_nothing_is_lost(name, monkeypatch):
+def test_no_run_loses_anything_to_a_fault(name, monkeypatch):
     monkeypatch.setattr("faults.marathon.STEPS", 2000)
     line = run(name, times=2, seed=7)
     if "skipped" in line:

@@ -88,7 +88,7 @@ def test_a_changed_file_fails_the_check(capsys, folder):
     [
         (("info", "ptbb"), "unknown corpus 'ptbb': did you mean 'ptb'? There are pydocs, ptb, wi"),
         (("get", "pydocs", "ptbb"), "unknown corpus 'ptbb': did you mean 'ptb'?"),
-        (("info", "ptb"), "ptb is not on this machine: get it by undrop data get ptb"),
+        (("info", "ptb"), "ptb is not on this machine: get it with undrop data get ptb"),
         (("info", "./nowhere"), "there is no folder nowhere"),
         (("info", "pydocs", "--fraction", "2"), "fraction must lie in (0, 1], got 2.0."),
         (("info", "pydocs", "--max-vocab", "2"), "max_vocab must be at least 3, got 2."),

@@ -1,4 +1,4 @@
-"""A small corpus on disk, a cache of its own for every test, and the real corpora where they are."""
+"""A small corpus on disk, a new cache for every test, and the real corpora if they are present."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a corpus's text files, by default the small one's, and return their folder."""
+    """Write the text files of a corpus, by default the small one, and return their folder."""
 
     def write(name="small", suffix=".txt", **texts):
         folder = tmp_path / name
@@ -38,8 +38,8 @@ def write(tmp_path):
 @pytest.fixture(scope="session")
 def real_data():
     """The folder that has ptb and wikitext-2."""
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    beside = Path(__file__).resolve().parents[4] / "shared" / "data"
     folder = Path(os.environ.get("UNDROP_TEST_DATA", beside))
     if not (folder / "ptb").is_dir():
-        pytest.skip(f"no corpora in {folder}: name a folder that has them by UNDROP_TEST_DATA")
+        pytest.skip(f"no corpora in {folder}: set UNDROP_TEST_DATA to a folder that has them")
     return folder

@@ -23,13 +23,13 @@ def test_an_epoch_reads_every_stream_from_end_to_end(generator):
     assert all(window.inputs.dtype == torch.int64 for window in windows)
 
 
-def test_fixed_windows_have_their_length_and_the_last_what_is_left():
+def test_fixed_windows_have_the_given_length_and_the_last_has_the_rest():
     windows = list(TrainingWindows(TOKENS, 4, 100))
     assert [len(window.inputs) for window in windows] == [100, 100, 49]
     assert [window.scale for window in windows] == [1.0, 1.0, 0.49]
 
 
-def test_random_lengths_are_as_in_awd_lstm():
+def test_random_window_lengths_have_the_distribution_of_awd_lstm():
     windows = TrainingWindows(np.zeros(400_000, dtype=np.uint16), 1, 70, generator=seeded())
     lengths = np.array([len(window.inputs) for window in windows][:-1])
     halves = lengths < 52.5  # 3.5 standard deviations from either mean
@@ -42,17 +42,17 @@ def test_random_lengths_are_as_in_awd_lstm():
     assert abs(lengths[halves].mean() - 34.5) < 4 * 5 / halves.sum() ** 0.5
 
 
-def test_no_random_length_is_below_5():
+def test_random_window_lengths_are_at_least_5():
     windows = TrainingWindows(np.zeros(20_000, dtype=np.uint16), 1, 8, generator=seeded())
     assert min(len(window.inputs) for window in list(windows)[:-1]) == 5
 
 
-def test_the_scale_is_the_length_over_bptt():
+def test_a_windows_scale_is_its_length_over_bptt():
     for window in TrainingWindows(TOKENS, 2, 30, generator=seeded()):
         assert window.scale == len(window.inputs) / 30
 
 
-def test_epochs_differ_in_their_lengths_only():
+def test_epochs_differ_only_in_window_lengths():
     windows = TrainingWindows(TOKENS, 2, 30, generator=seeded())
     first, second = list(windows), list(windows)
     assert [len(w.inputs) for w in first] != [len(w.inputs) for w in second]
@@ -60,7 +60,7 @@ def test_epochs_differ_in_their_lengths_only():
 
 
 @pytest.mark.parametrize("variable", [True, False])
-def test_from_a_saved_state_come_exactly_the_windows_that_would_have_come(variable):
+def test_a_saved_state_continues_with_exactly_the_same_windows(variable):
     def windows(seed):
         generator = seeded(seed) if variable else None
         return TrainingWindows(TOKENS, 3, 20, generator=generator)
@@ -83,7 +83,7 @@ def test_from_a_saved_state_come_exactly_the_windows_that_would_have_come(variab
             assert torch.equal(a.targets, b.targets)
 
 
-def test_a_state_is_not_changed_by_what_follows():
+def test_a_saved_window_state_does_not_change_later():
     windows = TrainingWindows(TOKENS, 3, 20, generator=seeded())
     state = windows.state_dict()
     before = state["generator"].clone()
@@ -92,7 +92,7 @@ def test_a_state_is_not_changed_by_what_follows():
     assert torch.equal(state["generator"], before)
 
 
-def test_shards_together_are_the_whole_batch():
+def test_shards_together_cover_the_whole_batch():
     whole = list(TrainingWindows(TOKENS, 6, 20, generator=seeded()))
     shards = [
         list(TrainingWindows(TOKENS, 6, 20, generator=seeded(), shard=(rank, 3)))
@@ -105,7 +105,7 @@ def test_shards_together_are_the_whole_batch():
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 10])
 @pytest.mark.parametrize("length", [25, 100, 101, 103])
-def test_evaluation_predicts_every_token_but_the_first_once(batch_size, length):
+def test_evaluation_windows_predict_every_token_but_the_first_exactly_once(batch_size, length):
     tokens = np.arange(length, dtype=np.int32)
     windows = list(evaluation_windows(tokens, batch_size, 7))
     inputs = torch.cat([window.inputs for window in windows]).T.flatten()
@@ -122,11 +122,11 @@ def test_evaluation_predicts_every_token_but_the_first_once(batch_size, length):
         (lambda: TrainingWindows(TOKENS, 0, 5), "batch_size and bptt must be at least 1, got 0"),
         (lambda: TrainingWindows(TOKENS[:9], 5, 5), "9 tokens are too few for 5 streams"),
         (lambda: list(evaluation_windows(TOKENS[:3], 2, 5)), "3 tokens are too few for 2 streams"),
-        (lambda: TrainingWindows(TOKENS, 5, 5, shard=(0, 2)), "2 ranks can't share 5 streams"),
-        (lambda: TrainingWindows(TOKENS, 4, 5, shard=(2, 2)), "with rank 2 among them"),
+        (lambda: TrainingWindows(TOKENS, 5, 5, shard=(0, 2)), "rank 0 of 2 can't have a share of 5 streams"),
+        (lambda: TrainingWindows(TOKENS, 4, 5, shard=(2, 2)), "rank 2 of 2 can't have a share"),
     ],
 )
-def test_what_can_not_be_cut_is_refused(make, message):
+def test_too_few_tokens_or_bad_sizes_for_windows_are_refused(make, message):
     with pytest.raises(OptionError, match=message):
         make()
 
@@ -134,6 +134,6 @@ def test_what_can_not_be_cut_is_refused(make, message):
 @pytest.mark.parametrize(
     "state", [{"position": 251, "generator": None}, {"position": 0, "generator": torch.empty(0)}]
 )
-def test_a_state_of_other_windows_is_refused(state):
-    with pytest.raises(OptionError, match="a saved position must be that of the same tokens"):
+def test_a_window_state_of_other_windows_is_refused(state):
+    with pytest.raises(OptionError, match="a saved position must belong to the same tokens"):
         TrainingWindows(TOKENS, 4, 10).load_state_dict(state)

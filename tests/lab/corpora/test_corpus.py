@@ -6,7 +6,7 @@ from undrop.lab import corpora
 from undrop.lab.corpora.cache import cache_folder
 
 
-def test_limit_tokens_takes_the_first_ones_and_their_words_only(write, cache):
+def test_limit_tokens_keeps_the_first_tokens_and_only_their_words(write, cache):
     corpus = corpora.load(write(), limit_tokens=4)
     assert corpus.vocabulary.decode(corpus.train) == ["the", "cat", "sat", "on"]
     assert corpus.vocabulary.words == ("the", "cat", "sat", "on", corpora.EOS, corpora.UNK)
@@ -14,7 +14,7 @@ def test_limit_tokens_takes_the_first_ones_and_their_words_only(write, cache):
     assert corpus.vocabulary.decode(corpus.test)[1] == corpora.UNK
 
 
-def test_fraction_takes_the_first_part_and_keeps_all_words(write, cache):
+def test_fraction_keeps_the_first_part_and_the_whole_vocabulary(write, cache):
     whole, part = corpora.load(write()), corpora.load(write(), fraction=0.5)
     assert np.array_equal(part.train, whole.train[:7])
     assert part.vocabulary.words == whole.vocabulary.words
@@ -28,17 +28,17 @@ def test_max_vocab_makes_rare_words_unknown(write, cache):
 
 
 @pytest.mark.parametrize("place", ["all/ptb", "all"])
-def test_a_named_corpus_is_read_from_its_folder_or_the_one_above(write, cache, place):
+def test_data_dir_is_the_corpus_folder_or_its_parent(write, cache, place):
     write(place, suffix=".txt", **{"ptb.train": "x y\n", "ptb.valid": "x\n", "ptb.test": "y\n"})
     folder = write("all")
     assert len(corpora.load("ptb", data_dir=folder).train) == 3
 
 
-def test_a_folder_of_the_data_dir_goes_by_its_name(write, cache):
+def test_a_subfolder_of_data_dir_is_found_by_its_name(write, cache):
     assert corpora.load("mine", data_dir=write("all/mine").parent).name == "mine"
 
 
-def test_an_unknown_name_lists_what_there_is_and_the_nearest(cache):
+def test_an_unknown_corpus_lists_all_names_and_the_closest(cache):
     with pytest.raises(OptionError) as error:
         corpora.load("wikitext2")
     assert str(error.value) == (
@@ -47,8 +47,8 @@ def test_an_unknown_name_lists_what_there_is_and_the_nearest(cache):
     )
 
 
-def test_a_corpus_that_is_not_here_says_how_to_get_it(cache):
-    with pytest.raises(DataError, match=r"ptb is not on this machine: get it by undrop data get p"):
+def test_a_missing_corpus_says_how_to_get_it(cache):
+    with pytest.raises(DataError, match=r"ptb is not on this machine: get it with undrop data get p"):
         corpora.load("ptb", download=False)
 
 
@@ -60,12 +60,12 @@ def test_a_corpus_that_is_not_here_says_how_to_get_it(cache):
         ({"fraction": 1.5}, r"fraction must lie in \(0, 1\], got 1.5"),
     ],
 )
-def test_values_outside_their_range_are_refused(write, cache, option, message):
+def test_corpus_options_outside_their_range_are_refused(write, cache, option, message):
     with pytest.raises(OptionError, match=message):
         corpora.load(write(), **option)
 
 
-def test_the_cache_is_where_one_says_else_the_platforms(tmp_path, monkeypatch):
+def test_the_cache_folder_is_the_given_one_or_the_platforms_default(tmp_path, monkeypatch):
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "a"))
     assert cache_folder(tmp_path / "b") == tmp_path / "b"
     assert cache_folder() == tmp_path / "a"
@@ -73,7 +73,7 @@ def test_the_cache_is_where_one_says_else_the_platforms(tmp_path, monkeypatch):
     assert cache_folder().name == "undrop"
 
 
-def test_it_shows_what_it_is(write, cache):
+def test_the_repr_of_a_corpus_shows_its_sizes(write, cache):
     assert repr(corpora.load(write())) == (
         "Corpus(small: train 15, valid 4, test 7 tokens, 7 words)"
     )

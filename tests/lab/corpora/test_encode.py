@@ -12,8 +12,12 @@ import pytest
 from undrop.errors import DataError
 from undrop.lab import corpora
 from undrop.lab.corpora import text
-from undrop.lab.corpora.cache import publishing
+from undrop.lab.corpora.cache import publish
 from undrop.lab.corpora.encode import damaged
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
 def test_tokens_decode_to_the_text(write, cache):
@@ -24,7 +28,7 @@ def test_tokens_decode_to_the_text(write, cache):
     assert " ".join(corpus.vocabulary.decode(corpus.valid)) == "the cat sat <eos>"
 
 
-def test_the_header_tells_counts_and_checksums(write, cache):
+def test_the_header_has_counts_and_checksums(write, cache):
     folder = write()
     corpus = corpora.load(folder)
     header = json.loads((corpus.folder / "header.json").read_text())
@@ -38,7 +42,7 @@ def test_the_header_tells_counts_and_checksums(write, cache):
     assert train["source_bytes"] == source.stat().st_size
 
 
-def test_two_bytes_a_token_where_they_do_and_four_where_not(write, cache):
+def test_tokens_take_two_bytes_for_small_vocabularies_and_four_for_large_ones(write, cache):
     words = [f"w{number}" for number in range(1 << 16)]
     small = corpora.load(write("two", train=" ".join(words[:-2])))
     large = corpora.load(write("four", train=" ".join(words[:-1])))
@@ -55,15 +59,15 @@ def test_an_encoded_corpus_is_not_encoded_again(write, cache, monkeypatch):
     assert np.array_equal(corpora.load(folder).train, first.train)
 
 
-def test_many_may_load_a_corpus_at_once(write, cache):
+def test_many_threads_can_load_a_corpus_at_once(write, cache):
     folder = write(train="some words and an end\n" * 5_000)
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(corpora.load, [folder] * 16))
     assert all(np.array_equal(corpus.train, loaded[0].train) for corpus in loaded)
-    assert [path.name for path in (cache / "encoded").iterdir()] == [loaded[0].folder.name]
+    assert names(cache / "encoded") == [loaded[0].folder.name]
 
 
-def test_another_text_is_another_corpus(write, cache):
+def test_a_changed_text_is_encoded_again(write, cache):
     first = corpora.load(write())
     second = corpora.load(write(train="only these words here\n"))
     assert first.folder != second.folder
@@ -72,7 +76,7 @@ def test_another_text_is_another_corpus(write, cache):
 
 
 @pytest.mark.parametrize("name", ["train.bin", "header.json", "vocabulary.txt"])
-def test_a_file_that_is_cut_short_or_gone_is_made_again(write, cache, name):
+def test_an_encoded_file_that_is_cut_short_or_missing_is_encoded_again(write, cache, name):
     folder = write()
     corpus = corpora.load(folder)
     if name == "vocabulary.txt":
@@ -93,27 +97,41 @@ def test_a_changed_byte_is_found_by_its_checksum(write, cache):
     assert damaged(corpus.folder) == ["valid.bin"]
 
 
-def test_a_failure_leaves_nothing_behind(write, cache):
+def test_a_failed_encoding_leaves_no_files_behind(write, cache):
     with pytest.raises(DataError, match=r"test\.txt is not UTF-8"):
         corpora.load(write(test=b"\xff\n"))
-    assert list((cache).rglob("*.*")) == []
+    assert names(cache / "encoded") == []
 
 
-def test_what_a_killed_process_was_encoding_is_removed_and_what_another_one_is_stays(cache):
+def test_leftovers_of_a_killed_process_are_removed_but_not_the_work_of_a_living_one(cache):
+    def die(folder):
+        (folder / "half.bin").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
     child = os.fork()
     if child == 0:
-        with publishing(cache / "killed") as folder:
-            (folder / "half.bin").write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
+        publish(cache / "killed", die)
     os.waitpid(child, 0)
     (cache / ".kept").mkdir()  # not one of ours
-    assert len(list(cache.iterdir())) == 2
-    with publishing(cache / "first") as first, publishing(cache / "second") as second:
-        assert sorted(cache.iterdir()) == sorted([cache / ".kept", first, second])
-    assert sorted(path.name for path in cache.iterdir()) == [".kept", "first", "second"]
+    assert names(cache) == [".kept", ".killed.tmp"]
+
+    def look(folder):
+        publish(cache / "second", lambda _: seen.append(names(cache)))
+
+    seen = []
+    publish(cache / "first", look)
+    assert seen == [[".first.tmp", ".kept", ".second.tmp"]]
+    assert names(cache) == [".kept", "first", "second"]
 
 
-def test_a_cache_that_can_not_be_written_is_named(write, tmp_path):
+def test_a_folder_that_another_process_publishes_first_is_not_filled_again(cache):
+    with ThreadPoolExecutor(4) as pool:
+        filled = []
+        list(pool.map(lambda i: publish(cache / "a", lambda _: filled.append(i)), range(4)))
+    assert len(filled) == 1
+
+
+def test_an_unwritable_cache_is_named(write, tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(
@@ -122,7 +140,7 @@ def test_a_cache_that_can_not_be_written_is_named(write, tmp_path):
         corpora.load(write(), cache_dir=blocked)
 
 
-def test_opening_takes_less_than_50_milliseconds(write, cache):
+def test_opening_an_encoded_corpus_takes_less_than_50_milliseconds(write, cache):
     folder = write(train=" ".join(f"w{number}" for number in range(100_000)))
     corpora.load(folder)
 
@@ -134,7 +152,7 @@ def test_opening_takes_less_than_50_milliseconds(write, cache):
     assert min(seconds() for _ in range(5)) < 0.05
 
 
-def test_memory_does_not_grow_with_the_text(write, cache, monkeypatch):
+def test_encoding_memory_does_not_grow_with_the_text(write, cache, monkeypatch):
     monkeypatch.setattr(text, "_CHUNK", 1 << 16)
     folder = write(train="a few words that come again and again\n" * 50_000)  # 2 MB
     tracemalloc.start()

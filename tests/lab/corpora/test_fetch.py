@@ -1,4 +1,4 @@
-"""Downloads, from a server of the test's own."""
+"""Downloads from a server that the test starts."""
 
 import hashlib
 import io
@@ -15,7 +15,7 @@ import pytest
 from undrop.errors import DataError
 from undrop.lab import corpora
 from undrop.lab.corpora import catalogue, fetch
-from undrop.lab.corpora.catalogue import Download, Entry, Mirror
+from undrop.lab.corpora.catalogue import Entry, Mirror
 
 FILES = {split: f"x.{split}.txt" for split in corpora.SPLITS}
 TEXT = {name: f"words of {name}\n".encode() for name in FILES.values()}
@@ -27,7 +27,7 @@ def sha256(content):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A server of the files in ``.files``; what was asked for is in ``.asked``."""
+    """A server for the files in ``.files``; ``.asked`` lists the requests."""
     state = SimpleNamespace(files={}, asked=[])
 
     class Handler(BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ def entry(*downloads):
 
 
 def archive(url, content):
-    return entry(Download((Mirror(url, sha256(content)),)))
+    return entry((Mirror(url, sha256(content)),))
 
 
 def zipped(members):
@@ -82,17 +82,15 @@ def tarred(members, links=()):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-def test_mirrors_are_tried_in_turn_until_one_has_the_right_bytes(server, tmp_path):
+def test_mirrors_are_tried_in_order_until_one_sends_the_right_bytes(server, tmp_path):
     downloads = []
     for name, content in TEXT.items():
         places = [f"/{mirror}/{name}" for mirror in ("gone", "wrong", "right", "unneeded")]
         server.files |= {places[1]: b"something else", places[2]: content, places[3]: content}
-        downloads.append(
-            Download(tuple(Mirror(server.url + place, sha256(content)) for place in places))
-        )
+        downloads.append(tuple(Mirror(server.url + place, sha256(content)) for place in places))
     fetch.fetch(entry(*downloads), tmp_path / "text" / "x")
     assert {path.name: path.read_bytes() for path in (tmp_path / "text/x").iterdir()} == TEXT
     assert [path.split("/")[1] for path in server.asked] == ["gone", "wrong", "right"] * 3
@@ -100,9 +98,7 @@ def test_mirrors_are_tried_in_turn_until_one_has_the_right_bytes(server, tmp_pat
 
 
 @pytest.mark.parametrize(("name", "pack"), [("/a.zip", zipped), ("/a.tar.gz", tarred)])
-def test_only_the_wanted_files_leave_an_archive_and_only_into_the_folder(
-    server, tmp_path, name, pack
-):
+def test_unpacking_copies_only_wanted_files_and_only_into_the_folder(server, tmp_path, name, pack):
     evil = {"../evil.txt": b"1", "/tmp/undrop-evil.txt": b"2", "x/../../y/evil.txt": b"3"}
     nested = {f"../some/{file}": content for file, content in TEXT.items()}
     content = pack({**evil, **nested, "x/README": b"4"})
@@ -114,7 +110,7 @@ def test_only_the_wanted_files_leave_an_archive_and_only_into_the_folder(
     assert names(tmp_path / "deep") == ["x"]
 
 
-def test_a_link_in_an_archive_is_no_file(server, tmp_path):
+def test_a_link_in_an_archive_is_not_unpacked(server, tmp_path):
     content = tarred({}, links=[(name, "/etc/passwd") for name in TEXT])
     server.files["/a.tgz"] = content
     with pytest.raises(DataError, match=r"the download of x has no x\.train\.txt, x\.valid\.txt"):
@@ -128,19 +124,19 @@ def test_a_broken_archive_is_refused(server, tmp_path):
         fetch.fetch(archive(f"{server.url}/a.zip", b"no archive"), tmp_path / "x")
 
 
-def test_a_wrong_checksum_everywhere_leaves_nothing(server, tmp_path):
+def test_a_wrong_checksum_on_every_mirror_leaves_no_file(server, tmp_path):
     server.files["/a.zip"] = b"changed"
     with pytest.raises(DataError) as error:
         fetch.fetch(archive(f"{server.url}/a.zip", b"released"), tmp_path / "x")
     host = server.url.removeprefix("http://")
     assert str(error.value) == (
         f"x could not be downloaded ({host} sent a file with the wrong checksum): try again later, "
-        "or get the files yourself and name their folder by --data-dir."
+        "or get the files yourself and give their folder as --data-dir."
     )
     assert names(tmp_path) == []
 
 
-def test_no_network_is_one_sentence(server, tmp_path):
+def test_an_unreachable_mirror_is_reported_in_one_sentence(server, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,12 +144,12 @@ def test_no_network_is_one_sentence(server, tmp_path):
         fetch.fetch(archive(f"http://127.0.0.1:{port}/a.zip", b""), tmp_path / "x")
 
 
-def test_only_https_is_asked(tmp_path):
+def test_downloads_use_https_only(tmp_path):
     with pytest.raises(DataError, match=r"127.0.0.1 was not asked: http is not safe"):
         fetch.fetch(archive("http://127.0.0.1/a.zip", b""), tmp_path / "x")
 
 
-def test_without_pooch_one_is_told_how_to_get_it(tmp_path, monkeypatch):
+def test_a_download_without_pooch_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(
         DataError, match=r"needs the pooch library: .* pip install 'undrop\[data\]'"
@@ -161,7 +157,7 @@ def test_without_pooch_one_is_told_how_to_get_it(tmp_path, monkeypatch):
         fetch.fetch(archive("https://127.0.0.1/a.zip", b""), tmp_path / "x")
 
 
-def test_a_folder_that_can_not_be_written_is_named(tmp_path):
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"the cache folder .*file can't be written"):
         fetch.fetch(archive("https://127.0.0.1/a.zip", b""), tmp_path / "file" / "x")
@@ -171,19 +167,19 @@ def test_a_named_corpus_is_downloaded_once(server, cache, monkeypatch):
     content = zipped({f"x/{name}": text for name, text in TEXT.items()})
     server.files["/a.zip"] = content
     made = archive(f"{server.url}/a.zip", content)
-    monkeypatch.setattr(corpora.corpus, "CATALOGUE", {"x": made})
+    monkeypatch.setitem(catalogue.CATALOGUE._entries, "x", made)
     for _ in range(2):
         corpus = corpora.load("x")
     assert server.asked == ["/a.zip"]
     assert corpus.vocabulary.decode(corpus.test) == ["words", "of", corpora.UNK, corpora.EOS]
 
 
-def test_every_download_of_the_catalogue_is_safe_and_has_a_checksum():
+def test_every_download_in_the_catalogue_uses_https_and_has_a_checksum():
     lengths = {"sha256": 64, "sha512": 128}
     for known in catalogue.CATALOGUE.values():
-        for download in known.downloads:
-            assert len(download.mirrors) >= 2
-            for mirror in download.mirrors:
+        for mirrors in known.downloads:
+            assert len(mirrors) >= 2
+            for mirror in mirrors:
                 algorithm, digest = mirror.checksum.split(":")
                 assert mirror.url.startswith("https://")
                 assert len(digest) == lengths[algorithm]

@@ -1,7 +1,7 @@
 import pytest
 
 from undrop.errors import DataError
-from undrop.lab.corpora.folders import find_splits
+from undrop.lab.corpora.text import find_splits
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from undrop.lab.corpora.folders import find_splits
         ("data.train", "data.dev", "data.test"),
     ],
 )
-def test_usual_names_are_found(tmp_path, names):
+def test_split_files_with_common_names_are_found(tmp_path, names):
     for name in (*names, "README.md", "train.bin", "contest.txt"):
         (tmp_path / name).touch()
     assert [path.name for path in find_splits(tmp_path).values()] == list(names)
@@ -22,7 +22,7 @@ def test_usual_names_are_found(tmp_path, names):
 
 def test_a_missing_split_is_named(write):
     folder = write(valid=None)
-    with pytest.raises(DataError, match=r"small has no valid split: put a text file such as valid"):
+    with pytest.raises(DataError, match=r"small has no valid split: add a text file such as valid"):
         find_splits(folder)
 
 
@@ -35,12 +35,12 @@ def test_two_files_for_one_split_are_refused_unless_one_is_plain(write):
     assert find_splits(folder)["train"].name == "train.txt"
 
 
-def test_exact_names_come_first(write):
+def test_exact_split_names_take_precedence(write):
     folder = write()
     write(suffix=".tokens")
     assert find_splits(folder, {"test": "test.tokens"})["test"].name == "test.tokens"
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_a_missing_corpus_folder_is_named(tmp_path):
     with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
         find_splits(tmp_path / "nowhere")

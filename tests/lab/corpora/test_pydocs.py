@@ -8,13 +8,13 @@ from undrop.lab import corpora
 from undrop.lab.corpora.pydocs import pydocs_text
 
 
-def test_a_paragraph_is_a_line_of_lower_case_words_and_marks():
+def test_pydocs_paragraphs_become_lines_of_lower_case_words_and_punctuation():
     text = "The Title\n*********\n\nOne *sentence*,\non two lines.\n\n"
     lines = pydocs_text({f"topic {number}": text for number in range(3)})["train"]
     assert lines[:2] == ["the title", "one * sentence * , on two lines ."]
 
 
-def test_topics_made_of_others_paragraphs_train_and_rare_words_are_unknown():
+def test_pydocs_trains_on_topics_of_repeated_paragraphs_and_drops_rare_words():
     shared = "said often " * 20
     topics = {"whole": shared, "part": shared} | {f"t{n}": f"own {n} words" for n in range(30)}
     lines = pydocs_text(topics)
@@ -22,7 +22,7 @@ def test_topics_made_of_others_paragraphs_train_and_rare_words_are_unknown():
     assert set(lines["valid"]) == {"own <unk> words"}
 
 
-def test_about_80_10_and_10_percent_of_the_running_pythons_reference(cache):
+def test_pydocs_splits_have_about_80_10_and_10_percent_of_the_words(cache):
     sizes = {split: len(tokens) for split, tokens in corpora.load("pydocs").splits.items()}
     total = sum(sizes.values())
     assert 90_000 < total < 180_000
@@ -30,7 +30,7 @@ def test_about_80_10_and_10_percent_of_the_running_pythons_reference(cache):
     assert min(sizes["valid"], sizes["test"]) / total > 0.08
 
 
-def test_nothing_of_validation_and_test_is_in_training(cache):
+def test_pydocs_validation_and_test_share_no_paragraph_with_training(cache):
     header = corpora.load("pydocs").header
     lines = {
         split: set(Path(info.source).read_text(encoding="utf-8").splitlines())
@@ -42,19 +42,19 @@ def test_nothing_of_validation_and_test_is_in_training(cache):
         assert all(corpora.UNK in line for line in both)
 
 
-def test_it_is_the_same_every_time(cache, tmp_path):
+def test_pydocs_is_the_same_every_time(cache, tmp_path):
     first, second = corpora.load("pydocs"), corpora.load("pydocs", cache_dir=tmp_path / "other")
     assert first.header.vocabulary_sha256 == second.header.vocabulary_sha256
     for split, info in first.header.splits.items():
         assert info.sha256 == second.header.splits[split].sha256
 
 
-def test_every_word_of_the_vocabulary_is_trained(cache):
+def test_every_pydocs_word_occurs_in_training(cache):
     corpus = corpora.load("pydocs")
     assert set(corpus.train.tolist()) == set(range(corpus.vocabulary.size))
 
 
-def test_a_python_without_the_reference_says_so(cache, monkeypatch):
+def test_a_python_without_pydoc_data_is_reported(cache, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(DataError, match=r"installed without pydoc_data\.topics"):
+    with pytest.raises(DataError, match=r"this Python has no pydoc_data\.topics"):
         corpora.load("pydocs")

@@ -12,7 +12,7 @@ WORDS = {  # different words of each split
 
 
 @pytest.mark.parametrize("name", list(WORDS))
-def test_tokens_and_words_are_the_known_ones(real_data, cache, name):
+def test_token_and_word_counts_match_the_catalogue(real_data, cache, name):
     corpus = corpora.load(name, data_dir=real_data)
     entry = corpora.CATALOGUE[name]
     assert {split: len(tokens) for split, tokens in corpus.splits.items()} == entry.tokens
@@ -22,13 +22,13 @@ def test_tokens_and_words_are_the_known_ones(real_data, cache, name):
         assert corpus.header.splits[split].source_sha256 == checksum
 
 
-def test_ptb_without_its_line_ends(real_data, cache):
+def test_ptb_has_the_known_counts_without_line_ends(real_data, cache):
     corpus = corpora.load("ptb", data_dir=real_data)
     eos = corpus.vocabulary.index[corpora.EOS]
     assert np.count_nonzero(corpus.train != eos) == 887_521
 
 
-def test_ptb_cut_to_a_tiny_corpus(real_data, cache):
+def test_ptb_can_be_cut_to_a_tiny_corpus(real_data, cache):
     corpus = corpora.load("ptb", data_dir=real_data, limit_tokens=60_000, max_vocab=2_000)
     assert (len(corpus.train), len(corpus.valid)) == (60_000, 73_760)
     assert corpus.vocabulary.size == 2_000

@@ -11,16 +11,16 @@ def test_the_most_frequent_word_comes_first_and_ties_in_order_of_occurrence():
     assert Vocabulary.of(COUNTS).words == ("a", EOS, "b", "c", "d", "e")
 
 
-def test_unk_is_added_last_and_only_where_another_split_needs_it():
+def test_unk_is_added_last_and_only_if_another_split_needs_it():
     assert UNK not in Vocabulary.of(COUNTS, others={"a", "e"})
     assert Vocabulary.of(COUNTS, others={"new"}).words[-1] == UNK
 
 
-def test_the_training_splits_own_unk_is_a_word_like_any_other():
+def test_an_unk_in_the_training_split_is_an_ordinary_word():
     assert Vocabulary.of({**COUNTS, UNK: 3}, others={"new"}).words[:3] == ("a", EOS, UNK)
 
 
-def test_max_vocab_gives_the_rarest_words_to_unk_which_takes_their_rank():
+def test_max_vocab_turns_the_rarest_words_into_unk_and_ranks_it_by_their_count():
     vocabulary = Vocabulary.of(COUNTS, max_vocab=4)
     assert vocabulary.words == ("a", EOS, UNK, "b")  # <unk> stands for c, d and e: 4, after <eos>
     assert vocabulary.encode("e c zzz").tolist() == [2, 2, 2]
@@ -30,7 +30,7 @@ def test_max_vocab_keeps_eos_whatever_its_rank():
     assert Vocabulary.of({"a": 9, "b": 8, "c": 7, EOS: 1}, max_vocab=3).words == (UNK, "a", EOS)
 
 
-def test_a_max_vocab_that_all_words_fit_in_changes_nothing():
+def test_a_max_vocab_larger_than_the_vocabulary_changes_nothing():
     assert Vocabulary.of(COUNTS, max_vocab=6).words == Vocabulary.of(COUNTS).words
 
 
@@ -50,11 +50,11 @@ def test_decoding_undoes_encoding():
     assert vocabulary.decode(np.array([0, 2], dtype=np.uint16)) == ["a", "b"]
 
 
-def test_a_word_that_nothing_stands_for_is_named():
+def test_an_unknown_word_without_unk_is_named():
     with pytest.raises(DataError, match=r"the word 'new' is not in the vocabulary"):
         Vocabulary.of(COUNTS).encode("new")
 
 
-def test_the_checksum_is_of_the_words_in_their_order():
+def test_the_vocabulary_checksum_depends_on_the_order_of_words():
     assert Vocabulary("ab").sha256 == Vocabulary(["a", "b"]).sha256
     assert Vocabulary("ab").sha256 != Vocabulary("ba").sha256

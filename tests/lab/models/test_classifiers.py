@@ -8,7 +8,7 @@ from undrop.errors import OptionError
 from undrop.lab.models import MLP, ConvNet
 
 
-def test_an_mlp_is_its_equations():
+def test_an_mlp_matches_its_equations():
     torch.manual_seed(0)
     model = MLP([6, 5, 4, 3]).double().eval()
     x = torch.randn(2, 2, 3, dtype=torch.double)
@@ -16,7 +16,7 @@ def test_an_mlp_is_its_equations():
     torch.testing.assert_close(model(x), c(b(a(x.flatten(1)).relu()).relu()))
 
 
-def test_an_mlp_drops_inputs_and_hidden_units_alone():
+def test_an_mlp_drops_only_inputs_and_hidden_units():
     model = MLP([6, 5, 4, 3], dropout=0.3, input_dropout=0.2)
     found = {n: m.p for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
     assert found == {"input_dropout": 0.2, "hidden_dropouts.0": 0.3, "hidden_dropouts.1": 0.3}
@@ -64,6 +64,6 @@ def test_a_convnet_drops_whole_feature_maps():
         (lambda: ConvNet(output_dropout=1.0), r"output_dropout must lie in .* got 1\.0"),
     ],
 )
-def test_bad_options_are_named(make, message):
+def test_invalid_options_are_named(make, message):
     with pytest.raises(OptionError, match=message):
         make()

@@ -16,7 +16,7 @@ def test_the_default_is_the_smallest_gpt_2():
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
 
 
-def test_attention_is_its_definition():
+def test_attention_matches_its_definition():
     torch.manual_seed(0)
     attention = GPT(30, **SMALL).double().eval().layers[0].attention
     x = torch.randn(5, 3, 8, dtype=torch.double)
@@ -46,7 +46,7 @@ def test_attention_drops_in_training_only(monkeypatch):
     assert seen == [0.3, 0.3, 0.0, 0.0]
 
 
-def test_positions_matter_and_nothing_is_carried():
+def test_gpt_sees_positions_and_carries_no_state():
     torch.manual_seed(0)
     model = GPT(30, **SMALL).eval()
     features, state = model(torch.full((4, 1), 3), logits=False)
@@ -54,7 +54,7 @@ def test_positions_matter_and_nothing_is_carried():
     assert not torch.allclose(features[0], features[3])
 
 
-def test_too_long_a_window_is_named():
+def test_a_window_longer_than_the_context_is_refused():
     with pytest.raises(OptionError, match="at most 6 steps long, the model's context, got 7"):
         GPT(30, **SMALL)(torch.zeros(7, 2, dtype=torch.long))
 
@@ -69,6 +69,6 @@ def test_too_long_a_window_is_named():
         ({"attention_dropout": -1}, r"attention_dropout must lie in \[0, 1\), got -1"),
     ],
 )
-def test_bad_options_are_named(option, message):
+def test_invalid_options_are_named(option, message):
     with pytest.raises(OptionError, match=message):
         GPT(30, **{**SMALL, **option})

@@ -58,7 +58,7 @@ def tokens():
     return torch.randint(VOCABULARY, (STEPS, BATCH), generator=generator)
 
 
-def test_shapes(model, tokens):
+def test_outputs_and_states_have_the_documented_shapes(model, tokens):
     logits, state = model(tokens)
     features, _ = model(tokens, state, logits=False)
     assert logits.shape == (STEPS, BATCH, VOCABULARY)
@@ -66,7 +66,7 @@ def test_shapes(model, tokens):
     assert all(tensor.shape[1] == BATCH for tensor in tensors(state))
 
 
-def test_logits_are_the_head_of_the_features(model, tokens):
+def test_logits_equal_the_head_applied_to_the_features(model, tokens):
     model.eval()
     features, _ = model(tokens, logits=False)
     torch.testing.assert_close(model.head(features, model.table()), model(tokens)[0])
@@ -79,7 +79,7 @@ def test_eval_is_deterministic_and_training_is_not(model, tokens):
     assert torch.equal(model(tokens)[0], model(tokens)[0])
 
 
-def test_no_token_sees_those_after_it(model, tokens):
+def test_no_token_sees_later_tokens(model, tokens):
     model.eval()
     changed = tokens.clone()
     changed[5:] = (changed[5:] + 1) % VOCABULARY
@@ -88,13 +88,13 @@ def test_no_token_sees_those_after_it(model, tokens):
     assert (before[5:] - after[5:]).abs().amax(-1).min() > 1e-6
 
 
-def test_no_text_sees_another_of_its_batch(model, tokens):
+def test_texts_of_a_batch_are_independent(model, tokens):
     model.eval()
     alone, _ = model(tokens[:, :1])
     torch.testing.assert_close(model(tokens)[0][:, :1], alone, rtol=1e-10, atol=1e-12)
 
 
-def test_windows_with_carried_state_are_one_long_window(stateful, tokens):
+def test_windows_with_carried_state_equal_one_long_window(stateful, tokens):
     model = stateful.eval()
     whole, end = model(tokens)
     state, outputs = None, []
@@ -116,7 +116,7 @@ def test_detach_cuts_the_history_and_keeps_the_values(stateful, tokens):
         assert torch.equal(one, other)
 
 
-def test_every_parameter_learns(model, tokens):
+def test_every_parameter_gets_a_gradient(model, tokens):
     torch.manual_seed(3)
     _, state = model(tokens)
     logits, _ = model(tokens, detach(state))
@@ -130,7 +130,7 @@ def test_every_parameter_has_one_name(model):
     assert set(model.state_dict()) == names
 
 
-def test_a_copy_is_as_good_as_the_model_and_shares_nothing(model, tokens):
+def test_a_deep_copy_equals_the_model_and_shares_no_memory(model, tokens):
     model.eval()
     twin = copy.deepcopy(model)
     assert torch.equal(twin(tokens)[0], model(tokens)[0])
@@ -143,7 +143,7 @@ def test_a_copy_is_as_good_as_the_model_and_shares_nothing(model, tokens):
     assert torch.equal(twin(tokens)[0], fresh(tokens)[0])
 
 
-def test_the_loss_is_the_cross_entropy_of_the_logits_at_every_step(model, tokens):
+def test_the_feature_loss_equals_the_cross_entropy_of_the_logits(model, tokens):
     target = tokens.roll(-1, 0)
     model.eval()
     loss = model.loss()
@@ -196,13 +196,13 @@ def test_the_tangent_engine_trusts_every_op_on_its_way(model, tokens):
         ),
     ],
 )
-def test_dropouts_are_found_by_readable_names(name, expected, tokens):
+def test_dropout_sites_have_readable_names(name, expected, tokens):
     found = undrop.sites(build(name), tokens)
     assert [site.name for site in found] == expected.split()
 
 
 @pytest.mark.portable
-def test_half_precision_runs(model, tokens):
+def test_models_run_in_half_precision(model, tokens):
     logits, _ = model.bfloat16()(tokens)
     assert logits.dtype == torch.bfloat16
     assert logits.isfinite().all()
@@ -216,12 +216,12 @@ def test_half_precision_runs(model, tokens):
         (torch.zeros(3, 2), "of whole numbers, got torch.float32"),
     ],
 )
-def test_bad_tokens_are_named(model, bad, message):
+def test_invalid_tokens_are_named(model, bad, message):
     with pytest.raises(OptionError, match=message):
         model(bad)
 
 
-def test_a_state_of_another_batch_is_named(stateful, tokens):
+def test_a_state_of_another_batch_size_is_refused(stateful, tokens):
     _, state = stateful(tokens)
     with pytest.raises(OptionError, match=r"as there are in tokens, 2, got 3: pass state=None"):
         stateful(tokens[:, :2], state)

@@ -16,7 +16,7 @@ def parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
-def test_the_paper_s_models_have_their_size():
+def test_recurrent_models_have_the_papers_parameter_counts():
     with torch.device("meta"):
         # the counts that the reference implementation of AWD-LSTM prints
         assert parameters(AWDLSTM(10_000)) == 24_221_600
@@ -29,7 +29,7 @@ def test_the_paper_s_models_have_their_size():
 
 
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
-def test_a_tied_model_has_one_matrix_of_words(kind):
+def test_a_tied_model_has_one_word_matrix(kind):
     model = kind(30, **SMALL)
     rows = [n for n, p in model.named_parameters() if p.shape == (30, 6)]
     assert rows == ["embedding.embedding.weight"]
@@ -42,7 +42,7 @@ def test_a_tied_model_has_one_matrix_of_words(kind):
 
 
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
-def test_an_untied_model_has_two_and_equal_layers(kind):
+def test_an_untied_model_has_two_word_matrices_and_equal_layers(kind):
     model = kind(30, embedding_size=7, hidden_size=7, layers=2, tied=False)
     rows = [n for n, p in model.named_parameters() if p.shape == (30, 7)]
     assert rows == ["head.weight", "embedding.embedding.weight"]
@@ -50,7 +50,7 @@ def test_an_untied_model_has_two_and_equal_layers(kind):
     assert all(layer(x, None)[0].shape == x.shape for layer in model.layers)
 
 
-def test_each_awd_layer_is_torch_s_own_lstm():
+def test_each_awd_layer_matches_torchs_lstm():
     model = AWDLSTM(30, **SMALL).double().eval()
     x = torch.randn(5, 2, 6, dtype=torch.double)
     for layer in model.layers:
@@ -61,7 +61,7 @@ def test_each_awd_layer_is_torch_s_own_lstm():
 
 
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
-def test_locked_masks_last_for_the_window(kind):
+def test_locked_masks_are_constant_within_a_window(kind):
     """Inputs of ones at every locked dropout come out as one mask for all steps."""
     model = kind(30, **SMALL, input_dropout=0.5, hidden_dropout=0.5, output_dropout=0.5)
     locked = [model.input_dropout, *model.hidden_dropouts, model.output_dropout]
@@ -91,12 +91,12 @@ def test_locked_masks_last_for_the_window(kind):
     ],
 )
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
-def test_bad_options_are_named(kind, option, message):
+def test_invalid_options_are_named(kind, option, message):
     with pytest.raises(OptionError, match=message):
         kind(30, **{**SMALL, **option})
 
 
-def test_bad_vocabulary_and_window_are_named():
+def test_an_invalid_vocabulary_or_window_is_named():
     with pytest.raises(OptionError, match="vocab_size must be a whole number of at least 1, got 0"):
         AWDLSTM(0)
     with pytest.raises(OptionError, match="window must be 1 or 2, got 3"):
@@ -120,7 +120,7 @@ def scan_inputs(steps, *size):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 7, 8, 13, 64, 141])
-def test_the_scan_is_the_loop_with_its_gradients(steps):
+def test_the_linear_scan_matches_a_loop_and_its_gradients(steps):
     inputs = scan_inputs(steps, 3, 4)
     weights = torch.randn(steps, 3, 4, dtype=torch.double)
     results = []
@@ -131,7 +131,7 @@ def test_the_scan_is_the_loop_with_its_gradients(steps):
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
-def test_the_scan_loses_nothing_where_gates_are_shut_or_open():
+def test_the_linear_scan_is_accurate_for_gates_near_0_and_1():
     a, b, initial = scan_inputs(100, 5)
     with torch.no_grad():
         a[::3], a[1::7] = 0.0, 1.0
@@ -141,13 +141,13 @@ def test_the_scan_loses_nothing_where_gates_are_shut_or_open():
     )
 
 
-def test_the_scan_differentiates_in_every_mode():
+def test_the_linear_scan_differentiates_in_every_mode():
     inputs = scan_inputs(5, 2)
     assert torch.autograd.gradcheck(linear_scan, inputs, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(linear_scan, inputs, check_fwd_over_rev=True)
 
 
-def test_reverse_through_the_scan_s_tangent_is_right():
+def test_backward_through_the_linear_scans_tangent_is_correct():
     """∂/∂a of a forward-mode derivative, against finite differences of it."""
     a, b, initial = (x.detach() for x in scan_inputs(6, 3))
     direction = torch.randn(6, 3, dtype=torch.double, generator=torch.Generator().manual_seed(2))
@@ -163,7 +163,7 @@ def test_reverse_through_the_scan_s_tangent_is_right():
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_a_qrnn_layer_is_its_equations(window):
+def test_a_qrnn_layer_matches_its_equations(window):
     torch.manual_seed(0)
     layer = QRNNLayer(3, 4, window=window).double()
     linear = layer.linear.module
@@ -187,7 +187,7 @@ def test_only_the_first_qrnn_layer_sees_two_inputs():
     assert [layer.window for layer in model.layers] == [2, 1, 1]
 
 
-def test_the_qrnn_s_hot_path_has_no_step_per_token():
+def test_a_qrnn_has_no_loop_over_tokens():
     """Twice the tokens cost a few calls more, not twice as many."""
 
     class Counter(torch.overrides.TorchFunctionMode):

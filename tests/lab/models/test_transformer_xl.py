@@ -44,7 +44,7 @@ def literal_attention(layer, x, memory, u, v):
 
 
 @pytest.mark.parametrize(("steps", "past"), [(4, 0), (4, 3), (1, 5), (3, 1)])
-def test_attention_is_its_definition(steps, past):
+def test_attention_matches_its_definition(steps, past):
     torch.manual_seed(0)
     layer = RelativeAttention(6, 2).double()
     x, memory = torch.randn(steps, 2, 6).double(), torch.randn(past, 2, 6).double()
@@ -56,20 +56,20 @@ def test_attention_is_its_definition(steps, past):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_encodings_go_from_far_to_near():
+def test_position_encodings_are_ordered_from_far_to_near():
     got = sinusoids(5, 8, like=torch.zeros(1, dtype=torch.double))
     expected = torch.stack([encoding(k, 8) for k in (4, 3, 2, 1, 0)])
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     assert sinusoids(5, 7, like=torch.zeros(1)).shape == (5, 7)
 
 
-def test_encodings_of_a_half_precision_model_are_computed_in_single():
+def test_position_encodings_of_a_half_precision_model_use_single_precision():
     half = sinusoids(2000, 8, like=torch.zeros(1, dtype=torch.bfloat16))
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half, sinusoids(2000, 8, like=torch.zeros(1)).bfloat16())
 
 
-def test_the_paper_s_model_has_its_size():
+def test_transformer_xl_has_the_papers_parameter_count():
     with torch.device("meta"):
         model = TransformerXL(267_735)
     # the count that the reference implementation prints for its base model on WikiText-103
@@ -87,7 +87,7 @@ def test_memory_holds_the_last_steps_of_each_layer_s_input():
     torch.testing.assert_close(state[0], model.embedding(tokens[-5:]) * 8**0.5)
 
 
-def test_memory_of_no_steps_forgets_all():
+def test_a_memory_of_length_zero_keeps_nothing():
     torch.manual_seed(0)
     model = TransformerXL(30, **SMALL, memory=0).double().eval()
     tokens = torch.randint(30, (6, 2))
@@ -138,6 +138,6 @@ def test_position_noise_is_shared_by_the_batch():
         ({"cutoffs": [20_000]}, r"cutoffs must be .* within 1 … 29, got \[20000\]"),
     ],
 )
-def test_bad_options_are_named(option, message):
+def test_invalid_options_are_named(option, message):
     with pytest.raises(OptionError, match=message):
         TransformerXL(30, **{**SMALL, **option})

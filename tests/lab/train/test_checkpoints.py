@@ -28,7 +28,7 @@ def files(store, step):
     return store.path(step), next(store.folder.glob(f"step-{step:08d}.*.safetensors"))
 
 
-def test_the_last_two_are_kept(store):
+def test_the_last_two_checkpoints_are_kept(store):
     assert store.steps() == [2, 3]
     assert len(os.listdir(store.folder)) == 4
     step, found = store.newest(pytest.fail)
@@ -36,7 +36,7 @@ def test_the_last_two_are_kept(store):
     assert torch.equal(found["weight"], state(3)["weight"])
 
 
-def test_there_may_be_none(tmp_path):
+def test_a_run_without_checkpoints_has_no_newest_one(tmp_path):
     assert Checkpoints(tmp_path / "none").newest(pytest.fail) is None
 
 
@@ -55,7 +55,7 @@ def damage(path, how):
 
 @pytest.mark.parametrize("which", [0, 1], ids=["json", "tensors"])
 @pytest.mark.parametrize("how", ["cut", "emptied", "longer", "changed", "gone"])
-def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_used(store, which, how):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(store, which, how):
     path = files(store, 3)[which]
     if how == "gone" and which == 0:
         pytest.skip("without its JSON there is no checkpoint")
@@ -70,7 +70,7 @@ def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_used(store, whic
     assert store.steps() == [2, 4]  # the refused one does not count as kept
 
 
-def test_a_json_that_says_other_things_is_refused(store):
+def test_a_checkpoint_with_changed_json_is_refused(store):
     path = store.path(3)
     body = json.loads(path.read_text())
     body["state"]["step"] = 99
@@ -88,7 +88,7 @@ def rename_tensors(store, name):
     path.write_text(json.dumps({**body, "check": checkpoints._check(body)}))
 
 
-def test_a_tensors_name_can_not_leave_the_folder(store, tmp_path):
+def test_a_tensor_file_name_cannot_leave_the_folder(store, tmp_path):
     outside = tmp_path / "outside.safetensors"
     files(store, 3)[1].rename(outside)
     rename_tensors(store, "../outside.safetensors")
@@ -97,13 +97,13 @@ def test_a_tensors_name_can_not_leave_the_folder(store, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x" * 1000, "a\0b", "", ".."])
-def test_a_name_that_no_file_can_have_is_refused(store, name):
+def test_an_impossible_tensor_file_name_is_refused(store, name):
     rename_tensors(store, name)
     with pytest.raises(CheckpointError, match="were cut short or changed"):
         store.load(3)
 
 
-def test_if_none_is_sound_that_is_said(store):
+def test_an_error_says_that_no_intact_checkpoint_is_left(store):
     for step in (2, 3):
         damage(store.path(step), "cut")
     with pytest.raises(CheckpointError, match=r"no intact checkpoint is left .*: .*step-0000"):
@@ -130,7 +130,7 @@ def test_a_full_disk_loses_no_earlier_checkpoint(store, monkeypatch, place):
     assert len(os.listdir(store.folder)) == 4
 
 
-def test_a_file_of_tensors_that_is_none_is_named(tmp_path):
+def test_an_invalid_or_missing_tensor_file_is_named(tmp_path):
     (tmp_path / "a").write_bytes(b"no tensors here")
     with pytest.raises(CheckpointError, match="a was cut short or changed"):
         load_tensors(tmp_path / "a")

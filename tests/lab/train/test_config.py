@@ -4,13 +4,13 @@ from undrop.errors import ConfigError
 from undrop.lab.train import Config
 
 
-def test_defaults_are_a_whole_config_that_comes_back_from_its_own_dict():
+def test_the_default_config_round_trips_through_its_dict():
     config = Config.parse({})
     assert config.model.options["hidden_size"] == 1150
     assert Config.parse(config.as_dict()) == config
 
 
-def test_options_of_a_component_are_completed_from_its_constructor():
+def test_component_options_default_to_the_constructors():
     config = Config.parse({"objective": {"name": "drop-k", "k": 4}})
     assert config.objective.options["k"] == 4
     assert config.objective.options["noise"] is None
@@ -46,12 +46,12 @@ def test_options_of_a_component_are_completed_from_its_constructor():
         ({"model": {"name": 3}}, "model.name must be a string, got 3"),
     ],
 )
-def test_a_bad_setting_is_named_with_its_value_and_range(settings, told):
+def test_an_invalid_setting_is_named_with_its_value_and_range(settings, told):
     with pytest.raises(ConfigError, match=told):
         Config.parse(settings)
 
 
-def test_the_digest_hangs_on_what_bears_on_the_result_alone():
+def test_the_digest_depends_only_on_settings_that_affect_the_result():
     plain = Config.parse({})
     moved = {"preset": "x", "data": {"dir": "/d"}, "train": {"log_every": 3, "tensorboard": True}}
     assert Config.parse(moved).digest() == plain.digest()

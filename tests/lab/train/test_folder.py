@@ -32,7 +32,7 @@ def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path):
         pass
 
 
-def test_metrics_are_cut_back_to_what_is_known(tmp_path):
+def test_metrics_are_cut_to_the_length_of_the_checkpoint(tmp_path):
     metrics = RunFolder(tmp_path).metrics
     metrics.append({"a": 1})
     length = metrics.sync()
@@ -49,7 +49,7 @@ def test_metrics_are_cut_back_to_what_is_known(tmp_path):
         metrics.read()
 
 
-def test_a_folder_without_a_run_says_so(tmp_path):
+def test_a_folder_without_a_run_is_reported(tmp_path):
     with pytest.raises(RunError, match=r"holds no run: it has no config.json"):
         RunFolder(tmp_path).read_config()
     with pytest.raises(RunError, match="has no trained weights yet"):
@@ -57,7 +57,7 @@ def test_a_folder_without_a_run_says_so(tmp_path):
     assert RunFolder(tmp_path).read_summary() is None
 
 
-def test_leftovers_of_a_kill_are_swept(tmp_path):
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
     folder = RunFolder(tmp_path)
     folder.checkpoints.folder.mkdir()
     for path in (tmp_path / "config.json.tmp", folder.checkpoints.folder / ".tmpAbC"):

@@ -31,7 +31,7 @@ def test_a_step_is_clipped_decayed_and_scaled():
     assert weights[0].grad is None
 
 
-def test_a_gradient_below_the_threshold_is_left_as_it_is():
+def test_a_gradient_below_the_clipping_norm_is_unchanged():
     weights = parameters([1.0])
     with_gradients(weights, [0.25])
     stepper(weights, lr=1.0, clip=0.5).step(1.0)
@@ -39,7 +39,7 @@ def test_a_gradient_below_the_threshold_is_left_as_it_is():
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_gradient_that_is_not_finite_changes_nothing(clip):
+def test_a_nonfinite_gradient_changes_no_parameter(clip):
     weights = parameters([1.0, 1.0])
     with_gradients(weights, [float("nan"), 1.0])
     with pytest.raises(NonFiniteError, match="the gradient's norm is nan"):
@@ -50,7 +50,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(clip):
 @pytest.mark.parametrize(
     ("name", "reference"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)]
 )
-def test_adam_is_torchs(name, reference):
+def test_adam_matches_torchs(name, reference):
     ours, theirs = parameters([1.0, -2.0]), parameters([1.0, -2.0])
     step = stepper(ours, name=name, lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.01)
     other = reference(theirs, 0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.01)
@@ -62,7 +62,7 @@ def test_adam_is_torchs(name, reference):
     assert torch.equal(ours[0], theirs[0])
 
 
-def test_averaging_begins_at_the_non_monotonic_trigger_and_is_a_plain_mean():
+def test_averaging_starts_at_the_non_monotonic_trigger_and_is_a_plain_mean():
     weights = parameters([0.0])
     step = stepper(weights, name="asgd", lr=1.0, patience=2)
     for loss in (5.0, 4.0, 4.5, 4.2):
@@ -79,7 +79,7 @@ def test_averaging_begins_at_the_non_monotonic_trigger_and_is_a_plain_mean():
     assert weights[0].item() == 4.0
 
 
-def test_a_state_goes_on_to_the_same_bits():
+def test_a_resumed_stepper_gives_the_same_bits():
     def run(split):
         weights = parameters([1.0, 2.0])
         step = stepper(weights, name="asgd", lr=0.1, momentum=0.9, patience=1)

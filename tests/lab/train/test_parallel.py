@@ -44,7 +44,9 @@ def together(size, objective, options, out):
     ],
     ids=["none", "tangent", "antithetic"],
 )
-def test_two_processes_have_the_gradient_of_one_with_the_same_noise(tmp_path, objective, options):
+def test_two_processes_compute_the_gradient_of_one_with_the_same_noise(
+    tmp_path, objective, options
+):
     two = together(2, objective, options, tmp_path / "two")
     one = together(1, objective, options, tmp_path / "one")
     assert two.keys() == one.keys()
@@ -62,7 +64,7 @@ def arguments_of(config):
     return arguments
 
 
-def test_torchrun_trains_as_one_process_would_and_goes_on(launch, tiny, tmp_path):
+def test_torchrun_matches_one_process_and_resumes(launch, tiny, tmp_path):
     config = tiny(objective={"name": "none"}, train={"epochs": 2, "precision": "float64"})
     words = ["-m", "undrop", "train", *arguments_of(config), "--out", tmp_path / "two"]
     launch(*words, "--set", "train.epochs=1")
@@ -76,7 +78,7 @@ def test_torchrun_trains_as_one_process_would_and_goes_on(launch, tiny, tmp_path
 
 
 @pytest.mark.slow
-def test_several_processes_go_on_to_the_same_bits(launch, tiny, tmp_path):
+def test_several_processes_resume_to_the_same_bits(launch, tiny, tmp_path):
     config = tiny(objective={"name": "analytic"}, train={"epochs": 2})
     for extra in (
         ["--out", tmp_path / "whole"],
@@ -89,7 +91,9 @@ def test_several_processes_go_on_to_the_same_bits(launch, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_worker_and_it_ends_with_the_same_bits(launch, tiny, tmp_path):
+def test_torchrun_restarts_a_killed_worker_and_the_run_ends_with_the_same_bits(
+    launch, tiny, tmp_path
+):
     config = tiny(objective={"name": "analytic"}, train={"epochs": 4, "checkpoint_every": 3})
     struck, words = RunFolder(tmp_path / "struck"), ["-m", "undrop", "train", *arguments_of(config)]
     launch(*words, "--out", tmp_path / "whole")
@@ -120,7 +124,7 @@ def meet(store, *ranks, wait=30.0):
         )
 
 
-def test_processes_meet_where_nothing_is_left_of_those_before():
+def test_restarted_processes_share_a_store_without_old_entries():
     store = HashStore()
     before = meet(store, 0, 1, 2)
     for rank in (1, 2):  # and of those whose main process never came
@@ -133,7 +137,7 @@ def test_processes_meet_where_nothing_is_left_of_those_before():
     assert [part.get("address 2") for part in after] == [b"new"] * 3
 
 
-def test_a_process_that_does_not_come_is_named():
+def test_a_process_that_does_not_start_is_named():
     with pytest.raises(TimeoutError, match=r"of 3 processes, ranks \[2\] did not start in time"):
         meet(HashStore(), 0, 1, wait=0.2)
     with pytest.raises(DistStoreError):

@@ -8,16 +8,16 @@ PAPER = ("ptb-awd-lstm", "wt2-awd-lstm", "wt103-transformer-xl", "wt103-qrnn")
 
 
 @pytest.mark.parametrize("name", presets())
-def test_every_preset_is_a_whole_config_with_a_description(name):
+def test_every_preset_is_a_valid_config_with_a_description(name):
     assert configure(name).preset == name
     assert len(describe(name)) > 20
 
 
-def test_the_paper_has_its_presets_each_with_a_small_one():
+def test_each_setting_of_the_paper_has_a_full_and_a_small_preset():
     assert {*PAPER, *(f"{name}-small" for name in PAPER), "ptb-lstm-tiny"} <= set(presets())
 
 
-def test_the_papers_settings():
+def test_paper_presets_have_the_papers_settings():
     ptb, wt2 = configure("ptb-awd-lstm"), configure("wt2-awd-lstm")
     for config in (ptb, wt2):
         assert (config.optimizer.name, config.optimizer.lr) == ("sgd", 30.0)
@@ -32,7 +32,7 @@ def test_the_papers_settings():
     assert (xl.model.options["layers"], xl.model.options["dropout"]) == (16, 0.1)
 
 
-def test_every_value_can_be_overridden():
+def test_overrides_change_any_setting():
     config = configure(
         "ptb-awd-lstm",
         {"objective": {"name": "analytic"}},
@@ -44,7 +44,7 @@ def test_every_value_can_be_overridden():
     assert config.objective.options["explicit"] == "hessian"
 
 
-def test_another_objective_takes_its_own_options_only():
+def test_another_objective_drops_the_options_of_the_previous_one():
     base = {"objective": {"name": "analytic", "samples": 3}, "optimizer": {"lr": 2.0}}
     assert merge(base, {"objective": {"name": "dropout"}})["objective"] == {"name": "dropout"}
     kept = merge(base, {"objective": {"strength": 0.5}})["objective"]
@@ -65,7 +65,7 @@ def test_another_objective_takes_its_own_options_only():
         ("a.b=", ""),
     ],
 )
-def test_a_value_is_tomls_or_a_string(text, value):
+def test_an_override_value_is_toml_or_a_string(text, value):
     assert parse_override(text) == {"a": {"b": value}}
 
 
@@ -75,12 +75,12 @@ def test_an_override_without_section_and_key_is_refused(text):
         parse_override(text)
 
 
-def test_an_unknown_preset_is_answered_with_the_nearest():
+def test_an_unknown_preset_suggests_the_closest_name():
     with pytest.raises(UnknownNameError, match="did you mean 'ptb-awd-lstm'"):
         configure("ptb-awd-lsmt")
 
 
-def test_a_file_of_ones_own_is_a_preset(tmp_path):
+def test_your_own_toml_file_is_a_preset(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('extends = "ptb-awd-lstm"\n[optimizer]\nlr = 3.0\n')
     mine, base = configure(str(file)), configure("ptb-awd-lstm")
@@ -107,7 +107,7 @@ def test_a_file_of_ones_own_is_a_preset(tmp_path):
         (b"[optimiser]\nlr = 1", r"optimiser"),
     ],
 )
-def test_a_file_that_is_no_preset_is_named(tmp_path, content, message):
+def test_an_invalid_preset_file_is_named(tmp_path, content, message):
     file = tmp_path / "mine.toml"
     if content is not None:
         file.write_bytes(content)

@@ -66,7 +66,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bits(tiny, tmp_path, sect
 
 
 @pytest.mark.parametrize("length", [-1, -(10**30), "x", None])
-def test_a_state_that_knows_no_length_of_the_metrics_is_refused(tiny, tmp_path, length):
+def test_a_checkpoint_without_a_valid_metrics_length_is_refused(tiny, tmp_path, length):
     config = tiny(train={"epochs": 1})
     train.run(config, out=tmp_path / "run")
     checkpoints = train.RunFolder(tmp_path / "run").checkpoints

@@ -10,18 +10,18 @@ def at(schedule, *, step=0, epoch=0.0, done=0.0):
     return lr_factor(ScheduleConfig.model_validate(schedule), Progress(step, epoch, done))
 
 
-def test_constant_with_warmup():
+def test_the_constant_schedule_with_warmup():
     schedule = {"name": "constant", "warmup": 4}
     assert [at(schedule, step=s) for s in (0, 1, 3, 4, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
     assert at({"name": "constant"}) == 1.0
 
 
-def test_step():
+def test_the_step_schedule():
     schedule = {"name": "step", "milestones": [2, 5], "factor": 0.1}
     assert [at(schedule, epoch=e) for e in (0, 1.99, 2.0, 5.5)] == pytest.approx([1, 1, 0.1, 0.01])
 
 
-def test_cosine():
+def test_the_cosine_schedule():
     assert at({"name": "cosine"}, done=0.0) == 1.0
     assert at({"name": "cosine"}, done=0.25) == pytest.approx(0.5 + 0.5 * math.sqrt(0.5))
     assert at({"name": "cosine"}, done=1.0) == pytest.approx(0.0)

@@ -56,7 +56,7 @@ class Signaller(Listener):
             os.kill(os.getpid(), self.number)
 
 
-def test_a_run_learns_and_leaves_its_folder(tiny, tmp_path):
+def test_a_run_learns_and_writes_its_folder(tiny, tmp_path):
     listener = Listener()
     config = tiny(
         objective={"name": "none"},
@@ -82,7 +82,7 @@ def test_a_run_learns_and_leaves_its_folder(tiny, tmp_path):
     assert 0.0 == done[0] < done[-1] < 1.0
 
 
-def test_records_have_the_same_keys_whatever_the_objective(tiny, tmp_path):
+def test_records_have_the_same_keys_for_every_objective(tiny, tmp_path):
     keys = {}
     for name in ("none", "dropout", "analytic"):
         train.run(tiny(objective={"name": name}, train={"epochs": 1}), out=tmp_path / name)
@@ -104,7 +104,7 @@ def test_a_logged_loss_is_the_mean_over_tokens(tiny, tmp_path):
     assert epoch["loss"] == pytest.approx(plain, rel=0.02)  # the last window is shorter
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_one_others(tiny, tmp_path):
+def test_equal_seeds_give_equal_bits_and_different_seeds_do_not(tiny, tmp_path):
     def weights(seed, name):
         train.run(tiny(train={"seed": seed, "epochs": 1}), out=tmp_path / name)
         return RunFolder(tmp_path / name).read_best()
@@ -115,26 +115,26 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_others(tiny, tmp_path
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_run_leaves_the_global_generators_and_threads_as_they_were(tiny, tmp_path):
+def test_a_run_restores_the_global_generators_and_threads(tiny, tmp_path):
     before = torch.get_rng_state(), torch.get_num_threads()
     train.run(tiny(train={"epochs": 1, "threads": 2}), out=tmp_path / "a")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.get_num_threads() == before[1]
 
 
-def test_max_steps_ends_within_an_epoch(tiny, tmp_path):
+def test_max_steps_ends_a_run_within_an_epoch(tiny, tmp_path):
     summary = train.run(tiny(train={"epochs": 9, "max_steps": 5}), out=tmp_path / "a")
     assert (summary.steps, summary.epochs, summary.ended) == (5, 1, "max_steps")
 
 
-def test_early_stop(tiny, tmp_path):
+def test_patience_stops_a_run_early(tiny, tmp_path):
     config = tiny(train={"epochs": 50, "patience": 2}, optimizer={"lr": 1e-9})
     summary = train.run(config, out=tmp_path / "a")
     assert summary.ended == "patience"
     assert summary.epochs == summary.best_epoch + 2
 
 
-def test_the_test_split_may_wait_until_the_end(tiny, tmp_path):
+def test_the_test_split_can_be_evaluated_only_at_the_end(tiny, tmp_path):
     each = train.run(tiny(), out=tmp_path / "each")
     end = train.run(tiny(train={"test": "end"}), out=tmp_path / "end")
     assert end.test_ppl == pytest.approx(each.test_ppl, rel=1e-6)
@@ -144,7 +144,7 @@ def test_the_test_split_may_wait_until_the_end(tiny, tmp_path):
 
 @pytest.mark.portable
 @pytest.mark.parametrize("precision", ["bfloat16", "float64"])
-def test_precisions(tiny, tmp_path, precision):
+def test_runs_train_in_bfloat16_and_float64(tiny, tmp_path, precision):
     summary = train.run(tiny(train={"precision": precision, "epochs": 1}), out=tmp_path / "a")
     assert math.isfinite(summary.best_valid_ppl)
     kept = next(iter(RunFolder(tmp_path / "a").read_best().values())).dtype
@@ -169,7 +169,7 @@ def test_every_model_trains_with_every_kind_of_objective(tiny, tmp_path, model):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(tiny, tmp_path, number):
+def test_a_signal_saves_the_run_and_says_how_to_resume(tiny, tmp_path, number):
     config = tiny(train={"epochs": 3, "checkpoint_every": 1000})
     whole = train.run(config, out=tmp_path / "whole")
     out = tmp_path / "stopped"
@@ -186,7 +186,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tiny, tmp_path, number):
     assert summary.model_dump(exclude={"seconds"}) == whole.model_dump(exclude={"seconds"})
 
 
-def test_a_signal_during_evaluation_leaves_the_epoch_to_be_judged(tiny, tmp_path, monkeypatch):
+def test_a_signal_during_evaluation_resumes_at_the_evaluation(tiny, tmp_path, monkeypatch):
     config = tiny(train={"epochs": 2})
     whole = train.run(config, out=tmp_path / "whole")
     original = sessions.Trainer._validate
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_ends_with_the_same_bits(tiny,
     assert summary.model_dump(exclude={"seconds"}) == whole.model_dump(exclude={"seconds"})
 
 
-def test_a_loss_that_is_not_finite_names_step_part_and_checkpoint(tiny, tmp_path, monkeypatch):
+def test_a_nonfinite_loss_names_step_part_and_checkpoint(tiny, tmp_path, monkeypatch):
     original = Stepper.step
 
     def spoilt(self, factor):
@@ -260,7 +260,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tiny, tmp_path):
         train.run(tiny(), out=tmp_path / "a")
 
 
-def test_a_run_without_its_config_is_neither_overwritten_nor_gone_on_with(tiny, tmp_path):
+def test_a_run_without_its_config_is_neither_overwritten_nor_resumed(tiny, tmp_path):
     train.run(tiny(train={"epochs": 1}), out=tmp_path / "a")
     (tmp_path / "a" / "config.json").unlink()
     with pytest.raises(RunError, match="already holds a run"):
@@ -269,7 +269,7 @@ def test_a_run_without_its_config_is_neither_overwritten_nor_gone_on_with(tiny, 
         train.run(tiny(), out=tmp_path / "a", resume=True)
 
 
-def test_runs_that_take_turns_have_the_bits_they_would_have_alone(tiny, tmp_path):
+def test_interleaved_runs_have_the_bits_that_they_have_alone(tiny, tmp_path):
     configs = {name: tiny(objective={"name": name}) for name in ("dropout", "analytic")}
     configs["dropout"] = tiny(objective={"name": "dropout"}, train={"epochs": 3})
     together = train.train_interleaved(configs, out=tmp_path / "together")
@@ -280,7 +280,7 @@ def test_runs_that_take_turns_have_the_bits_they_would_have_alone(tiny, tmp_path
         )
 
 
-def test_a_finished_run_can_be_made_longer_but_not_another(tiny, tmp_path):
+def test_a_finished_run_can_be_extended_but_its_settings_cannot_change(tiny, tmp_path):
     train.run(tiny(train={"epochs": 1}), out=tmp_path / "a")
     longer = train.run(tiny(train={"epochs": 2}), out=tmp_path / "a", resume=True)
     assert longer.epochs == 2
@@ -289,13 +289,13 @@ def test_a_finished_run_can_be_made_longer_but_not_another(tiny, tmp_path):
         train.run(tiny(optimizer={"lr": 6.0}), out=tmp_path / "a", resume=True)
 
 
-def test_resume_of_nothing(tiny, tmp_path):
+def test_resuming_without_a_run_starts_one_or_is_refused(tiny, tmp_path):
     with pytest.raises(RunError, match="holds no run to resume"):
         train.run(out=tmp_path / "a", resume=True)
     assert train.run(tiny(train={"epochs": 1}), out=tmp_path / "b", resume=True).epochs == 1
 
 
-def test_what_can_not_be_trained_leaves_no_run_behind(tiny, tmp_path):
+def test_invalid_settings_leave_no_run_folder(tiny, tmp_path):
     for section, told in (
         ({"data": {"batch_size": 5000}}, "too few for 5000 streams"),
         ({"model": {"layers": 0}}, "layers must be a whole number of at least 1"),
@@ -306,7 +306,7 @@ def test_what_can_not_be_trained_leaves_no_run_behind(tiny, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_another_text_is_refused_on_resume(tiny, tmp_path, text):
+def test_resuming_on_another_text_is_refused(tiny, tmp_path, text):
     with pytest.raises(StoppedError):
         train.run(tiny(), out=tmp_path / "a", callbacks=[Signaller(3, signal.SIGINT)])
     changed = text / "train.txt"
@@ -319,7 +319,7 @@ def test_another_text_is_refused_on_resume(tiny, tmp_path, text):
         changed.write_text(original)
 
 
-def test_a_device_that_is_not_here_is_refused(tiny, tmp_path):
+def test_a_missing_device_is_refused(tiny, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     with pytest.raises(ConfigError, match=r"train.device is 'cuda', but this machine has only"):

@@ -1,4 +1,4 @@
-"""Corpora: text on disk or on the net, as memory-mapped tokens with a vocabulary.
+"""Corpora: text as memory-mapped tokens with a vocabulary, from your disk or downloaded.
 
 ::
 
@@ -7,8 +7,7 @@
     corpus = corpora.load("ptb", data_dir="data", limit_tokens=60_000, max_vocab=2_000)
     corpus.train, corpus.vocabulary.decode(corpus.train[:5])
 
-Streams and windows for training are in :mod:`undrop.lab.corpora.batching`, which is the only part that
-needs torch.
+Windows for training are in :mod:`undrop.lab.corpora.batching`, the only part that needs torch.
 """
 
 from __future__ import annotations

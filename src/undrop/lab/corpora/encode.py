@@ -1,4 +1,4 @@
-"""Text to numbers, once: memory-mapped integer files, their vocabulary, and a JSON header."""
+"""Encoding text as memory-mapped integer files with a vocabulary and a JSON header."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undrop.errors import DataError
-from undrop.lab.corpora.cache import publishing
+from undrop.files import sha256
+from undrop.lab.corpora.cache import publish
 from undrop.lab.corpora.catalogue import SPLITS
-from undrop.lab.corpora.text import sha256, words
+from undrop.lab.corpora.text import words
 from undrop.lab.corpora.vocabulary import StoredVocabulary, Vocabulary
 
 __all__ = ["Header", "Split", "Tokens", "damaged", "encode", "open_encoded"]
@@ -33,14 +34,14 @@ _VOCABULARY = "vocabulary.txt"
 
 @dataclass(frozen=True)
 class Split:
-    """What is known of one split.
+    """What the header says about one split.
 
     Attributes:
-        tokens: how many there are.
+        tokens: the number of tokens.
         sha256: the checksum of the encoded file.
-        source: the text file it was made from.
-        source_bytes: that file's length.
-        source_sha256: that file's checksum.
+        source: the text file.
+        source_bytes: the length of the text file.
+        source_sha256: the checksum of the text file.
     """
 
     tokens: int
@@ -52,16 +53,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of an encoded corpus without reading it.
+    """The description of an encoded corpus.
 
     Attributes:
         name: the corpus.
-        format: the version of this layout.
+        format: the version of the format.
         dtype: the type of the encoded tokens, little-endian: uint16 where it fits, else int32.
         vocabulary: the number of words.
         vocabulary_sha256: the checksum of the words in their order.
-        limit_tokens: the number of training tokens asked for, if not all.
-        max_vocab: the number of words asked for, if not all.
+        limit_tokens: the limit on training tokens, if any.
+        max_vocab: the limit on words, if any.
         splits: each split by its name.
     """
 
@@ -83,37 +84,37 @@ def encode(
     limit_tokens: int | None = None,
     max_vocab: int | None = None,
 ) -> Path:
-    """Encode a corpus's text files into a folder of the cache, unless it is there, and return it.
+    """Encode the text files of a corpus into a folder of the cache, unless it exists; return it.
 
-    The folder's name depends on the files (their paths, lengths and times of change) and on the
-    options, so a folder never changes and another text or option is another folder. Memory stays
-    at a few megabytes of text and the vocabulary, whatever the corpus.
+    The folder's name depends on the files (their paths, lengths and modification times) and on the
+    options: another text or option gives another folder. Memory holds a few megabytes of text and the
+    vocabulary, whatever the size of the corpus.
 
     Args:
-        name: what the corpus is called.
+        name: the name of the corpus.
         files: the text file of each split.
         cache: the cache folder.
-        limit_tokens: take only the first so many tokens of the training split.
-        max_vocab: the most words there may be; see :meth:`Vocabulary.of`.
+        limit_tokens: use only the first ``limit_tokens`` tokens of the training split.
+        max_vocab: the largest size of the vocabulary; see :meth:`Vocabulary.of`.
 
     Raises:
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
     """
     folder = cache / "encoded" / f"{name}-{_key(files, limit_tokens, max_vocab)}"
     if folder.exists():
-        if _sound(folder):
+        if _is_intact(folder):
             return folder
         shutil.rmtree(folder, ignore_errors=True)
-    vocabulary = _vocabulary(files, limit_tokens, max_vocab)
-    dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
-    with publishing(folder) as temporary:
+
+    def fill(temporary: Path) -> None:
+        vocabulary = _vocabulary(files, limit_tokens, max_vocab)
+        dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
         (temporary / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
         splits = {}
         for split, file in files.items():
             limit = limit_tokens if split == "train" else None
-            splits[split] = _encode_split(
-                file, temporary / f"{split}.bin", vocabulary, dtype, limit
-            )
+            target = temporary / f"{split}.bin"
+            splits[split] = _encode_split(file, target, vocabulary, dtype, limit)
         header = Header(
             name=name,
             format=_FORMAT,
@@ -125,6 +126,8 @@ def encode(
             splits=splits,
         )
         (temporary / _HEADER).write_text(json.dumps(asdict(header), indent=2), encoding="utf-8")
+
+    publish(folder, fill)
     return folder
 
 
@@ -173,8 +176,8 @@ def _encode_split(
     )
 
 
-def _sound(folder: Path) -> bool:
-    """Whether the folder holds an encoded corpus, none of whose files was cut short."""
+def _is_intact(folder: Path) -> bool:
+    """Return whether the folder holds an encoded corpus with all files at their full length."""
     try:
         header = _read_header(folder)
         size = np.dtype(header.dtype).itemsize
@@ -202,13 +205,12 @@ def _read_header(folder: Path) -> Header:
 
 def _changed(folder: Path) -> DataError:
     return DataError(
-        f"{folder / _HEADER} was cut short or changed: delete {folder}, and the corpus is encoded "
-        "anew."
+        f"{folder / _HEADER} was cut short or changed: delete {folder} to encode the corpus again."
     )
 
 
 def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
-    """The header, the vocabulary and the memory-mapped tokens of each split."""
+    """Open the header, the vocabulary and the memory-mapped tokens of each split."""
     header = _read_header(folder)
     vocabulary = StoredVocabulary(folder / _VOCABULARY, header.vocabulary)
     dtype = np.dtype(header.dtype).newbyteorder("<")
@@ -219,7 +221,7 @@ def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
 
 
 def damaged(folder: Path) -> list[str]:
-    """The files of an encoded corpus whose bytes are not those that were written; reads them all."""
+    """Return the files of an encoded corpus that do not match their checksums; reads all of them."""
     header, vocabulary, _ = open_encoded(folder)
     checksums = {f"{split}.bin": info.sha256 for split, info in header.splits.items()}
     bad = [name for name, expected in checksums.items() if sha256(folder / name) != expected]

@@ -1,4 +1,4 @@
-"""Downloading a corpus: checksums, mirrors in turn, a progress bar, archives opened safely."""
+"""Downloading a corpus: checksums, mirrors tried in order, archives unpacked safely."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 from undrop.errors import DataError
-from undrop.lab.corpora.cache import publishing
-from undrop.lab.corpora.catalogue import Download, Entry, Mirror
+from undrop.lab.corpora.cache import publish
+from undrop.lab.corpora.catalogue import Entry, Mirror
+from undrop.report import Bar, Progress
 
 __all__ = ["fetch"]
 
@@ -23,21 +24,24 @@ _TIMEOUT = 30.0  # seconds without an answer before the next mirror is tried
 
 
 def fetch(entry: Entry, folder: Path) -> None:
-    """Download a corpus's text files into ``folder``, which is there whole or not at all.
+    """Download the text files of a corpus into ``folder``, completely or not at all.
 
     Raises:
-        DataError: if no mirror gives the right bytes, or the folder can't be written.
+        DataError: if no mirror sends the right bytes, or the folder can't be written.
     """
     _require_pooch()
-    with publishing(folder) as temporary:
-        for download in entry.downloads:
-            _retrieve(entry, download, temporary)
+
+    def fill(temporary: Path) -> None:
+        for mirrors in entry.downloads:
+            _retrieve(entry, mirrors, temporary)
         missing = [name for name in entry.files.values() if not (temporary / name).is_file()]
         if missing:
             raise DataError(
                 f"the download of {entry.name} has no {', '.join(missing)}: get the files yourself "
-                "and name their folder by --data-dir."
+                "and give their folder as --data-dir."
             )
+
+    publish(folder, fill)
 
 
 def _require_pooch() -> None:
@@ -46,18 +50,18 @@ def _require_pooch() -> None:
         import requests  # noqa: F401
     except ImportError as error:
         raise DataError(
-            "downloading needs the pooch library: install it by pip install 'undrop[data]', or "
-            "name a folder that has the files by --data-dir."
+            "downloading needs the pooch library: install it with pip install 'undrop[data]', or "
+            "give a folder that has the files as --data-dir."
         ) from error
 
 
-def _retrieve(entry: Entry, download: Download, folder: Path) -> None:
-    """Put what the first good mirror has of the corpus's files into ``folder``."""
+def _retrieve(entry: Entry, mirrors: Sequence[Mirror], folder: Path) -> None:
+    """Download a file from the first mirror that works, and copy the corpus's files out of it."""
     failures = []
-    for mirror in download.mirrors:
+    for mirror in mirrors:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
             try:
-                file = _from(mirror, Path(scratch))
+                file = _download(mirror, Path(scratch))
             except DataError as error:
                 failures.append(f"{urlsplit(mirror.url).netloc} {error}")
                 continue
@@ -66,15 +70,15 @@ def _retrieve(entry: Entry, download: Download, folder: Path) -> None:
     reasons = "; ".join(dict.fromkeys(failures))
     raise DataError(
         f"{entry.name} could not be downloaded ({reasons}): try again later, or get the files "
-        "yourself and name their folder by --data-dir."
+        "yourself and give their folder as --data-dir."
     )
 
 
-def _from(mirror: Mirror, folder: Path) -> Path:
-    """The file of one mirror, with the right checksum.
+def _download(mirror: Mirror, folder: Path) -> Path:
+    """Download the file of one mirror and verify its checksum.
 
     Raises:
-        DataError: with what the mirror did, as the end of a sentence about it.
+        DataError: saying what the mirror did, as the end of a sentence about it.
     """
     import pooch
     import requests
@@ -84,67 +88,53 @@ def _from(mirror: Mirror, folder: Path) -> Path:
         raise DataError(f"was not asked: {parts.scheme} is not safe")
     pooch.get_logger().setLevel(logging.ERROR)
     name = Path(parts.path).name
-    bar = _Bar(name)
     try:
-        pooch.retrieve(
-            mirror.url,
-            known_hash=mirror.checksum,
-            fname=name,
-            path=folder,
-            downloader=pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 18, timeout=_TIMEOUT),
-        )
+        with Progress() as progress:
+            bar = _PoochBar(progress.bar(name))
+            pooch.retrieve(
+                mirror.url,
+                known_hash=mirror.checksum,
+                fname=name,
+                path=folder,
+                downloader=pooch.HTTPDownloader(
+                    progressbar=bar, chunk_size=1 << 18, timeout=_TIMEOUT
+                ),
+            )
     except requests.HTTPError as error:
         status = "with an error" if error.response is None else error.response.status_code
         raise DataError(f"answered {status}") from error
     except requests.RequestException as error:
         raise DataError("could not be reached") from error
-    except ValueError as error:  # how pooch says that the checksum differs
+    except ValueError as error:  # pooch's error for a wrong checksum
         raise DataError("sent a file with the wrong checksum") from error
-    finally:
-        bar.close()
     return folder / name
 
 
-class _Bar:
-    """A rich progress bar on stderr with the four things that pooch asks of one."""
+class _PoochBar:
+    """A progress bar with the interface that pooch expects."""
 
-    def __init__(self, name: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-        self._progress = Progress(
-            f"[bold]{name}",
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task(name, total=None)
-        self._progress.start()
-
-    @property
-    def total(self) -> float | None:
-        return self._progress.tasks[0].total
-
-    @total.setter
-    def total(self, value: float | None) -> None:
-        self._progress.update(self._task, total=value)
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self.total = 0.0
+        self._bytes = 0.0
 
     def update(self, amount: float) -> None:
-        self._progress.advance(self._task, amount)
+        self._bytes += amount
+        known = f"{self._bytes / 1e6:.1f} of {self.total / 1e6:.1f} MB" if self.total else ""
+        self._bar.show(self._bytes / self.total if self.total else None, known)
 
     def reset(self) -> None:
-        self._progress.reset(self._task, total=self.total)
+        self._bytes = 0.0
 
     def close(self) -> None:
-        self._progress.stop()
+        pass
 
 
 def _unpack(file: Path, folder: Path, wanted: set[str]) -> None:
     """Copy the wanted files to ``folder``: out of an archive, or the file itself.
 
-    What an archive says of paths, links and modes is never used: a member is copied byte by byte
-    to its own bare name, and only if that name is wanted.
+    The paths, links and modes in an archive are never used: a member is copied byte by byte to its
+    bare name, and only if that name is wanted.
     """
     try:
         for name, source in _members(file):

@@ -1,4 +1,4 @@
-"""The embedded corpus: the language reference that every CPython carries for its ``help()``."""
+"""The embedded corpus: the language reference that CPython ships for ``help()``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from undrop.errors import DataError
-from undrop.lab.corpora.cache import publishing
+from undrop.lab.corpora.cache import publish
 from undrop.lab.corpora.catalogue import CATALOGUE, SPLITS
 from undrop.lab.corpora.vocabulary import UNK
 
@@ -18,38 +18,42 @@ __all__ = ["pydocs", "pydocs_text"]
 Paragraph = tuple[str, ...]
 
 _SHARES = {"train": 0.8, "valid": 0.1, "test": 0.1}
-_RARE = 3  # words seen less often in the training split are <unk>, as in WikiText
+_RARE = 3  # words with fewer occurrences in the training split are <unk>, as in WikiText
 _WORD = re.compile(r"\w+|[^\w\s]")
 _UNDERLINE = re.compile(r"\s*([^\w\s])\1{2,}\s*")
 
 
 def pydocs(cache: Path) -> dict[str, Path]:
-    """The corpus's text files, written to the cache if they are not there."""
+    """Return the text files of the corpus, after writing them to the cache if necessary."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
-            "this Python was installed without pydoc_data.topics, the text of the pydocs corpus: "
-            "use another corpus, or a complete Python."
+            "this Python has no pydoc_data.topics, the text of the pydocs corpus: use another "
+            "corpus, or a complete Python."
         ) from error
     digest = hashlib.sha256(repr(sorted(topics.items())).encode()).hexdigest()
     folder = cache / "text" / f"pydocs-{digest[:16]}"
+    files = CATALOGUE["pydocs"].files
+
+    def fill(temporary: Path) -> None:
+        for split, lines in pydocs_text(topics).items():
+            text = "".join(f"{line}\n" for line in lines)
+            (temporary / files[split]).write_text(text, encoding="utf-8")
+
     if not folder.is_dir():
-        with publishing(folder) as temporary:
-            for split, lines in pydocs_text(topics).items():
-                file = temporary / CATALOGUE["pydocs"].files[split]
-                file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return {split: folder / CATALOGUE["pydocs"].files[split] for split in SPLITS}
+        publish(folder, fill)
+    return {split: folder / files[split] for split in SPLITS}
 
 
 def pydocs_text(topics: Mapping[str, str]) -> dict[str, list[str]]:
-    """The lines of each split: one paragraph a line, lower-case words and punctuation marks.
+    """Return the lines of each split: one paragraph per line, lower-case words and punctuation.
 
-    Whole topics go to one split or another, so that about 80, 10 and 10 percent of the words do;
-    which ones depends on the topics alone. Topics repeat each other's paragraphs: one that is
-    mostly made of such goes to the training split, and what validation and test topics repeat is
-    left out, so that nothing in them was seen in training. Words that the training split has less
-    than 3 times are ``<unk>``.
+    Each topic belongs to one split, with about 80, 10 and 10 percent of the words in the three; the
+    choice depends only on the topics. Topics repeat each other's paragraphs. A topic that consists
+    mostly of repeated ones goes to the training split, and the validation and test splits drop theirs,
+    so that nothing in them occurs in training. Words with fewer than 3 occurrences in the training
+    split are ``<unk>``.
     """
     paragraphs = {name: _paragraphs(text) for name, text in topics.items()}
     shared = Counter(p for topic in paragraphs.values() for p in set(topic))
@@ -67,7 +71,7 @@ def pydocs_text(topics: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _paragraphs(text: str) -> list[Paragraph]:
-    """The words of each paragraph; the lines that only underline a heading are left out."""
+    """Return the words of each paragraph, without the lines that underline headings."""
     lines = ("" if _UNDERLINE.fullmatch(line) else line for line in text.lower().split("\n"))
     blocks = re.split(r"\n\s*\n", "\n".join(lines))
     return [words for block in blocks if (words := tuple(_WORD.findall(block)))]
@@ -76,7 +80,7 @@ def _paragraphs(text: str) -> list[Paragraph]:
 def _assign(
     paragraphs: Mapping[str, Sequence[Paragraph]], own: Mapping[str, Sequence[Paragraph]]
 ) -> dict[str, str]:
-    """The split of each topic: in a random but fixed order, each to the split that lacks most."""
+    """Assign topics to splits: in a random but fixed order, each to the split that lacks most."""
     size = {name: sum(map(len, topic)) for name, topic in paragraphs.items()}
     kept = {name: sum(map(len, topic)) for name, topic in own.items()}
     repeated = {name for name in size if 2 * kept[name] < size[name]}

@@ -1,24 +1,72 @@
-"""Text files as streams of words, a few megabytes at a time."""
+"""The text files of a corpus: finding them in a folder, and reading them as words."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from undrop.errors import DataError
+from undrop.lab.corpora.catalogue import SPLITS
 from undrop.lab.corpora.vocabulary import EOS
 
-__all__ = ["sha256", "words"]
+__all__ = ["find_splits", "words"]
 
-_CHUNK = 4 << 20  # bytes; a word takes some 60 in memory, so a chunk some 50 MB
+_CHUNK = 4 << 20  # bytes; as words in memory a chunk takes about 50 MB
 _BYTE_ORDER_MARK = "\ufeff"
+_NAMES = {
+    "train": {"train", "training"},
+    "valid": {"valid", "validation", "val", "dev"},
+    "test": {"test", "testing"},
+}
+_SUFFIXES = {"", ".txt", ".text", ".tokens", ".tok", ".raw"}
+
+
+def find_splits(folder: Path, exact: Mapping[str, str] | None = None) -> dict[str, Path]:
+    """Find the text file of each split in a folder.
+
+    A file belongs to a split if the split's name is a word of the file's name: ``train.txt``,
+    ``ptb.train.txt``, ``wiki.train.tokens``, ``my-validation.txt``.
+
+    Args:
+        folder: where to look.
+        exact: the name of each split's file to look for first.
+
+    Raises:
+        DataError: if a split is missing, or more than one file fits.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}: a corpus is a folder of text files.")
+    return {split: _find(folder, split, (exact or {}).get(split)) for split in SPLITS}
+
+
+def _find(folder: Path, split: str, exact: str | None) -> Path:
+    for name in (exact, f"{split}.txt"):
+        if name is not None and (folder / name).is_file():
+            return folder / name
+    found = sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in _SUFFIXES | {f".{name}" for name in _NAMES[split]}
+        and _NAMES[split].intersection(re.split(r"[^a-z]+", path.name.lower()))
+        and path.is_file()
+    )
+    if not found:
+        raise DataError(
+            f"{folder} has no {split} split: add a text file such as {exact or f'{split}.txt'}."
+        )
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise DataError(
+            f"{folder} has more than one {split} split ({names}): rename the right one to {split}.txt."
+        )
+    return found[0]
 
 
 def words(path: Path, limit: int | None = None) -> Iterator[list[str]]:
-    """The words of a text file in order, in lists, with ``<eos>`` after every line.
+    """Read the words of a text file in lists, a few megabytes at a time, with ``<eos>`` after each line.
 
-    Words are what white space separates; an empty line is a line.
+    White space separates words; an empty line counts as a line.
 
     Args:
         path: a UTF-8 text file.
@@ -42,7 +90,7 @@ def words(path: Path, limit: int | None = None) -> Iterator[list[str]]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Pieces of the file that end between words; the last one ends a line."""
+    """Read the file in pieces that end between words; the last one ends a line."""
     position = 0
     for piece in _pieces(path):
         try:
@@ -69,12 +117,3 @@ def _pieces(path: Path) -> Iterator[bytes]:
         raise DataError(f"{path} can't be read: {(error.strerror or 'error').lower()}.") from error
     if not ended:
         yield rest + b"\n"
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_CHUNK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Words and their numbers."""
+"""The vocabulary: words and their numbers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EOS = "<eos>"
 """The token at the end of every line."""
 
 UNK = "<unk>"
-"""The token that stands for every word outside the vocabulary."""
+"""The token for every word outside the vocabulary."""
 
 _SMALLEST = 3  # <eos>, <unk> and a word
 
 
 class _Index(dict[str, int]):
-    """Numbers of words, with one number for all the others where there is one."""
+    """The number of each word, and the number of ``<unk>`` for all others."""
 
     def __init__(self, words: Sequence[str]) -> None:
         super().__init__(zip(words, range(len(words)), strict=True))
@@ -34,7 +34,7 @@ class _Index(dict[str, int]):
     def __missing__(self, word: str) -> int:
         if self.unknown is None:
             raise DataError(
-                f"the word {word!r} is not in the vocabulary, which has no {UNK} to stand for it."
+                f"the word {word!r} is not in the vocabulary, and there is no {UNK} to replace it."
             )
         return self.unknown
 
@@ -42,7 +42,7 @@ class _Index(dict[str, int]):
 class Vocabulary:
     """The words of a training split, the most frequent first.
 
-    A word's number is its rank, which is what an adaptive softmax wants.
+    A word's number is its rank, as an adaptive softmax needs it.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
@@ -52,17 +52,17 @@ class Vocabulary:
     def of(
         cls, counts: Mapping[str, int], *, max_vocab: int | None = None, others: Iterable[str] = ()
     ) -> Vocabulary:
-        """The vocabulary of a training split.
+        """Build the vocabulary of a training split.
 
         Words are ranked by their count, words of equal count by their first occurrence. With
-        ``max_vocab`` the rarest ones give way to ``<unk>``, whose count then includes theirs;
-        ``<eos>`` and ``<unk>`` stay, whatever their rank. Where nothing in the training split is
-        ``<unk>`` it is added, as the last word, only if ``others`` need it.
+        ``max_vocab`` the rarest words become ``<unk>``, whose count then includes theirs; ``<eos>``
+        and ``<unk>`` stay, whatever their rank. If the training split has no ``<unk>``, it is added as
+        the last word only if ``others`` need it.
 
         Args:
             counts: how often each word occurs, in the order of first occurrence.
-            max_vocab: the most words there may be, ``<eos>`` and ``<unk>`` included.
-            others: words that are to be encoded besides: those of the other splits.
+            max_vocab: the largest number of words, ``<eos>`` and ``<unk>`` included.
+            others: the words of the other splits.
         """
         if max_vocab is not None and max_vocab < _SMALLEST:
             raise OptionError(f"max_vocab must be at least {_SMALLEST}, got {max_vocab}.")
@@ -75,39 +75,41 @@ class Vocabulary:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Every word at the place of its number."""
+        """All words, ordered by their numbers."""
         return self._words
 
     @property
     def size(self) -> int:
-        """How many words there are."""
+        """The number of words."""
         return len(self.words)
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """The number of each word; of ``<unk>``, where there is one, for every other word."""
+        """The number of each word; any other word has the number of ``<unk>``, if there is one."""
         return _Index(self.words)
 
     @cached_property
     def sha256(self) -> str:
-        """The checksum of the words in their order: two vocabularies with the same are the same."""
+        """The checksum of the words in order; equal vocabularies have equal checksums."""
         return hashlib.sha256("\n".join(self.words).encode()).hexdigest()
 
     def encode(self, text: str | Iterable[str]) -> NDArray[np.int64]:
-        """The numbers of words: of a string's words, or of the words themselves."""
+        """Return the numbers of words; a string is split at white space."""
         words = text.split() if isinstance(text, str) else list(text)
         return np.fromiter(map(self.index.__getitem__, words), dtype=np.int64, count=len(words))
 
     def decode(self, tokens: Iterable[SupportsIndex]) -> list[str]:
-        """The words of numbers.
+        """Return the words of numbers.
 
         Raises:
-            DataError: for a number that no word has.
+            DataError: if a number is out of range.
         """
         try:
             return [self.words[token] for token in tokens]
         except IndexError as error:
-            raise DataError(f"there are numbers that none of the {self.size} words has.") from error
+            raise DataError(
+                f"a token is out of range for a vocabulary of {self.size} words."
+            ) from error
 
     def __len__(self) -> int:
         return self.size
@@ -120,13 +122,13 @@ class Vocabulary:
 
 
 class StoredVocabulary(Vocabulary):
-    """The vocabulary in a file of one word per line, read when a word is first asked for.
+    """A vocabulary in a file of one word per line, read when a word is first needed.
 
-    Hundreds of thousands of words take longer to read than all else about a corpus takes to open.
+    Reading hundreds of thousands of words takes longer than everything else when a corpus is opened.
 
     Args:
         file: the file.
-        size: how many words it has.
+        size: the number of words in it.
     """
 
     def __init__(self, file: Path, size: int) -> None:
@@ -135,7 +137,7 @@ class StoredVocabulary(Vocabulary):
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Every word at the place of its number."""
+        """All words, ordered by their numbers."""
         try:
             words = tuple(self._file.read_text(encoding="utf-8").split("\n"))
         except (OSError, ValueError) as error:
@@ -146,18 +148,18 @@ class StoredVocabulary(Vocabulary):
 
     @property
     def size(self) -> int:
-        """How many words there are."""
+        """The number of words."""
         return self._size
 
     def _damaged(self) -> DataError:
         return DataError(
-            f"{self._file} is not the vocabulary of {self._size} words that was written: delete "
-            f"{self._file.parent}, and the corpus is encoded anew."
+            f"{self._file} was changed, it should have {self._size} words: delete "
+            f"{self._file.parent} to encode the corpus again."
         )
 
 
 def _shortened(counts: Mapping[str, int], size: int) -> dict[str, int]:
-    """The ``size`` most frequent words, ``<eos>`` and ``<unk>`` among them."""
+    """Return the counts of the ``size`` most frequent words, with ``<eos>`` and ``<unk>``."""
     special = (EOS, UNK)
     ranked = sorted(counts, key=counts.__getitem__, reverse=True)
     frequent = {EOS, *[word for word in ranked if word not in special][: size - len(special)]}

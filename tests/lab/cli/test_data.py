@@ -94,7 +94,7 @@ def test_a_changed_file_fails_the_check(capsys, folder):
         (("info", "pydocs", "--max-vocab", "2"), "max_vocab must be at least 3, got 2."),
         (
             ("info", "ptb", "--data-dir", "."),
-            "has no train split: put a text file such as ptb.trai",
+            "has no train split: add a text file such as ptb.trai",
         ),
     ],
 )

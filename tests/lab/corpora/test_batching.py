@@ -122,7 +122,7 @@ def test_evaluation_windows_predict_every_token_but_the_first_exactly_once(batch
         (lambda: TrainingWindows(TOKENS, 0, 5), "batch_size and bptt must be at least 1, got 0"),
         (lambda: TrainingWindows(TOKENS[:9], 5, 5), "9 tokens are too few for 5 streams"),
         (lambda: list(evaluation_windows(TOKENS[:3], 2, 5)), "3 tokens are too few for 2 streams"),
-        (lambda: TrainingWindows(TOKENS, 5, 5, shard=(0, 2)), "rank 0 of 2 can't have a share of 5 streams"),
+        (lambda: TrainingWindows(TOKENS, 5, 5, shard=(0, 2)), "rank 0 of 2 can't have a share"),
         (lambda: TrainingWindows(TOKENS, 4, 5, shard=(2, 2)), "rank 2 of 2 can't have a share"),
     ],
 )

@@ -48,7 +48,9 @@ def test_an_unknown_corpus_lists_all_names_and_the_closest(cache):
 
 
 def test_a_missing_corpus_says_how_to_get_it(cache):
-    with pytest.raises(DataError, match=r"ptb is not on this machine: get it with undrop data get p"):
+    with pytest.raises(
+        DataError, match=r"ptb is not on this machine: get it with undrop data get p"
+    ):
         corpora.load("ptb", download=False)
 
 

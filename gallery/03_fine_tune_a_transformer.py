@@ -1,0 +1,89 @@
+# %% [markdown]
+# # Fine-tune a Transformers model
+#
+# `UndropTrainer` takes the place of `transformers.Trainer`. To run without a download, this notebook uses a
+# tiny BERT with random weights and a made-up task: do two halves of a sequence contain the same token?
+# Replace the two cells that create the model and the data by your own.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+import undrop
+from undrop.integrations.transformers import UndropTrainer
+
+
+def model():
+    set_seed(0)
+    config = BertConfig(
+        **{"vocab_size": 40, "hidden_size": 48, "intermediate_size": 96},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 16},
+        num_labels=2,
+    )
+    return BertForSequenceClassification(config)
+
+
+# %%
+def examples(count, seed):
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(2, 40, (count, 12), generator=draw)
+    same = torch.randint(2, (count,), generator=draw)
+    tokens[same == 1, 6] = tokens[same == 1, 0]
+    same = (tokens[:, :6, None] == tokens[:, None, 6:]).flatten(1).any(1).long()
+    return [{"input_ids": row, "labels": label} for row, label in zip(tokens, same, strict=True)]
+
+
+train, validation = examples(512, 1), examples(512, 2)
+
+# %% [markdown]
+# BERT has dropout in its embeddings, in attention, and after every block. undrop finds all of it, including
+# the `dropout_p` inside scaled dot product attention, which is not a module.
+
+# %%
+batch = {name: torch.stack([row[name] for row in train[:4]]) for name in ("input_ids", "labels")}
+print(undrop.sites(model(), batch))
+
+# %% [markdown]
+# Train twice with the same arguments: with dropout, and with undrop. The parts of the objective appear in the
+# trainer's log as `undrop/loss`, `undrop/explicit` and `undrop/implicit`.
+
+# %%
+arguments = TrainingArguments(
+    "out",
+    **{"max_steps": 120, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "seed": 0},
+    **{"eval_strategy": "steps", "eval_steps": 20, "logging_steps": 20, "save_strategy": "no"},
+    **{"report_to": [], "use_cpu": True, "disable_tqdm": True, "log_level": "error"},
+)
+plain = Trainer(model(), arguments, train_dataset=train, eval_dataset=validation)
+regularized = UndropTrainer(
+    model(),
+    arguments,
+    train_dataset=train,
+    eval_dataset=validation,
+    objective=undrop.Analytic(strength=undrop.TAYLOR),
+)
+for trainer in (plain, regularized):
+    trainer.train()
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+for title, trainer, style in (("dropout", plain, "o-"), ("Analytic", regularized, "s--")):
+    log = [row for row in trainer.state.log_history if "eval_loss" in row]
+    left.plot([row["step"] for row in log], [row["eval_loss"] for row in log], style, label=title)
+left.set(xlabel="step", ylabel="validation loss")
+left.legend()
+log = [row for row in regularized.state.log_history if "undrop/explicit" in row]
+for part, style in (("explicit", "s--"), ("implicit", "d:")):
+    values = [row[f"undrop/{part}"] for row in log]
+    right.plot([row["step"] for row in log], values, style, label=part)
+right.set(xlabel="step", ylabel="part of the objective")
+right.legend()
+figure.tight_layout()
+plt.show()

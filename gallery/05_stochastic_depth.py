@@ -1,0 +1,115 @@
+# %% [markdown]
+# # A ConvNet with stochastic depth
+#
+# Stochastic depth (also called drop path) drops whole residual branches, one decision per example. It is
+# dropout with a mask that all entries of one example share. `structured_dropout` declares such a mask, so
+# undrop finds it, measures it and can replace it like any other dropout.
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import undrop
+from undrop.noise import structured_dropout
+
+images, labels = (torch.tensor(column) for column in load_digits(return_X_y=True))
+images = images.float().view(-1, 1, 8, 8) / 16
+order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+train, test = order[:150], order[150:]
+
+
+class Block(nn.Module):
+    """A residual block that is skipped with probability p in training, per example."""
+
+    def __init__(self, width, p):
+        super().__init__()
+        self.p = p
+        self.branch = nn.Sequential(
+            *(nn.GroupNorm(4, width), nn.GELU()),
+            nn.Conv2d(width, width, 3, padding=1),
+            *(nn.GroupNorm(4, width), nn.GELU()),
+            nn.Conv2d(width, width, 3, padding=1),
+        )
+
+    def forward(self, h):
+        kept = structured_dropout(
+            self.branch(h),
+            self.p,
+            shared=(1, 2, 3),
+            training=self.training,
+            kind="drop path",
+            mask="per example",
+        )
+        return h + kept
+
+
+def network(depth=4, width=16, deepest=0.4):
+    """p rises with depth, as in the paper that introduced stochastic depth."""
+    blocks = [Block(width, deepest * (i + 1) / depth) for i in range(depth)]
+    stem, head = nn.Conv2d(1, width, 3, padding=1), nn.Linear(width, 10)
+    return nn.Sequential(stem, *blocks, nn.AvgPool2d(8), nn.Flatten(), head)
+
+
+print(undrop.sites(network(), images[:2]))
+
+
+# %%
+def fit(objective, seed, steps=120):
+    torch.manual_seed(seed)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        batch = train[torch.randint(len(train), (32,))]
+        objective(model, images[batch], labels[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_loss(model):
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model.eval()(images[test]), labels[test]))
+
+
+objectives = {
+    "every block always on": undrop.NoRegularization,
+    "stochastic depth": undrop.Dropout,
+    "Analytic": lambda: undrop.Analytic(strength=undrop.TAYLOR),
+}
+models = {title: fit(objective(), seed=0) for title, objective in objectives.items()}
+for title, model in models.items():
+    print(f"{title:22} test loss {test_loss(model):.3f}")
+
+# %% [markdown]
+# Dropping a whole branch is a large change, so how much of its effect does second order explain? The
+# diagnosis measures this at each block of the network that was trained with stochastic depth.
+
+# %%
+model = models["stochastic depth"].train()
+batches = [(images[rows], labels[rows]) for rows in train.split(50)]
+diagnosis = undrop.diagnose(model, batches, seconds=8)
+print(diagnosis)
+
+# %%
+names = [row.name for row in diagnosis.explicit.sites]
+figure, axes = plt.subplots(figsize=(6, 3.4))
+for offset, (label, color) in enumerate(
+    (("r_drop", "tab:gray"), ("quadratic", "tab:blue"), ("missed", "tab:orange"))
+):
+    values = [getattr(row, label) for row in diagnosis.explicit.sites]
+    places = [i + 0.25 * (offset - 1) for i in range(len(names))]
+    axes.bar(
+        places,
+        [v.value for v in values],
+        0.25,
+        yerr=[v.stderr for v in values],
+        color=color,
+        label={"r_drop": "R_drop", "quadratic": "½E[uᵀHu]", "missed": "missed by second order"}[label],
+    )
+axes.set_xticks(range(len(names)), names)
+axes.set(xlabel="site", ylabel="nats")
+axes.legend()
+figure.tight_layout()
+plt.show()

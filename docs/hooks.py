@@ -1,4 +1,4 @@
-"""What the site does to a page that mkdocs alone does not."""
+"""Changes to pages that mkdocs alone does not make."""
 
 import json
 import re
@@ -8,11 +8,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)</code>")
 _VERDICTS = "<!-- verdicts -->"
+_GLOSSARY = "<!-- glossary -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the verdicts of the small scale, as ``undrop report`` wrote them, where they belong."""
-    return markdown.replace(_VERDICTS, verdicts(ROOT / "results" / "small" / "claims.json"))
+    """Insert the verdicts that ``undrop report`` wrote, and the glossary of CONTRIBUTING.md."""
+    markdown = markdown.replace(_VERDICTS, verdicts(ROOT / "results" / "small" / "claims.json"))
+    return markdown.replace(_GLOSSARY, glossary(ROOT / "CONTRIBUTING.md"))
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -20,10 +22,16 @@ def on_page_content(html: str, **_: Any) -> str:
     return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
 
 
+def glossary(path: Path) -> str:
+    """The table of the glossary, which has its home in CONTRIBUTING.md."""
+    section = path.read_text(encoding="utf-8").partition("## Glossary")[2]
+    return "\n".join(line for line in section.splitlines() if line.startswith("|"))
+
+
 def verdicts(path: Path) -> str:
-    """The claims and what came of them, as a table."""
+    """The claims and their verdicts, as a table."""
     if not path.exists():
-        return "The small scale has not been summed up yet: `undrop report results/small` does."
+        return "There is no summary yet: `undrop report results/small` writes it."
     lines = ["| claim | verdict | ratio, 95 % interval | paper | seeds |", "|---|---|---|---|---|"]
     lines += [_row(claim) for claim in json.loads(path.read_text(encoding="utf-8"))]
     return "\n".join(["At the scale `small`:", "", *lines])

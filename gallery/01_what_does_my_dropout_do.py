@@ -39,9 +39,11 @@ print(undrop.sites(network(), images[:1]))
 
 
 # %%
-def fit(objective, seed=0, steps=400):
+def fit(objective, seed=0, steps=300, off=()):
     torch.manual_seed(seed)
     model = network()
+    for number in off:
+        model[number].p = 0.0
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(steps):
         batch = train[torch.randint(len(train), (50,))]
@@ -70,15 +72,15 @@ print(diagnosis)
 
 # %% [markdown]
 # The diagnosis says how *strong* dropout is at each site. Does it also *help* there? The direct test is to
-# train with one site switched off. `undrop.Dropout(sites=…)` names the sites to keep.
+# train again with one site switched off.
 
 # %%
-names = undrop.sites(model, images[:1]).names
-runs = {"all three": None, **{f"without {name}": [n for n in names if n != name] for name in names}}
 seeds = range(3)
+everywhere = (0, 3, 6)
+runs = {"all three": (), **{f"without {site}": (site,) for site in everywhere}}
 losses = {
-    title: [test_loss(fit(undrop.Dropout(sites=kept), seed)) for seed in seeds]
-    for title, kept in runs.items()
+    title: [test_loss(fit(undrop.Dropout(), seed, off=off)) for seed in seeds]
+    for title, off in runs.items()
 }
 losses["none at all"] = [test_loss(fit(undrop.NoRegularization(), seed)) for seed in seeds]
 
@@ -88,6 +90,10 @@ for row, values in enumerate(losses.values()):
     axes.plot(sum(values) / len(values), row, "|", color="black", markersize=18)
 axes.set_yticks(range(len(losses)), losses)
 axes.invert_yaxis()
-axes.set_xlabel("test loss: three seeds (dots) and their mean (line); lower is better")
+axes.set_xlabel("test loss of three seeds (dots) and their mean (bar); lower is better")
 figure.tight_layout()
 plt.show()
+
+# %% [markdown]
+# In a run this short, dropout slows learning down more than it protects against overfitting, and the site that
+# the diagnosis calls the strongest costs the most. A strong effect is not the same as a useful one.

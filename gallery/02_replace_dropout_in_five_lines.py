@@ -14,7 +14,9 @@ import undrop
 images, labels = (torch.tensor(column) for column in load_digits(return_X_y=True))
 images = images.float() / 16
 order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-train, test = order[:200], order[200:]
+train, test = order[:150], order[150:]
+wrong = train[:30]  # a fifth of the training labels is wrong, so that there is something to overfit
+labels[wrong] = (labels[wrong] + 1) % 10
 
 
 def network():

@@ -2,8 +2,8 @@
 # # Fine-tune a Transformers model
 #
 # `UndropTrainer` takes the place of `transformers.Trainer`. To run without a download, this notebook uses a
-# tiny BERT with random weights and a made-up task: do two halves of a sequence contain the same token?
-# Replace the two cells that create the model and the data by your own.
+# tiny BERT with random weights and a made-up task: are most tokens of a sequence from the upper half of the
+# vocabulary? One in five training labels is wrong. Replace the model and the data by your own.
 
 # %%
 import matplotlib.pyplot as plt
@@ -23,7 +23,7 @@ from undrop.integrations.transformers import UndropTrainer
 def model():
     set_seed(0)
     config = BertConfig(
-        **{"vocab_size": 40, "hidden_size": 48, "intermediate_size": 96},
+        **{"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64},
         **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 16},
         num_labels=2,
     )
@@ -31,16 +31,15 @@ def model():
 
 
 # %%
-def examples(count, seed):
+def examples(count, seed, wrong=0.0):
     draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(2, 40, (count, 12), generator=draw)
-    same = torch.randint(2, (count,), generator=draw)
-    tokens[same == 1, 6] = tokens[same == 1, 0]
-    same = (tokens[:, :6, None] == tokens[:, None, 6:]).flatten(1).any(1).long()
-    return [{"input_ids": row, "labels": label} for row, label in zip(tokens, same, strict=True)]
+    tokens = torch.randint(40, (count, 11), generator=draw)
+    labels = ((tokens >= 20).sum(1) > 5).long()
+    labels ^= (torch.rand(count, generator=draw) < wrong).long()
+    return [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
 
 
-train, validation = examples(512, 1), examples(512, 2)
+train, validation = examples(256, 1, wrong=0.2), examples(512, 2)
 
 # %% [markdown]
 # BERT has dropout in its embeddings, in attention, and after every block. undrop finds all of it, including
@@ -57,7 +56,7 @@ print(undrop.sites(model(), batch))
 # %%
 arguments = TrainingArguments(
     "out",
-    **{"max_steps": 120, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "seed": 0},
+    **{"max_steps": 160, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "seed": 0},
     **{"eval_strategy": "steps", "eval_steps": 20, "logging_steps": 20, "save_strategy": "no"},
     **{"report_to": [], "use_cpu": True, "disable_tqdm": True, "log_level": "error"},
 )

@@ -46,10 +46,11 @@ def fit(model, tokens, objective, steps, rate):
 
 # %%
 torch.manual_seed(0)
-sizes = {"n_layer": 2, "n_head": 2, "n_embd": 48, "vocab_size": 32, "n_positions": 24}  # a tiny GPT-2
-config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+sizes = {"n_layer": 2, "n_head": 2, "n_embd": 48, "vocab_size": 32, "n_positions": 24}
+off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+config = GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0)
 base = GPT2LMHeadModel(config)
-fit(base, text(1, 256), undrop.NoRegularization(loss=next_token), steps=100, rate=3e-3)
+fit(base, text(1, 256), undrop.NoRegularization(loss=next_token), steps=150, rate=3e-3)
 state = {name: value.clone() for name, value in base.state_dict().items()}
 
 # %% [markdown]
@@ -63,7 +64,10 @@ def adapted(p):
     torch.manual_seed(1)
     model = GPT2LMHeadModel(config)
     model.load_state_dict(state)
-    lora = LoraConfig(r=8, lora_alpha=16, lora_dropout=p, fan_in_fan_out=True, target_modules=["c_attn"])
+    lora = LoraConfig(
+        **{"r": 8, "lora_alpha": 16, "lora_dropout": p},
+        **{"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+    )
     return get_peft_model(model, lora).train()
 
 
@@ -80,7 +84,7 @@ objectives = {"dropout": undrop.Dropout, "Analytic": undrop.Analytic}
 found = {title: [] for title in objectives}
 for p in rates:
     for title, objective in objectives.items():
-        model = fit(adapted(p), few, objective(loss=next_token), steps=80, rate=5e-3).eval()
+        model = fit(adapted(p), few, objective(loss=next_token), steps=120, rate=5e-3).eval()
         with torch.no_grad():
             seen, new = (float(next_token(model(input_ids=t).logits, t)) for t in (few, many))
         found[title].append((seen, new))

@@ -93,23 +93,17 @@ diagnosis = undrop.diagnose(model, batches, seconds=8)
 print(diagnosis)
 
 # %%
-names = [row.name for row in diagnosis.explicit.sites]
+effects = diagnosis.explicit.sites
 figure, axes = plt.subplots(figsize=(6, 3.4))
-for offset, (label, color) in enumerate(
-    (("r_drop", "tab:gray"), ("quadratic", "tab:blue"), ("missed", "tab:orange"))
+for shift, title, values in (
+    (-0.2, "R_drop of this block alone", [effect.parts.r_drop for effect in effects.values()]),
+    (0.2, "½E[uᵀHu]", [effect.parts.psd for effect in effects.values()]),
 ):
-    values = [getattr(row, label) for row in diagnosis.explicit.sites]
-    places = [i + 0.25 * (offset - 1) for i in range(len(names))]
-    axes.bar(
-        places,
-        [v.value for v in values],
-        0.25,
-        yerr=[v.stderr for v in values],
-        color=color,
-        label={"r_drop": "R_drop", "quadratic": "½E[uᵀHu]", "missed": "missed by second order"}[label],
-    )
-axes.set_xticks(range(len(names)), names)
-axes.set(xlabel="site", ylabel="nats")
+    places = [number + shift for number in range(len(values))]
+    errors = [value.stderr for value in values]
+    axes.bar(places, [value.value for value in values], 0.4, yerr=errors, label=title)
+axes.set_xticks(range(len(effects)), [f"{name}\np = {e.site.p:.1f}" for name, e in effects.items()])
+axes.set(xlabel="block", ylabel="added to the loss (nats)")
 axes.legend()
 figure.tight_layout()
 plt.show()

@@ -5,6 +5,7 @@
 # small LSTM on a corpus that comes with Python itself, the text of its manual, so it needs no download.
 
 # %%
+import json
 import tempfile
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from undrop.lab.train import configure, run
 
 settings = {
     "model": {"name": "awd-lstm", "embedding_size": 48, "hidden_size": 64, "layers": 1},
-    "data": {"name": "pydocs", "batch_size": 10, "length": 25, "limit_tokens": 12_000},
+    "data": {"name": "pydocs", "batch_size": 10, "length": 25, "limit_tokens": 10_000},
     "optimizer": {"name": "sgd", "lr": 10.0, "clip": 0.35},
-    "train": {"epochs": 5, "threads": 1},
+    "train": {"epochs": 12, "threads": 1},
 }
 
 # %% [markdown]
@@ -36,3 +37,21 @@ results = {}
 for title, objective in methods.items():
     config = configure(None, {**settings, "objective": objective}, shared)
     results[title] = run(config, out=folder / objective["name"])
+
+# %% [markdown]
+# A run's folder contains its metrics as JSON lines, one for each epoch. The same runs are open to the shell:
+# `undrop runs`, `undrop plot`, `undrop diagnose FOLDER`.
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 3.6))
+for (title, summary), style in zip(results.items(), ("o-", "s--", "d:"), strict=True):
+    lines = (folder / methods[title]["name"] / "metrics.jsonl").read_text().splitlines()
+    epochs = [row for row in map(json.loads, lines) if row["kind"] == "epoch"]
+    axes.plot(
+        [row["epoch"] for row in epochs], [row["valid_ppl"] for row in epochs], style, label=title
+    )
+    print(f"{title:18} best validation perplexity {summary.best_valid_ppl:.1f}")
+axes.set(xlabel="epoch", ylabel="validation perplexity")
+axes.legend()
+figure.tight_layout()
+plt.show()

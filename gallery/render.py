@@ -3,7 +3,7 @@
     python gallery/render.py             # all of them, into docs/gallery
     python gallery/render.py 04_lora     # some of them
 
-A notebook is a Python script in jupytext's percent format, so Jupyter, VS Code and ``python`` all run it.
+A notebook is a Python script in jupytext's percent format: Jupyter, VS Code and ``python`` run it.
 A page shows what its cells print and the figures they leave open.
 """
 
@@ -39,7 +39,7 @@ def render(script: Path) -> None:
     """Run a notebook cell by cell and write its page and its figures."""
     page = page_of(script)
     parts: list[str] = []
-    namespace: dict[str, Any] = {"__name__": "__main__"}
+    namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(script)}
     for number, cell in enumerate(jupytext.read(script).cells):
         if cell.cell_type == "markdown":
             parts.append(cell.source)
@@ -53,7 +53,9 @@ def render(script: Path) -> None:
             parts.append(f"```text\n{printed}\n```")
         parts += _figures(page, number)
     first, *rest = parts
-    source = f"[gallery/{script.name}](https://github.com/undrop/undrop/blob/main/gallery/{script.name})"
+    source = (
+        f"[gallery/{script.name}](https://github.com/undrop/undrop/blob/main/gallery/{script.name})"
+    )
     note = f"*This page is the notebook {source} with its output.*"
     page.write_text("\n\n".join([first, *rest, note]) + "\n", encoding="utf-8")
 

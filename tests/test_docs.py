@@ -1,15 +1,17 @@
-"""The docs are true: every Python block runs, prints what it says, and every command is there.
+"""Every Python block of the docs runs and prints what it says, and every command exists.
 
-- ```` ```python ````: run, the blocks of a page in one namespace, in order.
+- ```` ```python ````: runs, the blocks of a page in one namespace, in order.
 - ```` ```text title="prints" ````: what the Python block before it prints, to the letter.
-- ```` ``` {.python .notest} ````: not run; the line before says why, as ``<!-- not run: … -->``.
+- ```` ``` {.python .notest} ````: does not run; the line before says why, as ``<!-- not run: … -->``.
 - ```` ```shell ```` or bash: lines that start with ``undrop`` name commands and options that exist.
 """
 
 import contextlib
 import io
+import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +30,7 @@ from undrop.lab.train import OBJECTIVES
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, *sorted(DOCS.rglob("*.md"))]
+PAGES = [README, *sorted(p for p in DOCS.rglob("*.md") if p.parent.name != "gallery")]
 FENCE = re.compile(
     r"^(?P<indent>[ ]*)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ ]*$", re.M | re.S
 )
@@ -39,7 +41,7 @@ NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: what it is, its text, and where it stands."""
+    """A fenced block: its kind, its text, and where it is."""
 
     info: str
     text: str
@@ -74,7 +76,7 @@ REGISTRIES = (TANGENT_RULES, ENGINES, OBJECTIVES._entries)
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """An empty folder and one thread; what a page registers or sets is put back in the end."""
+    """An empty folder and one thread; everything a page registers or sets is restored."""
     monkeypatch.chdir(tmp_path)
     kept = [dict(registry) for registry in REGISTRIES]
     threads = torch.get_num_threads()
@@ -97,7 +99,7 @@ def test_python_blocks_run_and_print_what_they_say(page, elsewhere):
             assert printed.strip() == block.text.strip(), f"{page.name}:{block.line}"
         if block.info != "python":
             continue
-        # Blank lines put the block where it stands in the page: tracebacks then point there.
+        # Blank lines keep the line numbers of the page, so that tracebacks point there.
         code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, namespace)
@@ -112,7 +114,7 @@ def test_blocks_that_do_not_run_are_few_and_say_why():
 
 
 def test_every_fence_is_of_a_known_kind():
-    """A block that is misspelt would silently not be run."""
+    """A block with a misspelled kind would silently not run."""
     known = {"", "python", NOT_TESTED, "text", PRINTS, *SHELL, "toml", "json"}
     for page in PAGES:
         for block in blocks(page):
@@ -144,9 +146,7 @@ def test_commands_and_their_options_exist(page):
                 assert word.partition("=")[0] in known, where
 
 
-def test_the_start_takes_at_most_five_commands_which_do_what_they_say(
-    elsewhere, capsys, monkeypatch
-):
+def test_the_first_page_takes_at_most_five_commands_and_they_work(elsewhere, capsys, monkeypatch):
     start = blocks(DOCS / "index.md")
     shell = [block for block in start if block.info == "shell"]
     assert sum(len(block.lines) for block in shell) <= 5
@@ -166,10 +166,32 @@ def test_the_start_takes_at_most_five_commands_which_do_what_they_say(
     sys.modules.pop("mine")
 
 
-def test_worked_examples_are_under_forty_lines():
+def test_examples_of_extending_are_under_forty_lines():
     for block in blocks(DOCS / "extending.md"):
         assert len(block.lines) < 40, f"extending.md:{block.line}"
 
 
 def test_the_readme_is_under_120_lines():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
+
+
+LOADED = re.compile(
+    r"""<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=["']?(https?:)?//[^>]*>"""
+)
+
+
+def test_the_site_builds_without_warnings_and_loads_nothing_from_the_network(tmp_path):
+    pytest.importorskip("mkdocstrings_handlers.python")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr + built.stdout
+    for page in tmp_path.rglob("*.html"):
+        loaded = [m[0] for m in LOADED.finditer(page.read_text("utf-8")) if "canonical" not in m[0]]
+        assert not loaded, f"{page.name} loads {loaded}"
+    for font in re.findall(r"url\(([^)]+)\)", (DOCS / "assets/katex/katex.min.css").read_text()):
+        assert (DOCS / "assets/katex" / font).exists()

@@ -1,0 +1,68 @@
+# %% [markdown]
+# # A figure of the paper
+#
+# Figure 1 of the paper shows that averaging dropout over k masks hurts, although the expected objective stays
+# the same. Figure 4 shows that adding the missing noise back as ξ_approx cures it. The command
+# `undrop reproduce averaging-noise implicit-only --scale small --seeds 5` trains these methods on 10,000 tokens
+# of Penn Treebank. That takes a while, so this notebook reads the records that come with the repository.
+# Only the comparison between methods is meaningful here: the network and the text are far smaller than the
+# paper's.
+
+# %%
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from undrop.lab import reproduce
+
+here = Path(__file__).parent if "__file__" in globals() else Path.cwd()
+records = [
+    json.loads(path.read_text(encoding="utf-8"))
+    for path in (here.parent / "results" / "small" / "records").glob("*.json")
+]
+for claim in reproduce.experiment("averaging-noise").claims:
+    print("-", claim.sentence)
+
+# %% [markdown]
+# Each record holds the whole configuration of a run and its curve. Select the runs of a method, one per seed:
+
+
+# %%
+def curves(**objective):
+    """The validation curve of each seed, for runs on PTB with the default drop probability."""
+    found = {}
+    for record in records:
+        config = record["config"]
+        if (
+            config["data"]["name"] == "ptb"
+            and config["model"].get("input_dropout") == 0.4
+            and not record["probe"]
+            and all(config["objective"].get(name) == value for name, value in objective.items())
+        ):
+            found[record["seed"]] = record["curve"]["valid_ppl"]
+    return list(found.values())
+
+
+averaged = {f"Drop{k}": curves(name="dropout", k=k, noise=None) for k in (1, 2, 4, 8, 32)}
+restored = {f"Drop{k} + ξ": curves(name="dropout", k=k, noise="analytic") for k in (2, 4, 8)}
+for title, runs in {**averaged, **restored}.items():
+    best = [min(curve) for curve in runs]
+    print(f"{title:10} best validation perplexity {sum(best) / len(best):.2f}  ({len(runs)} seeds)")
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True)
+for axes, group, title in (
+    (left, averaged, "averaging over k masks"),
+    (right, {"Drop1": averaged["Drop1"], **restored}, "with ξ added back"),
+):
+    for (name, runs), style in zip(
+        group.items(), ("-", "--", "-.", ":", (0, (1, 3))), strict=False
+    ):
+        mean = [sum(column) / len(column) for column in zip(*runs, strict=True)]
+        axes.plot(range(1, len(mean) + 1), mean, linestyle=style, label=name)
+    axes.set(xlabel="epoch", title=title, xlim=(5, 25), ylim=(43, 60))
+    axes.legend()
+left.set_ylabel("validation perplexity")
+figure.tight_layout()
+plt.show()

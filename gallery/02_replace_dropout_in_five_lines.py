@@ -83,7 +83,7 @@ steps = torch.arange(20, 301, 20)
 for (title, values), style in zip(curves.items(), ("-", "--", "-.", ":"), strict=True):
     (line,) = axes.plot(steps, values.mean(0), style, label=title)
     axes.fill_between(steps, values.amin(0), values.amax(0), color=line.get_color(), alpha=0.15)
-axes.set(xlabel="step", ylabel="test loss", yscale="log")
+axes.set(xlabel="step", ylabel="test loss", ylim=(0.5, 1.5))
 axes.legend()
 figure.tight_layout()
 plt.show()

@@ -72,17 +72,17 @@ for trainer in (plain, regularized):
     trainer.train()
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+figure, (above, below) = plt.subplots(2, 1, figsize=(6, 6), sharex=True)
 for title, trainer, style in (("dropout", plain, "o-"), ("Analytic", regularized, "s--")):
     log = [row for row in trainer.state.log_history if "eval_loss" in row]
-    left.plot([row["step"] for row in log], [row["eval_loss"] for row in log], style, label=title)
-left.set(xlabel="step", ylabel="validation loss")
-left.legend()
+    above.plot([row["step"] for row in log], [row["eval_loss"] for row in log], style, label=title)
+above.set(ylabel="validation loss")
+above.legend()
 log = [row for row in regularized.state.log_history if "undrop/explicit" in row]
 for part, style in (("explicit", "s--"), ("implicit", "d:")):
     values = [row[f"undrop/{part}"] for row in log]
-    right.plot([row["step"] for row in log], values, style, label=part)
-right.set(xlabel="step", ylabel="part of the objective")
-right.legend()
+    below.plot([row["step"] for row in log], values, style, label=part)
+below.set(xlabel="step", ylabel="part of the objective")
+below.legend()
 figure.tight_layout()
 plt.show()

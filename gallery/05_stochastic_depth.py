@@ -97,7 +97,7 @@ effects = diagnosis.explicit.sites
 figure, axes = plt.subplots(figsize=(6, 3.4))
 for shift, title, values in (
     (-0.2, "R_drop of this block alone", [effect.parts.r_drop for effect in effects.values()]),
-    (0.2, "½E[uᵀHu]", [effect.parts.psd for effect in effects.values()]),
+    (0.2, "½E[uᵀHu]", [effect.parts.half_quadratic for effect in effects.values()]),
 ):
     places = [number + shift for number in range(len(values))]
     errors = [value.stderr for value in values]

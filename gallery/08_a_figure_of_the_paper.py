@@ -51,18 +51,18 @@ for title, runs in {**averaged, **restored}.items():
     print(f"{title:10} best validation perplexity {sum(best) / len(best):.2f}  ({len(runs)} seeds)")
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True)
+figure, (above, below) = plt.subplots(2, 1, figsize=(6, 7), sharex=True)
 for axes, group, title in (
-    (left, averaged, "averaging over k masks"),
-    (right, {"Drop1": averaged["Drop1"], **restored}, "with ξ added back"),
+    (above, averaged, "averaging over k masks"),
+    (below, {"Drop1": averaged["Drop1"], **restored}, "with ξ added back"),
 ):
     for (name, runs), style in zip(
         group.items(), ("-", "--", "-.", ":", (0, (1, 3))), strict=False
     ):
         mean = [sum(column) / len(column) for column in zip(*runs, strict=True)]
         axes.plot(range(1, len(mean) + 1), mean, linestyle=style, label=name)
-    axes.set(xlabel="epoch", title=title, xlim=(5, 25), ylim=(43, 60))
+    axes.set(ylabel="validation perplexity", title=title, xlim=(5, 25), ylim=(43, 60))
     axes.legend()
-left.set_ylabel("validation perplexity")
+below.set_xlabel("epoch")
 figure.tight_layout()
 plt.show()

@@ -1,4 +1,4 @@
-"""Records that were never run, and a way to run without processes."""
+"""Records of runs that never happened, and an executor without processes."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -10,7 +10,7 @@ from undrop.lab.reproduce.worker import execute
 
 
 def fake_record(run, valid, *, seconds=1.0, probed=None):
-    """A record of a run with a given validation curve and time per epoch."""
+    """Return a record of a run with a given validation curve and time per epoch."""
     epochs = range(1, len(valid) + 1)
     return Record(
         config=run.config.as_dict(),
@@ -30,7 +30,7 @@ def fake_record(run, valid, *, seconds=1.0, probed=None):
             valid_ppl=valid,
             train_ppl=[0.9 * ppl for ppl in valid],
             seconds=[seconds * epoch for epoch in epochs],
-            judging=[0.25 * seconds for _ in epochs],
+            evaluation=[0.25 * seconds for _ in epochs],
         ),
         probed=probed or {},
         versions={"undrop": "0"},
@@ -41,7 +41,7 @@ def fake_record(run, valid, *, seconds=1.0, probed=None):
 
 
 class InProcess(Executor):
-    """Runs runs one after the other, here: a process for each would be most of a test's time."""
+    """Does the runs one after the other in this process, which is faster than starting workers."""
 
     def opened(self):
         return nullcontext()

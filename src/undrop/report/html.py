@@ -10,7 +10,17 @@ from pathlib import Path
 
 from undrop.files import replacing
 
-__all__ = ["bullets", "callout", "figure", "fragment", "heading", "page", "paragraph", "write"]
+__all__ = [
+    "bullets",
+    "callout",
+    "escape",
+    "figure",
+    "fragment",
+    "heading",
+    "page",
+    "paragraph",
+    "write",
+]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""``undrop bench``: what a program and a person get of it."""
+"""``undrop bench``: the table, the JSON file and the figure."""
 
 import json
 import sys
@@ -20,11 +20,11 @@ NAMES = (
 )
 
 
-def test_the_methods_have_the_names_that_others_rely_on():
+def test_bench_methods_keep_their_names():
     assert tuple(METHODS) == NAMES
 
 
-def test_json_and_plot(tmp_path, capsys):
+def test_bench_writes_json_and_a_plot(tmp_path, capsys):
     figures, picture = tmp_path / "out.json", tmp_path / "out.png"
     command = ["bench", "--model", "mlp", "--size", "small", "--rounds", "2", "--no-memory"]
     code = main([*command, "--json", str(figures), "--plot", str(picture)])
@@ -41,13 +41,13 @@ def test_json_and_plot(tmp_path, capsys):
     assert "tangent-both-quarter" in capsys.readouterr().out
 
 
-def test_peak_memory_is_measured_in_a_process_of_its_own():
+def test_peak_memory_is_measured_in_a_separate_process():
     row = bench("mlp", "small", rounds=1, names=["dropout"])[0]
     assert row.peak_mb > 1.0
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--model", "awd-lsmt"), "unknown bench model 'awd-lsmt': did you mean 'awd-lstm'?"),
         (("--size", "huge"), "unknown bench size 'huge': there are small, paper."),
@@ -57,18 +57,18 @@ def test_peak_memory_is_measured_in_a_process_of_its_own():
         (("--plot", "nowhere/x.png"), "can't be written: there is no folder nowhere."),
     ],
 )
-def test_what_can_not_be_is_refused_before_a_process_is_started(
-    tmp_path, monkeypatch, capsys, words, told
+def test_bad_options_are_refused_before_a_process_starts(
+    tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "_peak", None)  # to call it would be another error
     assert main(["bench", *words]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert told in err
+    assert message in err
 
 
-def test_a_method_that_memory_does_not_suffice_for_has_no_peak(monkeypatch):
-    monkeypatch.setattr(run, "_measure_peak", sys.exit)  # dies, for the arguments it is given
+def test_a_method_whose_process_dies_has_no_peak(monkeypatch):
+    monkeypatch.setattr(run, "_measure_peak", sys.exit)  # dies, because of its arguments
     rows = bench("mlp", "small", rounds=1, names=["dropout"])
     assert [row.peak_mb for row in rows] == [None]

@@ -43,14 +43,14 @@ def run(text, tmp_path_factory):
 
 
 def answer(capsys, *words):
-    """What a command prints as JSON."""
+    """The JSON that a command prints."""
     capsys.readouterr()
     assert cli.main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def refused(capsys, *words):
-    """The sentence of a command that ends badly."""
+    """The error message of a command."""
     capsys.readouterr()
     assert cli.main([*map(str, words)]) == 2
     return capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--save", "."), ". can't be written: it is a folder, give the name of a file."),
         (("--html", ".."), ".. can't be written: it is a folder, give the name of a file."),
@@ -127,25 +127,25 @@ def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
         (("--plot", "x"), "x can't be drawn: it has no suffix, use .png, .pdf or .svg."),
     ],
 )
-def test_where_nothing_can_be_written_is_told_before_the_work(
-    run, tmp_path, monkeypatch, capsys, words, told
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(
+    run, tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(undrop, "diagnose", None)  # to call it would be another error
+    monkeypatch.setattr(undrop, "diagnose", None, raising=False)  # calling it would fail
     shown = refused(capsys, "diagnose", run, *words)
-    assert told in shown
+    assert message in shown
     assert len(shown.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_picture_without_matplotlib_is_told_before_the_work(run, tmp_path, monkeypatch, capsys):
+def test_a_figure_without_matplotlib_is_refused_before_the_work(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for words in (("--plot", tmp_path / "x.png"), ("--html", tmp_path / "x.html")):
-        told = "a picture needs matplotlib: pip install 'undrop[plot]'."
-        assert told in refused(capsys, "diagnose", run, *words)
+        message = "a figure needs matplotlib: pip install 'undrop[plot]'."
+        assert message in refused(capsys, "diagnose", run, *words)
 
 
-def test_what_was_measured_is_printed_before_it_is_written(run, tmp_path, monkeypatch, capsys):
+def test_a_diagnosis_is_printed_before_it_is_written(run, tmp_path, monkeypatch, capsys):
     def full(path):
         raise RunError(f"the disk is full: {path}.")
 
@@ -157,7 +157,7 @@ def test_what_was_measured_is_printed_before_it_is_written(run, tmp_path, monkey
     assert "the disk is full" in err
 
 
-def test_check_holds_the_runs_terms_against_dropout(run, capsys):
+def test_check_compares_the_analytic_terms_with_dropout(run, capsys):
     found = answer(capsys, "check", run, "--seconds", 0.5)
     assert found["objective"] == "Analytic"  # the run's own is dropout, which has none
     assert found["verdict"] in ("good", "rough", "poor", "unclear")
@@ -167,7 +167,7 @@ def test_check_holds_the_runs_terms_against_dropout(run, capsys):
     assert "R_drop by Monte Carlo" in capsys.readouterr().out
 
 
-def test_bound_sets_runs_side_by_side(run, text, capsys, tmp_path):
+def test_bound_compares_runs_side_by_side(run, text, capsys, tmp_path):
     other = tmp_path / "none"
     words = ["train", "--model", "awd-lstm", "--data", text, "--objective", "none", "--out", other]
     assert cli.main([*map(str, words), *TINY]) == 0
@@ -183,8 +183,8 @@ def test_bound_sets_runs_side_by_side(run, text, capsys, tmp_path):
     assert "constants are universal and unknown" in shown
 
 
-def test_a_run_that_is_not_there_is_told_before_the_others_are_bounded(run, monkeypatch, capsys):
-    monkeypatch.setattr(undrop, "bound", None)  # to call it would be another error
+def test_bound_refuses_a_missing_run_before_it_evaluates_the_others(run, monkeypatch, capsys):
+    monkeypatch.setattr(undrop, "bound", None, raising=False)  # calling it would fail
     assert "nowhere holds no run" in refused(capsys, "bound", run, "nowhere")
 
 
@@ -205,7 +205,7 @@ number = 3
 """
 
 
-def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
+def test_your_own_model_as_module_and_name(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     own = ["--model", "mine:net", "--data", "mine:batches"]
@@ -214,19 +214,44 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     assert found["implicit"] is None
     assert found["explicit"]["exact"]
     assert answer(capsys, "diagnose", *own, "--loss", "mine:absolute", "--seconds", 1)
-    assert "must be a torch module" in refused(
+    assert "must be a torch module or a function that returns one" in refused(
         capsys, "sites", "--model", "mine:number", "--data", "mine:batches"
     )
-    assert "mine:nothing can't be imported" in refused(
+    assert "mine has no 'nothing': give the name of something in it." in refused(
         capsys, "sites", "--model", "mine:nothing", "--data", "mine:batches"
     )
-    assert "give both as module:name" in refused(
+    assert "give both as MODULE:NAME or path/to/file.py:NAME" in refused(
         capsys, "sites", "--model", "mine:net", "--data", "ptb"
     )
 
 
+def test_your_own_model_in_a_file(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "parts.py").write_text("from torch import nn\n\nlayer = nn.Dropout(0.25)\n")
+    text = OWN.replace("nn.Dropout(0.5)", "layer").replace(
+        "import torch\n", "import torch\nfrom parts import layer\n", 1
+    )
+    (folder / "my_net.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    own = ["--model", "code/my_net.py:net", "--data", str(folder / "my_net.py:batches")]
+    assert [site["p"] for site in answer(capsys, "sites", *own)] == [0.25]
+    own[1] = "code/my_net.py:nett"
+    assert "did you mean code/my_net.py:net?" in refused(capsys, "sites", *own)
+    own[1] = "code/nothing.py:net"
+    assert "code/nothing.py:net can't be imported: there is no file" in refused(
+        capsys, "sites", *own
+    )
+
+
+def test_a_misspelt_run_gets_the_nearest_folder(run, capsys):
+    wrong = run.parent / "runn"
+    assert f"there is no run {wrong}: did you mean {run}?" in refused(capsys, "sites", wrong)
+
+
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("def model(:\n", "can't be imported: SyntaxError: invalid syntax (broken.py, line 1)"),
         ("model = modle", "can't be imported: NameError: name 'modle' is not defined"),
@@ -236,7 +261,9 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
         ("def model():\n    return 1 / 0", "can't be called: ZeroDivisionError: division by zero;"),
     ],
 )
-def test_code_of_ones_own_that_fails_is_one_sentence(tmp_path, monkeypatch, capsys, code, told):
+def test_an_exception_in_your_own_code_is_one_sentence(
+    tmp_path, monkeypatch, capsys, code, message
+):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "broken.py").write_text(code)
     monkeypatch.chdir(tmp_path)
@@ -244,36 +271,42 @@ def test_code_of_ones_own_that_fails_is_one_sentence(tmp_path, monkeypatch, caps
     for module in ("mine", "broken"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     shown = refused(capsys, "sites", "--model", "broken:model", "--data", "mine:batches")
-    assert f"broken:model {told}" in shown
+    assert f"broken:model {message}" in shown
     assert len(shown.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        (("--model", "mine", "--data", "mine:batches"), "as module:name, such as mine:model."),
-        (("--model", "gpt", "--data", "mine:batches"), "gpt is a language model of undrop's own"),
-        (("mine:net",), "there is no run mine:net: give a run's folder, or a model by --model"),
-        (("mine:net", "--data", "mine:batches"), "or a model by --model and its data by --data."),
+        (
+            ("--model", "mine", "--data", "mine:batches"),
+            "unknown model 'mine': there are awd-lstm,",
+        ),
+        (("--model", "gpt", "--data", "mine:batches"), "gpt is one of undrop's language models"),
+        (
+            ("mine:net",),
+            "there is no run mine:net: give the folder of a run, or a model with --model",
+        ),
+        (("mine:net", "--data", "mine:batches"), "give a model as --model mine:net, or leave out"),
     ],
 )
-def test_a_name_in_the_wrong_place_is_told_the_right_one(
-    tmp_path, monkeypatch, capsys, words, told
+def test_a_name_in_the_wrong_place_gets_the_right_one(
+    tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.chdir(tmp_path)
-    assert told in refused(capsys, "sites", *words)
+    assert message in refused(capsys, "sites", *words)
 
 
-def test_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
+def test_sites_of_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path))
     found = answer(capsys, "sites", "--model", "awd-lstm", "--data", text)
     assert len(found) == 7
 
 
-def test_what_to_look_into_must_be_said(run, capsys, tmp_path):
-    assert "say what to look into: a RUN, or else --model and --data." in refused(
-        capsys, "diagnose"
+def test_a_command_without_a_model_asks_for_one(run, capsys, tmp_path):
+    assert "name what to look into: a RUN, or --model and --data." in refused(capsys, "diagnose")
+    assert "give either a RUN or --model, not both." in refused(
+        capsys, "diagnose", run, "--model", "gpt"
     )
-    assert "say what to look into" in refused(capsys, "diagnose", run, "--model", "gpt")
     assert "holds no run" in refused(capsys, "diagnose", tmp_path)
     assert "seconds must be more than 0" in refused(capsys, "diagnose", run, "--seconds", 0)

@@ -1,4 +1,4 @@
-"""`undrop reproduce` and `undrop report` as one uses them, at the smallest scale."""
+"""`undrop reproduce` and `undrop report` at the smallest scale."""
 
 import json
 import re
@@ -15,35 +15,35 @@ from undrop.lab.reproduce import executors, tables
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Run in an empty folder, without processes of its own."""
+    """Run in an empty folder, without worker processes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(executors.EXECUTORS, "local", InProcess)
+    monkeypatch.setitem(executors.EXECUTORS._entries, "local", InProcess)
     return tmp_path
 
 
 def undrop(capsys, *words):
     code = cli.main(list(words))
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
 
 
-def test_a_dry_run_shows_the_runs_and_the_time(here, capsys):
+def test_a_dry_run_lists_missing_runs_with_their_time(here, capsys):
     code, out, _ = undrop(capsys, "reproduce", "loss-hessian", "--scale", "smoke", "--dry-run")
     assert code == 0
     assert "ptb l2(weight=3e-06) seed 1" in out
-    assert "ptb l2, the best of its tuning, 2 more seeds" in out
+    assert "ptb l2, the best variant, 2 more seeds" in out
     # Every variant on the first seed, and on the two others each method once.
     methods = [tables.method(name) for name in tables.experiment("loss-hessian").methods]
     missing = sum(len(method.variants()) + 2 for method in methods)
-    assert f"0 runs are there; {missing} are missing: about" in " ".join(out.split())
+    assert f"0 runs are done, {missing} are missing: about" in " ".join(out.split())
     assert not list(here.iterdir())
 
 
-def test_runs_then_a_report(here, capsys):
+def test_reproduce_runs_once_and_report_summarizes(here, capsys):
     words = ["reproduce", "noise-put-back", "taylor", "--scale", "smoke", "--seeds", "2"]
     code, out, err = undrop(capsys, *words)
     assert code == 0
-    assert "8 records in results/smoke: `undrop report results/smoke` sums them up." in out
+    assert "8 records in results/smoke: `undrop report results/smoke` summarizes them." in out
     assert err.count("best validation") == 8
     assert re.search(r"\[8/8, about \d+ s left\]", err)  # more than 0 on a busy machine
     code, out, err = undrop(capsys, *words)
@@ -53,7 +53,7 @@ def test_runs_then_a_report(here, capsys):
     record["config"]["train"]["colour"] = "red"
     (one.parent / "old.json").write_text(json.dumps(record))
     code, out, err = undrop(capsys, *words)
-    assert (code, err) == (0, "records left out, whose settings are no more: 1.\n")
+    assert (code, err) == (0, "left out 1 record whose settings no longer exist.\n")
     report = ["report", "results/smoke", "--experiment", "noise-put-back"]
     code, out, _ = undrop(capsys, *report)
     assert code == 0
@@ -65,23 +65,23 @@ def test_runs_then_a_report(here, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["reproduce", "figure-1"], "unknown experiment 'figure-1': there are averaging-noise,"),
         (["reproduce", "--scale", "tiny"], "unknown scale 'tiny': there are smoke, small, paper."),
         (["reproduce", "--executor", "slurm"], "unknown executor 'slurm': there are local, ray."),
         (["report", "nowhere", "--scale", "small"], "nowhere has no records: run `undrop"),
         (["report", "nowhere"], "there is no folder nowhere: `undrop reproduce` writes one."),
-        (["report", "."], ". is named after no scale: add --scale (smoke, small, paper)."),
+        (["report", "."], ". is not named after a scale: add --scale (smoke, small, paper)."),
     ],
 )
-def test_errors_are_one_sentence(here, capsys, words, told):
+def test_errors_of_reproduce_and_report_are_one_sentence(here, capsys, words, message):
     code, _, err = undrop(capsys, *words)
     assert code == 2
-    assert told in err
+    assert message in err
 
 
-def test_a_failed_run_is_told_and_the_exit_code_says_so(here, capsys):
+def test_a_failed_run_is_printed_and_the_exit_code_is_1(here, capsys):
     (here / "results/smoke").mkdir(parents=True)
     (here / "results/smoke/runs").write_text("a file where a folder should be")
     code, _, err = undrop(capsys, "reproduce", "taylor", "--scale", "smoke", "--seeds", "1")
@@ -89,12 +89,12 @@ def test_a_failed_run_is_told_and_the_exit_code_says_so(here, capsys):
     assert "ptb-taylor dropout(k=1) seed 1 failed: " in err
 
 
-def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path):
+def test_a_signal_stops_reproduce_and_the_same_command_resumes(tmp_path):
     words = [sys.executable, "-m", "undrop", "reproduce", "noise-put-back", "--scale", "smoke"]
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         assert "best validation" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        assert "stopped: the same command goes on" in process.communicate(timeout=60)[1]
+        assert "stopped: the same command resumes here." in process.communicate(timeout=60)[1]
     assert process.returncode == 130
     kept = set((tmp_path / "results/smoke/records").iterdir())
     assert kept

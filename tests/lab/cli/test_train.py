@@ -49,16 +49,16 @@ def test_train_json_is_the_summary(text, capsys):
     assert {"best_valid_ppl", "test_ppl", "seconds", "epochs"} <= summary.keys()
 
 
-def test_resume_needs_no_other_option_and_takes_more_epochs(trained, capsys):
+def test_resume_needs_no_other_option_and_can_add_epochs(trained, capsys):
     assert main(["train", "--resume", "--out", trained, "--set", "train.epochs=2"]) == 0
     assert RunFolder(trained).read_summary()["epochs"] == 2
     assert RunFolder(trained).read_config()["train"]["epochs"] == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (["train"], "say what to train: --preset NAME, or --model NAME and --data NAME."),
+        (["train"], "name what to train: --preset NAME, or --model NAME and --data NAME."),
         (["train", "--preset", "ptb-awd-lsmt"], "did you mean 'ptb-awd-lstm'?"),
         (["train", "--model", "awd-lsmt"], "unknown model 'awd-lsmt': did you mean 'awd-lstm'?"),
         (["train", "--data", "pydoc"], "unknown corpus 'pydoc': did you mean 'pydocs'?"),
@@ -68,12 +68,12 @@ def test_resume_needs_no_other_option_and_takes_more_epochs(trained, capsys):
         (["train", "--data", "nowhere/at/all"], "there is no folder nowhere/at/all"),
         (
             ["train", "--resume", "--out", "none"],
-            "none holds no run to go on with: give the folder",
+            "none holds no run to resume: give the folder",
         ),
-        (["train", "--resume"], "--resume needs --out, the folder of the run to go on with."),
+        (["train", "--resume"], "--resume needs --out, the folder of the run to resume."),
         (
             ["watch", "--resume", "--out", "none"],
-            "none holds no run to go on with: give the folder",
+            "none holds no run to resume: give the folder",
         ),
         (["eval", "none"], "none holds no run: it has no config.json."),
         (["generate", "none"], "none holds no run"),
@@ -82,10 +82,10 @@ def test_resume_needs_no_other_option_and_takes_more_epochs(trained, capsys):
         (["demo", "--out", "tales"], "tales is not empty: give --out a new folder."),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(text, capsys, arguments, told):
+def test_bad_input_is_one_sentence_and_exit_code_2(text, capsys, arguments, message):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
-    assert told in err
+    assert message in err
     assert "Traceback" not in err
     assert not out
 
@@ -101,7 +101,7 @@ def test_a_folder_that_can_not_be_written_is_one_sentence(text, capsys):
     assert "can't be written: not a directory." in capsys.readouterr().err
 
 
-def test_runs_lists_the_best_first_and_names_what_it_can_not_read(trained, text, capsys):
+def test_runs_lists_the_best_first_and_names_unreadable_runs(trained, text, capsys):
     main(["train", "--data", str(text), "--objective", "none", *SMALL[:-2], "--out", "s"])
     (text / "broken").mkdir()
     (text / "broken" / "config.json").write_text("{")
@@ -116,7 +116,7 @@ def test_runs_lists_the_best_first_and_names_what_it_can_not_read(trained, text,
     assert "finished" in capsys.readouterr().out
 
 
-def test_eval_agrees_with_what_training_said(trained, capsys):
+def test_eval_agrees_with_the_summary_of_the_training(trained, capsys):
     assert main(["eval", trained, "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
     summary = RunFolder(trained).read_summary()
@@ -128,14 +128,13 @@ def test_eval_agrees_with_what_training_said(trained, capsys):
     assert "unknown split 'dev'" in capsys.readouterr().err
 
 
-def test_resume_begins_a_run_that_is_not_there_yet(text):
+def test_resume_starts_a_run_that_does_not_exist_yet(text):
     words = ["--data", str(text), "--objective", "none", *SMALL]
     assert main(["train", "--resume", *words, "--out", "new"]) == 0
     assert RunFolder("new").read_summary()["epochs"] == 1
 
 
-@pytest.mark.portable
-def test_eval_is_in_the_precision_of_the_run(text, capsys):
+def test_eval_uses_the_precision_of_the_run(text, capsys):
     words = ["--data", str(text), "--objective", "none", *SMALL]
     assert main(["train", *words, "--set", "train.precision=bfloat16", "--out", "half"]) == 0
     capsys.readouterr()
@@ -144,7 +143,7 @@ def test_eval_is_in_the_precision_of_the_run(text, capsys):
     assert found["valid"]["perplexity"] == RunFolder("half").read_summary()["best_valid_ppl"]
 
 
-def test_eval_says_so_where_the_run_was_judged_by_less_than_whole_splits(text, capsys):
+def test_eval_explains_that_the_run_was_evaluated_on_parts_of_the_splits(text, capsys):
     words = ["--data", str(text), "--objective", "none", *SMALL, "--set", "data.eval_tokens=20"]
     assert main(["train", *words, "--out", "r"]) == 0
     capsys.readouterr()
@@ -159,14 +158,14 @@ def test_eval_says_so_where_the_run_was_judged_by_less_than_whole_splits(text, c
     assert not capsys.readouterr().err
 
 
-def test_eval_names_weights_that_were_changed(trained, capsys):
+def test_eval_names_a_damaged_file_of_weights(trained, capsys):
     weights = RunFolder(trained).path / "best.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
     assert main(["eval", trained]) == 2
     assert "best.safetensors was cut short or changed" in capsys.readouterr().err
 
 
-def test_generate_is_decided_by_the_seed(trained, capsys):
+def test_generate_depends_on_the_seed_alone(trained, capsys):
     texts = []
     for seed in ("1", "1", "2"):
         assert main(["generate", trained, "--words", "30", "--seed", seed]) == 0
@@ -200,17 +199,17 @@ def test_demo_trains_three_ways_and_draws_them(text, capsys, tmp_path):
     assert "Analytic, no dropout" in capsys.readouterr().out
 
 
-def test_ctrl_c_in_a_demo_does_not_pass_one_of_its_runs_for_it(text, capsys, monkeypatch):
+def test_ctrl_c_in_a_demo_says_that_it_cannot_be_resumed(text, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    step = "undrop.lab.cli.demo._Row.step"
+    step = "undrop.lab.cli._progress.DemoProgress.step"
     monkeypatch.setattr(step, lambda self, done, tokens, parts: os.kill(os.getpid(), signal.SIGINT))
     assert main(["demo", "--out", "d", "--set", f"data.name={text}", *SMALL]) == 130
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("stopped: a demo does not go on, undrop demo begins a new one;")
-    assert told.endswith("its runs are in d.")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("stopped: a demo can't be resumed, `undrop demo` starts a new one;")
+    assert last.endswith("its runs are in d.")
 
 
-def test_ctrl_c_says_how_to_go_on_and_exits_as_shells_expect(text, capsys, monkeypatch):
+def test_ctrl_c_in_training_says_how_to_resume_and_exits_with_130(text, capsys, monkeypatch):
     from undrop.lab.train import Callback
 
     class Impatient(Callback):
@@ -219,5 +218,5 @@ def test_ctrl_c_says_how_to_go_on_and_exits_as_shells_expect(text, capsys, monke
 
     monkeypatch.setattr("undrop.lab.cli._progress.progress_reporter", Impatient)
     assert main(["train", "--data", str(text), *SMALL, "--out", "r"]) == 130
-    told = "stopped at step 1 with everything saved: resume with undrop train --resume --out r\n"
-    assert capsys.readouterr().err == told
+    message = "stopped at step 1 with everything saved: resume with undrop train --resume --out r\n"
+    assert capsys.readouterr().err == message

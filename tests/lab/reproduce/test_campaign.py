@@ -1,4 +1,4 @@
-"""Campaigns at the smallest scale: really trained, stopped, gone on with, and failed."""
+"""Campaigns at the smallest scale: trained, stopped, resumed, and failed."""
 
 import json
 
@@ -31,7 +31,7 @@ def campaign(folder, names, seeds=1, executor=None):
     return Campaign(plan, folder, executor or InProcess(1), heard), heard
 
 
-def test_every_run_gets_one_record_and_nothing_is_run_twice(tmp_path):
+def test_every_run_gets_one_record_and_no_run_is_done_twice(tmp_path):
     first, heard = campaign(tmp_path, ["noise-put-back"])
     assert first.run() == []
     assert len(heard.done) == len(list((tmp_path / "records").iterdir())) == 3
@@ -43,7 +43,7 @@ def test_every_run_gets_one_record_and_nothing_is_run_twice(tmp_path):
     assert heard.done == []
 
 
-def test_a_record_says_all_that_it_takes_to_make_it_again(tmp_path):
+def test_a_record_holds_everything_that_repeats_the_run(tmp_path):
     once, heard = campaign(tmp_path, ["taylor"])
     once.run()
     record = heard.done[0]
@@ -53,7 +53,7 @@ def test_a_record_says_all_that_it_takes_to_make_it_again(tmp_path):
     assert record.commit == commit()
     assert len(record.curve.epoch) == len(record.curve.train_ppl) == 2
     assert record.best_valid_ppl == pytest.approx(min(record.curve.valid_ppl), rel=1e-5)
-    assert 0.0 < record.curve.judging[0] < record.curve.seconds[0] < record.curve.seconds[1]
+    assert 0.0 < record.curve.evaluation[0] < record.curve.seconds[0] < record.curve.seconds[1]
     assert record.curve.seconds[1] <= record.seconds
     shares = record.probed
     assert shares["taylor_share"] == pytest.approx(shares["quadratic"] / shares["dropped"])
@@ -63,7 +63,7 @@ def test_a_record_says_all_that_it_takes_to_make_it_again(tmp_path):
     assert heard.done[0].probed == record.probed
 
 
-def test_tuning_runs_first_and_its_best_on_every_seed(tmp_path):
+def test_tuning_runs_first_and_its_best_variant_on_every_seed(tmp_path):
     tuned, heard = campaign(tmp_path, ["loss-hessian"], seeds=2)
     tuned.plan.cells = {"ptb:l2": tuned.plan.cells["ptb:l2"]}
     tuned.run()
@@ -76,7 +76,7 @@ def test_tuning_runs_first_and_its_best_on_every_seed(tmp_path):
     assert list(cell.found(tuned.records)) == [1, 2]
 
 
-def test_a_run_that_was_stopped_goes_on_and_its_time_with_it(tmp_path, monkeypatch):
+def test_a_stopped_run_resumes_and_its_time_adds_up(tmp_path, monkeypatch):
     run = Plan(["replace-dropout"], "smoke", 1).cells["ptb:drop-1"].run(0, 1)
     whole = execute(run, str(tmp_path / "whole"))
 
@@ -98,7 +98,7 @@ def test_a_run_that_was_stopped_goes_on_and_its_time_with_it(tmp_path, monkeypat
     assert resumed.curve.seconds[1] > before
 
 
-def test_work_is_kept_until_its_record_is_on_the_disk(tmp_path, monkeypatch):
+def test_the_folder_of_a_run_is_kept_until_its_record_is_on_the_disk(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -109,12 +109,12 @@ def test_work_is_kept_until_its_record_is_on_the_disk(tmp_path, monkeypatch):
             first.run()
     again, heard = campaign(tmp_path, ["taylor"])
     monkeypatch.setattr("undrop.lab.train.trainer.Trainer._take_step", interrupted)
-    assert again.run() == []  # and no step was taken anew
+    assert again.run() == []  # without another training step
     assert len(heard.done) == 1
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_work_that_was_left_beside_its_record_is_removed(tmp_path):
+def test_a_leftover_folder_of_a_finished_run_is_removed(tmp_path):
     first, _ = campaign(tmp_path, ["taylor"])
     first.run()
     left = tmp_path / "runs" / next(iter(first.plan.cells.values())).run(0, 1).key[:16]
@@ -124,7 +124,7 @@ def test_work_that_was_left_beside_its_record_is_removed(tmp_path):
     assert not left.exists()
 
 
-def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
+def test_a_run_that_diverges_has_a_record(tmp_path, monkeypatch):
     run = Plan(["replace-dropout"], "smoke", 1).cells["ptb:drop-1"].run(0, 1)
 
     class Diverging(worker_module.Stopwatch):
@@ -152,7 +152,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["local", "ray"])
-def test_processes_and_clusters_give_the_same_record(tmp_path, name):
+def test_local_processes_and_ray_give_the_same_record(tmp_path, name):
     if name == "ray":
         pytest.importorskip("ray")
     near, _ = campaign(tmp_path / "near", ["taylor"])

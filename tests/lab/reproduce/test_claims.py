@@ -1,4 +1,4 @@
-"""Verdicts: what holds, what does not, and what can't be said."""
+"""Verdicts: claims that hold, that do not, and that are undecided."""
 
 import json
 import math
@@ -8,10 +8,11 @@ import pytest
 
 from fake_records import fake_record
 from undrop.lab.reproduce import Plan, Records, experiment
-from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, UNDECIDED, judge, verdicts
+from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, UNDECIDED, decide, verdicts
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.statistics import Interval
 from undrop.lab.reproduce.tables import Claim
+from undrop.report import as_json
 
 
 def claim(above=0.0, below=math.inf):
@@ -31,13 +32,13 @@ def claim(above=0.0, below=math.inf):
         (claim(above=0.5), 0.0, 0.0, DOES_NOT_HOLD),
     ],
 )
-def test_the_whole_interval_decides(asked, low, high, verdict):
-    assert judge(asked, Interval((low + high) / 2, low, high, 3)) == verdict
+def test_a_claim_is_decided_by_the_whole_interval(asked, low, high, verdict):
+    assert decide(asked, Interval((low + high) / 2, low, high, 3)) == verdict
 
 
-def test_one_seed_decides_nothing():
-    assert judge(claim(above=1.0), Interval(2.0, 2.0, 2.0, 1)) == UNDECIDED
-    assert judge(claim(above=1.0), None) == UNDECIDED
+def test_one_seed_leaves_a_claim_undecided():
+    assert decide(claim(above=1.0), Interval(2.0, 2.0, 2.0, 1)) == UNDECIDED
+    assert decide(claim(above=1.0), None) == UNDECIDED
 
 
 @pytest.fixture
@@ -61,23 +62,21 @@ def test_verdicts_of_an_experiment(results):
     assert matches.asked == "0.98 – 1.02"
 
 
-def test_what_was_not_run_is_undecided_beside_the_papers_number(results):
+def test_a_claim_about_missing_runs_is_undecided_and_has_the_papers_number(results):
     identity = verdicts(experiment("loss-hessian"), results)[0]
     assert (identity.verdict, identity.seeds, identity.estimate) == (UNDECIDED, 0, None)
     assert identity.paper == pytest.approx(108.76 / 84.52)
 
 
-def test_a_reason_is_given_only_for_what_does_not_hold(results):
+def test_only_a_claim_that_does_not_hold_has_a_reason(results):
     worse = replace(experiment("noise-put-back").claims[0], reasons={"smoke": "Too small."})
     opposite = replace(worse, over=worse.under, under=worse.over)
-    told = verdicts(replace(experiment("noise-put-back"), claims=(worse, opposite)), results)
-    assert [one.verdict for one in told] == [HOLDS, DOES_NOT_HOLD]
-    assert [one.reason for one in told] == ["", "Too small."]
+    found = verdicts(replace(experiment("noise-put-back"), claims=(worse, opposite)), results)
+    assert [one.verdict for one in found] == [HOLDS, DOES_NOT_HOLD]
+    assert [one.reason for one in found] == ["", "Too small."]
 
 
 def test_verdicts_are_json_with_stable_keys(results):
-    told = json.loads(
-        json.dumps([v.as_dict() for v in verdicts(experiment("loss-hessian"), results)])
-    )
+    found = json.loads(json.dumps(as_json(verdicts(experiment("loss-hessian"), results))))
     needed = {"claim", "experiment", "verdict", "seeds", "estimate", "low", "high", "paper"}
-    assert all(needed <= set(one) for one in told)
+    assert all(needed <= set(one) for one in found)

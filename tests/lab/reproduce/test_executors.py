@@ -1,4 +1,4 @@
-"""Workers that are killed, and workers whose parent is."""
+"""Workers that are killed, and workers whose parent is killed."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def forking(monkeypatch):
-    """Workers that are forked, so that they start at once and do what the test says."""
+    """Workers that are forked: they start at once and do what the test says."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORK)
 
     def set_work(work):
@@ -45,8 +45,8 @@ def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_p
     killed = outcomes.pop(runs[0].key)
     assert isinstance(killed, RunError)
     assert str(killed) == (
-        "its process was killed, perhaps for want of memory (then lower --jobs): the same command "
-        "goes on where it was."
+        "its process was killed, perhaps out of memory (then lower --jobs): the same command "
+        "resumes it."
     )
     assert len(outcomes) == 2
     assert all(isinstance(outcome, Record) for outcome in outcomes.values())
@@ -54,13 +54,13 @@ def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_p
 
 @pytest.mark.parametrize("ends", ["stopped", "done", "idle"])
 def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
-    """In a training, which hears of it; at the end of one, which does not; or between two."""
-    told = tmp_path / "working"
+    """During a training, at the end of one, or between two."""
+    working = tmp_path / "working"
 
     def work(run, scratch):
         if ends == "idle" and run.key == runs[0].key:
             return fake_record(run, [2.0])
-        told.touch()
+        working.touch()
         with catch_signals() as interrupts:
             while interrupts.received is None:
                 time.sleep(0.01)
@@ -75,7 +75,7 @@ def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
     parent = FORK.Process(target=lambda: list(Local(jobs).outcomes(*arguments)))
     parent.start()
     os.close(writing)
-    while not told.exists():
+    while not working.exists():
         time.sleep(0.01)
     parent.kill()
     parent.join()

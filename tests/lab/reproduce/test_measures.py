@@ -1,4 +1,4 @@
-"""What is read off a record."""
+"""Measures read from records."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 
 from fake_records import fake_record
 from undrop.errors import UnknownNameError
-from undrop.lab.reproduce.measures import measure_named
+from undrop.lab.reproduce.measures import MEASURES
 
 
 @pytest.fixture
@@ -27,19 +27,19 @@ def pair(plan):
         ("seconds_per_step", 0.6),
     ],
 )
-def test_measures(pair, name, value):
-    assert measure_named(name).of(*pair) == pytest.approx(value)
+def test_a_measure_of_a_record(pair, name, value):
+    assert MEASURES[name].of(*pair) == pytest.approx(value)
 
 
 def test_evaluation_is_not_counted_as_training(pair):
     assert pair[0].training_seconds == pytest.approx([6.0, 12.0, 18.0, 24.0])
 
 
-def test_a_quality_that_is_never_reached(pair):
+def test_a_quality_that_is_never_reached_takes_forever(pair):
     slow, dropout = pair
     better = similar_record(dropout, [50.0, 50.0])
     for name in ("epochs_to_quality", "seconds_to_quality"):
-        assert measure_named(name).of(slow, better) == math.inf
+        assert MEASURES[name].of(slow, better) == math.inf
 
 
 def similar_record(record, valid):
@@ -50,12 +50,14 @@ def test_one_epoch_is_allowed_even_if_it_takes_too_long(pair):
     slow, dropout = pair
     hasty = dropout.model_copy(
         update={
-            "curve": dropout.curve.model_copy(update={"seconds": [0.1] * 4, "judging": [0.0] * 4})
+            "curve": dropout.curve.model_copy(
+                update={"seconds": [0.1] * 4, "evaluation": [0.0] * 4}
+            )
         }
     )
-    assert measure_named("best_in_time").of(slow, hasty) == 120.0
+    assert MEASURES["best_in_time"].of(slow, hasty) == 120.0
 
 
 def test_unknown_measures_are_named():
     with pytest.raises(UnknownNameError, match="unknown measure 'best_valid': did you mean"):
-        measure_named("best_valid")
+        MEASURES["best_valid"]

@@ -1,4 +1,4 @@
-"""Records: written once, found again, refused when they are not what they were."""
+"""Records: written once, found again, and refused when they are damaged."""
 
 import json
 
@@ -14,7 +14,7 @@ def run(plan):
     return plan.cells["ptb:analytic"].run(0, 1)
 
 
-def test_a_record_comes_back_as_it_went(tmp_path, run):
+def test_a_record_is_read_as_it_was_written(tmp_path, run):
     record = fake_record(run, [3.0, 2.0])
     Records(tmp_path / "new").add(record)
     found = Records(tmp_path / "new")
@@ -36,7 +36,7 @@ def test_the_seed_and_every_setting_are_in_the_key(plan):
     assert cell.run(0, 1).key != plan.cells["ptb:drop-1"].run(0, 1).key
 
 
-def test_where_the_corpus_lies_is_not_in_the_key(run):
+def test_the_folder_of_the_corpus_is_not_in_the_key(run):
     elsewhere = Plan(["replace-dropout"], "smoke", 2, data_dir="/there").cells["ptb:analytic"]
     assert elsewhere.run(0, 1).config.data.dir == "/there"
     assert elsewhere.run(0, 1).key == run.key
@@ -47,7 +47,14 @@ def test_a_probe_makes_another_key():
     assert plan.cells["ptb-taylor:drop-1"].run(0, 1).key.endswith("-taylor")
 
 
-def test_a_setting_that_came_later_does_not_orphan_a_record(tmp_path, run):
+def test_the_old_name_of_the_evaluation_times_is_still_read(tmp_path, run):
+    record = json.loads(fake_record(run, [2.0]).model_dump_json())
+    record["curve"]["judging"] = record["curve"].pop("evaluation")
+    (tmp_path / "old.json").write_text(json.dumps(record))
+    assert Records(tmp_path).get(run.key).curve.evaluation == [0.25]
+
+
+def test_a_setting_that_was_added_later_does_not_orphan_a_record(tmp_path, run):
     record = fake_record(run, [2.0])
     before = json.loads(record.model_dump_json())
     del before["config"]["objective"]["interval"]
@@ -56,7 +63,7 @@ def test_a_setting_that_came_later_does_not_orphan_a_record(tmp_path, run):
     assert Records(tmp_path).get(run.key) is not None
 
 
-def test_a_setting_that_is_gone_makes_it_stale(tmp_path, run):
+def test_a_record_with_a_removed_setting_is_stale(tmp_path, run):
     before = json.loads(fake_record(run, [2.0]).model_dump_json())
     before["config"]["objective"]["colour"] = "red"
     (tmp_path / "old.json").write_text(json.dumps(before))
@@ -66,13 +73,13 @@ def test_a_setting_that_is_gone_makes_it_stale(tmp_path, run):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "is not a JSON file: it was cut short or changed"),
-        ('{"config": {}}', "is not a record: its 'probe' is missing or wrong; delete it"),
+        ('{"config": {}}', "is not a record: its 'probe' is missing or wrong; delete the file"),
     ],
 )
-def test_a_broken_record_is_named(tmp_path, text, told):
+def test_a_damaged_record_is_named(tmp_path, text, message):
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(RunError, match=told):
+    with pytest.raises(RunError, match=message):
         Records(tmp_path)

@@ -1,4 +1,4 @@
-"""The report: self-contained, escaped, and with the numbers that were measured."""
+"""The report: self-contained, escaped, and with the measured numbers."""
 
 import json
 import re
@@ -10,8 +10,7 @@ from fake_records import fake_record
 from undrop.lab.reproduce import EXPERIMENTS, Plan, Records, tables
 from undrop.lab.reproduce.report import write_report
 from undrop.lab.reproduce.report.content import compose
-from undrop.lab.reproduce.report.html import as_html
-from undrop.lab.reproduce.report.markdown import as_markdown
+from undrop.lab.reproduce.report.pages import as_html, as_markdown
 from undrop.lab.reproduce.results import Results
 
 NAMES = ["averaging-noise", "loss-hessian", "time-to-quality", "taylor", "dataset-size"]
@@ -62,7 +61,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_needs_nothing_but_itself(report):
+def test_the_report_page_needs_no_other_file(report):
     text = (report / "report.html").read_text()
     page = Page(text)
     assert page.open == []
@@ -72,25 +71,25 @@ def test_the_page_needs_nothing_but_itself(report):
     assert any(tag == "meta" and a.get("name") == "viewport" for tag, a in page.tags)
 
 
-def test_every_experiment_has_its_figure_in_every_format(report):
+def test_every_experiment_has_a_figure_in_every_format(report):
     for name in NAMES:
         for kind in ("png", "pdf"):
             assert (report / "figures" / f"{name}.{kind}").stat().st_size > 1000
 
 
-def test_markdown_says_the_same_as_the_page(report):
+def test_the_markdown_report_has_the_numbers_of_the_page(report):
     text = (report / "report.md").read_text()
     assert "| Drop₁ | 71.20 | 71.10 – 71.30 | 3 | 73.76 | × 1.00 |" in text
     assert "| Drop₃₂ | not run yet |  | 0 | 89.12 |  |" in text
     tried = len(tables.method("l2").variants())
-    assert f"ℓ₂ (tuned) (weight = 3e-06, of {tried} tried)" in text
+    assert f"ℓ₂ (tuned) (weight = 3e-06, best of {tried})" in text
     assert "![How much Taylor explains](figures/taylor.png)" in text
     page = (report / "report.html").read_text()
     assert "71.10 – 71.30" in page
     assert "not run yet" in page
 
 
-def test_claims_are_written_for_programs(report):
+def test_claims_are_written_as_json(report):
     claims = json.loads((report / "claims.json").read_text())
     assert len(claims) == sum(len(tables.experiment(name).claims) for name in NAMES)
     taylor = next(claim for claim in claims if claim["experiment"] == "taylor")
@@ -100,13 +99,13 @@ def test_claims_are_written_for_programs(report):
     assert {claim["verdict"] for claim in claims} >= {"holds", "undecided"}
 
 
-def test_the_same_records_make_the_same_bytes(report, tmp_path):
+def test_the_same_records_make_the_same_report_bytes(report, tmp_path):
     write_report(report, NAMES, "smoke", out=tmp_path)
     for name in ("report.html", "report.md", "claims.json", "figures/taylor.png"):
         assert (tmp_path / name).read_bytes() == (report / name).read_bytes()
 
 
-def test_text_is_escaped(tmp_path):
+def test_titles_are_escaped(tmp_path):
     plan, records = fill(tmp_path, ["taylor"])
     content = compose(Results(plan, records), "<b>&")
     page = as_html(content, {})
@@ -119,12 +118,16 @@ def test_text_is_escaped(tmp_path):
     assert not any("<" in row.replace("<br>", "") for row in rows)
 
 
-def test_what_records_say_of_themselves_is_escaped(tmp_path):
+def test_text_from_records_is_escaped(tmp_path):
     plan, _ = fill(tmp_path, ["taylor"])
     evil = "<script>alert(1)</script>"
-    told = {"machine": {"platform": evil, "device": evil}, "versions": {evil: evil}, "commit": evil}
+    facts = {
+        "machine": {"platform": evil, "device": evil},
+        "versions": {evil: evil},
+        "commit": evil,
+    }
     for path in (tmp_path / "records").iterdir():
-        path.write_text(json.dumps({**json.loads(path.read_text()), **told}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
     content = compose(Results(plan, Records(tmp_path / "records")), "smoke")
     page = as_html(content, {})
     assert "&lt;script&gt;alert(1)" in page
@@ -132,7 +135,7 @@ def test_what_records_say_of_themselves_is_escaped(tmp_path):
     assert "<script" not in as_markdown(content, {})
 
 
-def test_a_report_of_everything_before_all_is_run(tmp_path):
+def test_a_report_of_all_experiments_before_all_are_run(tmp_path):
     fill(tmp_path, ["replace-dropout"], seeds=1)
     write_report(tmp_path, EXPERIMENTS, "smoke", seeds=3)
     text = (tmp_path / "report.md").read_text()

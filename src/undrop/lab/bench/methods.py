@@ -1,46 +1,75 @@
-"""What is timed: one training step, forward and backward, by each method."""
+"""The methods that are timed: each turns a subject into one training step, forward and backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 from undrop.lab.bench.subjects import Subject
 from undrop.objectives import Analytic, Dropout, NoRegularization, Objective
+from undrop.registry import Registry
 
-__all__ = ["METHODS"]
+__all__ = ["BASELINE", "METHODS"]
+
+Step: TypeAlias = Callable[[], None]
+
+METHODS: Registry[str, Callable[[Subject], Step]] = Registry("bench method")
+"""The methods by name, in the order in which they are shown."""
+
+BASELINE = "dropout"
+"""The method that all others are compared with."""
 
 
-def _plain_dropout(subject: Subject) -> Callable[[], None]:
-    """The baseline: a hand-written step on PyTorch's own best path, without undrop."""
-
+def _steps(subject: Subject, objective: Objective) -> Step:
     def step() -> None:
-        subject.plain().backward()
+        objective(subject.model, subject.inputs, subject.targets).backward()
 
     return step
 
 
-def _by(make: Callable[..., Objective], **options: Any) -> Callable[[Subject], Callable[[], None]]:
-    def method(subject: Subject) -> Callable[[], None]:
-        batch = {"batch_dim": subject.batch_dim} if make is Analytic else {}
-        objective = make(loss=subject.loss, **batch, **options)
-
-        def step() -> None:
-            objective(subject.model, subject.inputs, subject.targets).backward()
-
-        return step
-
-    return method
+@METHODS.register("none")
+def none(subject: Subject) -> Step:
+    """The loss alone."""
+    return _steps(subject, NoRegularization(loss=subject.loss))
 
 
-METHODS: dict[str, Callable[[Subject], Callable[[], None]]] = {
-    "none": _by(NoRegularization),
-    "dropout": _plain_dropout,
-    "drop8": _by(Dropout, k=8),
-    "reverse-explicit": _by(Analytic, engine="reverse", implicit=False),
-    "reverse-both": _by(Analytic, engine="reverse"),
-    "tangent-both": _by(Analytic, engine="tangent"),
-    "antithetic-both": _by(Analytic, engine="antithetic"),
-    "tangent-both-quarter": _by(Analytic, engine="tangent", fraction=0.25),
-}
-"""From a subject to the step to be timed, by name."""
+@METHODS.register("dropout")
+def dropout(subject: Subject) -> Step:
+    """The baseline: a hand-written step on PyTorch's own best path, without undrop."""
+    return lambda: subject.plain().backward()
+
+
+@METHODS.register("drop8")
+def drop8(subject: Subject) -> Step:
+    """Drop_8, the mean over eight masks."""
+    return _steps(subject, Dropout(k=8, loss=subject.loss))
+
+
+@METHODS.register("reverse-explicit")
+def reverse_explicit(subject: Subject) -> Step:
+    """The explicit part by the reverse engine."""
+    return _steps(subject, Analytic(engine="reverse", implicit=False, **subject.batched))
+
+
+@METHODS.register("reverse-both")
+def reverse_both(subject: Subject) -> Step:
+    """Both parts by the reverse engine."""
+    return _steps(subject, Analytic(engine="reverse", **subject.batched))
+
+
+@METHODS.register("tangent-both")
+def tangent_both(subject: Subject) -> Step:
+    """Both parts by the tangent engine."""
+    return _steps(subject, Analytic(engine="tangent", **subject.batched))
+
+
+@METHODS.register("antithetic-both")
+def antithetic_both(subject: Subject) -> Step:
+    """Both parts by the antithetic engine."""
+    return _steps(subject, Analytic(engine="antithetic", **subject.batched))
+
+
+@METHODS.register("tangent-both-quarter")
+def tangent_both_quarter(subject: Subject) -> Step:
+    """Both parts by the tangent engine, with noise in a quarter of the batch."""
+    return _steps(subject, Analytic(engine="tangent", fraction=0.25, **subject.batched))

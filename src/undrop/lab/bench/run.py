@@ -1,15 +1,14 @@
-"""Timing in turns, and peak memory in a process of its own."""
+"""Time in turns, and peak memory in separate processes."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
-import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from undrop.errors import UnknownNameError
-from undrop.lab.bench.methods import METHODS
+from undrop.lab.bench.methods import BASELINE, METHODS
 from undrop.lab.bench.subjects import check_named, subject
 
 __all__ = ["Row", "bench"]
-
-BASELINE = "dropout"
 
 
 @dataclass(frozen=True)
@@ -32,21 +28,17 @@ class Row:
 
     name: str
     ratio: float
-    """Median over rounds of its time over dropout's in the same round."""
+    """The median over rounds of its time divided by dropout's in the same round."""
     low: float
     high: float
-    """The ratio's 5 % and 95 % quantiles."""
+    """The 5 % and 95 % quantiles of the ratio."""
     seconds: float
-    """Median time of a step."""
+    """The median time of a step."""
     peak_mb: float | None
-    """Peak memory of a step in a process of its own, over what Python and torch take by themselves.
+    """The peak memory of a step in a process of its own, beyond what Python and torch use.
 
-    None where it was not measured, or where the process did not live to tell.
+    None if it was not measured, or the process died, or the system does not report it.
     """
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        return asdict(self)
 
 
 def bench(
@@ -60,32 +52,30 @@ def bench(
 ) -> list[Row]:
     """Time every method in turn, round after round, in one process.
 
-    Whatever else slows the machine down slows neighbours in a round alike, so that the ratios hold.
-    Before each timed step comes a plain one that is not: no method pays for the caches and the memory
-    that its neighbour left behind.
+    Whatever slows the machine down slows the neighbours in a round alike, so the ratios hold. Before
+    each timed step comes a plain step that is not timed: no method pays for the caches and the memory
+    that another one left behind.
 
     Args:
-        model: "awd-lstm", "transformer" or "mlp".
+        model: a name of ``SUBJECTS``.
         size: "small" or "paper".
-        rounds: how often each is timed, after one round to warm up.
-        names: the methods, of which the baseline "dropout" is always one.
+        rounds: how often each method is timed, after one round to warm up.
+        names: the methods; the baseline "dropout" is always one of them.
         memory: whether to measure peak memory, in one more process for each method.
-        tick: told of each step that has been run.
+        tick: called with the method's name after each of its steps.
 
     Raises:
-        UnknownNameError: listing the names there are, before any process is started.
+        UnknownNameError: if there is no such model, size or method, before a process is started.
     """
     check_named(model, size)
-    for name in names:
-        if name not in METHODS:
-            raise UnknownNameError("bench method", name, METHODS)
     names = list(dict.fromkeys([BASELINE, *names]))
+    methods = {name: METHODS[name] for name in names}
     peaks: dict[str, float | None] = dict.fromkeys(names)
     for name in names if memory else ():  # first, while this process is small itself
         peaks[name] = _peak(model, size, name)
         tick(name)
     what = subject(model, size)
-    steps = {name: METHODS[name](what) for name in names}
+    steps = {name: method(what) for name, method in methods.items()}
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name, step in steps.items():
@@ -123,7 +113,7 @@ def _timed(step: Callable[[], None], model: nn.Module) -> float:
 
 
 def _peak(model: str, size: str, name: str) -> float | None:
-    """Peak memory in MB of two steps in a fresh process; None if the process did not live to tell."""
+    """Peak memory in MB of two steps in a fresh process; None if the process died."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_measure_peak, args=(model, size, name, send))
@@ -139,7 +129,7 @@ def _peak(model: str, size: str, name: str) -> float | None:
 
 
 def _measure_peak(model: str, size: str, name: str, send: Any) -> None:
-    with forward_ad.dual_level():  # libraries that load on first use are not the method's memory
+    with forward_ad.dual_level():  # load now what is loaded on first use: it is not the method's
         forward_ad.make_dual(torch.randn(64, 64), torch.randn(64, 64)) @ torch.randn(64, 64)
     before = _resident()
     what = subject(model, size)
@@ -153,8 +143,10 @@ def _measure_peak(model: str, size: str, name: str, send: Any) -> None:
 def _resident() -> float:
     """The peak resident memory of this process so far, in MB."""
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count what the parent had when it forked
+    if status.exists():  # getrusage also counts what the parent used when it forked
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return float(line.split()[1]) / 1024.0
+    import resource  # which Windows does not have
+
     unit = 1024.0**2 if sys.platform == "darwin" else 1024.0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

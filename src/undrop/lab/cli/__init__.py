@@ -1,118 +1,180 @@
 """The command line: ``undrop COMMAND``, one file per command.
 
-A file of this folder whose name does not start with an underscore *is* a command: ``train.py`` is
-``undrop train``. To add one, add the file, with
+A file of this folder whose name does not start with an underscore is a command: ``train.py`` is
+``undrop train``. The first line of its docstring is its line in ``undrop --help``. It registers one
+function, or one for each of its sub-commands::
 
-- a docstring whose first line is the command's line in ``undrop --help``;
-- ``register(app)``, which hands the command to the typer app it is given, under the file's name::
+    @COMMANDS.register("train")
+    def train(...): ...
 
-      def register(app: typer.Typer) -> None:
-          app.command("train")(train)                       # one command
-          app.add_typer(data, name="data", help=__doc__)    # or a command with sub-commands
+    @COMMANDS.register("data list")
+    def list_corpora(...): ...
 
-and give it its place in :data:`ORDER`. ``--help`` reads the docstrings without importing the files,
-and ``undrop train`` imports ``train.py`` alone: no command pays for another one's libraries.
+The arguments of the function are the options of the command, and its docstring is the help.
+``undrop --help`` imports no command, and ``undrop train`` imports ``train.py`` alone. A command file
+imports torch inside its function, so that help, completion and a wrong name answer at once.
 
-A command raises what went wrong as an :class:`~undrop.errors.UndropError`; :func:`main` makes it
-one sentence on stderr and the exit code 2, with the traceback only under ``--debug``. A command
-that ends otherwise raises ``typer.Exit(code)``. Results go to stdout, everything else to stderr.
+A command raises an :class:`~undrop.errors.UndropError` if something goes wrong; :func:`main` prints
+it as one sentence on stderr and returns the exit code 2, with the traceback only under ``--debug``.
+Results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
 
-import ast
+import gc
 import importlib
 import os
-import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from undrop.lab.cli import _errors
+from undrop.lab.cli._names import check_early, check_name
+from undrop.registry import Registry
 
-__all__ = ["ORDER", "app_for", "commands", "main"]
+__all__ = ["COMMANDS", "GROUPS", "app_for", "commands", "main"]
 
-ORDER = (
-    *("demo", "data", "train", "watch", "runs", "plot", "eval", "generate"),
-    *("sites", "check", "diagnose", "bound"),
-    *("bench", "reproduce", "report"),
-)
-"""The order of the commands in ``undrop --help``."""
+COMMANDS: Registry[str, Callable[..., None]] = Registry("command")
+"""The functions behind the commands that have been imported."""
+
+GROUPS = {
+    "Train": ("demo", "train", "watch", "runs", "plot", "eval", "generate"),
+    "Look into dropout": ("sites", "diagnose", "check", "bound"),
+    "Compare and reproduce": ("bench", "reproduce", "report"),
+    "See what there is": ("presets", "models", "objectives", "data"),
+}
+"""The headings of ``undrop --help``; a command under none of them comes last, under "More"."""
 
 _COMPLETION = "_UNDROP_COMPLETE"
+_COMPLETED_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # of bash, of the other shells
 
 
 def commands() -> dict[str, str]:
-    """The name of every command and its one line of help, read off the files, in order."""
-    found = {
-        module.name.replace("_", "-"): _first_line(Path(__path__[0]) / f"{module.name}.py")
-        for module in pkgutil.iter_modules(__path__)
-        if not module.name.startswith("_")
-    }
-    places = {name: place for place, name in enumerate(ORDER)}
-    return dict(sorted(found.items(), key=lambda item: (places.get(item[0], len(ORDER)), item[0])))
+    """Return the name of every command with its line of help, in the order of ``--help``."""
+    files = [file for folder in __path__ for file in Path(folder).glob("[!_]*.py")]
+    found = {file.stem.replace("_", "-"): _first_line(file) for file in files}
+    known = [name for names in GROUPS.values() for name in names if name in found]
+    return {name: found[name] for name in [*known, *sorted(found.keys() - set(known))]}
 
 
 def _first_line(file: Path) -> str:
-    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return docstring.partition("\n")[0]
+    """The first line of a file's docstring, without a parse of the file."""
+    with file.open(encoding="utf-8") as text:
+        return text.readline().strip().strip('"')
+
+
+class _Grouped(TyperGroup):
+    """A group of commands whose help has headings."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands under the headings of :data:`GROUPS`."""
+        lines = commands()
+        headed = {name for names in GROUPS.values() for name in names}
+        groups = {**GROUPS, "More": tuple(name for name in lines if name not in headed)}
+        width = max(map(len, lines))
+        for heading, names in groups.items():
+            rows = [(name.ljust(width), lines[name]) for name in names if name in lines]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
 
 def app_for(loaded: Sequence[str]) -> typer.Typer:
-    """The app in which the ``loaded`` commands are real and all others only names with a help."""
+    """Return an app in which only the ``loaded`` commands are imported; the others are names."""
     app = typer.Typer(
         name="undrop",
+        cls=_Grouped,
         no_args_is_help=True,
-        rich_markup_mode="rich",
+        rich_markup_mode=None,  # rich would take longer than everything else that --help does
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit them
     )
     app.callback()(_root)
     for name, line in commands().items():
         if name in loaded:
-            importlib.import_module(f"{__name__}.{name.replace('-', '_')}").register(app)
+            _add(app, name)
         else:
             app.command(name, help=line)(lambda: None)
     return app
 
 
+def _add(app: typer.Typer, name: str) -> None:
+    """Import a command's file and add what it registers."""
+    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    for key, function in COMMANDS.items():
+        first, _, second = key.partition(" ")
+        if first == name:
+            (group if second else app).command(second or name)(function)
+    if group.registered_commands:
+        app.add_typer(group, name=name, help=module.__doc__)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from undrop import __version__
 
-        typer.echo(f"undrop {version('undrop')}")
+        typer.echo(f"undrop {__version__}")
         raise typer.Exit
 
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks; anywhere, or UNDROP_DEBUG=1.")
+        bool, typer.Option("--debug", help="Show tracebacks; so does UNDROP_DEBUG=1.")
     ] = False,
 ) -> None:
-    """Takes dropout apart: measure what it does to a model, and train without it."""
+    """Take dropout apart: measure what it does to a model, and train without it."""
+
+
+def _command_in(words: Sequence[str]) -> list[str]:
+    """The command of a command line; the root's options take no values, so it is a bare word."""
+    return [word for word in words if not word.startswith("-")][:1]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command line (``sys.argv`` unless given) and return its exit code."""
+    """Run one command line (``sys.argv`` by default) and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
+    gc.disable()  # imports leave little garbage, and looking for it takes a quarter of their time
+    try:
+        return _main(words)
+    finally:
+        gc.enable()
+        if args is None:  # the process ends: leave the memory to the system
+            gc.freeze()
+
+
+def _main(words: list[str]) -> int:
     if _COMPLETION in os.environ:
-        return int(app_for(list(commands()))(words, prog_name="undrop") or 0)
+        typed = next((os.environ[name] for name in _COMPLETED_WORDS if name in os.environ), "")
+        return int(app_for(_command_in(typed.split()[1:]))(words, prog_name="undrop") or 0)
     debug = "--debug" in words or os.environ.get("UNDROP_DEBUG", "0") not in ("", "0")
     words = [word for word in words if word != "--debug"] or ["--help"]
-    # Options of the root take no values, so the first bare word is the command.
-    command = get_command(app_for([word for word in words if not word.startswith("-")][:1]))
     try:
-        with command.make_context("undrop", words) as context:
-            command.invoke(context)
+        _run(words)
         return 0
     except typer.Exit as end:
         return end.exit_code
     except (Exception, KeyboardInterrupt) as error:
         return _errors.report(error, debug=debug)
+
+
+def _run(words: list[str]) -> None:
+    name = _command_in(words)
+    check_name("command", name[0] if name else None, commands())
+    app = app_for(name)
+    for key in COMMANDS:
+        if key == " ".join(words)[: len(key)]:
+            check_early(COMMANDS[key], words)
+    command = get_command(app)
+    with command.make_context("undrop", words) as context:
+        gc.enable()
+        command.invoke(context)

@@ -1,4 +1,4 @@
-"""What an error looks like from the shell: one sentence, an exit code, no traceback."""
+"""How errors look in a shell: one sentence, an exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from undrop.errors import StoppedError, UndropError
 __all__ = ["BAD_INPUT", "INTERRUPTED", "report"]
 
 BAD_INPUT = 2
-"""The exit code for everything that the person at the shell can put right."""
+"""The exit code for everything that the user can put right."""
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+"""The exit code after Ctrl-C by the convention of shells: 128 + SIGINT."""
 
-# The base of all that typer raises about a command line, which not every version gives a name.
+# The base class of typer's errors about a command line, which has no public name in every version.
 _USAGE_ERROR: type[BaseException] = typer.BadParameter.__mro__[2]
 
 
 def report(error: BaseException, *, debug: bool) -> int:
-    """Say what went wrong on stderr and return the exit code; a bug is raised again.
+    """Print what went wrong on stderr and return the exit code; a bug is raised again.
 
     Args:
         error: what the command raised.
-        debug: whether to show the traceback as well.
+        debug: whether to print the traceback too.
     """
-    if isinstance(error, BrokenPipeError):  # the reader (`| head`) has had enough
+    if isinstance(error, BrokenPipeError):  # the reader (`| head`) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if isinstance(error, StoppedError):  # what was asked for has happened: no error
+    if isinstance(error, StoppedError):  # the user asked for it: not an error
         typer.echo(str(error), err=True)
         return INTERRUPTED
     sentence = _sentence(error)
@@ -41,15 +41,14 @@ def report(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if sentence:
-        plain = False if os.environ.get("NO_COLOR") else None  # None: as it fits what stderr is
-        typer.echo(
-            f"{typer.style('error:', fg='red', bold=True)} {sentence}", err=True, color=plain
-        )
+        color = False if os.environ.get("NO_COLOR") else None  # None: color on a terminal only
+        label = typer.style("error:", fg="red", bold=True)
+        typer.echo(f"{label} {sentence}", err=True, color=color)
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else BAD_INPUT
 
 
 def _sentence(error: BaseException) -> str | None:
-    """One sentence for the error; empty if it was said already, None for a bug."""
+    """One sentence for the error; empty if it has been printed already, None for a bug."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted."
     if isinstance(error, _USAGE_ERROR):
@@ -66,6 +65,8 @@ def _usage_sentence(error: BaseException) -> str:
     message: str = error.format_message()  # type: ignore[attr-defined]
     if not message or type(error).__name__ == "NoArgsIsHelpError":
         return ""  # the help was printed instead
+    if near := getattr(error, "possibilities", None):
+        message = f"No such option {error.option_name}. Did you mean {' or '.join(near)}?"  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "undrop"
     stop = "" if message[-1] in ".?!" else "."

@@ -1,4 +1,4 @@
-"""How a training looks while it runs: a bar on a terminal, lines everywhere else."""
+"""How training and campaigns look while they run: a bar on a terminal, lines everywhere else."""
 
 from __future__ import annotations
 
@@ -6,124 +6,165 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
+from undrop.errors import UndropError
+from undrop.lab.reproduce.campaign import Listener, Status
+from undrop.lab.reproduce.plan import Run
+from undrop.lab.reproduce.records import Record
 from undrop.lab.train.callbacks import Callback, RunInfo
+from undrop.report import Bar, Progress, duration
 
-__all__ = ["Bar", "Lines", "duration", "progress_reporter"]
+__all__ = ["CampaignProgress", "DemoProgress", "TrainingProgress", "progress_reporter"]
 
 _SMOOTH = 0.95  # of the parts that are shown
 _REFRESH = 0.1  # seconds
 
 
 def progress_reporter() -> Callback:
-    """A reporter to stderr that fits what stderr is."""
-    console = Console(stderr=True)
-    return Bar(console) if console.is_terminal else Lines(console)
+    """Return a callback that shows the progress of a run on stderr."""
+    return TrainingProgress(Progress())
 
 
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: 8 s, 2 min 05 s, 3 h 20 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+class TrainingProgress(Callback):
+    """A bar with the speed, the time left and the objective's parts; a line for every epoch.
 
+    Without a terminal there is a line for every record.
+    """
 
-class Lines(Callback):
-    """One line for each record: for logs and pipes."""
-
-    def __init__(self, console: Console) -> None:
-        self._print = lambda text: console.print(text, highlight=False, soft_wrap=True)
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bar: Bar | None = None
         self._epochs = 0
-
-    def begin(self, info: RunInfo) -> None:
-        """Say what is trained on what."""
-        self._epochs = info.epochs
-        self._print(
-            f"{info.name}: {info.model} of {info.parameters:,} parameters on "
-            f"{info.train_tokens:,} tokens of {info.corpus} ({info.vocabulary:,} words), "
-            f"objective {info.objective}, on {info.device}"
-            + (f", from {info.done:.0%} on" if info.done else "")
-        )
-
-    def record(self, record: Mapping[str, Any]) -> None:
-        """Say how it goes."""
-        head = f"epoch {record['epoch']}/{self._epochs}  step {record['step']}"
-        if record["kind"] == "epoch":
-            self._print(f"{head}  {_judged(record)}  {duration(record['time']['seconds'])}")
-        elif record["kind"] == "watch":
-            self._print(f"{head}  {_watched(record)}")
-        elif record["kind"] == "step":
-            speed = record["time"]["tokens_per_second"]
-            self._print(f"{head}  {_parts(record)}  {speed:,.0f} tokens/s")
-
-    def say(self, text: str) -> None:
-        """Pass it on."""
-        self._print(text)
-
-
-class Bar(Lines):
-    """A bar with the epoch, tokens/s, the objective's parts and the time left; epochs as lines."""
-
-    def __init__(self, console: Console) -> None:
-        columns = [
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-            TextColumn("{task.fields[parts]}"),
-            TextColumn("{task.fields[left]} left"),
-        ]
-        self._progress = Progress(*columns, console=console, transient=True)
-        super().__init__(self._progress.console)
         self._parts: dict[str, float] = {}
 
     def begin(self, info: RunInfo) -> None:
-        """Show the bar."""
-        super().begin(info)
-        self._began, self._done_before = time.monotonic(), info.done
-        self._shown, self._tokens = self._began, 0
-        self._task = self._progress.add_task("", total=1.0, speed=0.0, parts="", left="?")
-        self._progress.update(self._task, completed=info.done)
-        self._progress.start()
+        """Print what is trained on what, and show the bar."""
+        self._epochs = info.epochs
+        self._began = self._shown = time.monotonic()
+        self._done_before, self._tokens = info.done, 0
+        resumed = f", resumed at {info.done:.0%}" if info.done else ""
+        self._progress.print(
+            f"{info.name}: {info.model} of {info.parameters:,} parameters on "
+            f"{info.train_tokens:,} tokens of {info.corpus} ({info.vocabulary:,} words), "
+            f"objective {info.objective}, on {info.device}{resumed}"
+        )
+        self._progress.__enter__()
+        self._bar = self._progress.bar()
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
-        """Move the bar, now and then."""
+        """Move the bar, ten times a second at most."""
         self._tokens += tokens
         for name, value in parts.items():
             self._parts[name] = _SMOOTH * self._parts.get(name, value) + (1 - _SMOOTH) * value
         now = time.monotonic()
-        if now - self._shown < _REFRESH:
+        if self._bar is None or now - self._shown < _REFRESH:
             return
-        elapsed, advanced = now - self._began, done - self._done_before
-        self._progress.update(
-            self._task,
-            completed=done,
-            description=f"epoch {int(done * self._epochs) + 1}/{self._epochs}",
-            speed=self._tokens / (now - self._shown),
-            parts=_parts(self._parts),
-            left=duration(elapsed / advanced * (1.0 - done)) if advanced > 0 else "?",
-        )
+        advanced = done - self._done_before
+        left = duration((now - self._began) / advanced * (1.0 - done)) if advanced > 0 else "?"
+        speed = f"{self._tokens / max(now - self._shown, 1e-9):,.0f} tokens/s"
+        epoch = f"epoch {int(done * self._epochs) + 1}/{self._epochs}"
+        self._bar.show(done, f"{left} left", speed, *_parts(self._parts), title=epoch)
         self._shown, self._tokens = now, 0
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Say how an epoch ended; the bar shows the rest."""
-        if record["kind"] in ("epoch", "watch"):
-            super().record(record)
+        """Print a line of the metrics; under a bar only the ends of epochs and what was watched."""
+        head = f"epoch {record['epoch']}/{self._epochs}  step {record['step']}"
+        if record["kind"] == "epoch":
+            seconds = duration(record["time"]["seconds"])
+            self._progress.print(f"{head}  {_perplexities(record)}  {seconds}")
+        elif record["kind"] == "watch":
+            self._progress.print(f"{head}  {_watched(record)}")
+        elif record["kind"] == "step" and not self._progress.drawn:
+            speed = f"{record['time']['tokens_per_second']:,.0f} tokens/s"
+            self._progress.print("  ".join([head, *_parts(record), speed]))
+
+    def say(self, text: str) -> None:
+        """Print a remark."""
+        self._progress.print(text)
 
     def close(self) -> None:
         """Take the bar away."""
-        self._progress.stop()
+        self._progress.close()
 
 
-def _parts(values: Mapping[str, Any]) -> str:
+class DemoProgress(Callback):
+    """One run among several: a bar for each on a terminal, a line for every epoch elsewhere."""
+
+    def __init__(self, progress: Progress, title: str, width: int) -> None:
+        self._progress, self._title = progress, title
+        self._bar = progress.bar(title.ljust(width))
+        self._epochs = self._epoch = 0
+        self._done, self._parts, self._valid = 0.0, [""], "…"
+
+    def begin(self, info: RunInfo) -> None:
+        """Note the number of epochs."""
+        self._epochs = info.epochs
+
+    def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
+        """Move the bar."""
+        self._done, self._parts = done, _parts(parts)
+        self._show()
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Show the end of an epoch."""
+        if record["kind"] == "epoch":
+            self._epoch, self._valid = record["epoch"], f"{record['valid_ppl']:.2f}"
+            self._show()
+            if not self._progress.drawn:
+                epoch = f"{self._title}: epoch {self._epoch}/{self._epochs}"
+                self._progress.print(f"{epoch}, validation perplexity {self._valid}")
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Fill the bar."""
+        self._done = 1.0
+        self._show()
+
+    def _show(self) -> None:
+        epoch = f"{self._epoch:>3}/{self._epochs}"
+        self._bar.show(self._done, epoch, f"validation {self._valid}", *self._parts)
+
+
+class CampaignProgress(Listener):
+    """A bar over all runs, weighted by their time; a line for each run that ends.
+
+    Args:
+        progress: where to show it.
+        jobs: how many runs there are at a time.
+    """
+
+    def __init__(self, progress: Progress, jobs: int) -> None:
+        self._progress, self._jobs = progress, jobs
+        self._bar = progress.bar("runs")
+        self._status: Status | None = None
+
+    def status(self, status: Status) -> None:
+        """Move the bar."""
+        self._status = status
+        whole = max(status.seconds_done + status.seconds_left, 1e-9)
+        title = f"{status.done}/{status.total} runs"
+        self._bar.show(status.seconds_done / whole, self._left(status), title=title)
+
+    def ended(self, run: Run, record: Record) -> None:
+        """Print the result of a run, and without a bar how far the campaign is."""
+        line = (
+            f"{run.title}: best validation {record.best_valid_ppl:.2f} (epoch {record.best_epoch}), "
+            f"{duration(record.seconds)}"
+        )
+        if self._status is not None and not self._progress.drawn:
+            done = f"{self._status.done + 1}/{self._status.total}"
+            line += f"  [{done}, {self._left(self._status)}]"
+        self._progress.print(line)
+
+    def failed(self, run: Run, error: UndropError) -> None:
+        """Print why a run failed."""
+        self._progress.print(f"{run.title} failed: {error}")
+
+    def _left(self, status: Status) -> str:
+        return f"about {duration(status.seconds_left / self._jobs)} left"
+
+
+def _parts(values: Mapping[str, Any]) -> list[str]:
     names = ("loss", "explicit", "implicit", "l2")
-    shown = [name for name in names if values.get(name) is not None]
-    return "  ".join(f"{name} {values[name]:.3f}" for name in shown)
+    return [f"{name} {values[name]:.3f}" for name in names if values.get(name) is not None]
 
 
 def _watched(record: Mapping[str, Any]) -> str:
@@ -134,7 +175,7 @@ def _watched(record: Mapping[str, Any]) -> str:
     return f"½uᵀHu {record['half_quadratic']:.4g}{noise}{where}"
 
 
-def _judged(record: Mapping[str, Any]) -> str:
+def _perplexities(record: Mapping[str, Any]) -> str:
     splits = {"train_ppl": "training", "valid_ppl": "validation", "test_ppl": "test"}
     shown = [key for key in splits if record[key] is not None]
     return "  ".join(f"{splits[key]} {record[key]:.2f}" for key in shown)

@@ -1,13 +1,16 @@
-"""From a run's folder, or from names, to what a study needs: a model, batches, a loss."""
+"""Open what a command looks into: a model, batches and a loss, from a run or from names."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from undrop.errors import OptionError, UndropError
 from undrop.lab.corpora.batching import TrainingWindows, Window
 from undrop.lab.corpora.encode import Tokens
 from undrop.lab.models import LanguageModel
-from undrop.lab.train import MODELS, Config, configure
+from undrop.lab.train import Config, configure
 from undrop.lab.train.runs import Run, open_run
 from undrop.losses import Loss
 
@@ -27,7 +30,7 @@ __all__ = ["Source", "from_names", "from_run", "windows"]
 
 @dataclass(frozen=True)
 class Source:
-    """What ``undrop.diagnose`` is called with."""
+    """The arguments of ``undrop.diagnose``."""
 
     model: nn.Module
     batches: Iterable[tuple[Any, Any]]
@@ -35,7 +38,7 @@ class Source:
     classes: Sequence[str] | None = None
     batch_dim: int = 0
     run: Run | None = None
-    """The run it is of, if it is."""
+    """The run that it comes from, if any."""
 
 
 def windows(
@@ -46,14 +49,14 @@ def windows(
     *,
     logits: bool = False,
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Windows of text, evenly spread over a split, each with the state that the one before leaves.
+    """Yield windows of text, spread evenly over a split, each with the state of the one before it.
 
     Args:
         model: reads the window before, in eval mode.
         tokens: the split.
-        config: says how the text is cut.
-        count: the number of windows; fewer where the split is short.
-        logits: whether the model is to return logits, or the features that its own loss takes.
+        config: the settings that cut the text into windows.
+        count: the number of windows; a short split has fewer.
+        logits: whether the model returns logits, or the features that its own loss takes.
     """
     device = next(model.parameters()).device
     length = config.data.length
@@ -85,7 +88,7 @@ def _state_after(model: LanguageModel, window: Window) -> Any:
 
 
 def from_run(path: str | Path, *, data_dir: str | Path | None = None, batches: int = 16) -> Source:
-    """A trained run on its own training text."""
+    """Open a trained run with its own training text."""
     run = open_run(path, data_dir=data_dir)
     return _of_language_model(run.model, run.corpus, run.config, batches, run)
 
@@ -98,19 +101,19 @@ def from_names(
     data_dir: str | Path | None = None,
     batches: int = 16,
 ) -> Source:
-    """A model and data by name: of undrop's own, or ``module:name`` of one's own.
+    """Open a model and data by name: undrop's own, or your own as MODULE:NAME or FILE.py:NAME.
 
     Args:
-        model: a language model such as ``awd-lstm``, newly initialised; or ``module:name`` of a module
-            or of a function that returns one.
-        data: a corpus, for a language model; or ``module:name`` of batches (inputs, targets) or of a
-            function that returns them.
-        loss: ``module:name`` of a loss; cross-entropy unless given.
-        data_dir: where the corpus is.
-        batches: windows of a corpus to take.
+        model: a language model such as ``awd-lstm``, newly initialized; or a module of your own, or a
+            function that returns one.
+        data: a corpus, for a language model; or your own batches (inputs, targets), or a function
+            that returns them.
+        loss: a loss of your own; cross-entropy by default.
+        data_dir: the folder of the corpus.
+        batches: the number of windows of a corpus.
 
     Raises:
-        OptionError: if a name can't be found, or the two do not fit each other.
+        OptionError: if a name can't be found, or the model and the data do not fit.
     """
     if ":" not in model and ":" not in data:
         where = None if data_dir is None else str(data_dir)
@@ -118,32 +121,23 @@ def from_names(
         corpus = config.load_corpus()
         built = config.build_model(corpus)
         return _of_language_model(built, corpus, config, batches, None)
-    if ":" not in model or ":" not in data:
-        raise OptionError(_misfit(model, data))
+    if ":" not in data:
+        raise OptionError(
+            f"your own model needs your own data: give both as MODULE:NAME or path/to/file.py:NAME, "
+            f"got {model!r} and {data!r}."
+        )
+    if ":" not in model:
+        raise OptionError(
+            f"{model} is one of undrop's language models, which read a corpus: give the name or the "
+            f"folder of a corpus as --data, got {data!r}."
+        )
     found = _made(model)
     if not isinstance(found, nn.Module):
         raise OptionError(
-            f"{model} must be a torch module or make one, got {type(found).__name__}."
+            f"{model} must be a torch module or a function that returns one, got "
+            f"{type(found).__name__}."
         )
-    return Source(found, _made(data), None if loss is None else _imported(loss))
-
-
-def _misfit(model: str, data: str) -> str:
-    """What to say where only one of the two is of one's own."""
-    if ":" in model:
-        return (
-            f"a model of one's own needs data of one's own: give both as module:name, got {model!r} "
-            f"and {data!r}."
-        )
-    if model in MODELS:
-        return (
-            f"{model} is a language model of undrop's own, which reads a corpus: give the corpus's "
-            f"name or folder as data, got {data!r}."
-        )
-    return (
-        f"{model!r} is none of undrop's models ({', '.join(MODELS)}): one of your own is "
-        f"given as module:name, such as {model}:model."
-    )
+    return Source(found, _made(data), None if loss is None else _attribute(loss))
 
 
 def _of_language_model(
@@ -159,32 +153,65 @@ def _of_language_model(
     )
 
 
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it
-    with _told(name, "imported"):
-        return getattr(importlib.import_module(module), attribute)
+def _attribute(name: str) -> Any:
+    """What MODULE:NAME or FILE.py:NAME stands for."""
+    place, _, attribute = name.rpartition(":")
+    with _one_sentence(name, "imported"):
+        module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    if hasattr(module, attribute):
+        return getattr(module, attribute)
+    public = [known for known in vars(module) if not known.startswith("_")]
+    near = get_close_matches(attribute, public, n=1)
+    guess = f"did you mean {place}:{near[0]}" if near else "give the name of something in it"
+    raise OptionError(f"{place} has no {attribute!r}: {guess}{'?' if near else '.'}")
+
+
+def _module(name: str) -> ModuleType:
+    _import_from(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _file(path: Path) -> ModuleType:
+    """Import a file by its path; what lies beside it can be imported from it."""
+    if not path.is_file():
+        raise ImportError(f"there is no file {path}")
+    _import_from(path.absolute().parent)
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path.absolute()):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # a model in it can be pickled, a dataclass defined
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_from(folder: Path) -> None:
+    """Let modules of a folder be imported, as ``python -m`` does for the current one."""
+    if str(folder) not in sys.path and not ("" in sys.path and folder == Path.cwd()):
+        sys.path.insert(0, str(folder))
 
 
 def _made(name: str) -> Any:
     """What a name stands for, called if it is a function."""
-    found = _imported(name)
+    found = _attribute(name)
     if isinstance(found, nn.Module) or not callable(found):
         return found
-    with _told(name, "called"):
+    with _one_sentence(name, "called"):
         return found()
 
 
 @contextmanager
-def _told(name: str, what: str) -> Iterator[None]:
-    """Turn whatever code of one's own raises, whose kinds nobody knows, into one sentence."""
+def _one_sentence(name: str, what: str) -> Iterator[None]:
+    """Turn any exception of the user's code into one sentence."""
     try:
         yield
     except UndropError:
         raise
     except (Exception, SystemExit) as error:
         message = " ".join(str(error).split()).rstrip(".")
-        if not isinstance(error, ImportError | AttributeError):  # their messages say what they are
+        if not isinstance(error, ImportError):  # whose message says what it is
             message = f"{type(error).__name__}: {message}; --debug shows where"
         raise OptionError(f"{name} can't be {what}: {message}.") from error

@@ -1,4 +1,4 @@
-"""Time and memory of every method on this machine, as ratios to dropout."""
+"""Measure the time and memory of every method on this machine, as ratios to dropout."""
 
 from __future__ import annotations
 
@@ -7,98 +7,95 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._names import bench_methods, bench_subjects, check_name, named
 from undrop.lab.cli._output import check_outputs, print_table
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from undrop.lab.bench import Row
 
-__all__ = ["register"]
+_SIZES = {"small": "seconds on a laptop", "paper": "the sizes of the paper"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``undrop bench``."""
-    app.command("bench")(bench)
-
-
+@COMMANDS.register("bench")
 def bench(
-    model: Annotated[str, typer.Option(help="awd-lstm, transformer or mlp.")] = "awd-lstm",
-    size: Annotated[str, typer.Option(help="small or paper.")] = "small",
+    model: Annotated[
+        str,
+        typer.Option(help="The model to time.", **named("bench model", bench_subjects)),
+    ] = "awd-lstm",
+    size: Annotated[
+        str, typer.Option(help="small or paper.", **named("bench size", lambda: _SIZES))
+    ] = "small",
     rounds: Annotated[int, typer.Option(help="How often each method is timed.", min=1)] = 10,
-    methods: Annotated[str, typer.Option(help="Which methods, with commas; all by default.")] = "",
+    methods: Annotated[
+        str, typer.Option(help="Methods, separated by commas; all by default.")
+    ] = "",
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file.")] = None,
-    threads: Annotated[int, typer.Option(help="Threads of torch; 0 leaves them alone.", min=0)] = 0,
+    threads: Annotated[
+        int, typer.Option(help="Threads of torch; 0 leaves them as they are.", min=0)
+    ] = 0,
 ) -> None:
-    """Time forward and backward of one step by each method, in turns in one process."""
-    import torch
-
-    from undrop.lab.bench import METHODS
-    from undrop.lab.bench import bench as run
-
+    """Time the forward and backward pass of one step by each method, in turns in one process."""
+    chosen = [name.strip() for name in methods.split(",") if name.strip()]
+    for name in chosen:
+        check_name("bench method", name, bench_methods())
     check_outputs(files=[json], pictures=[plot])
-    if threads:
-        torch.set_num_threads(threads)
-    names = [m.strip() for m in methods.split(",") if m.strip()] or list(METHODS)
-    names = list(dict.fromkeys(["dropout", *names]))
-    total = len(names) * (rounds + 1 + memory)
-    with _progress() as progress:
-        task = progress.add_task(f"{model} {size}", total=total)
-        rows = run(
-            model,
-            size,
-            rounds=rounds,
-            names=names,
-            memory=memory,
-            tick=lambda name: progress.update(task, advance=1, description=name),
-        )
+    rows = _measure(model, size, chosen, rounds, memory, threads)
     _print(rows)
     for row in rows:
         if memory and row.peak_mb is None:
             typer.echo(
-                f"{row.name}: no peak, its process died, likely for want of memory.", err=True
+                f"{row.name}: no peak memory: its process died, perhaps out of memory.", err=True
             )
     if json is not None:
-        _write(json, model, size, rows)
+        from undrop.files import write_json
+        from undrop.report import as_json
+
+        write_json(json, as_json({"model": model, "size": size, "rows": rows}))
     if plot is not None:
-        _draw(plot, model, size, rows)
+        from undrop.lab.bench.plot import draw
+
+        draw(plot, f"{model}, {size}", rows)
 
 
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import Progress
+def _measure(
+    model: str, size: str, methods: list[str], rounds: int, memory: bool, threads: int
+) -> list[Row]:
+    import torch
 
-    return Progress(console=Console(stderr=True), transient=True)
+    from undrop.lab.bench import METHODS
+    from undrop.lab.bench import bench as run
+    from undrop.report import Progress
+
+    if threads:
+        torch.set_num_threads(threads)
+    names = list(dict.fromkeys(["dropout", *(methods or METHODS)]))
+    steps, done = len(names) * (rounds + 1 + memory), 0
+    with Progress() as progress:
+        bar = progress.bar(f"{model} {size}")
+
+        def tick(name: str) -> None:
+            nonlocal done
+            done += 1
+            bar.show(done / steps, name)
+
+        return run(model, size, rounds=rounds, names=names, memory=memory, tick=tick)
 
 
 def _print(rows: list[Row]) -> None:
     base = next(row for row in rows if row.name == "dropout")
-    print_table(
-        ["method", "× dropout", "90 % interval", "ms a step", "peak MB", "× memory"],
+    heads = ["method", "× dropout", "90 % interval", "ms per step", "peak MB", "× memory"]
+    cells = [
         [
-            [
-                row.name,
-                f"{row.ratio:.2f}",
-                f"{row.low:.2f} … {row.high:.2f}",
-                f"{row.seconds * 1000:.1f}",
-                "" if row.peak_mb is None else f"{row.peak_mb:.0f}",
-                f"{row.peak_mb / base.peak_mb:.2f}" if row.peak_mb and base.peak_mb else "",
-            ]
-            for row in rows
-        ],
-        numbers=["× dropout", "90 % interval", "ms a step", "peak MB", "× memory"],
-    )
-
-
-def _write(path: Path, model: str, size: str, rows: list[Row]) -> None:
-    from undrop.files import write_json
-
-    write_json(path, {"model": model, "size": size, "rows": [row.to_json() for row in rows]})
-
-
-def _draw(path: Path, model: str, size: str, rows: list[Row]) -> None:
-    from undrop.lab.bench.plot import draw
-
-    draw(path, f"{model}, {size}", rows)
+            row.name,
+            f"{row.ratio:.2f}",
+            f"{row.low:.2f} … {row.high:.2f}",
+            f"{row.seconds * 1000:.1f}",
+            "" if row.peak_mb is None else f"{row.peak_mb:.0f}",
+            f"{row.peak_mb / base.peak_mb:.2f}" if row.peak_mb and base.peak_mb else "",
+        ]
+        for row in rows
+    ]
+    print_table(heads, cells, numbers=heads[1:])

@@ -1,4 +1,4 @@
-"""Evaluate the paper's generalisation bound on the last layer of runs, beside their measured gap."""
+"""Evaluate the paper's generalization bound on the last layer of runs, beside the measured gap."""
 
 from __future__ import annotations
 
@@ -8,61 +8,52 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._options import DataDir, Json
 from undrop.lab.cli._output import print_json, print_table, working
-from undrop.lab.cli._subject import DataDir, Json
 
 if TYPE_CHECKING:
     from undrop.diagnosis import Bound
 
-__all__ = ["register"]
 
-
-def register(app: typer.Typer) -> None:
-    """Add ``undrop bound``."""
-    app.command("bound", help=__doc__)(bound)
-
-
+@COMMANDS.register("bound")
 def bound(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs' folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folders of runs.")],
     batches: Annotated[
-        int, typer.Option(min=1, help="Windows of text of each split, for features.")
+        int, typer.Option(min=1, help="Windows of text to read from each split.")
     ] = 20,
     truncation: Annotated[
-        float | None, typer.Option(help="B, where the loss is cut off.", show_default="log(words)")
+        float | None,
+        typer.Option(help="B, the value at which the loss is cut off.", show_default="log(words)"),
     ] = None,
     delta: Annotated[float, typer.Option(help="The bound fails with this probability.")] = 0.05,
     data_dir: DataDir = None,
     json: Json = False,
 ) -> None:
-    """Evaluate every run and set them side by side."""
+    """Evaluate the bounds of Theorems 3.1 and B.1 for every run, side by side."""
+    from undrop.diagnosis.theorem.generalization import CONSTANTS
     from undrop.lab.train import RunFolder
 
     for run in runs:
-        RunFolder(run).read_config()  # says so if there is no run, before the others are read
+        RunFolder(run).read_config()  # refuses a folder without a run before any work is done
     found = {}
     for run in runs:
-        with working(f"bounding {run}"):
+        with working(f"evaluating {run}"):
             found[str(run)] = _bound(run, batches, truncation, delta, data_dir)
     if json:
-        print_json({name: result.to_json() for name, result in found.items()})
+        print_json(found)
         return
     results = list(found.values())
-    print_table(
-        ["", *(Path(name).name for name in found)],
-        [
-            [label, *(values[i] for values in map(_column, results))]
-            for i, label in enumerate(_LABELS)
-        ],
-    )
-    from undrop.diagnosis.theorem.generalization import CONSTANTS
-
+    heads = ["", *(Path(name).name for name in found)]
+    columns = [_column(result) for result in results]
+    print_table(heads, list(zip(_LABELS, *columns, strict=True)), numbers=heads[1:])
     typer.echo()
     for assumption in results[0].assumptions[:3]:
         typer.echo(f"{assumption.what}: {_VERDICTS[assumption.holds]} ({assumption.why}).")
     typer.echo(CONSTANTS)
 
 
-_VERDICTS = {True: "holds", False: "FAILS", None: "can't be told"}
+_VERDICTS = {True: "holds", False: "FAILS", None: "can't be checked"}
 _LABELS = (
     "tokens n",
     "A = ‖Wᵀ‖₂,₁",
@@ -73,7 +64,7 @@ _LABELS = (
     "term: hessian",
     "term: tail",
     "term: ζ",
-    "sum (Theorem 4.1)",
+    "sum (Theorem 3.1)",
     "sum with τ (Theorem B.1)",
     "min over β of G",
     "sum < B: says more than ℓ ≤ B",

@@ -1,4 +1,4 @@
-"""Hold the analytic terms against Monte Carlo on a batch, to see whether p is too large for them."""
+"""Compare the analytic terms with Monte Carlo on a batch, to see whether p is too large for them."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from undrop.lab.cli._output import print_json
-from undrop.lab.cli._subject import (
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._names import named, objectives
+from undrop.lab.cli._options import (
     DataDir,
     DataName,
     Json,
     LossName,
     ModelName,
-    Progress,
-    RunFolderOrNone,
-    subject,
+    OptionalRun,
+    ShowProgress,
+    open_source,
 )
+from undrop.lab.cli._output import print_json
 
 if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
     from undrop.objectives import Objective
 
-__all__ = ["register"]
 
-
-def register(app: typer.Typer) -> None:
-    """Add ``undrop check``."""
-    app.command("check", help=__doc__)(check)
-
-
+@COMMANDS.register("check")
 def check(
-    run: RunFolderOrNone = None,
+    run: OptionalRun = None,
     model: ModelName = None,
     data: DataName = None,
     loss: LossName = None,
     objective: Annotated[
         str | None,
-        typer.Option(help="analytic, explicit, …", show_default="the run's own, or analytic"),
+        typer.Option(
+            help="An objective with analytic terms.",
+            show_default="the run's own, or analytic",
+            **named("objective", objectives),
+        ),
     ] = None,
     data_dir: DataDir = None,
-    seconds: Annotated[float, typer.Option(help="The time there is.")] = 20.0,
-    progress: Progress = True,
+    seconds: Annotated[float, typer.Option(help="The time to spend.")] = 20.0,
+    progress: ShowProgress = True,
     json: Json = False,
 ) -> None:
-    """Compare on the first batch."""
+    """Compare an objective's analytic terms with dropout itself on the first batch."""
+    source = open_source(run, model, data, loss, data_dir, 1)
     import undrop
     from undrop.diagnosis.measure.batches import collect
 
-    source = subject(run, model, data, loss, data_dir, 1)
     batch = collect(source.batches, 1)[0]
     found = undrop.check(
         _objective(source, objective),
@@ -58,13 +58,13 @@ def check(
         progress=progress,
     )
     if json:
-        print_json(found.to_json())
+        print_json(found)
     else:
         typer.echo(str(found))
 
 
 def _objective(source: Source, name: str | None) -> Objective:
-    """The objective that was named, or the run's own if it has an analytic part."""
+    """The objective of that name, or by default the run's own if it has an analytic part."""
     from undrop.lab.train.components import OBJECTIVES, build, complete
     from undrop.objectives import Analytic, Dropout
 

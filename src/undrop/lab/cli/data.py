@@ -1,37 +1,29 @@
-"""The corpora: list them, get them, look into them."""
+"""List the corpora, download them, and look into them."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._names import check_corpus, corpora, named
+from undrop.lab.cli._options import DataDir, Json
 from undrop.lab.cli._output import print_json, print_table
 
 if TYPE_CHECKING:
     from undrop.lab.corpora import Corpus
 
-__all__ = ["register"]
-
-data = typer.Typer(no_args_is_help=True, help=__doc__)
-
 CacheDir = Annotated[
-    Path | None, typer.Option(help="Where corpora are kept.", show_default="UNDROP_CACHE")
+    Path | None, typer.Option(help="The folder that keeps corpora.", show_default="UNDROP_CACHE")
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Read from this folder, do not download.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_COMPLETE = named("corpus", corpora)["autocompletion"]
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``undrop data``."""
-    app.add_typer(data, name="data")
-
-
-@data.command("list")
+@COMMANDS.register("data list")
 def list_corpora(cache_dir: CacheDir = None, json: Json = False) -> None:
-    """List the corpora that go by a name; any folder of text files is one too."""
+    """List the corpora that have a name; any folder of text files works too."""
     from undrop.lab.corpora.catalogue import CATALOGUE
     from undrop.lab.corpora.corpus import is_here
 
@@ -66,42 +58,47 @@ def list_corpora(cache_dir: CacheDir = None, json: Json = False) -> None:
     )
 
 
-@data.command("get")
+@COMMANDS.register("data get")
 def get_corpora(
-    names: Annotated[list[str], typer.Argument(help="Names, or folders of text files.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(help="Names, or folders of text files.", autocompletion=_COMPLETE),
+    ],
     data_dir: DataDir = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Download corpora if they are not here, and encode them."""
-    from undrop.lab.corpora import load
-    from undrop.lab.corpora.corpus import find
-
+    """Download corpora that are not on this machine, and encode them."""
     for name in names:
-        find(name, data_dir)  # an unknown one is told before any other is downloaded
+        check_corpus(name, data_dir)  # before any of them is downloaded
+    from undrop.lab.corpora import load
+
     for name in names:
         typer.echo(f"getting {name}", err=True)
         corpus = load(name, data_dir=data_dir, cache_dir=cache_dir)
         typer.echo(f"{corpus.name}: {_number(len(corpus.train))} training tokens, {corpus.folder}")
 
 
-@data.command("info")
+@COMMANDS.register("data info")
 def describe_corpus(
-    name: Annotated[str, typer.Argument(help="A name, or a folder of text files.")],
+    name: Annotated[
+        str, typer.Argument(help="A name, or a folder of text files.", autocompletion=_COMPLETE)
+    ],
     data_dir: DataDir = None,
     limit_tokens: Annotated[
-        int | None, typer.Option(help="Only so many training tokens, and their words.")
+        int | None, typer.Option(help="Use only this many training tokens, and their words.")
     ] = None,
     fraction: Annotated[
-        float, typer.Option(help="Only this part of the training tokens, but all words.")
+        float, typer.Option(help="Use only this part of the training tokens, but all words.")
     ] = 1.0,
-    max_vocab: Annotated[int | None, typer.Option(help="The most words there may be.")] = None,
+    max_vocab: Annotated[int | None, typer.Option(help="The largest number of words.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the encoded files with their checksums.")
     ] = False,
     cache_dir: CacheDir = None,
     json: Json = False,
 ) -> None:
-    """Show a corpus's tokens, words and files."""
+    """Show the tokens, words and files of a corpus."""
+    check_corpus(name, data_dir)
     from undrop.lab.corpora import UNK, load
 
     corpus = load(
@@ -145,7 +142,7 @@ def _check(corpus: Corpus) -> None:
     if bad := damaged(corpus.folder):
         raise DataError(
             f"{', '.join(bad)} in {corpus.folder} changed after being written: delete that folder, "
-            "and the corpus is encoded anew."
+            "and the corpus is encoded again."
         )
 
 
@@ -153,22 +150,21 @@ def _facts(corpus: Corpus) -> dict[str, Any]:
     import numpy as np
 
     from undrop.lab.corpora import CATALOGUE, UNK
+    from undrop.report import as_json
 
     released = CATALOGUE[corpus.name].sha256 if corpus.name in CATALOGUE else {}
     unknown = corpus.vocabulary.words.index(UNK) if UNK in corpus.vocabulary else None
-    splits = {}
+    facts: dict[str, Any] = {**as_json(corpus.header), "folder": str(corpus.folder)}
     for split, tokens in corpus.splits.items():
         counts = np.bincount(tokens, minlength=corpus.vocabulary.size)
-        info = corpus.header.splits[split]
-        splits[split] = {
-            **asdict(info),
+        source = corpus.header.splits[split].source_sha256
+        facts["splits"][split] |= {
             "tokens": len(tokens),
             "words": int(np.count_nonzero(counts)),
             "unknown": 0.0 if unknown is None else float(counts[unknown] / len(tokens)),
-            "as_released": released[split] == info.source_sha256 if split in released else None,
+            "as_released": released[split] == source if split in released else None,
         }
-    header = {key: value for key, value in asdict(corpus.header).items() if key != "splits"}
-    return {**header, "folder": str(corpus.folder), "splits": splits}
+    return facts
 
 
 def _number(value: int | None) -> str:

@@ -1,56 +1,51 @@
-"""Measure the perplexity of a run's best weights.
-
-It is that of whole splits, also where the run itself was judged by the first data.eval_tokens of each.
-"""
+"""Measure the perplexity of a run's best weights."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._names import named
+from undrop.lab.cli._options import DataDir, Json, RunFolderArgument
 from undrop.lab.cli._output import print_json, print_table, working
 
 if TYPE_CHECKING:
     from undrop.lab.train.runs import Run
 
-__all__ = ["register"]
+_SPLITS = {"train": "training", "valid": "validation", "test": "test"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``undrop eval``."""
-    app.command("eval", help=__doc__)(evaluate)
-
-
+@COMMANDS.register("eval")
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    run: RunFolderArgument,
     split: Annotated[
-        list[str] | None, typer.Option(help="train, valid or test; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="train, valid or test; repeatable.",
+            show_default="valid and test",
+            **named("split", lambda: _SPLITS),
+        ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Streams; 1 gives every word all its context.")
+        int | None, typer.Option(min=1, help="Streams; 1 gives every word its whole context.")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where its corpus is, if not where it was.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    data_dir: DataDir = None,
+    json: Json = False,
 ) -> None:
-    """Evaluate on whole splits, without noise, the state carried on."""
-    from undrop.errors import UnknownNameError
-    from undrop.lab.corpora import SPLITS
+    """Evaluate on whole splits, without noise, with the state carried from window to window.
+
+    The run itself may have been evaluated on the first data.eval_tokens of each split only.
+    """
     from undrop.lab.train.runs import open_run
 
-    splits = split or ["valid", "test"]
-    for name in splits:
-        if name not in SPLITS:
-            raise UnknownNameError("split", name, SPLITS)
     opened = open_run(run, data_dir=data_dir)
-    results = {name: _measured(opened, name, batch_size) for name in splits}
-    judged_by = opened.config.data.eval_tokens
-    if judged_by is not None and any(r["tokens"] > judged_by for r in results.values()):
+    results = {name: _measured(opened, name, batch_size) for name in split or ["valid", "test"]}
+    first = opened.config.data.eval_tokens
+    if first is not None and any(r["tokens"] > first for r in results.values()):
         typer.echo(
-            f"These are whole splits; the run's own figures are of the first {judged_by:,} tokens of "
+            f"These are whole splits; the run's own figures are of the first {first:,} tokens of "
             "each (data.eval_tokens), so they differ.",
             err=True,
         )

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._options import DataDir, RunFolderArgument
 from undrop.lab.cli._output import print_json, working
 
-__all__ = ["register"]
 
-
-def register(app: typer.Typer) -> None:
-    """Add ``undrop generate``."""
-    app.command("generate", help=__doc__)(generate)
-
-
+@COMMANDS.register("generate")
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    prompt: Annotated[str, typer.Option(help="Words to begin with.")] = "",
-    words: Annotated[int, typer.Option(min=0, help="How many to draw.")] = 100,
+    run: RunFolderArgument,
+    prompt: Annotated[str, typer.Option(help="Words to start with.")] = "",
+    words: Annotated[int, typer.Option(min=0, help="The number of words to sample.")] = 100,
     temperature: Annotated[
-        float, typer.Option(help="Below 1 is safer, above 1 wilder; 0 takes the likeliest.")
+        float, typer.Option(help="Below 1 is safer, above 1 wilder; 0 takes the likeliest word.")
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Draw from the so many likeliest words only.")
+        int | None, typer.Option(min=1, help="Sample from the K likeliest words only.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 1,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where its corpus is, if not where it was.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON with the single words.")] = False,
+    seed: Annotated[int, typer.Option(help="The seed of the samples.")] = 1,
+    data_dir: DataDir = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the words as JSON.")] = False,
 ) -> None:
-    """Sample words one by one, each line of text on its own."""
+    """Sample words one by one; every line of the text is printed on its own."""
     import torch
 
     from undrop.lab.corpora import EOS
@@ -41,7 +34,7 @@ def generate(
     from undrop.lab.train.sampling import sample
 
     opened = open_run(run, data_dir=data_dir)
-    with working(f"drawing {words} words"):
+    with working(f"sampling {words} words"):
         drawn = list(
             sample(
                 opened.model,

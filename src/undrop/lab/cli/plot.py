@@ -7,24 +7,19 @@ from typing import Annotated
 
 import typer
 
+from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._output import check_outputs
 
-__all__ = ["register"]
 
-
-def register(app: typer.Typer) -> None:
-    """Add ``undrop plot``."""
-    app.command("plot", help=__doc__)(plot)
-
-
+@COMMANDS.register("plot")
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
+    runs: Annotated[list[Path], typer.Argument(help="The folders of runs.")],
     value: Annotated[
         str, typer.Option(help="valid_ppl, test_ppl, train_ppl, loss, explicit, implicit, …")
     ] = "valid_ppl",
-    out: Annotated[Path, typer.Option(help="The picture: png, pdf or svg.")] = Path("curves.png"),
+    out: Annotated[Path, typer.Option(help="The figure: png, pdf or svg.")] = Path("curves.png"),
 ) -> None:
-    """Draw a value of each epoch, one curve a run, each with its own dash and marker."""
+    """Draw a value by epoch, one curve per run, each with its own dash and marker."""
     from undrop.lab.train import RunFolder
     from undrop.lab.train.plots import curves
 
@@ -32,7 +27,7 @@ def plot(
     records = {}
     for run in runs:
         folder = RunFolder(run)
-        folder.read_config()  # says so if there is no run
+        folder.read_config()  # refuses a folder without a run
         epochs = [record for record in folder.metrics.read() if record["kind"] == "epoch"]
         records[str(run)] = epochs
     curves(records, out, value=value)

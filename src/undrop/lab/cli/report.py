@@ -1,4 +1,4 @@
-"""Sum up the records of experiments: figures, tables and verdicts as HTML, Markdown and JSON."""
+"""Summarize the records of experiments as figures, tables and verdicts, in HTML, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -7,40 +7,46 @@ from typing import Annotated
 
 import typer
 
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._names import experiments, named
 from undrop.lab.cli._output import working
-
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add ``undrop report``."""
-    app.command("report", help=__doc__)(report)
+from undrop.lab.cli.reproduce import scales
 
 
+@COMMANDS.register("report")
 def report(
-    results: Annotated[
-        Path, typer.Argument(help="A folder that undrop reproduce wrote to.")
-    ] = Path("results/small"),
+    results: Annotated[Path, typer.Argument(help="A folder that `undrop reproduce` wrote.")] = Path(
+        "results/small"
+    ),
     scale: Annotated[
-        str | None, typer.Option(help="smoke, small or paper.", show_default="the folder's name")
+        str | None,
+        typer.Option(
+            help="smoke, small or paper.",
+            show_default="the folder's name",
+            **named("scale", scales),
+        ),
     ] = None,
     experiment: Annotated[
-        list[str] | None, typer.Option(help="Only this one; repeatable.", show_default="all")
+        list[str] | None,
+        typer.Option(
+            help="Only this one; repeatable.",
+            show_default="all",
+            **named("experiment", experiments),
+        ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="How many seeds.", show_default="all there are")
+        int | None, typer.Option(min=1, help="The number of seeds to use.", show_default="all")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write.", show_default="the results' folder")
+        Path | None, typer.Option(help="The folder to write to.", show_default="RESULTS")
     ] = None,
 ) -> None:
     """Write report.html, report.md, figures/ and claims.json."""
-    from undrop.lab.reproduce import EXPERIMENTS
+    scale = scale or _scale_of(results)
     from undrop.lab.reproduce.report import write_report
 
-    scale = scale or _scale_of(results)
-    with working(f"drawing what {results} holds"):
-        written = write_report(results, experiment or EXPERIMENTS, scale, seeds, out)
+    with working(f"drawing the figures of {results}"):
+        written = write_report(results, experiment or list(experiments()), scale, seeds, out)
     for path in written:
         typer.echo(str(path))
 
@@ -48,11 +54,12 @@ def report(
 def _scale_of(results: Path) -> str:
     """The scale that a folder of results is named after."""
     from undrop.errors import OptionError, RunError
-    from undrop.lab.reproduce.tables import SCALES
 
     if not results.is_dir():
         raise RunError(f"there is no folder {results}: `undrop reproduce` writes one.")
     name = results.absolute().name
-    if name not in SCALES:
-        raise OptionError(f"{results} is named after no scale: add --scale ({', '.join(SCALES)}).")
+    if name not in scales():
+        raise OptionError(
+            f"{results} is not named after a scale: add --scale ({', '.join(scales())})."
+        )
     return name

@@ -7,19 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._options import Json
 from undrop.lab.cli._output import print_json, print_table
 
-__all__ = ["register"]
 
-
-def register(app: typer.Typer) -> None:
-    """Add ``undrop runs``."""
-    app.command("runs", help=__doc__)(runs)
-
-
+@COMMANDS.register("runs")
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.")] = Path("runs"),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
     """List every run below a folder, the best one first."""
     from undrop.lab.train.runs import find_runs, row
@@ -37,7 +33,7 @@ def runs(
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    from undrop.lab.cli._progress import duration
+    from undrop.report import duration
 
     if "model" not in row:
         return [row["path"], *[""] * 7, row["status"]]

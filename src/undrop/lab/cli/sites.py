@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import typer
-
-from undrop.lab.cli._output import print_json, print_table
-from undrop.lab.cli._subject import (
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._options import (
     DataDir,
     DataName,
     Json,
     LossName,
     ModelName,
-    RunFolderOrNone,
-    subject,
+    OptionalRun,
+    open_source,
 )
-
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add ``undrop sites``."""
-    app.command("sites", help=__doc__)(list_sites)
+from undrop.lab.cli._output import print_json, print_table
 
 
+@COMMANDS.register("sites")
 def list_sites(
-    run: RunFolderOrNone = None,
+    run: OptionalRun = None,
     model: ModelName = None,
     data: DataName = None,
     loss: LossName = None,
     data_dir: DataDir = None,
     json: Json = False,
 ) -> None:
-    """Run the model once and list the dropouts it meets."""
-    from undrop.diagnosis.measure.batches import collect
+    """Run the model once and list the dropouts that it uses."""
+    source = open_source(run, model, data, loss, data_dir, 1)
+    from undrop.diagnosis.measure.model import collect
     from undrop.intercept import sites
 
-    source = subject(run, model, data, loss, data_dir, 1)
     found = sites(source.model, collect(source.batches, 1)[0].inputs)
     if json:
-        print_json(found.to_json())
+        print_json(found)
         return
     head, *rows = found.table()
     print_table(head, rows, numbers={"p"})

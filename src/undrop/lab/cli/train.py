@@ -1,4 +1,4 @@
-"""Train a language model with any objective; stop it and go on with --resume."""
+"""Train a language model with any objective; stop it and resume it with --resume."""
 
 from __future__ import annotations
 
@@ -7,40 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._names import check_corpus, models, named
+from undrop.lab.cli._options import Corpus, DataDir, ObjectiveName, Preset
 from undrop.lab.cli._output import print_json
 
 if TYPE_CHECKING:
     from undrop.lab.train import Callback, Config, Summary
 
-__all__ = ["choose", "register", "settle", "start"]
-
 RUNS = Path("runs")
-"""Where runs go that were given no --out."""
+"""Where runs go without --out."""
 
-
-def register(app: typer.Typer) -> None:
-    """Add ``undrop train``."""
-    app.command("train", help=__doc__)(train)
-
-
-Preset = Annotated[
-    str | None, typer.Option(help="Settings to start from: a name, or a .toml file.")
-]
-Model = Annotated[str | None, typer.Option(help="awd-lstm, qrnn, transformer-xl or gpt.")]
-Data = Annotated[
-    str | None, typer.Option(help="A corpus, or a folder with train, valid and test texts.")
-]
-ObjectiveName = Annotated[
-    str | None, typer.Option(help="none, l2, dropout, drop-k, analytic, explicit, …")
-]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Read the corpus from here, do not download it.")
+Model = Annotated[
+    str | None, typer.Option(help="A name of `undrop models`.", **named("model", models))
 ]
 Out = Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/…")]
-Seed = Annotated[int | None, typer.Option(help="Of everything that is random.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the run in --out where it was left.")
-]
+Seed = Annotated[int | None, typer.Option(help="The seed of everything that is random.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
@@ -48,10 +31,11 @@ Settings = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 
 
+@COMMANDS.register("train")
 def train(
     preset: Preset = None,
     model: Model = None,
-    data: Data = None,
+    data: Corpus = None,
     objective: ObjectiveName = None,
     data_dir: DataDir = None,
     out: Out = None,
@@ -60,9 +44,9 @@ def train(
     settings: Settings = None,
     json: Json = False,
 ) -> None:
-    """Train, with progress on stderr and the summary on stdout."""
+    """Train a language model, with progress on stderr and the summary on stdout."""
     chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
-    start(settle(preset, chosen, settings or [], out, resume), out, resume, json)
+    start(resolve(preset, chosen, settings or [], out, resume), out, resume, json)
 
 
 def choose(
@@ -73,7 +57,8 @@ def choose(
     data_dir: Path | None,
     seed: int | None,
 ) -> dict[str, dict[str, Any]]:
-    """The settings that options of their own stand for, None where one was not given."""
+    """Return the settings that the options stand for; None where an option was not given."""
+    check_corpus(data, data_dir)
     return {
         "model": {"name": model},
         "data": {"name": data, "dir": str(data_dir.absolute()) if data_dir else None},
@@ -83,13 +68,14 @@ def choose(
 
 
 def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks: Callback) -> None:
-    """Train what the config says, and print how it ended."""
-    from undrop.lab.cli._progress import progress_reporter
+    """Train by a config, and print the summary."""
+    from undrop.lab.cli import _progress
     from undrop.lab.train import run
     from undrop.lab.train.distributed import is_main
 
     out = out or RUNS / _name(config)
-    summary = run(config, out=out, resume=resume, callbacks=[progress_reporter(), *callbacks])
+    shown = [_progress.progress_reporter(), *callbacks]
+    summary = run(config, out=out, resume=resume, callbacks=shown)
     if not is_main():
         return
     if json:
@@ -98,46 +84,52 @@ def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks
         typer.echo(_ending(summary, out))
 
 
-def settle(
+def resolve(
     preset: str | None,
     chosen: dict[str, dict[str, Any]],
     overrides: list[str],
     out: Path | None,
     resume: bool,
 ) -> Config:
-    """The config that the options make, laid over that of the run to go on with, if there is one."""
-    from undrop.errors import ConfigError
-    from undrop.lab.train import RunFolder, configure, merge
-
+    """Return the config of the options, on top of that of the run to resume, if there is one."""
     settings: dict[str, Any] = {
         section: {key: value for key, value in values.items() if value is not None}
         for section, values in chosen.items()
     }
+    unnamed = preset is None and not settings["model"] and not settings["data"]
+    if unnamed and not (resume and out is not None):
+        raise _nothing_to_train(out, resume)
+    from undrop.lab.train import RunFolder, configure, merge
+
     if preset is None and resume and out is not None and RunFolder(out).holds_run():
         settings = merge(RunFolder(out).read_config(), settings)
-    elif preset is None and not settings["model"] and not settings["data"]:
-        raise ConfigError(_nothing_to_train(out, resume))
+    elif unnamed:
+        raise _nothing_to_train(out, resume)
     return configure(preset, settings, overrides)
 
 
-def _nothing_to_train(out: Path | None, resume: bool) -> str:
-    named = "--preset NAME, or --model NAME and --data NAME"
+def _nothing_to_train(out: Path | None, resume: bool) -> Exception:
+    from undrop.errors import ConfigError
+
+    how = "--preset NAME, or --model NAME and --data NAME"
     if not resume:
-        return f"say what to train: {named}."
+        return ConfigError(f"name what to train: {how}.")
     if out is None:
-        return "--resume needs --out, the folder of the run to go on with."
-    return f"{out} holds no run to go on with: give the folder of one, or begin it by {named}."
+        return ConfigError("--resume needs --out, the folder of the run to resume.")
+    return ConfigError(
+        f"{out} holds no run to resume: give the folder of one, or start it by {how}."
+    )
 
 
 def _name(config: Config) -> str:
-    """A run's folder, if none was given: what it trains, how, and the seed; never a path."""
+    """The name of a run's folder by default: what it trains, how, and the seed."""
     corpus = Path(config.data.name).name
     base = Path(config.preset or f"{config.model.name}-{corpus}").name.removesuffix(".toml")
     return f"{base}-{config.objective.name}-{config.train.seed}"
 
 
 def _ending(summary: Summary, out: Path) -> str:
-    from undrop.lab.cli._progress import duration
+    from undrop.report import duration
 
     return (
         f"best validation perplexity {summary.best_valid_ppl:.2f} (epoch {summary.best_epoch}), "

@@ -1,4 +1,4 @@
-"""Running experiments: what is missing and nothing else, with every record kept as it comes."""
+"""Campaigns: run what a plan is missing, and keep every record as it comes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Status:
     """How far a campaign is.
 
     Attributes:
-        total: the number of runs, those that were there at the start included.
-        done: how many have a record.
-        seconds_done: the estimated seconds of all that is done in this session, on one core.
-        seconds_left: … of all that is left.
+        total: the number of runs, including those that were done before.
+        done: the number of runs that have a record.
+        seconds_done: the estimated seconds of the work done by this process, on one core.
+        seconds_left: the estimated seconds of the work that is left.
     """
 
     total: int
@@ -34,16 +34,16 @@ class Status:
 
 
 class Listener:
-    """Hears how a campaign goes; a subclass takes what it wants to hear."""
+    """Is called while a campaign runs; a no-op to subclass."""
 
     def status(self, status: Status) -> None:
-        """Things may have moved on."""
+        """Called now and then with how far the campaign is."""
 
     def ended(self, run: Run, record: Record) -> None:
-        """A run has its record."""
+        """Called when a run has its record."""
 
     def failed(self, run: Run, error: UndropError) -> None:
-        """A run has none, and why."""
+        """Called when a run has failed."""
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Campaign:
     """The missing runs of a plan, on an executor.
 
     Attributes:
-        plan: what is wanted.
-        folder: the results' folder; records are in ``records/`` and work under way in ``runs/``.
-        executor: where runs are run.
-        listener: hears how it goes.
+        plan: the runs to do.
+        folder: the folder of results, with finished records in ``records/`` and runs in ``runs/``.
+        executor: does the runs.
+        listener: is called while the campaign runs.
     """
 
     plan: Plan
@@ -68,10 +68,10 @@ class Campaign:
         self._done_now = 0.0
 
     def run(self) -> list[UndropError]:
-        """Run what is missing, tuning first; the errors of runs that failed.
+        """Do the missing runs, tuning first, and return the errors of those that failed.
 
         Raises:
-            StoppedError: if a signal asked for an end; what is under way goes on the next time.
+            StoppedError: if a signal asked to stop; the next call resumes the runs under way.
         """
         self._sweep()
         while missing := self._runnable():
@@ -79,7 +79,7 @@ class Campaign:
         return list(self._failed.values())
 
     def _sweep(self) -> None:
-        """Remove the work of runs that have their record: a kill came between the two."""
+        """Remove the folders of runs that have a record: a kill came between the two."""
         for run in self.plan.needed(self.records):
             if self.records.get(run.key) is not None:
                 self._remove(run)

@@ -1,43 +1,42 @@
-"""Claims and verdicts: a sentence, a ratio with its interval, and whether it holds."""
+"""Claims and verdicts: a sentence, a ratio with its interval, and whether the claim holds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from undrop.lab.reproduce.measures import measure_named
+from undrop.lab.reproduce.measures import MEASURES
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.statistics import Interval, paired_ratio
 from undrop.lab.reproduce.tables import Claim, Experiment, method, paper_number
 
-__all__ = ["DOES_NOT_HOLD", "HOLDS", "UNDECIDED", "Verdict", "judge", "verdicts"]
+__all__ = ["DOES_NOT_HOLD", "HOLDS", "UNDECIDED", "Verdict", "decide", "verdicts"]
 
 HOLDS = "holds"
 DOES_NOT_HOLD = "does not hold at this scale"
 UNDECIDED = "undecided"
 
 _FEWEST = 2
-"""Seeds below which nothing is decided: one value has no spread."""
+"""With fewer seeds nothing is decided: one value has no spread."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a claim.
+    """The verdict on a claim.
 
     Attributes:
         claim: the sentence.
-        experiment: where it is tested.
+        experiment: the experiment that tests it.
         verdict: one of :data:`HOLDS`, :data:`DOES_NOT_HOLD` and :data:`UNDECIDED`.
-        seeds: the number of seeds that it rests on.
-        estimate: the ratio that the claim is about; None if nothing was run.
+        seeds: the number of seeds behind it.
+        estimate: the ratio that the claim is about; None before anything is run.
         low: the lower end of its 95 % interval.
         high: the upper end.
-        paper: the same ratio of the paper's numbers, where it has them.
-        measured: what the ratio is of.
-        asked: where it must lie.
-        reason: why it may be that it does not hold; empty where it does.
+        paper: the same ratio in the paper, if it has the numbers.
+        measured: the ratio in words.
+        asked: the interval that the claim asks for.
+        reason: a likely reason why the claim does not hold; empty if it does.
     """
 
     claim: str
@@ -52,17 +51,9 @@ class Verdict:
     asked: str
     reason: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, which has no infinity: a ratio without bound is None."""
-        values = asdict(self)
-        return {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
-        }
 
-
-def judge(claim: Claim, interval: Interval | None) -> str:
-    """Holds if the whole interval lies where it must, does not if none of it does."""
+def decide(claim: Claim, interval: Interval | None) -> str:
+    """Return whether a claim holds: if the whole interval lies where it asks, not if none does."""
     if interval is None or interval.seeds < _FEWEST:
         return UNDECIDED
     if claim.above < interval.low and interval.high < claim.below:
@@ -73,7 +64,7 @@ def judge(claim: Claim, interval: Interval | None) -> str:
 
 
 def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
-    """The verdicts on all claims of an experiment."""
+    """Return the verdicts on all claims of an experiment."""
     return [_verdict(experiment, claim, results) for claim in experiment.claims]
 
 
@@ -82,7 +73,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         [results.values(claim.measure, cell) for cell in claim.over],
         [results.values(claim.measure, cell) for cell in claim.under],
     )
-    verdict = judge(claim, interval)
+    verdict = decide(claim, interval)
     return Verdict(
         claim=claim.sentence,
         experiment=experiment.name,
@@ -111,7 +102,7 @@ def _paper_values(experiment: Experiment, claim: Claim, cells: Sequence[str]) ->
 
 
 def _measured(claim: Claim, settings: Sequence[str]) -> str:
-    """The ratio in words, with settings named where there are several."""
+    """The ratio in words, with the settings if there are several."""
 
     def product(cells: Sequence[str]) -> str:
         pairs = [cell.split(":") for cell in cells]
@@ -122,7 +113,7 @@ def _measured(claim: Claim, settings: Sequence[str]) -> str:
         return " × ".join(labels)
 
     under = f" / {product(claim.under)}" if claim.under else ""
-    return f"{measure_named(claim.measure).label}: {product(claim.over)}{under}"
+    return f"{MEASURES[claim.measure].label}: {product(claim.over)}{under}"
 
 
 def _asked(claim: Claim) -> str:

@@ -1,4 +1,4 @@
-"""Where runs are run: processes on this machine, or a Ray cluster."""
+"""Executors: processes on this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,25 +16,34 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
 
-from undrop.errors import OptionError, RunError, StoppedError, UndropError, UnknownNameError
+from undrop.errors import MissingExtraError, OptionError, RunError, StoppedError, UndropError
 from undrop.lab.reproduce.plan import Run
 from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.worker import execute, single_threaded
+from undrop.registry import Registry
 
 __all__ = ["EXECUTORS", "Executor", "Local", "Outcome", "RayCluster", "executor_named"]
 
 Outcome: TypeAlias = tuple[Run, Record | UndropError]
-"""A run and its record, or why there is none."""
+"""A run, and its record or the error that it ended with."""
 
 _LOOK = 0.5
-"""Seconds between two looks at what is under way."""
+"""Seconds between two looks at the runs under way."""
+
+EXECUTORS: Registry[str, type[Executor]] = Registry("executor")
+"""The executors by name."""
+
+
+def executor_named(name: str, jobs: int) -> Executor:
+    """Return the executor of that name."""
+    return EXECUTORS[name](jobs)
 
 
 class Executor(ABC):
-    """Runs runs, as many at a time as it has room for.
+    """Does runs, several at a time.
 
     Args:
-        jobs: how many at a time.
+        jobs: the number of runs at a time.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -45,17 +54,17 @@ class Executor(ABC):
     def outcomes(
         self, runs: Sequence[Run], scratch: Callable[[Run], Path], look: Callable[[], None]
     ) -> Iterator[Outcome]:
-        """Run all, in order; yield each as it ends.
+        """Start the runs in order, and yield each when it ends.
 
         Args:
-            runs: what to run.
-            scratch: the folder of a run's work.
+            runs: the runs to do.
+            scratch: returns the folder for a run's files.
             look: called now and then while runs are under way.
         """
         queue, waiting = list(runs), dict[Any, Run]()
         with self.opened():
             while queue or waiting:
-                # No more than fit: what has been started can't be taken back when it must end.
+                # Start no more than fit: a run that has been started can't be taken back.
                 while queue and len(waiting) < self.jobs:
                     run = queue.pop(0)
                     waiting[self.start(run, str(scratch(run)))] = run
@@ -65,27 +74,28 @@ class Executor(ABC):
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[None]:
-        """Have workers; runs under way when it must end are told so, and save their state."""
+        """Start the workers; on an exception, the runs under way are asked to save and stop."""
 
     @abstractmethod
     def start(self, run: Run, scratch: str) -> Any:
-        """Start a run; a handle for it."""
+        """Start a run and return a handle to it."""
 
     @abstractmethod
     def ended(self, handles: Iterable[Any]) -> list[Any]:
-        """Wait a little; the handles of those that have ended."""
+        """Wait a moment and return the handles of the runs that have ended."""
 
     @abstractmethod
     def result(self, handle: Any) -> Record:
-        """The record of a run that has ended, or what it raised."""
+        """Return the record of a run that has ended, or raise what it raised."""
 
 
+@EXECUTORS.register("local")
 class Local(Executor):
     """Processes on this machine, with one thread each."""
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Have processes; each is a pool of its own, so that one that is killed breaks no other."""
+        """Start processes, each in its own pool: one that is killed then breaks no other."""
         others = set(multiprocessing.active_children())
         self._idle = [_process() for _ in range(self.jobs)]
         self._busy: dict[Future[Record], ProcessPoolExecutor] = {}
@@ -93,25 +103,25 @@ class Local(Executor):
             yield
         except BaseException:
             for child in set(multiprocessing.active_children()) - others:
-                child.terminate()  # a training that hears of it saves its state first
+                child.terminate()  # a training saves its state on this signal
             raise
         finally:
             for pool in [*self._idle, *self._busy.values()]:
                 pool.shutdown()
 
     def start(self, run: Run, scratch: str) -> Future[Record]:
-        """Hand it to a process that is idle."""
+        """Give the run to an idle process."""
         pool = self._idle.pop()
         future = pool.submit(_execute_for_parent, run, scratch)
         self._busy[future] = pool
         return future
 
     def ended(self, handles: Iterable[Future[Record]]) -> list[Future[Record]]:
-        """Those that are done."""
+        """Return the runs that are done."""
         return list(wait(handles, timeout=_LOOK, return_when=FIRST_COMPLETED).done)
 
     def result(self, handle: Future[Record]) -> Record:
-        """What came back from the process."""
+        """Return what the process returned."""
         pool = self._busy.pop(handle)
         try:
             return handle.result()
@@ -136,7 +146,7 @@ def _begin() -> None:
 
 
 def _end_with_parent() -> None:
-    """Stop as by a signal once the parent is gone: without it nothing would ever end this process."""
+    """Send this process a signal once its parent is gone: nothing else would end it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -149,18 +159,19 @@ def _execute_for_parent(run: Run, scratch: str) -> Record:
     finally:
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
-            os._exit(1)  # the state is saved, and no one waits for the record
+            os._exit(1)  # the state is saved, and nobody waits for the record
 
 
 def _killed() -> RunError:
     return RunError(
-        "its process was killed, perhaps for want of memory (then lower --jobs): the same command "
-        "goes on where it was."
+        "its process was killed, perhaps out of memory (then lower --jobs): the same command "
+        "resumes it."
     )
 
 
+@EXECUTORS.register("ray")
 class RayCluster(Executor):
-    """Tasks of one core each on a Ray cluster: the one that RAY_ADDRESS names, or one of our own."""
+    """Tasks of one core each on the Ray cluster at RAY_ADDRESS, or on a new one on this machine."""
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -178,18 +189,18 @@ class RayCluster(Executor):
                 self._ray.shutdown()
 
     def start(self, run: Run, scratch: str) -> Any:
-        """Make it a task, with a GPU where it wants one: a task sees none that it did not ask for."""
+        """Start a task, with a GPU if the run wants one: a task only sees what it asks for."""
         gpus = int(self._gpus and run.config.train.device != "cpu")
         task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(_execute_anywhere)
         return task.remote(run, scratch)
 
     def ended(self, handles: Iterable[Any]) -> list[Any]:
-        """Those that are done."""
+        """Return the runs that are done."""
         done, _ = self._ray.wait(list(handles), timeout=_LOOK)
         return list(done)
 
     def result(self, handle: Any) -> Record:
-        """What the task returned; its own error, not Ray's around it."""
+        """Return what the task returned, or raise its own error instead of Ray's."""
         try:
             record: Record = self._ray.get(handle)
         except self._ray.exceptions.RayTaskError as error:
@@ -208,28 +219,15 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise OptionError(
-            "the executor 'ray' needs the ray package: pip install 'undrop[ray]'."
-        ) from error
+        raise MissingExtraError("the executor 'ray'", "ray", "ray") from error
     return ray
 
 
 def _outcome(result: Callable[[], Record]) -> Record | UndropError:
-    """The record, or the sentence that says why there is none. Being stopped is not an outcome."""
+    """The record, or the error that says why there is none; a stop is not an outcome."""
     try:
         return result()
     except StoppedError:
         raise
     except UndropError as error:
         return error
-
-
-EXECUTORS: dict[str, type[Executor]] = {"local": Local, "ray": RayCluster}
-"""The executors by name."""
-
-
-def executor_named(name: str, jobs: int) -> Executor:
-    """The executor of that name."""
-    if name not in EXECUTORS:
-        raise UnknownNameError("executor", name, EXECUTORS)
-    return EXECUTORS[name](jobs)

@@ -1,4 +1,4 @@
-"""Which runs the experiments need: one run serves all that share it, and tuning comes first."""
+"""Plans: the runs that experiments need; experiments share runs, and tuning comes first."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Run:
     """One training, perhaps with a measurement at its end.
 
     Attributes:
-        config: every setting, the seed among them.
-        probe: what is measured on the trained model, if anything.
+        config: every setting, including the seed.
+        probe: the name of a measurement on the trained model, or None.
         setting: the setting that it belongs to, for the time estimate.
-        cost: the price of a step, in plain steps.
+        cost: the cost of a step, in plain steps.
     """
 
     config: Config
@@ -33,12 +33,12 @@ class Run:
 
     @cached_property
     def key(self) -> str:
-        """The hash of all that bears on the result."""
+        """The hash of everything that affects the result."""
         return key_of(self.config, self.probe)
 
     @property
     def title(self) -> str:
-        """A few words for progress lines."""
+        """The run in a few words, for progress lines."""
         options = ", ".join(
             f"{name}={value}"
             for name, value in self.config.objective.options.items()
@@ -59,7 +59,7 @@ class Cell:
     _runs: dict[tuple[int, int], Run] = field(default_factory=dict)
 
     def run(self, variant: int, seed: int) -> Run:
-        """One run of one variant."""
+        """Return the run of a variant with a seed."""
         if (variant, seed) not in self._runs:
             self._runs[variant, seed] = self._make(variant, seed)
         return self._runs[variant, seed]
@@ -72,11 +72,11 @@ class Cell:
 
     @property
     def variants(self) -> range:
-        """The numbers of the method's variants."""
+        """The indices of the method's variants."""
         return range(len(self.method.variants()))
 
     def choice(self, records: Records) -> int | None:
-        """The best variant by the first seed's validation; None while one is still missing."""
+        """Return the best variant by the first seed's validation; None until all are tried."""
         if len(self.variants) == 1:
             return 0
         found = [records.get(self.run(v, self.seeds[0]).key) for v in self.variants]
@@ -85,7 +85,7 @@ class Cell:
         return min(self.variants, key=lambda v: _best(found[v]))
 
     def found(self, records: Records) -> dict[int, Record]:
-        """The records there are of the chosen variant, by seed."""
+        """Return the records of the chosen variant, by seed."""
         choice = self.choice(records)
         if choice is None:
             return {}
@@ -93,14 +93,14 @@ class Cell:
         return {seed: record for seed, record in found.items() if record is not None}
 
     def needed(self, records: Records) -> list[Run]:
-        """The runs it wants now: the tuning on the first seed, then the chosen one on the rest."""
+        """Return the runs of the tuning on the first seed, then of the chosen variant on the rest."""
         tuning = [self.run(variant, self.seeds[0]) for variant in self.variants]
         choice = self.choice(records)
         later = [] if choice is None else [self.run(choice, seed) for seed in self.seeds[1:]]
         return tuning + later
 
     def waiting(self, records: Records) -> int:
-        """How many runs can't be named before the tuning is done."""
+        """Return the number of runs that depend on the result of the tuning."""
         return len(self.seeds) - 1 if self.choice(records) is None else 0
 
 
@@ -113,10 +113,10 @@ class Plan:
     """All runs of some experiments at a scale.
 
     Args:
-        names: the experiments.
+        names: the names of the experiments.
         scale: one of :data:`~undrop.lab.reproduce.tables.SCALES`.
-        seeds: the number of seeds; they are 1, 2, …
-        data_dir: where corpora are read from instead of being downloaded.
+        seeds: the number of seeds, which are 1, 2, …
+        data_dir: the folder to read corpora from instead of downloading them.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Plan:
         }
 
     def needed(self, records: Records) -> list[Run]:
-        """Every run that can be named now, each once, cheapest first."""
+        """Return every run that is known now, each once, the cheapest first."""
         runs: dict[str, Run] = {}
         for cell in self.cells.values():
             for run in cell.needed(records):
@@ -146,22 +146,22 @@ class Plan:
         return sorted(runs.values(), key=lambda run: seconds[run.key])
 
     def missing(self, records: Records) -> list[Run]:
-        """Those of them without a record."""
+        """Return the needed runs without a record."""
         return [run for run in self.needed(records) if records.get(run.key) is None]
 
     def waiting(self, records: Records) -> list[tuple[Cell, int]]:
-        """The tuned cells whose further runs can't be named yet, and how many those are."""
+        """Return the cells whose tuning is not done, with the number of runs that depend on it."""
         counted = ((cell, cell.waiting(records)) for cell in self.cells.values())
         return [(cell, count) for cell, count in counted if count]
 
     def estimates(self, runs: Iterable[Run], records: Records) -> dict[str, float]:
-        """Seconds on one core by key: from the setting's records, or else from its table."""
+        """Return seconds on one core by key, from the setting's records or else from its table."""
         names = {cell.setting.name for cell in self.cells.values()}
         paces = {name: self._pace(name, records) for name in names}
         return {run.key: paces[run.setting] * run.cost for run in runs}
 
     def remaining(self, records: Records) -> float:
-        """The estimated seconds of all that is missing, on one core."""
+        """Return the estimated seconds of everything that is missing, on one core."""
         missing = self.missing(records)
         named = sum(self.estimates(missing, records).values())
         later = sum(

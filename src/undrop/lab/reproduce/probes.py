@@ -1,8 +1,8 @@
-"""What is measured on a trained model."""
+"""Probes: measurements on a trained model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -10,19 +10,24 @@ from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import State, detach
 from undrop.lab.train.runs import Run
 from undrop.objectives import TAYLOR, Analytic, Dropout, NoRegularization
+from undrop.registry import Registry
 
 __all__ = ["PROBES", "taylor"]
+
+PROBES: Registry[str, Callable[[Run], dict[str, float]]] = Registry("probe")
+"""The probes by the name that a setting gives."""
 
 _SAMPLES = 8
 _WINDOWS = 40
 
 
+@PROBES.register("taylor")
 def taylor(run: Run) -> dict[str, float]:
-    """R_drop against the quadratic term of its Taylor expansion, on the training split.
+    """Compare R_drop with the quadratic term of its Taylor expansion, on the training split.
 
     - ``dropped``: R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x)), over masks;
     - ``quadratic``: ½ E[uᵀHu], R_approx with Taylor's factor;
-    - ``taylor_share``: the second over the first.
+    - ``taylor_share``: quadratic / dropped.
 
     Both are means over the first windows of the split, with several draws at each.
     """
@@ -53,7 +58,3 @@ def taylor(run: Run) -> dict[str, float]:
         "quadratic": means["quadratic"],
         "taylor_share": means["quadratic"] / dropped,
     }
-
-
-PROBES: Mapping[str, Callable[[Run], dict[str, float]]] = {"taylor": taylor}
-"""What a setting's ``probe`` may name."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from undrop.errors import ConfigError, RunError
 from undrop.files import naming_disk_errors, read_json, write_json
@@ -16,7 +17,7 @@ __all__ = ["Curve", "Record", "Records", "key_of"]
 
 
 def key_of(config: Config, probe: str | None) -> str:
-    """The hash of all that bears on a run's result."""
+    """Return the hash of everything that affects a run's result."""
     digest = config.digest()
     return digest if probe is None else f"{digest}-{probe}"
 
@@ -31,11 +32,12 @@ class Curve(BaseModel):
     valid_ppl: list[float] = []
     train_ppl: list[float | None] = []  # without noise
     seconds: list[float] = []  # since the start: of the processor on a CPU, of the clock elsewhere
-    judging: list[float] = []  # seconds of the epoch that went into evaluation
+    evaluation: list[float] = Field([], validation_alias=AliasChoices("evaluation", "judging"))
+    """Seconds of each epoch that went into evaluation."""
 
 
 class Record(BaseModel):
-    """What a run came to, and all that is needed to make it again."""
+    """The result of a run, and everything that is needed to repeat it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -60,28 +62,25 @@ class Record(BaseModel):
     @property
     def training_seconds(self) -> list[float]:
         """Seconds of training alone up to the end of each epoch."""
-        judged, result = 0.0, []
-        for seconds, judging in zip(self.curve.seconds, self.curve.judging, strict=True):
-            judged += judging
-            result.append(seconds - judged)
-        return result
+        evaluation = itertools.accumulate(self.curve.evaluation)
+        return [a - b for a, b in zip(self.curve.seconds, evaluation, strict=True)]
 
 
 class Records:
     """The records in a folder, by key.
 
-    A record is found by the config in it as the present code reads it: a setting that was added since,
-    with a default, does not orphan the records that were made before.
+    The key is computed from the config in the record: a setting with a default that was added later
+    does not orphan older records.
 
     Args:
-        folder: where the files are; made when the first is added.
+        folder: the folder of the files; it is created with the first record.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._records: dict[str, Record] = {}
         self.stale: list[Path] = []
-        """Files of configs that the present code does not know."""
+        """Files whose config has settings that no longer exist."""
         for path in sorted(folder.glob("*.json")):
             record = _read(path)
             try:
@@ -96,11 +95,11 @@ class Records:
         return iter(self._records.values())
 
     def get(self, key: str) -> Record | None:
-        """The record of that key, if there is one."""
+        """Return the record of that key, or None."""
         return self._records.get(key)
 
     def add(self, record: Record) -> None:
-        """Write a record. One that is there already stays as it is."""
+        """Write a record; an existing one is never changed."""
         with naming_disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{record.key[:16]}{record.key[64:]}.json"
@@ -115,5 +114,6 @@ def _read(path: Path) -> Record:
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"]))
         raise RunError(
-            f"{path} is not a record: its {field!r} is missing or wrong; delete it to run it again."
+            f"{path} is not a record: its {field!r} is missing or wrong; "
+            "delete the file to do the run again."
         ) from error

@@ -25,11 +25,11 @@ class Interval:
 
 
 def geometric(values: Sequence[float]) -> Interval:
-    """The geometric mean of positive values, with the percentile bootstrap's interval.
+    """Return the geometric mean of positive values, with its percentile bootstrap interval.
 
-    Perplexities and times are compared by their ratios, so their logarithms are averaged. For three
-    values the interval is their range: the bootstrap knows no more than it was given. An infinite
-    value (a time that was never reached) makes the mean infinite, as it should.
+    Perplexities and times are compared by ratios, so their logarithms are averaged. The interval of
+    three values is their range. An infinite value, a quality that was never reached, makes the mean
+    infinite.
     """
     with np.errstate(divide="ignore"):
         logs = np.log(np.asarray(values, dtype=np.float64))
@@ -46,7 +46,7 @@ def _exp(value: float) -> float:
 def paired_ratio(
     over: Iterable[Mapping[int, float]], under: Iterable[Mapping[int, float]]
 ) -> Interval | None:
-    """The product of ``over`` by that of ``under``, seed by seed; None if they share no seed."""
+    """Return Π over / Π under, paired by seed; None if they share no seed."""
     over, under = list(over), list(under)
     seeds = set.intersection(*(set(values) for values in [*over, *under]))
     if not seeds:

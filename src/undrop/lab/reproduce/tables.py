@@ -1,6 +1,6 @@
-"""The experiments as data: what is compared, on what, at which scale, and the paper's numbers.
+"""The experiments as data: methods, settings, scales, claims, and the paper's numbers.
 
-The TOML files lie in ``tables/``; this module reads and checks them.
+This module reads the TOML files in ``tables/`` and checks them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from importlib import resources
 from typing import Any
 
 from undrop.errors import OptionError, UnknownNameError
-from undrop.lab.train import merge
-from undrop.lab.train.presets import preset
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,8 +33,12 @@ __all__ = [
     "setting",
 ]
 
-SCALES = ("smoke", "small", "paper")
-"""Seconds, for the tests; hours on a laptop; the paper's own settings, on GPUs."""
+SCALES = {
+    "smoke": "seconds, for tests",
+    "small": "hours on a laptop",
+    "paper": "the paper's own settings, on GPUs",
+}
+"""The scales, and what they take."""
 
 EXPERIMENTS = (
     "averaging-noise",
@@ -54,19 +56,19 @@ EXPERIMENTS = (
     "dataset-size",
     "qrnn",
 )
-"""All experiments, in the order of the paper as far as it has them."""
+"""All experiments, those of the paper in its order."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train: settings laid over those of where it is used.
+    """One way to train.
 
     Attributes:
         name: its name in ``methods.toml``.
         label: its name in figures and tables.
-        cost: the price of a step, in plain steps.
-        settings: what is laid over the setting's own.
-        tune: what is tried besides; the best of them on the first seed is the method.
+        cost: the cost of a step, in plain steps.
+        settings: the settings that it changes.
+        tune: further settings to try; the best variant on the first seed is the method.
     """
 
     name: str
@@ -76,7 +78,9 @@ class Method:
     tune: tuple[Mapping[str, Any], ...] = ()
 
     def variants(self) -> list[dict[str, Any]]:
-        """The settings of everything that is tried: one, unless the method is tuned."""
+        """Return the settings of every variant; there is one unless the method is tuned."""
+        from undrop.lab.train import merge
+
         return [merge(self.settings, values) for values in self.tune or ({},)]
 
 
@@ -87,9 +91,9 @@ class Setting:
     Attributes:
         name: its name in ``settings.toml``.
         scale: one of :data:`SCALES`.
-        seconds: an estimate of a plain run's time.
+        seconds: the estimated time of a plain run.
         settings: sections of a training config.
-        probe: what is measured on the trained model, if anything.
+        probe: the name of a measurement on the trained model, or None.
     """
 
     name: str
@@ -114,12 +118,12 @@ class Claim:
     above: float
     below: float
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why it may not hold, by scale."""
+    """Likely reasons why it does not hold, by scale."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Methods compared on settings, and what is claimed of them."""
+    """Methods compared on settings, and the claims about them."""
 
     name: str
     title: str
@@ -139,7 +143,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class PaperNumber:
-    """A number of the paper's, and where it stands there."""
+    """A number in the paper, and where it is."""
 
     value: float
     where: str
@@ -153,7 +157,7 @@ def _table(*path: str) -> dict[str, Any]:
 
 
 def method(name: str) -> Method:
-    """The method of that name."""
+    """Return the method of that name."""
     table = _table("methods.toml")
     if name not in table:
         raise UnknownNameError("method", name, table)
@@ -168,7 +172,10 @@ def method(name: str) -> Method:
 
 
 def setting(name: str, scale: str) -> Setting:
-    """The setting of that name at a scale, laid over the preset or the setting that it names."""
+    """Return the setting of that name at a scale, on top of the preset or setting it extends."""
+    from undrop.lab.train import merge
+    from undrop.lab.train.presets import preset
+
     table = _table("settings.toml")
     if name not in table:
         raise UnknownNameError("setting", name, table)
@@ -186,7 +193,7 @@ def setting(name: str, scale: str) -> Setting:
 
 @cache
 def experiment(name: str) -> Experiment:
-    """The experiment of that name.
+    """Return the experiment of that name.
 
     Raises:
         UnknownNameError: if there is none.
@@ -226,7 +233,7 @@ def _cell(name: str, default: str) -> str:
 
 
 def paper_number(experiment: str, setting: str, method: str) -> PaperNumber | None:
-    """What the paper has for a method on a setting; None where it has nothing."""
+    """Return the paper's number for a method on a setting, or None."""
     for table in _table("paper.toml")["tables"]:
         here = experiment in table["experiments"] and setting == table["setting"]
         if here and method in table["values"]:

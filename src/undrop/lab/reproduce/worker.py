@@ -1,4 +1,4 @@
-"""One run, from nothing or from where it was left, to its record."""
+"""The worker: one run, from its start or its last checkpoint, to its record."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _TIMES = "times.json"
 
 
 def single_threaded() -> None:
-    """Give the process one thread, so that as many fit on a machine as it has cores."""
+    """Use one thread, so that a machine can do as many runs as it has cores."""
     torch.set_num_threads(1)
 
 
 def execute(job: Run, scratch: str) -> Record:
-    """Train, measure, and sum up. The folder ``scratch`` stays: the record is not on the disk yet.
+    """Train, measure, and return the record.
 
-    A run that diverges (a number came out infinite or NaN) is a result as well: its record holds
-    what there was until then.
+    The folder ``scratch`` is kept, because the record is not on the disk yet. A run that diverges (a
+    number is infinite or NaN) is a result too: its record holds the epochs before.
 
     Raises:
-        UndropError: for anything that can be put right; ``scratch`` then holds what is done.
+        UndropError: if something went wrong; ``scratch`` then holds the work done so far.
     """
     folder = Path(scratch)
     stopwatch = Stopwatch(folder, on_cpu=device_of(job.config.train).type == "cpu")
@@ -50,9 +50,9 @@ def execute(job: Run, scratch: str) -> Record:
 
 
 class Stopwatch(Callback):
-    """Times a run epoch by epoch, over all the processes that it took.
+    """Measures the time of every epoch, also of a run that was resumed.
 
-    On a CPU it counts the processor's seconds, which others on the machine do not lengthen.
+    On a CPU it counts processor seconds, which do not depend on what else the machine does.
     """
 
     def __init__(self, folder: Path, *, on_cpu: bool) -> None:
@@ -65,7 +65,7 @@ class Stopwatch(Callback):
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run was begun."""
+        """Seconds since the run started."""
         return self._clock() - self._start
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
@@ -73,10 +73,10 @@ class Stopwatch(Callback):
         self._trained = self._clock()
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write down an epoch's end."""
+        """Write the times of an epoch to the disk."""
         if record["kind"] == "epoch":
-            judging = self._clock() - self._trained
-            self.times[str(record["epoch"])] = [round(self.seconds, 3), round(judging, 3)]
+            evaluation = self._clock() - self._trained
+            self.times[str(record["epoch"])] = [round(self.seconds, 3), round(evaluation, 3)]
             write_json(self._path, self.times)
 
 
@@ -107,7 +107,7 @@ def _record(job: Run, folder: Path, stopwatch: Stopwatch, ended: str, test: floa
             valid_ppl=[_short(line["valid_ppl"]) for line in epochs],
             train_ppl=[line["train_ppl"] and _short(line["train_ppl"]) for line in epochs],
             seconds=[seconds for seconds, _ in times],
-            judging=[judging for _, judging in times],
+            evaluation=[evaluation for _, evaluation in times],
         ),
         probed=probed,
         versions=versions(),
@@ -118,12 +118,12 @@ def _record(job: Run, folder: Path, stopwatch: Stopwatch, ended: str, test: floa
 
 
 def _short(value: float) -> float:
-    """Six digits are enough for a curve and keep the record small."""
+    """Six digits are enough for a curve, and keep the record small."""
     return float(f"{value:.6g}")
 
 
 def commit() -> str | None:
-    """The git commit that the code is of, with a + where it was changed; None outside of git."""
+    """Return the git commit of the code, with a + if it has changes; None outside of git."""
     here = Path(__file__).parent
     try:
         head = _git(here, "rev-parse", "HEAD")
@@ -141,6 +141,6 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def epochs_done(scratch: Path) -> int:
-    """How many epochs of a run have ended, as its scratch folder shows from outside."""
+    """Return the number of finished epochs of a run, from its folder."""
     path = scratch / _TIMES
     return len(read_json(path)) if path.exists() else 0

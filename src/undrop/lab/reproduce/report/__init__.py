@@ -1,22 +1,24 @@
-"""Reports: one self-contained HTML page, the same as Markdown, figures as files, verdicts as JSON."""
+"""Reports: one HTML page, the same as Markdown, figures as files, and verdicts as JSON."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from undrop.errors import OptionError, RunError
-from undrop.files import naming_disk_errors, replacing, write_json
+from undrop.errors import RunError
+from undrop.files import naming_disk_errors, write_json
 from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
 from undrop.lab.reproduce.report.content import compose
-from undrop.lab.reproduce.report.figures import as_svg, draw, save
-from undrop.lab.reproduce.report.html import as_html
-from undrop.lab.reproduce.report.markdown import as_markdown
+from undrop.lab.reproduce.report.figures import draw
+from undrop.lab.reproduce.report.pages import as_html, as_markdown
 from undrop.lab.reproduce.results import Results
+from undrop.report import as_json, html
+from undrop.report.figures import check_drawable, save, svg
 
 __all__ = ["write_report"]
+
+_FORMATS = ("png", "pdf")
 
 
 def write_report(
@@ -29,17 +31,17 @@ def write_report(
     """Write ``report.html``, ``report.md``, ``figures/`` and ``claims.json``.
 
     Args:
-        folder: a results folder, with its ``records/``.
-        names: the experiments to report on.
+        folder: a folder of results, with its ``records/``.
+        names: the names of the experiments.
         scale: the scale of the records.
-        seeds: the number of seeds to report on; None is all that there are.
-        out: where to write; the results folder itself unless given.
+        seeds: the number of seeds to use; None uses all.
+        out: the folder to write to; the folder of results by default.
 
     Raises:
         RunError: if there are no records.
-        OptionError: if matplotlib is not installed.
+        MissingExtraError: if matplotlib is not installed.
     """
-    _check_matplotlib()
+    check_drawable()
     records = Records(folder / "records")
     plan = Plan(names, scale, seeds or max((record.seed for record in records), default=1))
     if not len(records):
@@ -55,19 +57,11 @@ def write_report(
         name = section.experiment.name
         figure = draw(section, results)
         if figure is not None:
-            inline[name] = as_svg(figure, section.experiment.title)
-            files[name] = save(figure, out, name)
-    pages = {
-        "report.html": as_html(content, inline),
-        "report.md": as_markdown(content, files),
-    }
-    for name, text in pages.items():
-        with replacing(out / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    write_json(out / "claims.json", [verdict.as_dict() for verdict in content.verdicts])
-    return [*(out / name for name in pages), out / "claims.json"]
-
-
-def _check_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise OptionError("a report needs matplotlib: pip install 'undrop[plot]'.")
+            inline[name] = svg(figure, section.experiment.title)
+            files[name] = f"figures/{name}.{_FORMATS[0]}"
+            for kind in _FORMATS:
+                save(figure, out / "figures" / f"{name}.{kind}")
+    html.write(out / "report.html", as_html(content, inline))
+    html.write(out / "report.md", as_markdown(content, files))
+    write_json(out / "claims.json", as_json(content.verdicts))
+    return [out / name for name in ("report.html", "report.md", "claims.json")]

@@ -1,4 +1,4 @@
-"""What a report says, as plain data: the same for HTML and Markdown."""
+"""What a report says, as data: the same for HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ from undrop.lab.reproduce.measures import MEASURES
 from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.statistics import Interval
+from undrop.report import Table
 
-__all__ = ["Content", "Row", "Section", "Table", "compose"]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Headings and cells of text; ``numbers`` are the columns that hold figures."""
-
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numbers: frozenset[int]
+__all__ = ["Content", "Row", "Section", "compose", "number"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Content:
 
 
 def compose(results: Results, scale: str) -> Content:
-    """All that the report of some results says."""
+    """Return the content of the report on some results."""
     sections = tuple(_section(experiment, results) for experiment in results.plan.experiments)
     every = tuple(verdict for section in sections for verdict in section.verdicts)
     used = _used(results)
@@ -77,21 +69,18 @@ def compose(results: Results, scale: str) -> Content:
 
 
 def _used(results: Results) -> list[Record]:
-    """Every record that bears on the experiments, tuning included, each once."""
+    """Every record that the experiments use, tuning included, each once."""
     runs = {run.key for run in results.plan.needed(results.records)}
     return [record for key in sorted(runs) if (record := results.records.get(key)) is not None]
 
 
 def _summary(every: Sequence[Verdict], used: Sequence[Record]) -> str:
     counts = Counter(verdict.verdict for verdict in every)
-    said = (
-        f"{counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this scale, "
-        f"{counts[UNDECIDED]} are undecided"
-    )
     hours = sum(record.seconds for record in used) / 3600.0
     seeds = max((verdict.seeds for verdict in every), default=0)
     return (
-        f"{len(every)} claims: {said}. {len(used)} runs, up to {seeds} seeds a method, "
+        f"{len(every)} claims: {counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this "
+        f"scale, {counts[UNDECIDED]} are undecided. {len(used)} runs, up to {seeds} seeds per method, "
         f"{hours:.1f} hours of one core."
     )
 
@@ -124,11 +113,11 @@ def _row(experiment: tables.Experiment, setting: str, method: str, results: Resu
 
 
 def _choice(method: tables.Method, choice: int | None) -> str:
-    """What tuning chose, of how many."""
+    """What the tuning chose, and from how many."""
     if len(method.tune) < 2 or choice is None:
         return ""
     chosen = [f"{k} = {v:g}" for part in method.tune[choice].values() for k, v in part.items()]
-    return f"{chosen[0]}, of {len(method.tune)} tried"
+    return f"{chosen[0]}, best of {len(method.tune)}"
 
 
 def _table(experiment: tables.Experiment, rows: Sequence[Row]) -> Table:
@@ -142,8 +131,8 @@ def _table(experiment: tables.Experiment, rows: Sequence[Row]) -> Table:
         "the paper's",
         "cost of a step",
     )
-    cells = tuple((_name(row, several), *_numbers(row, measure.digits)) for row in rows)
-    return Table(heads, cells, frozenset({1, 2, 3, 4, 5}))
+    cells = [(_name(row, several), *_numbers(row, measure.digits)) for row in rows]
+    return Table(heads, cells, numbers=heads[1:])
 
 
 def _name(row: Row, several: bool) -> str:
@@ -163,7 +152,7 @@ def _numbers(row: Row, digits: int) -> tuple[str, ...]:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A number as text; never reached is said so."""
+    """Return a number as text; infinity is a quality that was never reached."""
     if value is None:
         return ""
     return "never" if value == float("inf") else f"{value:.{digits}f}"
@@ -180,10 +169,10 @@ def _settings(results: Results) -> Table:
         data = ", ".join(
             f"{k} {v}" for k, v in cell.setting.settings["data"].items() if k != "name"
         )
-        how = f"{config.optimizer.name} of {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
+        how = f"{config.optimizer.name}, lr {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
         how += f"{config.schedule.name}, {config.train.epochs} epochs"
         rows.append((name, f"{config.model.name}: {options}", f"{config.data.name}: {data}", how))
-    return Table(("setting", "model", "data", "training"), tuple(rows), frozenset())
+    return Table(("setting", "model", "data", "training"), rows)
 
 
 def _provenance(used: Sequence[Record]) -> Table:
@@ -195,5 +184,5 @@ def _provenance(used: Sequence[Record]) -> Table:
         )
         for record in used
     )
-    rows = tuple((*what, str(count)) for what, count in made.most_common())
-    return Table(("versions", "machine", "commit", "runs"), rows, frozenset({3}))
+    rows = [(*what, str(count)) for what, count in made.most_common()]
+    return Table(("versions", "machine", "commit", "runs"), rows, numbers=("runs",))

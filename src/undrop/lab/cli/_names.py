@@ -1,0 +1,190 @@
+"""The names that options take, read from the package's files without importing torch.
+
+A wrong name is then refused, and a name completed in a shell, in a fraction of a second. A test
+compares the names with the registries that the commands use.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from undrop.errors import UnknownNameError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "bench_methods",
+    "bench_subjects",
+    "check_corpus",
+    "check_early",
+    "check_name",
+    "corpora",
+    "experiments",
+    "models",
+    "named",
+    "objectives",
+    "presets",
+]
+
+Names = Mapping[str, str]
+"""Names, and one line about each."""
+
+_PACKAGE = Path(__file__).parents[2]
+_CLASS = re.compile(r'^(?:class|def) (\w+).*?:\n    """(.+?)(?:"""|$)', re.MULTILINE)
+
+
+@cache
+def _source(*parts: str) -> str:
+    """The text of a file, or of all files in a folder."""
+    path = _PACKAGE.joinpath(*parts)
+    files = sorted(path.glob("*.py")) if path.is_dir() else [path]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+@cache
+def presets() -> Names:
+    """Return the presets of ``undrop train``."""
+    files = {file.stem: file for file in (_PACKAGE / "presets").glob("*.toml")}
+    return {
+        name: tomllib.loads(file.read_text(encoding="utf-8"))["description"]
+        for name, file in sorted(files.items())
+    }
+
+
+@cache
+def corpora() -> Names:
+    """Return the corpora that have a name."""
+    entries = r'Entry\(\s*name="([^"]+)",\s*about="([^"]+)"'
+    return dict(re.findall(entries, _source("lab", "corpora", "catalogue.py")))
+
+
+@cache
+def models() -> Names:
+    """Return the language models."""
+    return _registered("MODELS", ("lab", "train", "components.py"), ("lab", "models"))
+
+
+@cache
+def objectives() -> Names:
+    """Return the objectives."""
+    return _registered("OBJECTIVES", ("lab", "train", "components.py"), ("objectives",))
+
+
+@cache
+def bench_subjects() -> Names:
+    """Return the models that ``undrop bench`` times."""
+    return _registered("SUBJECTS", ("lab", "bench", "subjects.py"))
+
+
+@cache
+def bench_methods() -> Names:
+    """Return the methods that ``undrop bench`` times."""
+    return _registered("METHODS", ("lab", "bench", "methods.py"))
+
+
+@cache
+def experiments() -> Names:
+    """Return the experiments of ``undrop reproduce``, in the paper's order."""
+    from undrop.lab.reproduce.tables import EXPERIMENTS
+
+    folder = _PACKAGE / "lab" / "reproduce" / "tables" / "experiments"
+    texts = {name: (folder / f"{name}.toml").read_text(encoding="utf-8") for name in EXPERIMENTS}
+    return {name: tomllib.loads(text)["title"] for name, text in texts.items()}
+
+
+def _registered(table: str, *places: tuple[str, ...]) -> Names:
+    """What a table registers, by a decorator or by ``TABLE.register("name")(partial(Class, …))``.
+
+    The line about an entry is the first line of the docstring of what it names, and its options.
+    """
+    text = "\n".join(_source(*place) for place in places)
+    lines = dict(_CLASS.findall(text))
+    call = (
+        rf'{table}\.(?:add|register)\(\s*"([^"]+)"(?:,\s*(?:\w+\.)?(\w+))?((?:,\s*\w+=[^,()]+)*)\)'
+    )
+    found = re.findall(rf"{call}(?:\n(?:class|def) (\w+))?", text)
+    return {
+        name: _line(lines.get(first or second, ""), options)
+        for name, first, options, second in found
+    }
+
+
+def _line(text: str, options: str) -> str:
+    chosen = options.replace('"', "").strip(", ")
+    return text.rstrip(".") + (f"; {chosen}" if chosen else "")
+
+
+def check_name(kind: str, name: str | None, names: Names, hint: str = "") -> None:
+    """Refuse a name that nothing has; None is none.
+
+    Raises:
+        UnknownNameError: with the nearest name and all there are.
+    """
+    if name is not None and name not in names:
+        raise UnknownNameError(kind, name, names, hint)
+
+
+def check_corpus(name: str | None, data_dir: Path | None = None) -> None:
+    """Refuse what is neither the name of a corpus nor a path.
+
+    Raises:
+        UnknownNameError: with the nearest name and all there are.
+    """
+    if name is None or name != Path(name).name or Path(name).is_dir():
+        return
+    if data_dir is None or not (data_dir / name).is_dir():
+        hint = ", or give a folder with train, valid and test text files"
+        check_name("corpus", name, corpora(), hint)
+
+
+def named(
+    kind: str, names: Callable[[], Names], unless: Callable[[str], bool] | None = None
+) -> dict[str, Any]:
+    """Return settings of a typer option whose value is a name, or several.
+
+    In a shell the name completes; a wrong one is refused before anything is imported.
+
+    Args:
+        kind: what the name names, for errors.
+        names: returns the names.
+        unless: whether a value is something else, such as a path, and not checked here.
+    """
+
+    def complete(incomplete: str) -> list[tuple[str, str]]:
+        return [item for item in names().items() if item[0].startswith(incomplete)]
+
+    def check(value: Any) -> Any:
+        for name in value if isinstance(value, list | tuple) else [value]:
+            if unless is None or name is None or not unless(name):
+                check_name(kind, name, names())
+        return value
+
+    return {"autocompletion": complete, "callback": check}
+
+
+def check_early(command: Callable[..., None], words: list[str]) -> None:
+    """Check the names in a command line before typer does, which first loads pydantic.
+
+    Args:
+        command: the function behind the command.
+        words: the command line.
+    """
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        info: Any = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)
+        if getattr(info, "callback", None) is None or not hasattr(info, "is_flag"):
+            continue  # not an option, or one without a check
+        flag = (info.param_decls or [f"--{parameter.name.replace('_', '-')}"])[0]
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            if word == flag and following:
+                info.callback(following)
+            elif word.startswith(f"{flag}="):
+                info.callback(word.partition("=")[2])

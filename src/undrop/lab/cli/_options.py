@@ -1,0 +1,148 @@
+"""The options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from undrop.lab.cli._names import check_corpus, corpora, models, named, objectives, presets
+
+if TYPE_CHECKING:
+    from undrop.lab.cli._sources import Source
+
+__all__ = [
+    "Batches",
+    "Corpus",
+    "DataDir",
+    "DataName",
+    "Json",
+    "LossName",
+    "ModelName",
+    "ObjectiveName",
+    "OptionalRun",
+    "Preset",
+    "RunFolderArgument",
+    "ShowProgress",
+    "open_source",
+]
+
+
+def _is_own(text: str) -> bool:
+    """Whether a value is MODULE:NAME or FILE.py:NAME."""
+    return ":" in text
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Read the corpus from this folder; do not download it.")
+]
+RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        help="Settings to start from: a name of `undrop presets`, or a .toml file.",
+        **named("preset", presets, unless=lambda text: text.endswith(".toml")),
+    ),
+]
+ObjectiveName = Annotated[
+    str | None,
+    typer.Option(help="A name of `undrop objectives`.", **named("objective", objectives)),
+]
+Corpus = Annotated[
+    str | None,
+    typer.Option(
+        help="A name of `undrop data list`, or a folder with train, valid and test texts.",
+        autocompletion=named("corpus", corpora)["autocompletion"],
+    ),
+]
+
+OptionalRun = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RUN]", help="The folder of a run.", show_default=False),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Instead of RUN: a new model by a name of `undrop models`, or your own as MODULE:NAME "
+        "or path/to/file.py:NAME.",
+        **named("model", models, unless=_is_own),
+    ),
+]
+DataName = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="For --model: a corpus, or your own (inputs, targets) pairs as MODULE:NAME or "
+        "path/to/file.py:NAME.",
+        autocompletion=named("corpus", corpora)["autocompletion"],
+    ),
+]
+LossName = Annotated[
+    str | None,
+    typer.Option(
+        "--loss", help="For --model: your own loss as MODULE:NAME; cross-entropy by default."
+    ),
+]
+Batches = Annotated[int, typer.Option(min=1, help="The largest number of batches to use.")]
+ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.")]
+
+
+def open_source(
+    run: Path | None,
+    model: str | None,
+    data: str | None,
+    loss: str | None,
+    data_dir: Path | None,
+    batches: int,
+) -> Source:
+    """Open the model and the data that the options name.
+
+    Raises:
+        OptionError: if the options name no model, or two, or a run that does not exist.
+    """
+    from undrop.errors import OptionError
+
+    if (run is None) == (model is None) or (data is None) == (run is None):
+        raise OptionError(_what_is_missing(run, model))
+    if run is not None:
+        _check_run(run)
+    elif data is not None and not _is_own(data):
+        check_corpus(data, data_dir)
+    from undrop.lab.cli import _sources
+
+    if run is not None:
+        return _sources.from_run(run, data_dir=data_dir, batches=batches)
+    assert model is not None
+    assert data is not None
+    return _sources.from_names(model, data, loss=loss, data_dir=data_dir, batches=batches)
+
+
+def _what_is_missing(run: Path | None, model: str | None) -> str:
+    if run is not None and model is not None:
+        return "give either a RUN or --model, not both."
+    if run is not None:
+        return (
+            f"--data is for --model, and {run} is taken for a run: give a model as --model {run}, or "
+            "leave out --data."
+        )
+    return "name what to look into: a RUN, or --model and --data."
+
+
+def _check_run(run: Path) -> None:
+    from difflib import get_close_matches
+
+    from undrop.errors import OptionError
+
+    if run.exists():
+        return
+    beside = [path.name for path in run.parent.iterdir()] if run.parent.is_dir() else []
+    near = get_close_matches(run.name, beside, n=1)
+    guess = f"did you mean {run.parent / near[0]}? Or give" if near else "give"
+    raise OptionError(
+        f"there is no run {run}: {guess} the folder of a run, or a model with --model and its data "
+        "with --data."
+    )

@@ -1,0 +1,138 @@
+"""Names are read without torch and agree with the registries; what does not need torch starts fast."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from undrop.lab.bench import METHODS, SUBJECTS
+from undrop.lab.cli import _names, main
+from undrop.lab.corpora import CATALOGUE
+from undrop.lab.reproduce import EXPERIMENTS
+from undrop.lab.train import MODELS, OBJECTIVES
+from undrop.lab.train.presets import describe, presets
+
+
+@pytest.mark.parametrize(
+    ("names", "registry"),
+    [
+        (_names.models(), MODELS),
+        (_names.objectives(), OBJECTIVES),
+        (_names.corpora(), CATALOGUE),
+        (_names.presets(), presets()),
+        (_names.bench_subjects(), SUBJECTS),
+        (_names.bench_methods(), METHODS),
+        (_names.experiments(), EXPERIMENTS),
+    ],
+    ids=["models", "objectives", "corpora", "presets", "subjects", "methods", "experiments"],
+)
+def test_names_read_from_the_source_agree_with_the_registry(names, registry):
+    assert sorted(names) == sorted(registry)
+    assert all(names.values())
+
+
+def test_lines_about_presets_are_their_descriptions():
+    assert {name: describe(name) for name in presets()} == _names.presets()
+
+
+@pytest.mark.parametrize("kind", ["presets", "models", "objectives"])
+def test_a_list_command_prints_every_name_with_its_line(kind, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    names = getattr(_names, kind)()
+    assert main([kind]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [tuple(line.split(maxsplit=1)) for line in lines] == list(names.items())
+
+
+FAST = {
+    "help": ["--help"],
+    "version": ["--version"],
+    "help of a command": ["train", "--help"],
+    "wrong command": ["trian"],
+    "wrong preset": ["train", "--preset", "ptb-awd-lsmt"],
+    "wrong model": ["train", "--model=gtp", "--data", "ptb"],
+    "wrong model to look into": ["sites", "--model", "gtp", "--data", "ptb"],
+    "wrong objective": ["train", "--data", "ptb", "--objective", "analytc"],
+    "wrong corpus": ["train", "--data", "ptbb"],
+    "wrong bench model": ["bench", "--model", "mpl"],
+    "wrong experiment": ["reproduce", "ptb-tabel"],
+    "wrong split": ["eval", "run", "--split", "tset"],
+    "wrong run": ["diagnose", "no/such/run"],
+    "list of objectives": ["objectives"],
+}
+COMPLETED = {
+    "undrop tra": "train",
+    "undrop data ": "info",
+    "undrop train --preset ptb": "ptb-lstm-tiny",
+    "undrop train --model ": "awd-lstm",
+    "undrop train --data ": "wikitext-2",
+    "undrop train --objective ": "drop-k-analytic",
+    "undrop sites --model ": "gpt",
+    "undrop bench --model ": "mlp",
+    "undrop reproduce ": "ptb-table",
+    "undrop data get ": "ptb",
+}
+PROGRAM = (
+    "import sys, undrop.lab.cli\n"
+    "try: undrop.lab.cli.main()\n"
+    "finally: print('torch' in sys.modules, 'numpy' in sys.modules)"
+)
+
+
+def seconds_and_output(words, **environment):
+    """The processor time of one command line in a new process, and what it prints."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, done.stdout.splitlines(), done.stderr
+
+
+def check_fast(words, **environment):
+    """Run until the time is right, since others use the machine too; torch is never loaded."""
+    times = []
+    for _ in range(5):
+        seconds, out, err = seconds_and_output(words, **environment)
+        assert out[-1] == "False False"
+        times.append(seconds)
+        if seconds < 0.3:
+            return out, err
+    pytest.fail(f"it took {min(times):.2f} s of processor time")
+
+
+@pytest.mark.parametrize("words", FAST.values(), ids=FAST)
+def test_an_answer_that_needs_no_torch_is_fast(words):
+    out, err = check_fast(words)
+    assert len(out) > 1 or len(err.splitlines()) == 1
+    if words[-1] not in ("--help", "--version", "objectives", "no/such/run"):
+        assert "did you mean" in err
+
+
+@pytest.mark.parametrize("typed", COMPLETED)
+def test_the_shell_completes_names_fast(typed):
+    out, _ = check_fast(
+        [],
+        _UNDROP_COMPLETE="complete_bash",
+        COMP_WORDS=typed,
+        COMP_CWORD=str(len(typed.split()) - (not typed.endswith(" "))),
+    )
+    assert COMPLETED[typed] in out
+
+
+def test_zsh_and_fish_complete_names_too():
+    for shell in ("zsh", "fish"):
+        _, out, _ = seconds_and_output(
+            [],
+            _UNDROP_COMPLETE=f"complete_{shell}",
+            _TYPER_COMPLETE_ARGS="undrop train --model ",
+            _TYPER_COMPLETE_FISH_ACTION="get-args",
+        )
+        assert "awd-lstm" in "\n".join(out)

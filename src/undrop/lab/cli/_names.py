@@ -108,19 +108,18 @@ def _registered(table: str, *places: tuple[str, ...]) -> Names:
     """
     text = "\n".join(_source(*place) for place in places)
     lines = dict(_CLASS.findall(text))
-    call = (
-        rf'{table}\.(?:add|register)\(\s*"([^"]+)"(?:,\s*(?:\w+\.)?(\w+))?((?:,\s*\w+=[^,()]+)*)\)'
-    )
-    found = re.findall(rf"{call}(?:\n(?:class|def) (\w+))?", text)
+    what = r"(?:\n(?:class|def) (\w+)|\((?:partial\()?(?:\w+\.)?(\w+)((?:,\s*\w+=[^,()]+)*)\))"
+    found = re.findall(rf'\b{table}\.register\("([^"]+)"\){what}', text)
     return {
-        name: _line(lines.get(first or second, ""), options)
-        for name, first, options, second in found
+        name: _line(lines.get(decorated or called, ""), options)
+        for name, decorated, called, options in found
     }
 
 
 def _line(text: str, options: str) -> str:
+    plain = text.rstrip(".").replace("``", "")
     chosen = options.replace('"', "").strip(", ")
-    return text.rstrip(".") + (f"; {chosen}" if chosen else "")
+    return f"{plain} ({chosen})" if chosen else plain
 
 
 def check_name(kind: str, name: str | None, names: Names, hint: str = "") -> None:

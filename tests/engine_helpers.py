@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 import undrop
 from problems import Problem
-from undrop.engines import Draw, Engine, Evaluation, Request, Weights
-from undrop.intercept import Selection, Site
+from undrop.engines import Draw, Engine, Evaluation, Request
+from undrop.intercept import Batch, Selection, Site
+from undrop.losses import Coefficients
 
-BOTH = Weights(1.0, 1.0, 1.0)
-LOSS, EXPLICIT, IMPLICIT = (Weights(*row) for row in torch.eye(3).tolist())
+BOTH = Coefficients(1.0, 1.0, 1.0)
+LOSS, EXPLICIT, IMPLICIT = (Coefficients(*row) for row in torch.eye(3).tolist())
 
 
 class Fixed(Draw):
@@ -21,14 +22,36 @@ class Fixed(Draw):
         super().__init__("sign", mask, Selection(), lambda device: torch.Generator(device))
         self.row = row
         self.taken = 0
-        self.eta: dict[str, Tensor] = {}
+        self.known: dict[str, Tensor] = {}
 
-    def scaled(self, site: Site, h: Tensor) -> Tensor:
-        if site.name not in self.eta:
+    def given(self, site: Site) -> Tensor:
+        if site.name not in self.known:
             shape = torch.Size(self.shape(site))
-            self.eta[site.name] = self.row[self.taken :][: shape.numel()].view(shape)
+            self.known[site.name] = self.row[self.taken :][: shape.numel()].view(shape)
             self.taken += shape.numel()
-        return self.eta[site.name].to(h) * self.scale(site)
+        return self.known[site.name]
+
+    def sigma_eta(self, site: Site, h: Tensor) -> Tensor:
+        return self.given(site).to(h) * self.scale(site)
+
+    def eta(self, site, dtype, device):
+        return self.given(site).to(dtype)
+
+    def eta_of_rows(self, sites, widths, rows):
+        parts = []
+        for s in sites:
+            eta = self.given(s.site).to(s.dtype)
+            if eta.shape[s.dim] == 1 < rows.layout.batch:
+                eta = eta.expand(
+                    *s.site.mask_shape[: s.dim], rows.layout.batch, *eta.shape[s.dim + 1 :]
+                )
+            eta = eta.movedim(s.dim, 0)
+            if s.repeats > 1:
+                sizes = (s.repeats, -1) if s.time_major else (-1, s.repeats)
+                eta = eta.unflatten(0, sizes)
+                eta = eta.transpose(0, 1) if s.time_major else eta
+            parts.append(rows.noisy(eta, 0).flatten(1))
+        return torch.cat(parts, 1).clone()
 
 
 def seeded(seed: int, mask: str = "as-declared", noise: str = "sign") -> Draw:
@@ -61,20 +84,18 @@ def evaluate(
     engine: Engine,
     problem: Problem,
     draw: Draw,
-    weights: Weights = BOTH,
+    coefficients: Coefficients = BOTH,
     form: str = "hessian",
     **options: float,
 ) -> Evaluation:
     """One evaluation of a problem by an engine."""
     return engine.evaluate(
         Request(
-            problem.model,
-            problem.inputs,
-            problem.targets,
-            problem.loss,
-            form,
-            weights,
-            draw,
+            batch=Batch(problem.model, problem.inputs, problem.targets),
+            loss=problem.loss,
+            draw=draw,
+            coefficients=coefficients,
+            form=form,
             **options,
         )
     )

@@ -35,7 +35,7 @@ class Registry(Mapping[K, V], Generic[K, V]):
         """Return a decorator that adds what it decorates under each of the keys."""
 
         def add(value: New) -> New:
-            for key in keys:
+            for key in dict.fromkeys(keys):
                 if key in self._entries:
                     raise ValueError(f"{key!r} is registered as a {self.kind} already.")
                 self._entries[key] = value  # type: ignore[assignment]

@@ -1,10 +1,10 @@
-"""The state of every global random generator: saved, restored and seeded in one place."""
+"""The state of every random generator: saved, restored and seeded in one place."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["RngSnapshot", "derive_seed", "seed_all"]
 
 
 class RngSnapshot:
-    """The state of the global random generators of torch, Python and NumPy.
+    """The state of the global random generators of torch, Python and NumPy, and of a model's own.
 
     A model may draw random numbers that are not dropout: stochastic depth, sampled activations. Passes
     that are compared must draw the same ones. Otherwise u ≈ (F₊ - F₋)/2ε₀ takes their difference for
@@ -24,9 +24,12 @@ class RngSnapshot:
     restored only after a pass that ``drew`` (see ``Interception``).
 
     As a context manager it restores the state at the end of the block.
+
+    Args:
+        model: the model whose own generators (attributes of its modules) are saved as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self._torch = torch.get_rng_state()
         self._cuda: list[Tensor] = []
         if torch.cuda.is_initialized():
@@ -36,13 +39,14 @@ class RngSnapshot:
             self._mps = torch.mps.get_rng_state()
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state(legacy=True)
+        self._held = [_saved(each) for each in _held_by(model)] if model is not None else []
 
     @classmethod
     def of(cls, model: nn.Module, noise: Callable[[torch.device], torch.Generator]) -> RngSnapshot:
         """Take the snapshot after the generator of dropout's noise has drawn its seed, if it will."""
         for parameter in islice(model.parameters(), 1):
             noise(parameter.device)
-        return cls()
+        return cls(model)
 
     def __enter__(self) -> RngSnapshot:
         return self
@@ -59,6 +63,8 @@ class RngSnapshot:
             torch.mps.set_rng_state(self._mps)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+        for restore in self._held:
+            restore()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
@@ -82,6 +88,7 @@ class RngSnapshot:
     def from_state_dict(cls, state: Mapping[str, Any]) -> RngSnapshot:
         """Return the snapshot that ``state_dict`` was called on."""
         snapshot = cls.__new__(cls)
+        snapshot._held = []
         snapshot._torch, snapshot._cuda, snapshot._mps = state["torch"], state["cuda"], state["mps"]
         python, numpy = state["python"], state["numpy"]
         internal = tuple(python["state"].tolist())
@@ -103,3 +110,36 @@ def derive_seed(base: int, *purpose: str | int) -> int:
     """Return a seed for one purpose that is independent of the seeds for all others."""
     text = "/".join(str(part) for part in (base, *purpose))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _held_by(model: nn.Module) -> Iterator[Any]:
+    """Yield every generator that is an attribute of a module, or in a list or dict there."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for value in vars(module).values():
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            if isinstance(value, dict):
+                values = tuple(value.values())
+            for each in values:
+                if isinstance(each, _KINDS) and id(each) not in seen:
+                    seen.add(id(each))
+                    yield each
+
+
+def _saved(generator: Any) -> Callable[[], Any]:
+    """Return a function that restores the state that a generator has now."""
+    if isinstance(generator, torch.Generator):
+        state: Any = generator.get_state()
+        return lambda: generator.set_state(state)
+    if isinstance(generator, random.Random):
+        state = generator.getstate()
+        return lambda: generator.setstate(state)
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state()
+        return lambda: generator.set_state(state)
+    bits = generator.bit_generator
+    state = bits.state
+    return lambda: setattr(bits, "state", state)

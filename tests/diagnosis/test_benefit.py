@@ -17,7 +17,7 @@ from undrop.diagnosis.measure.benefit import (
     two_way_error,
     validation_gradient,
 )
-from undrop.engines import engine_named
+from undrop.engines import as_engine
 from undrop.generators import Generators
 
 
@@ -44,7 +44,7 @@ def site_benefit(model, train, validation, site, engine="exact", seed=0, loss=No
         site,
         strength=undrop.TAYLOR,
         generator=Generators(torch.Generator().manual_seed(seed)),
-        noise=AnalyticNoise(engine_named(engine)),
+        noise=AnalyticNoise(as_engine(engine)),
     )
     return inner(validation_gradient(model, *validation, loss, parameters), push)
 

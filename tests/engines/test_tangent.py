@@ -112,7 +112,8 @@ def test_one_draw_serves_both_parts_and_they_are_uncorrelated():
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_antithetic_engine_closes_in_with_the_square_of_epsilon(name):
     p = problem(name)
-    draw = seeded(3)
+    row = next(design(p)).row
+    draw = Fixed(torch.randn(row.shape, dtype=row.dtype).sign())
     wanted = [gradient(evaluate(Tangent(), p, draw, w).total, p.model) for w in (BOTH, EXPLICIT)]
     epsilons = torch.tensor([0.08, 0.04, 0.02, 0.01], dtype=torch.float64)
     for exact, weights in zip(wanted, (BOTH, EXPLICIT), strict=True):

@@ -12,8 +12,8 @@ from engine_helpers import EXPLICIT, IMPLICIT, evaluate, gradient, seeded
 from problems import D, Problem
 from undrop.engines import Antithetic, Exact, Reverse, ScaledNoise, Tangent
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
-from undrop.engines.rules import TANGENT_RULES
-from undrop.intercept import Interception, intercepts, silent
+from undrop.engines.tangent_rules import TANGENT_RULES
+from undrop.intercept import SITE_RULES, Interception, no_noise
 from undrop.intercept.attention import AttentionCall, written_out
 from undrop.losses import MSE
 from undrop.nn import LockedDropout, WeightDrop
@@ -142,7 +142,7 @@ X = torch.randn(3, 5, 4, dtype=D, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("rules", [None, TWICE_DIFFERENTIABLE, TANGENT_RULES])
 def test_with_its_dropout_off_the_model_is_what_it_is_in_eval_mode(model, rules):
-    with Interception(model, silent, rules):
+    with Interception(model, no_noise, rules):
         found = model(X)
     torch.testing.assert_close(found, model.eval()(X))
 
@@ -223,14 +223,14 @@ def test_attention_written_out_takes_masks_as_torch_does(shape):
     mask = torch.rand(shape) > 0.5
     mask[..., 0, :] = False  # nothing allowed: torch gives zeros
     call = AttentionCall(q, k, v, attn_mask=mask)
-    mode = Interception(nn.Identity(), silent)
+    mode = Interception(nn.Identity(), no_noise)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch.testing.assert_close(written_out(mode, call), expected)
 
 
 def test_a_causal_mask_of_another_length_starts_in_the_upper_left():
     q, k = torch.randn(2, 3, 4, dtype=D), torch.randn(2, 6, 4, dtype=D)
-    mode = Interception(nn.Identity(), silent)
+    mode = Interception(nn.Identity(), no_noise)
     expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)
     found = written_out(mode, AttentionCall(q, k, k, is_causal=True))
     torch.testing.assert_close(found, expected)
@@ -238,7 +238,7 @@ def test_a_causal_mask_of_another_length_starts_in_the_upper_left():
 
 def test_other_threads_never_see_an_interception():
     dropped = []
-    with Interception(nn.Identity(), silent):
+    with Interception(nn.Identity(), no_noise):
         thread = Thread(target=lambda: dropped.append(F.dropout(torch.ones(1000), 0.5)))
         thread.start()
         thread.join()
@@ -249,12 +249,12 @@ def test_other_threads_never_see_an_interception():
 def test_interceptions_end_with_their_block_and_may_nest():
     h = torch.ones(1000)
     with Interception(nn.Identity(), lambda site, h: 2 * h):
-        with Interception(nn.Identity(), silent):
+        with Interception(nn.Identity(), no_noise):
             assert torch.equal(F.dropout(h, 0.5), h)
         assert torch.equal(F.dropout(h, 0.5), 2 * h)
     assert F.dropout(h, 0.5).min() == 0
 
 
-def test_a_function_has_one_handler():
-    with pytest.raises(ValueError, match="has a handler already"):
-        intercepts(F.dropout)(lambda mode, func, args, kwargs: None)
+def test_a_function_has_one_site_rule():
+    with pytest.raises(ValueError, match="registered as a site rule already"):
+        SITE_RULES.register(F.dropout)(lambda mode, *args, **kwargs: None)

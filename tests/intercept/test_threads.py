@@ -9,7 +9,7 @@ from torch import nn
 
 import undrop
 from undrop.errors import EngineError
-from undrop.intercept import Interception, silent
+from undrop.intercept import Interception, no_noise
 
 ENGINES = ("tangent", "antithetic", "reverse", "exact")
 X, Y = torch.linspace(-1, 1, 12).view(4, 3), torch.tensor([0, 1, 1, 0])
@@ -169,7 +169,7 @@ def test_a_second_forward_mode_inside_of_the_first_is_refused():
 
 def batches(model):
     """A loader that keeps an interception open between its batches."""
-    with Interception(model, silent):
+    with Interception(model, no_noise):
         while True:
             yield F.dropout(torch.ones(1000), 0.5)
 

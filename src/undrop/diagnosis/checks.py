@@ -195,7 +195,7 @@ def _noise_of(objective: Any) -> AnalyticNoise:
 def _copy_at_regularizing_step(objective: Objective, generators: Generators) -> Objective:
     """A copy with a generator of its own, at a step that regularizes."""
     copied = copy.copy(objective)
-    copied.randomness = generators
+    copied.generators = generators
     copied.steps -= copied.steps % copied.interval
     return copied
 

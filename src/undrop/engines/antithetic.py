@@ -1,20 +1,27 @@
-"""Two plain passes at +ε₀ and -ε₀ with the same η: any kernel, no forward mode."""
+"""±ε₀ with the same η: one pass over a stacked batch, or two passes where examples interact."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+import math
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
+from undrop.engines.base import ENGINES, Engine, Evaluation, Request, weighted_parts
 from undrop.engines.draw import ScaledNoise
-from undrop.engines.fraction import Carried
-from undrop.errors import OptionError
-from undrop.intercept import Interception, RngSnapshot, keep_statistics, map_tensors, silent
+from undrop.engines.layout import Rows
+from undrop.engines.stacked import Plan, PlanChanged, StackedPass, map_dims, stacked_noise
+from undrop.engines.stacking import find_plan, layout_of
+from undrop.errors import EngineError, OptionError
+from undrop.intercept import Interception, RngSnapshot, keep_statistics, logits_of, map_tensors
+from undrop.losses import Coefficients
 
-__all__ = ["EPSILON", "EPSILON_HALF", "Antithetic", "middle"]
+__all__ = ["EPSILON", "EPSILON_HALF", "Antithetic", "midpoint"]
+
+_log = logging.getLogger("undrop")
 
 EPSILON = 0.05
 """ε₀ for float32 and float64: a relative error of the gradient below 1e-3, and a margin to rounding."""
@@ -23,11 +30,13 @@ EPSILON_HALF = 0.25
 benchmarks/epsilon.py; docs/engines.md shows the curves."""
 
 
+@ENGINES.register("antithetic")
 class Antithetic(Engine):
-    """u ≈ (F₊ - F₋)/2ε₀ and F ≈ (F₊ + F₋)/2, each to O(ε₀²), and one backward pass through both.
+    """u ≈ (F₊ - F₋)/2ε₀ and F ≈ (F₊ + F₋)/2, each to O(ε₀²), and one backward pass.
 
     Args:
         epsilon: ε₀; None takes what suits the precision. Larger is less exact, smaller loses digits.
+            It is divided by the largest σ of the model if that is above 1.
     """
 
     name = "antithetic"
@@ -38,46 +47,127 @@ class Antithetic(Engine):
         self.epsilon = epsilon
 
     def evaluate(self, request: Request) -> Evaluation:
-        """The weighted total over both passes; a third serves examples that carry no tangent."""
-        carried = Carried(request)
-        if carried.whole:
-            output, logits, u = self._both(request)
-            total, parts = request.loss.combined(
-                logits, u, request.targets, request.form, request.weights
-            )
-            return Evaluation(total, weighted_parts(request.weights, *parts), output)
-        mine = replace(
-            request, inputs=carried.first(carried.inputs), targets=carried.first(carried.targets)
-        )
-        output, logits, u = self._both(mine)
-        others = replace(
-            request, inputs=carried.beside(carried.inputs), targets=carried.beside(carried.targets)
-        )
-        with keep_statistics(request.model), Interception(request.model, silent):
-            other_output, beside = others.run()
-        total, parts = carried.combined(request, logits, u, beside)
-        joined = carried.joined(output, other_output)
-        return Evaluation(total, weighted_parts(request.weights, *parts), joined)
+        """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε, ready for one reverse pass."""
+        plan, reason = self.plan(request)
+        if plan is None:
+            return self._two_passes(request, reason)
+        try:
+            return self._one_pass(request, plan)
+        except PlanChanged:
+            plan, reason = self.plan(request, again=True)
+        return self._two_passes(request, reason) if plan is None else self._one_pass(request, plan)
 
-    def _both(self, request: Request) -> tuple[Any, Tensor, Tensor]:
-        """What the model returns, and of that what the loss sees: F and u."""
-        epsilon = _suitable(request.model) if self.epsilon is None else self.epsilon
-        replay = RngSnapshot.of(request.model, request.draw.generator)
-        with Interception(request.model, ScaledNoise(request.draw, epsilon)) as first:
+    def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
+        """Return how the model is stacked, or None and the reason."""
+        return find_plan(
+            request.batch,
+            request.fraction,
+            request.batch_dim,
+            exact_output=request.exact_output,
+            again=again,
+        )
+
+    def _one_pass(self, request: Request, plan: Plan) -> Evaluation:
+        """Run the model once on [without noise; +ε₀; -ε₀]."""
+        batch, draw = request.batch, request.draw
+        layout = layout_of(batch, plan.dim, request.fraction, request.exact_output)
+        rows = Rows.drawn(layout, draw.generator(plan.sites[0].device))
+        epsilon = self._epsilon(batch.model, max(draw.scale(s.site) for s in plan.sites))
+        noise = stacked_noise(plan, draw, rows, epsilon)
+        inputs = batch.inputs
+        if not plan.late:
+            inputs = map_dims(rows.stacked, inputs, plan.input_dims)
+        with StackedPass(batch.model, plan, rows, noise) as mode:
+            stacked = batch._replace(inputs=inputs).forward()
+        if mode.index != len(plan.sites):
+            raise PlanChanged
+        logits = logits_of(stacked)
+        u = rows.difference(logits, plan.logits_dim) * (0.5 / epsilon)
+        f = rows.merged(logits, plan.logits_dim)
+        targets = map_dims(rows.ordered, batch.targets, plan.target_dims)
+        request.loss.check(f, targets)
+        total, parts = _combined(
+            request, f, u, targets, plan.logits_dim, layout.noisy / layout.batch
+        )
+
+        def output() -> Any:
+            merged = map_dims(rows.merged, stacked, plan.output_dims)
+            return map_dims(rows.restored, merged, plan.output_dims)
+
+        return Evaluation(total, parts, output, "antithetic: one stacked pass")
+
+    def _two_passes(self, request: Request, reason: str) -> Evaluation:
+        """Run the model at +ε₀ and at -ε₀."""
+        batch, draw = request.batch, request.draw
+        if request.fraction < 1.0:
+            raise EngineError(
+                f"fraction < 1 needs independent examples, but in {type(batch.model).__name__} "
+                f"{reason}: use fraction=1."
+            )
+        if request.exact_output:
+            raise EngineError(
+                f"exact_output needs independent examples, but in {type(batch.model).__name__} "
+                f"{reason}: use engine='tangent'."
+            )
+        _say_once(batch.model, reason)
+        epsilon = self._epsilon(batch.model, None)
+        rng = RngSnapshot.of(batch.model, draw.generator)
+        with Interception(batch.model, ScaledNoise(draw, epsilon)) as first:
             up, plus = request.run()
         if first.drew:
-            replay.restart()
+            rng.restart()
         with (
-            keep_statistics(request.model),
-            Interception(request.model, ScaledNoise(request.draw, -epsilon)),
+            keep_statistics(batch.model),
+            Interception(batch.model, ScaledNoise(draw, -epsilon)),
         ):
             down, minus = request.run()
         u = (plus - minus) * (0.5 / epsilon)
-        return map_tensors(middle, up, down), (plus + minus) * 0.5, u
+        f = (plus + minus) * 0.5
+        c = request.coefficients
+        total, parts = request.loss.combined(f, u, batch.targets, request.form, c)
+        return Evaluation(
+            total,
+            weighted_parts(c, *parts),
+            lambda: map_tensors(midpoint, up, down),
+            f"antithetic: two passes, since {reason}",
+        )
+
+    def _epsilon(self, model: nn.Module, sigma: float | None) -> float:
+        """Return ε₀ for the precision that the model runs in and its largest σ."""
+        epsilon = _suitable(model) if self.epsilon is None else self.epsilon
+        return epsilon / max(1.0, sigma or 1.0)
+
+
+def _combined(
+    request: Request, f: Tensor, u: Tensor, targets: Any, dim: int, rho: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the total and its parts, with u = 0 for the examples without noise.
+
+    The explicit part is scaled by 1/ρ, which keeps its mean over the choice of examples, and the
+    implicit one by 1/sqrt(ρ), which keeps its covariance where noise is independent between examples.
+    """
+    c = request.coefficients
+    scaled = Coefficients(c.loss, c.quadratic / rho, c.directional / math.sqrt(rho))
+    total, parts = request.loss.combined(f, u, targets, request.form, scaled, dim=dim)
+    return total, weighted_parts(scaled, *parts)
+
+
+_said: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def _say_once(model: nn.Module, reason: str) -> None:
+    if _said.get(model) != reason:
+        _said[model] = reason
+        _log.warning(
+            "undrop runs %s twice per step, since %s; on nets with kinks (ReLU, max pooling) the "
+            "gradient of the regularizers is then biased.",
+            type(model).__name__,
+            reason,
+        )
 
 
 def _suitable(model: nn.Module) -> float:
-    """ε₀ for the precision that the model runs in."""
+    """Return ε₀ for the precision that the model runs in."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
     if weight is None:
         return EPSILON
@@ -85,6 +175,6 @@ def _suitable(model: nn.Module) -> float:
     return EPSILON_HALF if half or torch.is_autocast_enabled(weight.device.type) else EPSILON
 
 
-def middle(a: Tensor, b: Tensor) -> Tensor:
-    """What lies between the two passes: the noise-free value to O(ε₀²)."""
+def midpoint(a: Tensor, b: Tensor) -> Tensor:
+    """Return what lies between the two passes: the noise-free value to O(ε₀²)."""
     return (a + b) * 0.5 if a.is_floating_point() else a

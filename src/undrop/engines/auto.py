@@ -1,14 +1,15 @@
-"""The tangent engine where it can be trusted, the antithetic one elsewhere."""
+"""The fastest engine that is right for a model."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 
+import torch
 from torch import nn
 
 from undrop.engines.antithetic import Antithetic
-from undrop.engines.base import Engine, Evaluation, Request
+from undrop.engines.base import ENGINES, Engine, Evaluation, Request
 from undrop.engines.proven import first_unproven_op
 from undrop.engines.tangent import Tangent
 from undrop.errors import EngineError
@@ -16,40 +17,62 @@ from undrop.errors import EngineError
 __all__ = ["Auto"]
 
 _log = logging.getLogger("undrop")
+_chosen: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+"""By model: why one stacked pass is not right, and the name of the engine that is."""
 
 
+@ENGINES.register("auto")
 class Auto(Engine):
-    """Decides by model, and says in one line of the log why if it is not the tangent."""
+    """One stacked pass where examples are independent; the tangent where two passes would be wrong.
+
+    Two passes with half precision and batch norm, or on nets whose examples interact, have a biased
+    gradient. There the tangent engine is used if every op has a proven rule, else two passes.
+    """
 
     name = "auto"
 
     def __init__(self) -> None:
         self._tangent, self._antithetic = Tangent(), Antithetic()
-        self._said: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def evaluate(self, request: Request) -> Evaluation:
-        """What the engine chosen for this model answers."""
+        """Return what the engine chosen for this model computes."""
         engine = self.choose(request)
         try:
             return engine.evaluate(request)
         except EngineError:
-            other = self.choose(request)
-            if other is engine:
+            if engine is self._antithetic:
                 raise
-            return other.evaluate(request)  # the pass met a dropout that was not active before
+            return self._antithetic.evaluate(request)  # the model took another branch
 
     def choose(self, request: Request) -> Engine:
-        """The engine for this model, by what is known of it so far."""
-        model = request.model
-        blocked = first_unproven_op(model, request.inputs)
-        if blocked is None:
-            return self._tangent
-        if self._said.get(model) != blocked:
-            self._said[model] = blocked
-            _log.warning(
-                "undrop uses the antithetic engine for %s: the tangent engine has no proven rule "
-                "for %s.",
-                type(model).__name__,
-                blocked,
-            )
-        return self._antithetic
+        """Return the engine for this model, and log the reason when it changes."""
+        model = request.batch.model
+        plan, reason = self._antithetic.plan(request)
+        if plan is not None and not (_half(model) and _has_batch_norm(model)):
+            return self._antithetic
+        if request.fraction < 1.0:
+            return self._antithetic  # which says why it can't
+        reason = reason or "half precision with batch norm needs more digits than ±ε₀ leaves"
+        known = _chosen.get(model)
+        if known is None or known[0] != reason:
+            unproven = first_unproven_op(model, request.batch.inputs)
+            name = self._antithetic.name if unproven else self._tangent.name
+            _chosen[model] = known = (reason, name)
+            if not unproven:
+                _log.warning(
+                    "undrop uses the tangent engine for %s, since %s.", type(model).__name__, reason
+                )
+        return self._tangent if known[1] == self._tangent.name else self._antithetic
+
+
+def _half(model: nn.Module) -> bool:
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return False
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return half or torch.is_autocast_enabled(weight.device.type)
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    kind = nn.modules.batchnorm._BatchNorm
+    return any(isinstance(m, kind) and m.training for m in model.modules())

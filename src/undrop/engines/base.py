@@ -1,86 +1,99 @@
-"""What is asked of an engine, and what it answers."""
+"""What an engine is asked for, and what it answers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from undrop.engines.draw import Draw
 from undrop.errors import EngineError, NoDropoutError
-from undrop.intercept import call, is_sharded, logits_of
-from undrop.losses import Loss
+from undrop.intercept import Batch, is_sharded, logits_of
+from undrop.losses import Coefficients, Loss
+from undrop.registry import Registry
 
-__all__ = ["Engine", "Evaluation", "Request", "Weights"]
-
-
-class Weights(NamedTuple):
-    """The total is ``loss·ℓ + explicit·uᵀHu + implicit·∂ℓ/∂ε``."""
-
-    loss: float
-    explicit: float
-    implicit: float
+__all__ = ["ENGINES", "Engine", "Evaluation", "Request", "as_engine", "weighted_parts"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """One evaluation of the regularized loss on one batch, for one draw of η."""
+    """c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε on one batch, for one draw of η."""
 
-    model: nn.Module
-    inputs: Any
-    targets: Any
+    batch: Batch
     loss: Loss
-    form: str
-    """The quadratic form of the explicit part: "hessian", "identity" or "loss-jacobian"."""
-    weights: Weights
     draw: Draw
+    coefficients: Coefficients
+    form: str = "hessian"
+    """The quadratic form of the explicit part: "hessian", "identity" or "loss-jacobian"."""
     fraction: float = 1.0
-    """ρ: the share of the batch for which the tangent is carried."""
-    batch_dim: int = 0
+    """ρ: the share of the batch that carries noise."""
+    batch_dim: int | None = None
+    """The dimension of the batch in the targets; None to find it."""
+    exact_output: bool = False
+    """Whether ℓ is evaluated at the output without noise, not at the midpoint of ±ε₀."""
 
     def run(self) -> tuple[Any, Tensor]:
-        """Run the model: all it returns, and of that the tensor which the loss sees, checked."""
-        output = call(self.model, self.inputs)
+        """Run the model: all it returns, and the tensor in it that the loss sees, checked."""
+        output = self.batch.forward()
         if not self.draw.asked:
             raise NoDropoutError(
-                f"no active dropout was met in this pass of {type(self.model).__name__}: check that "
-                "p > 0 and that its dropout modules are in train mode."
+                f"no active dropout was met in this pass of {type(self.batch.model).__name__}: check "
+                "that p > 0 and that its dropout modules are in train mode."
             )
         logits = logits_of(output)
-        self.loss.check(logits, self.targets)
-        self.loss.check_values(logits, self.targets)
+        self.loss.check(logits, self.batch.targets)
         return output, logits
 
 
 @dataclass
 class Evaluation:
-    """A scalar to be differentiated, and what it is made of."""
+    """A scalar with a graph, and what it is made of."""
 
     total: Tensor
     parts: Mapping[str, Tensor]
-    """Weighted and without graph; they add up to the total."""
-    output: Any
-    """What the model returned, without noise."""
+    """Weighted and without a graph; they add up to the total."""
+    make_output: Callable[[], Any]
+    engine: str = ""
+    """The engine that computed it, and why that one."""
+
+    @cached_property
+    def output(self) -> Any:
+        """What the model returned, without noise, in the order of the batch; made when read."""
+        return self.make_output()
 
 
 class Engine(ABC):
-    """A way to have the output tangent u = ∂F/∂ε, or what is made of it."""
+    """A way to compute the output tangent u = ∂F/∂ε, or what is made of it."""
 
-    name: str
+    name: ClassVar[str]
 
     @abstractmethod
     def evaluate(self, request: Request) -> Evaluation:
-        """The weighted total of ℓ, explicit and implicit part, ready for one backward pass."""
+        """Return the weighted total of ℓ, explicit and implicit part, ready for one backward pass."""
+
+
+ENGINES: Registry[str, Callable[[], Engine]] = Registry("engine")
+"""Engines by name."""
+
+
+def as_engine(engine: str | Engine) -> Engine:
+    """Return the engine of that name, or the engine itself.
+
+    Raises:
+        UnknownNameError: if there is no engine of that name; it lists the names.
+    """
+    return engine if isinstance(engine, Engine) else ENGINES[engine]()
 
 
 def refuse_sharded(engine: Engine, model: nn.Module) -> None:
-    """Raise for FSDP, which has given a parameter's memory back when a second backward asks for it.
+    """Raise for FSDP, which frees a parameter's memory before a second backward needs it.
 
     Raises:
-        EngineError: naming the engine that can.
+        EngineError: naming the engine that works.
     """
     if is_sharded(model):
         raise EngineError(
@@ -89,9 +102,23 @@ def refuse_sharded(engine: Engine, model: nn.Module) -> None:
         )
 
 
+def refuse_fraction(engine: Engine, request: Request) -> None:
+    """Raise for ``fraction`` < 1 and ``exact_output`` where they save or change nothing.
+
+    Raises:
+        EngineError: naming the engine that has them.
+    """
+    if request.fraction < 1.0:
+        raise EngineError(
+            f"fraction < 1 is for the antithetic engine, got the {engine.name} engine: use "
+            "engine='antithetic', or fraction=1."
+        )
+
+
 def weighted_parts(
-    weights: Weights, loss: Tensor, explicit: Tensor, implicit: Tensor
+    coefficients: Coefficients, loss: Tensor, explicit: Tensor, implicit: Tensor
 ) -> dict[str, Tensor]:
-    """The parts by name, each times its weight; those of weight zero are left out."""
-    values = zip(Weights._fields, weights, (loss, explicit, implicit), strict=True)
-    return {name: weight * value.detach() for name, weight, value in values if weight != 0.0}
+    """Return the parts by name, each times its coefficient; those of coefficient 0 are left out."""
+    names = ("loss", "explicit", "implicit")
+    values = zip(names, coefficients, (loss, explicit, implicit), strict=True)
+    return {name: c * value.detach() for name, c, value in values if isinstance(c, Tensor) or c}

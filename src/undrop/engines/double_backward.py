@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.intercept import Handler, Interception
+from undrop.intercept import Interception, Rule
 from undrop.intercept.attention import AttentionCall, written_out
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layers
 from undrop.kernels.cells import CELLS, run_direction
@@ -17,9 +18,7 @@ from undrop.kernels.cells import CELLS, run_direction
 __all__ = ["TWICE_DIFFERENTIABLE"]
 
 
-def _attention(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
     return written_out(mode, AttentionCall(*args, **kwargs))
 
 
@@ -51,14 +50,12 @@ def _layer(call: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:
     return out, tuple(torch.stack(states) for states in zip(*finals, strict=True))
 
 
-def _recurrent(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, ...]:
-    return run_layers(mode, read(func, args), _layer)
+def _recurrent(function: Callable[..., Any], mode: Interception, *args: Any) -> tuple[Tensor, ...]:
+    return run_layers(mode, read(function, args), _layer)
 
 
-TWICE_DIFFERENTIABLE: Mapping[Callable[..., Any], Handler] = {
+TWICE_DIFFERENTIABLE: Mapping[Callable[..., Any], Rule] = {
     F.scaled_dot_product_attention: _attention,
-    **dict.fromkeys(RECURRENT, _recurrent),
+    **{function: partial(_recurrent, function) for function in RECURRENT},
 }
 """Rules for an interception under which every fused function is written out."""

@@ -1,9 +1,10 @@
-"""One draw of σ·η for all sites of a model, and the fields that put it to use."""
+"""One draw of σ·η for all sites of a model, and the site actions that use it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +21,16 @@ MASKS = ("as-declared", "independent")
 
 
 class Draw:
-    """σ·η by site: drawn where a site is first asked for, the same ever after.
+    """σ·η by site: drawn when a site is first asked for, and the same from then on.
 
-    It is held only as long as some graph does; when it is asked for again after that, as activation
-    checkpointing does in the backward pass, the same is drawn once more.
+    The noise lives only as long as some graph holds it. When activation checkpointing asks for it
+    again in the backward pass, the same noise is drawn once more.
 
     Args:
         noise: the distribution of η: "sign", "dropout" or "gaussian".
         mask: "as-declared" or "independent".
         selection: which sites carry noise, and how much.
-        generator: gives the random generator for a device.
+        generator: returns the random generator for a device.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Draw:
         self.selection = selection
         self.generator = generator
         self.asked = False
-        """Whether any site has been met."""
+        """Whether the pass has met any site."""
         self._drawn: dict[str, TensorWeakRef] = {}
         self._states: dict[str, Tensor] = {}  # of the generator, before each site's draw
 
@@ -61,7 +62,7 @@ class Draw:
         """The shape of η at the site."""
         return site.shape if self.mask == "independent" else site.mask_shape
 
-    def scaled(self, site: Site, h: Tensor) -> Tensor | None:
+    def sigma_eta(self, site: Site, h: Tensor) -> Tensor | None:
         """σ·η for the site, or None where it carries no noise."""
         scale = self.scale(site)
         if scale == 0.0:
@@ -89,22 +90,38 @@ class Draw:
             generator=generator,
         )
 
+    def eta(self, site: Site, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Draw η for a site that all examples share."""
+        return self._eta(self.shape(site), site.p, dtype, device)
+
+    def eta_of_rows(self, sites: Sequence[Any], widths: Sequence[int], rows: Any) -> Tensor:
+        """Draw η for the noisy examples of a stacked batch, all sites at once: (r, Σ widths)."""
+        wide = max(sites, key=lambda s: torch.finfo(s.dtype).bits)
+        shape = (rows.layout.noisy, sum(widths))
+        return self._eta(shape, wide.site.p, wide.dtype, wide.device)
+
+    def _eta(
+        self, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        like = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+        return draw_noise(self.noise, shape, p, like=like, generator=self.generator(device))
+
 
 class ScaledNoise:
-    """The field h ⊙ (1 + ε·σ·η) for a fixed ε. Dropout itself is ε = 1 with dropout's own noise."""
+    """The site action h ⊙ (1 + ε·σ·η) for a fixed ε. Dropout is ε = 1 with dropout's own noise."""
 
     def __init__(self, draw: Draw, epsilon: float) -> None:
         self.draw = draw
         self.epsilon = epsilon
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """H ⊙ (1 + ε·σ·η)."""
-        noise = self.draw.scaled(site, h)
+        """h ⊙ (1 + ε·σ·η)."""
+        noise = self.draw.sigma_eta(site, h)
         return h if noise is None else torch.addcmul(h, h, noise, value=self.epsilon)
 
 
 class ZeroLeaves:
-    """The field h ⊙ (1 + z) with a zero leaf z in the shape of η, to be differentiated in.
+    """The site action h ⊙ (1 + z) with a zero leaf z in the shape of η, to differentiate in.
 
     ∂ℓ/∂z sums J ⊙ h over all entries that share one η, which is what mask sharing means.
     """
@@ -124,7 +141,7 @@ class ZeroLeaves:
         return list(self._leaves)
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """H ⊙ (1 + z)."""
+        """h ⊙ (1 + z)."""
         if self.draw.scale(site) == 0.0:
             return h
         if site not in self._leaves:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrop.engines.base import Engine, Evaluation, Request, refuse_sharded, weighted_parts
+from undrop.engines.base import (
+    ENGINES,
+    Engine,
+    Evaluation,
+    Request,
+    refuse_fraction,
+    refuse_sharded,
+    weighted_parts,
+)
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.engines.draw import ZeroLeaves
 from undrop.intercept import Interception
@@ -13,6 +21,7 @@ from undrop.intercept import Interception
 __all__ = ["Exact"]
 
 
+@ENGINES.register("exact")
 class Exact(Engine):
     """E_η[uᵀHu] = Σ_j σ_j² · (∂F/∂z_j)ᵀ H (∂F/∂z_j), over every entry j of every η.
 
@@ -23,25 +32,33 @@ class Exact(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total, differentiable once more in the parameters."""
-        refuse_sharded(self, request.model)
-        field = ZeroLeaves(request.draw)
-        with Interception(request.model, field, TWICE_DIFFERENTIABLE):
+        refuse_sharded(self, request.batch.model)
+        refuse_fraction(self, request)
+        action = ZeroLeaves(request.draw)
+        with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
             output, logits = request.run()
-        loss = request.loss.value(logits, request.targets)
+        loss = request.loss.value(logits, request.batch.targets)
         zero = torch.zeros_like(loss)
-        explicit = self._explicit(request, field, logits) if request.weights.explicit else zero
-        total = request.weights.loss * loss + request.weights.explicit * explicit
-        return Evaluation(total, weighted_parts(request.weights, loss, explicit, zero), output)
+        explicit = (
+            self._explicit(request, action, logits) if request.coefficients.quadratic else zero
+        )
+        total = request.coefficients.loss * loss + request.coefficients.quadratic * explicit
+        return Evaluation(
+            total,
+            weighted_parts(request.coefficients, loss, explicit, zero),
+            lambda: output,
+            self.name,
+        )
 
-    def _explicit(self, request: Request, field: ZeroLeaves, logits: Tensor) -> Tensor:
+    def _explicit(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Tensor:
         rows = [
             torch.autograd.grad(
-                entry, field.leaves, create_graph=True, allow_unused=True, materialize_grads=True
+                entry, action.leaves, create_graph=True, allow_unused=True, materialize_grads=True
             )
             for entry in logits.flatten()
         ]
         explicit = torch.zeros_like(logits[..., 0].sum())
-        for index, site in enumerate(field.sites):
+        for index, site in enumerate(action.sites):
             jacobian = torch.stack(
                 [row[index].flatten() for row in rows]
             )  # (outputs, entries of η)
@@ -49,6 +66,8 @@ class Exact(Engine):
                 u = column.view_as(logits) * request.draw.scale(site)
                 explicit = (
                     explicit
-                    + request.loss.derivatives(logits, u, request.targets, request.form).quadratic
+                    + request.loss.derivatives(
+                        logits, u, request.batch.targets, request.form
+                    ).quadratic
                 )
         return explicit

@@ -8,9 +8,7 @@ that is not listed is never trusted.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from undrop.engines.rules import TANGENT_RULES
+from undrop.engines.tangent_rules import TANGENT_RULES
 from undrop.intercept import (
-    Handler,
     Interception,
     RngSnapshot,
+    Rule,
     Site,
     call,
     is_sharded,
@@ -149,74 +147,49 @@ def _enclosing() -> str | None:
     return None if function is None else f"{_FUNCTION} {function}"
 
 
-class _Proof(NamedTuple):
-    """What a pass found: the first unproven op, and the names of the sites that it met."""
+def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
+    """Return the first op on the tangent's way through the model that is not proven; None if all are.
 
-    blocked: str | None
-    sites: frozenset[str]
-
-
-_proofs: weakref.WeakKeyDictionary[nn.Module, _Proof] = weakref.WeakKeyDictionary()
-
-
-def first_unproven_op(model: nn.Module, inputs: Any, met: Iterable[Site] = ()) -> str | None:
-    """The first op on the tangent's way through the model that is not proven; None if all are.
-
-    Found by one pass without gradients, the first time that a model is seen, and once more when a site
-    was ``met`` that the pass before did not come by: what follows a dropout of p = 0 needs no proof
-    until p is another.
+    It takes one pass without gradients. The model may take another branch at every step, so the
+    answer is never kept.
     """
-    names = frozenset(site.name for site in met)
-    proof = _proofs.get(model)
-    if proof is None or not names <= proof.sites:
-        proof = _probe(model, inputs)
-        _proofs[model] = proof = proof._replace(sites=proof.sites | names)
-    return proof.blocked
-
-
-def _probe(model: nn.Module, inputs: Any) -> _Proof:
     if is_sharded(model):
-        return _Proof("parameters sharded by FSDP", frozenset())
-    tainted = TangentTrace()
+        return "parameters sharded by FSDP"
+    trace = TangentTrace()
 
-    def field(site: Site, h: Tensor) -> Tensor:
+    def mark(site: Site, h: Tensor) -> Tensor:
         h = h.clone()
-        tainted.mark(h)
+        trace.mark(h)
         if in_checkpoint():
-            tainted.ops.append(_CHECKPOINTING)
+            trace.ops.append(_CHECKPOINTING)
         return h
 
-    def excused(rule: Handler) -> Handler:
-        """A function that has a rule of ours: whatever torch does inside of it does not matter."""
+    def excused(rule: Rule) -> Rule:
+        """A function that has a rule of ours: what torch does inside it does not matter."""
 
-        def handler(
-            mode: Interception,
-            func: Callable[..., Any],
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-        ) -> Any:
-            touched = tainted.touches((args, kwargs))
-            tainted.watching = False
+        def watched(mode: Interception, *args: Any, **kwargs: Any) -> Any:
+            touched = trace.touches((args, kwargs))
+            trace.watching = False
             try:
-                out = rule(mode, func, args, kwargs)
+                out = rule(mode, *args, **kwargs)
             finally:
-                tainted.watching = True
+                trace.watching = True
             if touched or mode.sites:
-                tainted.mark(out)
+                trace.mark(out)
             return out
 
-        return handler
+        return watched
 
     rules = {function: excused(rule) for function, rule in TANGENT_RULES.items()}
     with (
         RngSnapshot(),
         torch.no_grad(),
         keep_statistics(model),
-        tainted,
-        Interception(model, field, rules) as mode,
+        trace,
+        Interception(model, mark, rules),
     ):
         call(model, inputs)
-    blocked = next((op for op in tainted.ops if op not in PROVEN), None)
+    blocked = next((op for op in trace.ops if op not in PROVEN), None)
     if blocked is not None and not blocked.startswith((_CHECKPOINTING, _FUNCTION)):
         blocked = f"aten::{blocked}"
-    return _Proof(blocked, frozenset(site.name for site in mode.sites))
+    return blocked

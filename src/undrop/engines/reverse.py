@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrop.engines.base import Engine, Evaluation, Request, refuse_sharded, weighted_parts
+from undrop.engines.base import (
+    ENGINES,
+    Engine,
+    Evaluation,
+    Request,
+    refuse_fraction,
+    refuse_sharded,
+    weighted_parts,
+)
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.engines.draw import ZeroLeaves
 from undrop.intercept import Interception
@@ -13,6 +21,7 @@ from undrop.intercept import Interception
 __all__ = ["Reverse"]
 
 
+@ENGINES.register("reverse")
 class Reverse(Engine):
     """Algorithm 3 of the paper, for any mask structure.
 
@@ -26,43 +35,46 @@ class Reverse(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total; its backward pass is a double backward of the model."""
-        refuse_sharded(self, request.model)
-        field = ZeroLeaves(request.draw)
-        with Interception(request.model, field, TWICE_DIFFERENTIABLE):
+        refuse_sharded(self, request.batch.model)
+        refuse_fraction(self, request)
+        action = ZeroLeaves(request.draw)
+        with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
             output, logits = request.run()
-        weights = request.weights
-        loss = request.loss.twice_differentiable_value(logits, request.targets)
+        c = request.coefficients
+        loss = request.loss.twice_differentiable_value(logits, request.batch.targets)
         zero = torch.zeros_like(loss)
-        # From an output that is not finite no labels can be drawn; who asked will see it in the loss.
-        sound = bool(weights.explicit) and bool(loss.detach().isfinite())
-        explicit = self._explicit(request, field, logits) if sound else zero
-        implicit = self._implicit(request, field, loss) if weights.implicit else zero
-        total = weights.loss * loss + weights.explicit * explicit + weights.implicit * implicit
-        return Evaluation(total, weighted_parts(weights, loss, explicit, implicit), output)
+        # From an output that is not finite no labels can be drawn; the caller sees a non-finite loss.
+        sound = bool(c.quadratic) and bool(loss.detach().isfinite())
+        explicit = self._explicit(request, action, logits) if sound else zero
+        implicit = self._implicit(request, action, loss) if c.directional else zero
+        total = c.loss * loss + c.quadratic * explicit + c.directional * implicit
+        return Evaluation(
+            total, weighted_parts(c, loss, explicit, implicit), lambda: output, self.name
+        )
 
-    def _explicit(self, request: Request, field: ZeroLeaves, logits: Tensor) -> Tensor:
+    def _explicit(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Tensor:
         generator = request.draw.generator(logits.device)
-        sampled = request.loss.sampled(logits, request.targets, request.form, generator)
-        gradients = _gradients(sampled, field)
+        sampled = request.loss.sampled(logits, request.batch.targets, request.form, generator)
+        gradients = _gradients(sampled, action)
         squares = [
             request.draw.scale(site) ** 2 * gradient.square().sum()
-            for site, gradient in zip(field.sites, gradients, strict=True)
+            for site, gradient in zip(action.sites, gradients, strict=True)
         ]
-        total = torch.stack(squares).sum() / request.loss.count(logits, request.targets)
+        total = torch.stack(squares).sum() / request.loss.count(logits, request.batch.targets)
         return total
 
-    def _implicit(self, request: Request, field: ZeroLeaves, loss: Tensor) -> Tensor:
+    def _implicit(self, request: Request, action: ZeroLeaves, loss: Tensor) -> Tensor:
         products = []
         for site, leaf, gradient in zip(
-            field.sites, field.leaves, _gradients(loss, field), strict=True
+            action.sites, action.leaves, _gradients(loss, action), strict=True
         ):
-            noise = request.draw.scaled(site, leaf)
+            noise = request.draw.sigma_eta(site, leaf)
             if noise is not None:
                 products.append((gradient * noise).sum())
         return torch.stack(products).sum()
 
 
-def _gradients(scalar: Tensor, field: ZeroLeaves) -> tuple[Tensor, ...]:
+def _gradients(scalar: Tensor, action: ZeroLeaves) -> tuple[Tensor, ...]:
     return torch.autograd.grad(
-        scalar, field.leaves, create_graph=True, allow_unused=True, materialize_grads=True
+        scalar, action.leaves, create_graph=True, allow_unused=True, materialize_grads=True
     )

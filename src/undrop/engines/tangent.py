@@ -1,75 +1,103 @@
-"""Forward mode in the scalar ε, then one reverse pass."""
+"""Forward mode in the scalar ε, then one reverse pass: the reference that has no ε₀."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import RLock
 
 import torch
 import torch.autograd.forward_ad as forward
-from torch import Tensor
+from torch import Tensor, nn
 
-from undrop.engines.base import Engine, Evaluation, Request, weighted_parts
-from undrop.engines.fraction import Carried
+from undrop.engines.base import (
+    ENGINES,
+    Engine,
+    Evaluation,
+    Request,
+    refuse_fraction,
+    weighted_parts,
+)
+from undrop.engines.draw import Draw
 from undrop.engines.proven import first_unproven_op
-from undrop.engines.rules import TANGENT_RULES, TangentField, unpacked
+from undrop.engines.tangent_rules import TANGENT_RULES, packed, unpacked
 from undrop.errors import EngineError
 from undrop.intercept import Interception, Site, map_tensors
 
 __all__ = ["Tangent"]
 
-_TURN = RLock()
+_FORWARD_MODE = RLock()
 
 
+@ENGINES.register("tangent")
 class Tangent(Engine):
-    """u = ∂F/∂ε by forward mode, at the cost of one more pass.
+    """u = ∂F/∂ε by forward mode.
 
-    Every op that the tangent goes through must be on the list of proven ones (``proven.py``) or have
-    a rule of ours (``rules.py``): torch has ops whose gradient through a tangent is silently wrong.
+    Every op on the tangent's way must be proven (``proven.py``) or have a rule of ours
+    (``tangent_rules.py``): torch has ops whose gradient through a tangent is silently wrong.
     """
 
     name = "tangent"
 
     def evaluate(self, request: Request) -> Evaluation:
-        """The weighted total ``c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε``, ready for one reverse pass."""
-        _check_proof(request)
-        carried = Carried(request)
-        run = replace(request, inputs=carried.inputs, targets=carried.targets)
+        """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε, ready for one reverse pass."""
+        refuse_fraction(self, request)
+        if request.batch.model not in _proven:
+            _check_proof(request, 0)  # an op without any forward mode raises in the pass itself
         with _forward_mode():
-            field = TangentField(request.draw, carried.batch, carried.rows, carried.dim)
-            with Interception(request.model, field, TANGENT_RULES) as mode:
-                dual_output, dual = run.run()
+            with Interception(request.batch.model, DualNoise(request.draw), TANGENT_RULES) as mode:
+                dual_output, dual = request.run()
             logits, tangent = unpacked(dual)
             u = torch.zeros_like(logits) if tangent is None else tangent
             output = map_tensors(_primal, dual_output)
-        _check_proof(request, mode.sites)
-        if carried.whole:
-            total, parts = request.loss.combined(
-                logits, u, request.targets, request.form, request.weights
-            )
-        else:
-            total, parts = carried.combined(
-                request, carried.first(logits), carried.first(u), carried.beside(logits)
-            )
-        output = carried.restore(output)
-        return Evaluation(total, weighted_parts(request.weights, *parts), output)
+        _check_proof(request, mode.trail)
+        c = request.coefficients
+        total, parts = request.loss.combined(logits, u, request.batch.targets, request.form, c)
+        return Evaluation(total, weighted_parts(c, *parts), lambda: output, self.name)
 
 
-def _check_proof(request: Request, met: Iterable[Site] = ()) -> None:
-    blocked = first_unproven_op(request.model, request.inputs, met)
-    if blocked is not None:
+class DualNoise:
+    """The site action h ⊙ (1 + ε·σ·η) at ε = 0 with tangent 1: h stays, ḣ becomes ḣ + σ·η⊙h."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+
+    def __call__(self, site: Site, h: Tensor) -> Tensor:
+        """Return the dual number of h and ḣ + σ·η⊙h."""
+        noise = self.draw.sigma_eta(site, h)
+        if noise is None:
+            return h
+        primal, tangent = unpacked(h)
+        moved = primal * noise if tangent is None else torch.addcmul(tangent, primal, noise)
+        return packed(primal, moved)
+
+
+_proven: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
+
+
+def _check_proof(request: Request, trail: int) -> None:
+    """Probe the model once for every sequence of functions that it calls.
+
+    Raises:
+        EngineError: naming the first op that has no proven rule.
+    """
+    model = request.batch.model
+    if trail in _proven.get(model, ()):
+        return
+    unproven = first_unproven_op(model, request.batch.inputs)
+    if unproven is not None:
         raise EngineError(
-            f"the tangent engine has no proven rule for {blocked}: use engine='antithetic', which "
+            f"the tangent engine has no proven rule for {unproven}: use engine='antithetic', which "
             "needs none."
         )
+    _proven.setdefault(model, set()).add(trail)
 
 
 @contextmanager
 def _forward_mode() -> Iterator[None]:
-    """Forward mode, which torch has only one of for all threads: they take turns."""
-    with _TURN:
+    """Enter forward mode; torch has one for all threads, so they take turns."""
+    with _FORWARD_MODE:
         if forward._current_level >= 0:
             raise EngineError(
                 "forward mode is in use around this objective, and torch has no second one: use "

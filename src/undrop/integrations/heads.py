@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.errors import EngineError, OptionError, TargetError
-from undrop.intercept import Interception, keep_statistics, logits_of, silent
+from undrop.intercept import Interception, keep_statistics, logits_of, no_noise
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 
 __all__ = ["Task", "check_attention", "decoder_inputs", "read_head", "same_as_the_models_own"]
@@ -133,7 +133,7 @@ def same_as_the_models_own(
     loss = task.loss
     if isinstance(loss, CrossEntropy):  # smoothing is the trainer's, not the model's
         loss = CrossEntropy(ignore_index=loss.ignore_index)
-    with torch.no_grad(), keep_statistics(model), Interception(model, silent):
+    with torch.no_grad(), keep_statistics(model), Interception(model, no_noise):
         output = model(**inputs, labels=labels)
     own = output["loss"] if isinstance(output, Mapping) else output[0]
     if not bool(torch.isfinite(own)):

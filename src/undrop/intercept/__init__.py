@@ -5,9 +5,16 @@ from undrop.intercept import (  # they register what they stand in for
     functional,
     recurrent,
 )
-from undrop.intercept.discovery import in_training, preserve_model, silent, sites
-from undrop.intercept.interception import Field, Handler, Interception, apart, intercepts
-from undrop.intercept.model_call import call, logits_of
+from undrop.intercept.discovery import in_training, preserve_model, sites
+from undrop.intercept.interception import (
+    SITE_RULES,
+    Interception,
+    Rule,
+    SiteAction,
+    no_noise,
+    outside_interception,
+)
+from undrop.intercept.model_call import Batch, call, logits_of
 from undrop.intercept.pytrees import map_tensors, tensors_in
 from undrop.intercept.running_statistics import Statistics, keep_statistics
 from undrop.intercept.site import Selection, Site, Sites
@@ -15,27 +22,28 @@ from undrop.intercept.wrappers import is_sharded, unwrapped
 from undrop.rng_snapshot import RngSnapshot
 
 __all__ = [
-    "Field",
-    "Handler",
+    "SITE_RULES",
+    "Batch",
     "Interception",
     "RngSnapshot",
+    "Rule",
     "Selection",
     "Site",
+    "SiteAction",
     "Sites",
     "Statistics",
-    "apart",
+    "no_noise",
+    "outside_interception",
     "preserve_model",
     "attention",
     "call",
     "functional",
     "in_training",
-    "intercepts",
     "is_sharded",
     "keep_statistics",
     "logits_of",
     "map_tensors",
     "recurrent",
-    "silent",
     "sites",
     "tensors_in",
     "unwrapped",

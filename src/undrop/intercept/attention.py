@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.intercept.interception import Interception, intercepts
+from undrop.intercept.interception import SITE_RULES, Interception
 
 __all__ = ["AttentionCall", "additive_mask", "probabilities", "spread", "written_out"]
 
@@ -75,7 +75,7 @@ def written_out(
     call: AttentionCall,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Tensor:
-    """softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η) V: the mask inside of torch's fused one is invisible."""
+    """softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η) V: the mask inside torch's fused one is invisible."""
     call = spread(call)
     p = probabilities(call, softmax)
     if call.dropout_p > 0.0:
@@ -85,15 +85,12 @@ def written_out(
     return p @ call.value
 
 
-@intercepts(F.scaled_dot_product_attention)
-def _attention(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+@SITE_RULES.register(F.scaled_dot_product_attention)
+def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
     call = AttentionCall(*args, **kwargs)
     if call.dropout_p > 0.0:
         return written_out(mode, call)
-    out: Tensor = func(*args, **kwargs)
-    return out
+    return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _without_overrides(function: types.FunctionType) -> types.FunctionType:
@@ -124,9 +121,7 @@ def _without_overrides(function: types.FunctionType) -> types.FunctionType:
 _multi_head_attention = _without_overrides(inspect.unwrap(F.multi_head_attention_forward))
 
 
-@intercepts(F.multi_head_attention_forward)
-def _multi_head(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+@SITE_RULES.register(F.multi_head_attention_forward)
+def _multi_head(mode: Interception, *args: Any, **kwargs: Any) -> Any:
     with mode:
         return _multi_head_attention(*args, **kwargs)

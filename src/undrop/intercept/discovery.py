@@ -8,24 +8,19 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from undrop.errors import NoDropoutError
-from undrop.intercept.interception import Interception
+from undrop.intercept.interception import Interception, no_noise
 from undrop.intercept.model_call import call
 from undrop.intercept.running_statistics import keep_buffers
-from undrop.intercept.site import Site, Sites
+from undrop.intercept.site import Sites
 from undrop.intercept.wrappers import unwrapped
 from undrop.rng_snapshot import RngSnapshot
 
-__all__ = ["preserve_model", "in_training", "silent", "sites"]
+__all__ = ["in_training", "preserve_model", "sites"]
 
 _LOOKING = RLock()  # held while a model is in another mode than the one its owner put it in
-
-
-def silent(site: Site, h: Tensor) -> Tensor:
-    """The field that switches every dropout off: ε = 0."""
-    return h
 
 
 def sites(model: nn.Module, inputs: Any) -> Sites:
@@ -67,7 +62,7 @@ def in_training(model: nn.Module) -> bool:
 
 
 def _met(model: nn.Module, inputs: Any) -> Sites:
-    with torch.no_grad(), Interception(model, silent) as mode:
+    with torch.no_grad(), Interception(model, no_noise) as mode:
         call(model, inputs)
     return Sites(mode.sites)
 

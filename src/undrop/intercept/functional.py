@@ -2,99 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from undrop.errors import UnsupportedDropoutError
-from undrop.intercept.interception import Interception, intercepts
+from undrop.intercept.interception import SITE_RULES, Interception
 from undrop.noise import structured_dropout
 
 
-class _Call(NamedTuple):
-    h: Tensor
-    p: float
-    training: bool
-    inplace: bool
-
-    @property
-    def idle(self) -> bool:
-        return not self.training or self.p == 0.0
+def _noisy(mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **how: Any) -> Tensor:
+    if not inplace:
+        return mode.noisy(h, p, kind=kind, label=kind, **how)
+    # The caller may use h itself afterwards: like torch's own in-place dropout this writes into h.
+    # The clone keeps the old value for the derivative in η.
+    return h.copy_(mode.noisy(h.clone(), p, kind=kind, label=kind, **how))
 
 
-def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    """The arguments of any of torch's dropout functions, which share one order of them."""
-    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-    training = given.get("training", given.get("train", True))
-    return _Call(
-        given["input"], float(given.get("p", 0.5)), bool(training), bool(given.get("inplace"))
-    )
-
-
-def _noisy(mode: Interception, call: _Call, kind: str, **structure: Any) -> Tensor:
-    module = mode.running_module()
-    label: str | None = kind
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        label = None  # the module is the site
-    elif isinstance(module, nn.MultiheadAttention):
-        label = kind = "attention"
-    if not call.inplace:
-        return mode.noisy(call.h, call.p, kind=kind, label=label, **structure)
-    # The caller may go on to use h itself: like torch's own in-place dropout this writes into h. The
-    # clone keeps the old value for the derivative in η.
-    return call.h.copy_(mode.noisy(call.h.clone(), call.p, kind=kind, label=label, **structure))
-
-
-@intercepts(F.dropout, torch.dropout, torch.dropout_)
+@SITE_RULES.register(F.dropout)
 def _dropout(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Interception,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Tensor:
-    call = _read(args, kwargs)
-    if func is torch.dropout_:
-        call = call._replace(inplace=True)
-    return call.h if call.idle else _noisy(mode, call, "dropout")
+    return _noisy(mode, input, p, inplace, "dropout") if training and p else input
 
 
-@intercepts(torch.native_dropout)
+@SITE_RULES.register(torch.dropout)
+def _aten_dropout(mode: Interception, input: Tensor, p: float, train: bool) -> Tensor:
+    return _dropout(mode, input, p, train)
+
+
+@SITE_RULES.register(torch.dropout_)
+def _aten_dropout_(mode: Interception, input: Tensor, p: float, train: bool) -> Tensor:
+    return _dropout(mode, input, p, train, inplace=True)
+
+
+@SITE_RULES.register(torch.native_dropout)
 def _native_dropout(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Interception, input: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Tensor]:
-    out = _dropout(mode, func, args, kwargs)
+    out = _dropout(mode, input, p, train is not False)
     return out, torch.ones_like(out, dtype=torch.bool)
 
 
-@intercepts(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.feature_dropout_)
 def _feature_dropout(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Interception,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    kind: str,
+    unbatched: int | None = None,
+    train: bool | None = None,
 ) -> Tensor:
-    """One η per feature map: dimensions after the channel share it."""
-    call = _read(args, kwargs)
-    if call.idle:
-        return call.h
-    if func is torch.feature_dropout_:
-        call = call._replace(inplace=True)
-    # torch takes (C, L) of dropout1d and (C, D, H, W) of dropout3d for one example without batch.
-    unbatched = (func is F.dropout1d and call.h.dim() == 2) or (
-        func is F.dropout3d and call.h.dim() == 4
-    )
-    shared = tuple(range(1 if unbatched else 2, call.h.dim()))
-    kind = "dropout2d" if "feature" in func.__name__ else func.__name__
-    return _noisy(mode, call, kind, mask="per feature map", shared=shared)
+    """One η per feature map: dimensions after the channel share it.
+
+    Torch takes (C, L) of dropout1d and (C, D, H, W) of dropout3d for one example without a batch:
+    ``unbatched`` is that number of dimensions.
+    """
+    if not (training if train is None else train) or not p:
+        return input
+    shared = tuple(range(1 if input.dim() == unbatched else 2, input.dim()))
+    return _noisy(mode, input, p, inplace, kind, mask="per feature map", shared=shared)
 
 
-@intercepts(structured_dropout)
+SITE_RULES.register(F.dropout1d)(partial(_feature_dropout, kind="dropout1d", unbatched=2))
+SITE_RULES.register(F.dropout2d)(partial(_feature_dropout, kind="dropout2d"))
+SITE_RULES.register(F.dropout3d)(partial(_feature_dropout, kind="dropout3d", unbatched=4))
+SITE_RULES.register(torch.feature_dropout)(partial(_feature_dropout, kind="dropout2d"))
+SITE_RULES.register(torch.feature_dropout_)(
+    partial(_feature_dropout, kind="dropout2d", inplace=True)
+)
+
+
+@SITE_RULES.register(structured_dropout)
 def _structured_dropout(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Interception, h: Tensor, p: float, *, training: bool = True, **structure: Any
 ) -> Tensor:
-    call = _read(args, kwargs)
-    structure = {k: v for k, v in kwargs.items() if k not in ("p", "training")}
-    return call.h if call.idle else mode.noisy(call.h, call.p, **structure)
+    return mode.noisy(h, p, **{"kind": "dropout", **structure}) if training and p else h
 
 
-@intercepts(
+@SITE_RULES.register(
     F.alpha_dropout,
     F.feature_alpha_dropout,
     torch.alpha_dropout,
@@ -103,12 +98,17 @@ def _structured_dropout(
     torch.feature_alpha_dropout_,
 )
 def _alpha_dropout(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Interception,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+    *,
+    train: bool | None = None,
 ) -> Tensor:
-    call = _read(args, kwargs)
-    if call.idle:
-        return call.h
-    name = mode.site(call.h.shape, call.p, kind="alpha").name
+    if not (training if train is None else train) or not p:
+        return input
+    name = mode.site(input.shape, p, kind="alpha").name
     raise UnsupportedDropoutError(
         f"alpha dropout at {name!r} is not multiplicative zero-mean noise, so undrop can't take it "
         "apart: use nn.Dropout there, or put that module in eval mode."

@@ -1,9 +1,9 @@
 """Running a model unchanged, with undrop deciding what happens at every dropout it meets.
 
-A ``TorchFunctionMode`` sees the dropout *functions* themselves, so that a dropout is found wherever
-it is called from. Nothing in the model is touched: no hook, no patched function, no replaced module.
-What activation checkpointing runs again in the backward pass is given the same answers there.
-Leaving the ``with`` block, in whatever way, ends it; other threads never see it.
+A ``TorchFunctionMode`` sees the dropout *functions* themselves, so a dropout is found wherever it is
+called from. Nothing in the model is touched: no hook, no patched function, no replaced module.
+Activation checkpointing runs parts of a model again in the backward pass; they meet the same answers
+there. Leaving the ``with`` block ends the interception; other threads never see it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import local
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.autograd.forward_ad as forward
@@ -29,48 +29,29 @@ from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
 from undrop.intercept.wrappers import paths
 from undrop.noise import mask_shape
+from undrop.registry import Registry
 
-__all__ = ["Field", "Handler", "Interception", "apart", "intercepts"]
+__all__ = ["SITE_RULES", "Interception", "Rule", "SiteAction", "no_noise", "outside_interception"]
 
 
-class Field(Protocol):
+class SiteAction(Protocol):
     """What happens to h at a site; the answer takes the place of the dropped h."""
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """The new h."""
+        """Return the new h."""
         ...
 
 
-class Handler(Protocol):
-    """Stands in for an intercepted torch function while an interception runs."""
-
-    def __call__(
-        self,
-        mode: Interception,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Compute what ``func(*args, **kwargs)`` would, with the field's say at its sites."""
-        ...
+def no_noise(site: Site, h: Tensor) -> Tensor:
+    """The site action that switches every dropout off: ε = 0."""
+    return h
 
 
-SITE_HANDLERS: dict[Callable[..., Any], Handler] = {}
-"""The functions that drop, and what stands in for each; filled by ``@intercepts``."""
+Rule: TypeAlias = Callable[..., Any]
+"""Stands in for a torch function: ``rule(mode, *args, **kwargs)`` with the function's own arguments."""
 
-
-def intercepts(*functions: Callable[..., Any]) -> Callable[[Handler], Handler]:
-    """Register a handler for dropping functions. Registering one twice is an error."""
-
-    def register(handler: Handler) -> Handler:
-        for function in functions:
-            if function in SITE_HANDLERS:
-                raise ValueError(f"{function} has a handler already.")
-            SITE_HANDLERS[function] = handler
-        return handler
-
-    return register
-
+SITE_RULES: Registry[Callable[..., Any], Rule] = Registry("site rule")
+"""The functions that drop, and what stands in for each."""
 
 RANDOM = frozenset(
     [
@@ -87,7 +68,7 @@ RANDOM = frozenset(
 
 
 class _Depth(local):
-    """How many pieces of work within the pass of a model, each no part of it, this thread is in."""
+    """How many ``outside_interception`` blocks this thread is in."""
 
     value = 0
 
@@ -96,8 +77,8 @@ _depth = _Depth()
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """What is run within is no part of the models that are intercepted outside of it."""
+def outside_interception() -> Iterator[None]:
+    """Hide what runs within from every interception that is active outside."""
     _depth.value += 1
     try:
         yield
@@ -106,35 +87,37 @@ def apart() -> Iterator[None]:
 
 
 class Interception(TorchFunctionMode):
-    """Within ``with Interception(model, field):`` every dropout of the model asks the field.
+    """Within ``with Interception(model, action):`` every dropout of the model asks the action.
 
     Args:
-        model: the model that will be run; its module paths name the sites.
-        field: called with each site and its h.
+        model: the model that runs; its module paths name the sites.
+        action: called with each site and its h.
         rules: further functions to stand in for, an engine's own.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        field: Field,
-        rules: Mapping[Callable[..., Any], Handler] | None = None,
+        action: SiteAction,
+        rules: Mapping[Callable[..., Any], Rule] | None = None,
     ) -> None:
         super().__init__()
-        self.field = field
+        self.action = action
         self.sites: list[Site] = []
         self.drew = False
         """Whether the pass has drawn random numbers from torch's global generators."""
-        self._handlers = {**SITE_HANDLERS, **(rules or {})}
+        self.trail = 0
+        """A hash of all functions that the pass has called, in order."""
+        self._rules = {**SITE_RULES, **(rules or {})}
+        self._extra_rules = rules
         self._model = model
-        self._rules = rules
         self._names = paths(model)
         self._calls: Counter[str] = Counter()
         self._gradients = torch.is_grad_enabled()
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> Interception:
-        """Begin; work that is set ``apart`` from here on is left alone."""
+        """Begin. What runs ``outside_interception`` from here on is left alone."""
         self._depth = _depth.value
         super().__enter__()
         return self
@@ -146,27 +129,28 @@ class Interception(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Hand an intercepted function to its handler, and let all others pass."""
-        handler = self._handlers.get(func)
-        if handler is None or _depth.value != self._depth:
+        """Call the rule of an intercepted function, and any other function itself."""
+        rule = self._rules.get(func)
+        self.trail = hash((self.trail, func))
+        if rule is None or _depth.value != self._depth:
             if func in RANDOM and (kwargs or {}).get("generator") is None:
                 self.drew = True
             return func(*args, **(kwargs or {}))
         self._prepare_recomputation()
-        return handler(self, func, args, kwargs or {})
+        return rule(self, *args, **(kwargs or {}))
 
     def _prepare_recomputation(self) -> None:
-        """See to it that a checkpointed region that is being run is run again as it is now.
+        """Make sure that a checkpointed region runs again under the same interception.
 
         Raises:
-            RecomputationError: if that can't be.
+            RecomputationError: if that is not possible.
         """
         if not torch.is_grad_enabled():
             function = enclosing_function() if self._gradients else None
             if function is not None:
                 raise RecomputationError(
-                    f"{self._where()} runs inside of the autograd function {function}, whose backward "
-                    "undrop can't give the same noise: with activation checkpointing pass "
+                    f"{self._where()} runs inside the autograd function {function}, whose backward "
+                    "can't see the same noise: with activation checkpointing pass "
                     "use_reentrant=False."
                 )
             return
@@ -180,16 +164,25 @@ class Interception(TorchFunctionMode):
                 f"{self._where()} is under activation checkpointing, whose second run has no forward "
                 "mode: use engine='antithetic'."
             )
-        calls, run = Counter(self._calls), region.recompute_fn
+        again, run = self._at_this_point(), region.recompute_fn
 
         def run_again(*args: Any) -> None:
-            again = Interception(self._model, self.field, self._rules)
-            again._calls = Counter(calls)
-            with keep_statistics(self._model), again:
+            with keep_statistics(self._model), again():
                 run(*args)
 
         region.recompute_fn = run_again
         self._bound.add(region)
+
+    def _at_this_point(self) -> Callable[[], Interception]:
+        """Return a function that makes an interception which continues from here."""
+        calls = Counter(self._calls)
+
+        def make() -> Interception:
+            again = Interception(self._model, self.action, self._extra_rules)
+            again._calls = Counter(calls)
+            return again
+
+        return make
 
     def _where(self) -> str:
         module = self.running_module()
@@ -206,11 +199,11 @@ class Interception(TorchFunctionMode):
         per_example: bool = True,
         label: str | None = None,
     ) -> Tensor:
-        """What the field makes of h at the site that the running module is now at."""
+        """Return what the action makes of h at the site where the running module is now."""
         site = self.site(
             h.shape, p, kind=kind, mask=mask, shared=shared, per_example=per_example, label=label
         )
-        return self.field(site, h)
+        return self.action(site, h)
 
     def site(
         self,
@@ -223,12 +216,12 @@ class Interception(TorchFunctionMode):
         per_example: bool = True,
         label: str | None = None,
     ) -> Site:
-        """Record the site that the running module is now at.
+        """Record the site where the running module is now.
 
         Raises:
             UnsupportedDropoutError: if p = 1, which drops everything and has no finite σ.
         """
-        name = self._name(kind, label)
+        name, kind = self._name(kind, label)
         if not 0.0 < p < 1.0:
             raise UnsupportedDropoutError(
                 f"the dropout at {name!r} has p = {p:g}: undrop needs 0 < p < 1, since σ = "
@@ -239,19 +232,24 @@ class Interception(TorchFunctionMode):
         self.sites.append(site)
         return site
 
-    def _name(self, kind: str, label: str | None) -> str:
+    def _name(self, kind: str, label: str | None) -> tuple[str, str]:
+        """Name the site by the running module; a dropout module needs no label beside its path."""
         module = self.running_module()
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            label = None
+        elif isinstance(module, nn.MultiheadAttention) and kind == "dropout":
+            label = kind = "attention"
         path = "" if module is None else self._names[id(module)]
         base = ".".join(part for part in (path, label) if part) or kind
         self._calls[base] += 1
         count = self._calls[base]
-        return base if count == 1 else f"{base}#{count}"
+        return (base if count == 1 else f"{base}#{count}"), kind
 
     def running_module(self) -> nn.Module | None:
-        """The innermost module of the model whose method is on the Python stack.
+        """Return the innermost module of the model whose method is on the Python stack.
 
-        Reading the stack needs no hooks on the model, hence nothing to put back, and is right in
-        every thread and under every function transform.
+        Reading the stack needs no hooks on the model, so there is nothing to put back, and it is
+        right in every thread and under every function transform.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:

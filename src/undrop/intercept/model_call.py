@@ -1,19 +1,31 @@
-"""Calling a model on the inputs of an objective, and finding in what it returns what the loss sees."""
+"""Calling a model on a batch, and finding what the loss sees in the result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from undrop.errors import OutputError
 
-__all__ = ["call", "logits_of"]
+__all__ = ["Batch", "call", "logits_of"]
+
+
+class Batch(NamedTuple):
+    """A model and the data of one step."""
+
+    model: nn.Module
+    inputs: Any
+    targets: Any
+
+    def forward(self) -> Any:
+        """Return all that the model returns for the inputs."""
+        return call(self.model, self.inputs)
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """``model(inputs)``; a tuple or list is spread over positions, a dict over keywords."""
+    """Return ``model(inputs)``; a tuple or list is spread over positions, a dict over keywords."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):
@@ -22,7 +34,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor that the loss sees: the output itself, its ``logits``, or its first element.
+    """Return the tensor that the loss sees: the output, its ``logits``, or its first element.
 
     Raises:
         OutputError: if there is none.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from undrop.intercept.interception import Interception, intercepts
+from undrop.intercept.interception import SITE_RULES, Interception
 from undrop.torch_compat import lstm
 
 __all__ = ["RECURRENT", "RecurrentCall", "RunLayer", "read", "run_layers"]
@@ -53,7 +54,7 @@ class RecurrentCall(NamedTuple):
         state: Any = list(self.state) if self.function is torch.lstm else self.state[0]
         tail = (self.has_bias, self.layers, self.dropout, self.training, self.bidirectional)
         weights = list(self.weights)
-        function = _portable(self.function)
+        function = portable(self.function)
         if self.batch_sizes is not None:
             out, *final = function(self.x, self.batch_sizes, state, weights, *tail)
         else:
@@ -89,7 +90,7 @@ def read(function: Callable[..., Any], args: tuple[Any, ...]) -> RecurrentCall:
 
 
 def run_layers(mode: Interception, call: RecurrentCall, run: RunLayer) -> tuple[Tensor, ...]:
-    """Run layer after layer, with the field's say on what goes from one to the next."""
+    """Run layer after layer, with a site between each two."""
     x, finals = call.x, []
     for index in range(call.layers):
         x, final = run(call.layer(index, x))
@@ -99,15 +100,17 @@ def run_layers(mode: Interception, call: RecurrentCall, run: RunLayer) -> tuple[
     return (x, *(torch.cat(states) for states in zip(*finals, strict=True)))
 
 
-def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
+def portable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that works on every CPU."""
     return lstm if function is torch.lstm else function
 
 
-@intercepts(*RECURRENT)
-def _recurrent(
-    mode: Interception, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    call = read(func, args)
+def _recurrent(function: Callable[..., Any], mode: Interception, *args: Any) -> Any:
+    call = read(function, args)
     if not call.training or call.dropout == 0.0 or call.layers == 1:
-        return _portable(func)(*args, **kwargs)
+        return portable(function)(*args)
     return run_layers(mode, call, RecurrentCall.run)
+
+
+for _function in RECURRENT:
+    SITE_RULES.register(_function)(partial(_recurrent, _function))

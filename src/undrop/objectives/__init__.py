@@ -1,7 +1,7 @@
-"""What training minimises. An objective is one file here."""
+"""What training minimizes. An objective is one file here."""
 
 from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
-from undrop.objectives.base import Objective, Plan
+from undrop.objectives.base import Objective
 from undrop.objectives.baselines import L2, NoRegularization
 from undrop.objectives.dropout import Dropout
 from undrop.objectives.rivals import SAM, EarlyDropout, Jacobian, RDrop
@@ -18,7 +18,6 @@ __all__ = [
     "Jacobian",
     "NoRegularization",
     "Objective",
-    "Plan",
     "RDrop",
     "Step",
 ]

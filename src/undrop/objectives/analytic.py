@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from undrop.engines import Draw, Evaluation, Request, Weights, engine_named
+from undrop.engines import Draw, Engine, Evaluation, Request, as_engine
 from undrop.errors import OptionError
-from undrop.intercept import Selection
-from undrop.losses import FORMS, Loss
-from undrop.objectives.base import Objective, Plan
+from undrop.intercept import Batch, Selection
+from undrop.losses import FORMS, Coefficients, Loss
+from undrop.objectives.base import Objective
 from undrop.options import as_float, check_int
 
 __all__ = ["PAPER", "TAYLOR", "Analytic"]
@@ -41,20 +40,21 @@ class Analytic(Objective):
     Args:
         explicit: "hessian", "identity", "loss-jacobian", or None for no explicit part.
         implicit: whether to add the noise.
-        engine: "auto", "tangent", "antithetic", "reverse" or "exact".
+        engine: "auto", "antithetic", "tangent", "reverse", "exact", or an ``Engine``.
         strength: the factor on the explicit part: 1 is the paper's, 0.5 is Taylor's. A function
             from the number of the step to a number makes a schedule.
-        fraction: ρ, the share of the batch for which the tangent is carried: cost 1 + ρ. The
-            explicit part is then the mean over that share; the implicit one keeps its covariance.
+        fraction: ρ, the share of the batch that carries noise: a step costs about 1 + ρ plain ones.
+            The explicit part keeps its mean, the implicit one its covariance.
         samples: draws of η a step; the explicit part is their mean, the implicit one keeps its
             covariance (their sum over sqrt(samples)).
         mask: "as-declared": entries share η as each dropout declares; "independent": each entry has
             its own, as in the paper.
         sites: name patterns, or a mapping from pattern to a weight on σ²; dropouts that are not
             chosen are off.
-        interval: regularize every so many steps only, then so many times as strongly.
-        batch_dim: the batch's dimension in inputs, outputs and targets, for ``fraction``: tensors of
-            that size in it (or, for want of it, in one other dimension) are taken to hold the batch.
+        interval: regularize every ``interval`` steps, scaled by ``interval``.
+        batch_dim: the dimension of the batch in the targets; None finds it.
+        exact_output: evaluate the loss at the output without noise, and return that as
+            ``step.output``; by default both have an error of O(ε₀²). A step costs about 1 + 2ρ.
         loss: as for every objective.
         generator: as for every objective.
     """
@@ -64,27 +64,28 @@ class Analytic(Objective):
         *,
         explicit: str | None = "hessian",
         implicit: bool = True,
-        engine: str = "auto",
+        engine: str | Engine = "auto",
         strength: float | Callable[[int], float] = PAPER,
         fraction: float = 1.0,
         samples: int = 1,
         mask: str = "as-declared",
         sites: str | Iterable[str] | Mapping[str, float] | None = None,
         interval: int = 1,
-        batch_dim: int = 0,
+        batch_dim: int | None = None,
+        exact_output: bool = False,
         loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(loss=loss, generator=generator)
         _check_options(explicit, implicit, fraction, samples, interval)
-        if fraction < 1.0 and engine in ("reverse", "exact"):
+        if fraction < 1.0 and engine in ("reverse", "exact", "tangent"):
             raise OptionError(
-                f"fraction is for the tangent and the antithetic engine, got engine={engine!r}: use "
-                "one of them, or fraction=1."
+                f"fraction < 1 is for the antithetic engine, got engine={engine!r}: use "
+                "engine='antithetic', or fraction=1."
             )
         self.explicit = explicit
         self.implicit = implicit
-        self.engine = engine_named(engine)
+        self.engine = as_engine(engine)
         self.strength = strength if callable(strength) else _checked_strength(strength)
         self.fraction = fraction
         self.samples = samples
@@ -92,6 +93,7 @@ class Analytic(Objective):
         self.selection = Selection(sites)
         self.interval = interval
         self.batch_dim = batch_dim
+        self.exact_output = exact_output
         self._new_draw()  # refuses an unknown mask now, not at the first step
 
     @property
@@ -99,42 +101,38 @@ class Analytic(Objective):
         """1, or 0 where the noise is off or the engine computes expectations."""
         return float(self.implicit and self.engine.name != "exact")
 
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """One evaluation a sample of η; between intervals the plain loss."""
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one evaluation per sample of η; between intervals the plain loss."""
         if self.steps % self.interval:
-            return [partial(self.plain, model, inputs, targets)]
-        run = partial(self._evaluate, model, inputs, targets, self._weights())
-        return [run] * self.samples
+            yield self.plain(batch)
+            return
+        coefficients = self._coefficients()
+        for _ in range(self.samples):
+            yield self.engine.evaluate(
+                Request(
+                    batch=batch,
+                    loss=self.loss,
+                    draw=self._new_draw(),
+                    coefficients=coefficients,
+                    form=self.explicit or "hessian",
+                    fraction=self.fraction,
+                    batch_dim=self.batch_dim,
+                    exact_output=self.exact_output,
+                )
+            )
 
-    def _weights(self) -> Weights:
+    def _coefficients(self) -> Coefficients:
         found = self.strength(self.steps) if callable(self.strength) else self.strength
         strength = _checked_strength(found)
         n, every = self.samples, self.interval
-        return Weights(
+        return Coefficients(
             loss=1.0 / n,
-            explicit=strength * every / n if self.explicit else 0.0,
-            implicit=math.sqrt(every / n) if self.implicit else 0.0,
+            quadratic=strength * every / n if self.explicit else 0.0,
+            directional=math.sqrt(every / n) if self.implicit else 0.0,
         )
-
-    def _evaluate(
-        self, model: nn.Module, inputs: Any, targets: Any, weights: Weights
-    ) -> Evaluation:
-        draw = self._new_draw()
-        request = Request(
-            model,
-            inputs,
-            targets,
-            self.loss,
-            self.explicit or "hessian",
-            weights,
-            draw,
-            self.fraction,
-            self.batch_dim,
-        )
-        return self.engine.evaluate(request)
 
     def _new_draw(self) -> Draw:
-        return Draw("sign", self.mask, self.selection, self.randomness)
+        return Draw("sign", self.mask, self.selection, self.generators)
 
 
 def _check_options(

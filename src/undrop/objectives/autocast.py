@@ -1,44 +1,53 @@
-"""Torch's modes around a step, for those of its passes that run later."""
+"""The autocast state around a step, for those of its passes that run later."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import torch
-from torch import Tensor
 
 __all__ = ["AutocastState"]
 
 
 class AutocastState:
-    """Autocast as it is now; a step is only made where gradients are on.
+    """Autocast as it is now, on the CPU and on the accelerator.
 
-    Later samples of noise run in ``backward()`` or when a part is read, which is mostly outside of
-    the ``with torch.autocast(…)`` that the step was made in, and may be under ``torch.no_grad()``.
-
-    Args:
-        tensors: those of the passes, for the types of their devices.
+    Later samples of noise run in ``backward()`` or when a part is read. That is mostly outside of
+    the ``with torch.autocast(…)`` of the step, and may be under ``torch.no_grad()``.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        types = sorted({t.device.type for t in tensors})
+    def __init__(self) -> None:
         cache = torch.is_autocast_cache_enabled()
         self._autocasts = [
             torch.autocast(
-                each,
-                dtype=torch.get_autocast_dtype(each),
-                enabled=torch.is_autocast_enabled(each),
+                device,
+                dtype=torch.get_autocast_dtype(device),
+                enabled=torch.is_autocast_enabled(device),
                 cache_enabled=cache,
             )
-            for each in types
-            if torch.amp.is_autocast_available(each)
+            for device in _devices()
         ]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """What runs within is run as if it were then."""
-        with torch.inference_mode(False), ExitStack() as stack:  # that puts gradients on as well
+    def restored(self) -> Iterator[None]:
+        """Run what is within under that state, with gradients on."""
+        with (
+            torch.inference_mode(False),
+            ExitStack() as stack,
+        ):  # that switches gradients on as well
             for autocast in self._autocasts:
                 stack.enter_context(autocast)
             yield
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    """Return the types of device that autocast knows here."""
+    kinds = ["cpu"]
+    if torch.cuda.is_available():
+        kinds.append("cuda")
+    if torch.backends.mps.is_available():
+        kinds.append("mps")
+    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))

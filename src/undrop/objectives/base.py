@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from undrop.engines import Evaluation
-from undrop.errors import EvalModeError, GradientsDisabledError, NonFiniteError
+from undrop.errors import EvalModeError, GradientsDisabledError
 from undrop.generators import Generators
 from undrop.intercept import (
-    Field,
+    Batch,
     Interception,
     Selection,
-    Site,
+    SiteAction,
     Sites,
     Statistics,
-    apart,
-    call,
     in_training,
     keep_statistics,
     logits_of,
-    silent,
+    no_noise,
+    outside_interception,
     sites,
     tensors_in,
     unwrapped,
 )
 from undrop.losses import Loss, as_loss
 from undrop.objectives.autocast import AutocastState
+from undrop.objectives.finite import FiniteCheck
 from undrop.objectives.step import Step
 from undrop.torch_compat import portable_lstm
 
-__all__ = ["Objective", "Plan"]
-
-Plan: TypeAlias = Sequence[Callable[[], Evaluation]]
-"""The evaluations that a step consists of, not yet run."""
+__all__ = ["Objective"]
 
 
 class Objective(ABC):
-    """What training minimises. ``objective(model, inputs, targets)`` returns a :class:`Step`.
+    """What training minimizes. ``objective(model, inputs, targets)`` returns a :class:`Step`.
 
-    An objective is added by one subclass with ``plan``. It keeps a count of its steps and its random
-    generators, and both are in ``state_dict()``.
+    A new objective is one subclass with ``evaluations``. An objective counts its steps and keeps its
+    random generators; both are in ``state_dict()``.
 
     Args:
         loss: a ``Loss``, one of torch's loss modules, or any callable that returns a mean; None is
             cross-entropy on the model's output.
-        generator: where its noise comes from; None makes one that ``torch.manual_seed`` seeds.
+        generator: the source of its noise; None makes one that ``torch.manual_seed`` seeds.
     """
 
     needs_dropout = True
@@ -68,10 +63,11 @@ class Objective(ABC):
         generator: torch.Generator | None = None,
     ) -> None:
         self.loss = as_loss(loss)
-        self.randomness = Generators(generator)
+        self.generators = Generators(generator)
         self.selection = Selection()
         self.steps = 0
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
+        self._finite = FiniteCheck()
 
     @property
     def implicit_factor(self) -> float | None:
@@ -79,8 +75,11 @@ class Objective(ABC):
         return None
 
     @abstractmethod
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """The evaluations of this step; at least one."""
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield the evaluations whose sum is the objective; at least one.
+
+        The first runs at once, the others when ``step.backward()`` or a part needs them.
+        """
 
     def __call__(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
         """Evaluate the objective on a batch.
@@ -94,125 +93,92 @@ class Objective(ABC):
         Raises:
             UndropError: one of its subclasses, for bad input; then nothing in the model has changed.
         """
-        with apart():  # the pass of another model may be what calls this
-            return self._step(unwrapped(model), inputs, targets)
-
-    def _step(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
-        self._check(model, inputs)
-        plan = [self._checked(run, model, inputs) for run in self.plan(model, inputs, targets)]
-        statistics = Statistics(model)
-        try:
-            first = plan[0]()
-        except BaseException:
-            statistics.restore()
-            raise
+        batch = Batch(unwrapped(model), inputs, targets)
+        with outside_interception():  # another model's pass may be what calls this
+            self._check(batch)
+            evaluations = self.evaluations(batch)
+            statistics = Statistics(batch.model)
+            try:
+                first = self._checked(next(evaluations), batch)
+            except BaseException:
+                statistics.restore()
+                raise
         self.steps += 1
-        return Step(first, self._later(plan[1:], model, inputs))
+        return Step(first, self._later(evaluations, batch, AutocastState()))
 
-    def _later(self, plan: Plan, model: nn.Module, inputs: Any) -> Plan:
-        """Evaluations that are run as the first one was, whenever that is, and move no statistics."""
-        if not plan:
-            return []
-        around = AutocastState(chain(model.parameters(), model.buffers(), tensors_in(inputs)))
+    def _later(
+        self, evaluations: Iterator[Evaluation], batch: Batch, autocast: AutocastState
+    ) -> Iterator[Evaluation]:
+        """Run further evaluations under the autocast of the first; they move no statistics."""
+        while True:
+            with autocast.restored(), outside_interception(), keep_statistics(batch.model):
+                evaluation = next(evaluations, None)
+                if evaluation is None:
+                    return
+                evaluation = self._checked(evaluation, batch)
+            yield evaluation
 
-        def kept(run: Callable[[], Evaluation]) -> Evaluation:
-            with around.again(), apart(), keep_statistics(model):
-                return run()
+    def _checked(self, evaluation: Evaluation, batch: Batch) -> Evaluation:
+        if not evaluation.total.requires_grad:
+            raise _nothing_trained(batch.model)
+        self._finite.add(self.steps, evaluation, batch)
+        return evaluation
 
-        return [partial(kept, run) for run in plan]
-
-    def passed(
-        self, model: nn.Module, inputs: Any, targets: Any, field: Field | None
-    ) -> tuple[Any, Tensor]:
-        """One pass: all that the model returns, and the loss. A field of None is torch's dropout."""
-        with portable_lstm() if field is None else Interception(model, field):
-            output = call(model, inputs)
+    def forward_and_loss(self, batch: Batch, action: SiteAction | None) -> tuple[Any, Tensor]:
+        """Run one pass: all that the model returns, and the loss. Without action torch drops."""
+        with portable_lstm() if action is None else Interception(batch.model, action):
+            output = batch.forward()
         logits = logits_of(output)
-        self.loss.check(logits, targets)
-        self.loss.check_values(logits, targets)
-        return output, self.loss.value(logits, targets)
+        self.loss.check(logits, batch.targets)
+        return output, self.loss.value(logits, batch.targets)
 
-    def plain(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
-        """The loss alone, with every dropout switched off."""
-        output, loss = self.passed(model, inputs, targets, silent)
-        return Evaluation(loss, {"loss": loss.detach()}, output)
+    def plain(self, batch: Batch) -> Evaluation:
+        """Return the loss alone, with every dropout switched off."""
+        output, loss = self.forward_and_loss(batch, no_noise)
+        return Evaluation(loss, {"loss": loss.detach()}, lambda: output)
 
-    def trained(self, model: nn.Module) -> list[Tensor]:
-        """The parameters that are trained, of the model and within the loss, each once."""
+    def trainable_parameters(self, model: nn.Module) -> list[Tensor]:
+        """Return the trainable parameters of the model and of the loss, each once."""
         every = dict.fromkeys(chain(model.parameters(), self.loss.parameters()))
         return [p for p in every if p.requires_grad and p.is_leaf]
 
     def sites(self, model: nn.Module, inputs: Any) -> Sites:
-        """The model's noise sites, found the first time the model is seen."""
+        """Return the model's sites; they are looked up the first time the model is seen."""
         if model not in self._sites:
-            if not self.trained(model) and not any(t.requires_grad for t in tensors_in(inputs)):
+            trainable = self.trainable_parameters(model)
+            if not trainable and not any(t.requires_grad for t in tensors_in(inputs)):
                 raise _nothing_trained(model)
             found = sites(model, inputs)
             self.selection.check(found.names)
             self._sites[model] = found
         return self._sites[model]
 
-    def _check(self, model: nn.Module, inputs: Any) -> None:
+    def _check(self, batch: Batch) -> None:
         if not torch.is_grad_enabled():
             raise GradientsDisabledError(
                 "an objective needs gradients: call it outside of torch.no_grad() and "
                 "torch.inference_mode()."
             )
-        if not in_training(model):
+        if not in_training(batch.model):
             raise EvalModeError(
-                f"{type(model).__name__} is in eval mode, where its dropout is off: call "
+                f"{type(batch.model).__name__} is in eval mode, where its dropout is off: call "
                 "model.train() first."
             )
         if self.needs_dropout:
-            self.sites(model, inputs)
-
-    def _checked(
-        self, run: Callable[[], Evaluation], model: nn.Module, inputs: Any
-    ) -> Callable[[], Evaluation]:
-        def checked() -> Evaluation:
-            evaluation = run()
-            if not math.isfinite(evaluation.total.item()):
-                raise NonFiniteError(_not_finite(evaluation, model, inputs))
-            if not evaluation.total.requires_grad:
-                raise _nothing_trained(model)
-            return evaluation
-
-        return checked
+            self.sites(batch.model, batch.inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of steps and the state of every generator."""
-        return {"steps": self.steps, "generators": self.randomness.state_dict()}
+        """Return the count of steps and the state of every generator."""
+        return {"steps": self.steps, "generators": self.generators.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Resume from a saved state."""
         self.steps = int(state["steps"])
-        self.randomness.load_state_dict(state["generators"])
+        self.generators.load_state_dict(state["generators"])
 
 
 def _nothing_trained(model: nn.Module) -> GradientsDisabledError:
     return GradientsDisabledError(
-        f"no parameter of {type(model).__name__} requires a gradient: set requires_grad_(True) on those "
-        "that are to be trained."
-    )
-
-
-def _not_finite(evaluation: Evaluation, model: nn.Module, inputs: Any) -> str:
-    """Which part is not finite, and the first site that a non-finite activation reaches."""
-    bad = [name for name, value in evaluation.parts.items() if not torch.isfinite(value)]
-    reached: list[str] = []
-
-    def watch(site: Site, h: Tensor) -> Tensor:
-        if not reached and not bool(torch.isfinite(h).all()):
-            reached.append(site.name)
-        return h
-
-    with torch.no_grad(), keep_statistics(model), Interception(model, watch):
-        call(model, inputs)
-    *others, last = bad or ["total"]
-    parts = f"{', '.join(others)} and {last} parts are" if others else f"{last} part is"
-    if reached:
-        return f"the {parts} not finite: the activation at site {reached[0]!r} is not either."
-    return (
-        f"the {parts} not finite, while the activations at every site are: look at the layers after "
-        "the last site, the learning rate, or the inputs."
+        f"no parameter of {type(model).__name__} requires a gradient: set requires_grad_(True) on the "
+        "parameters to train."
     )

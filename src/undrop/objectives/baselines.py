@@ -1,18 +1,18 @@
-"""Training without dropout's help."""
+"""Training without dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from undrop.engines import Evaluation
 from undrop.errors import OptionError
+from undrop.intercept import Batch
 from undrop.losses import Loss
-from undrop.objectives.base import Objective, Plan
+from undrop.objectives.base import Objective
 from undrop.options import as_float
 
 __all__ = ["L2", "NoRegularization"]
@@ -23,9 +23,9 @@ class NoRegularization(Objective):
 
     needs_dropout = False
 
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """One pass without noise."""
-        return [partial(self.plain, model, inputs, targets)]
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one pass without noise."""
+        yield self.plain(batch)
 
 
 class L2(NoRegularization):
@@ -44,13 +44,10 @@ class L2(NoRegularization):
             raise OptionError(f"the L2 weight must be finite and not negative, got {weight!r}.")
         self.weight = weight
 
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """One pass without noise, and the squared norm."""
-        return [partial(self._penalised, model, inputs, targets)]
-
-    def _penalised(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
-        plain = self.plain(model, inputs, targets)
-        squares = (p.square().sum() for p in self.trained(model))
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one pass without noise, and the squared norm."""
+        plain = self.plain(batch)
+        squares = (p.square().sum() for p in self.trainable_parameters(batch.model))
         penalty = self.weight * sum(squares, torch.zeros_like(plain.total))
         parts = {**plain.parts, "l2": penalty.detach()}
-        return Evaluation(plain.total + penalty, parts, plain.output)
+        yield Evaluation(plain.total + penalty, parts, plain.make_output)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from undrop.engines import Draw, Evaluation, Request, ScaledNoise, Weights, engine_named
+from undrop.engines import Draw, Engine, Evaluation, Request, ScaledNoise, as_engine
 from undrop.errors import OptionError
-from undrop.intercept import Selection
-from undrop.losses import Loss
-from undrop.objectives.base import Objective, Plan
+from undrop.intercept import Batch, Selection
+from undrop.losses import Coefficients, Loss
+from undrop.objectives.base import Objective
 from undrop.options import check_int
 
 __all__ = ["Dropout"]
@@ -38,7 +37,7 @@ class Dropout(Objective):
     Args:
         k: the number of masks.
         noise: None, "resampled" or "analytic".
-        engine: how the analytic noise is had.
+        engine: the engine for the analytic noise.
         mask: its mask structure, "as-declared" or "independent".
         sites: where the analytic noise enters; see :class:`~undrop.intercept.Selection`.
         loss: as for every objective.
@@ -50,7 +49,7 @@ class Dropout(Objective):
         k: int = 1,
         *,
         noise: str | None = None,
-        engine: str = "auto",
+        engine: str | Engine = "auto",
         mask: str = "as-declared",
         sites: str | Iterable[str] | Mapping[str, float] | None = None,
         loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
@@ -66,7 +65,7 @@ class Dropout(Objective):
         self.k = check_int("k", k)
         self.noise = noise
         self.mask = mask
-        self.engine = engine_named(engine)
+        self.engine = as_engine(engine)
         self.selection = Selection(sites)
         self.own_masks = generator is not None
         self._signs()  # refuses an unknown mask now, not at the first step
@@ -76,34 +75,34 @@ class Dropout(Objective):
         """sqrt(1 - 1/k) with analytic noise."""
         return math.sqrt(1.0 - 1.0 / self.k) if self.noise == "analytic" else None
 
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """K samples, then the noise that is put back."""
-        sample = partial(self._sample, model, inputs, targets)
-        plan: list[Callable[[], Evaluation]] = [partial(sample, "loss", 1.0 / self.k)] * self.k
-        lost = 1.0 - 1.0 / self.k  # the share of the variance that averaging took
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield k samples, then the noise that is put back."""
+        for _ in range(self.k):
+            yield self._sample(batch, "loss", 1.0 / self.k)
+        lost = 1.0 - 1.0 / self.k  # the share of the variance that averaging takes away
         if lost and self.noise == "resampled":
             factor = math.sqrt(lost / 2.0)
-            plan += [partial(sample, "implicit", factor), partial(sample, "implicit", -factor)]
+            yield self._sample(batch, "implicit", factor)
+            yield self._sample(batch, "implicit", -factor)
         if lost and self.noise == "analytic":
-            plan.append(partial(self._analytic, model, inputs, targets, math.sqrt(lost)))
-        return plan
+            yield self._analytic(batch, math.sqrt(lost))
 
-    def _sample(
-        self, model: nn.Module, inputs: Any, targets: Any, part: str, factor: float
-    ) -> Evaluation:
-        """Factor · ℓ(F(x; 1, η)) for a fresh mask."""
-        field = None
+    def _sample(self, batch: Batch, part: str, factor: float) -> Evaluation:
+        """factor · ℓ(F(x; 1, η)) for a fresh mask."""
+        action = None
         if self.own_masks:
-            draw = Draw("dropout", "as-declared", Selection(), self.randomness)
-            field = ScaledNoise(draw, 1.0)
-        output, loss = self.passed(model, inputs, targets, field)
+            draw = Draw("dropout", "as-declared", Selection(), self.generators)
+            action = ScaledNoise(draw, 1.0)
+        output, loss = self.forward_and_loss(batch, action)
         total = loss if factor == 1.0 else factor * loss
-        return Evaluation(total, {part: total.detach()}, output)
+        return Evaluation(total, {part: total.detach()}, lambda: output)
 
-    def _analytic(self, model: nn.Module, inputs: Any, targets: Any, factor: float) -> Evaluation:
-        weights = Weights(loss=0.0, explicit=0.0, implicit=factor)
-        request = Request(model, inputs, targets, self.loss, "hessian", weights, self._signs())
+    def _analytic(self, batch: Batch, factor: float) -> Evaluation:
+        coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=factor)
+        request = Request(
+            batch=batch, loss=self.loss, draw=self._signs(), coefficients=coefficients
+        )
         return self.engine.evaluate(request)
 
     def _signs(self) -> Draw:
-        return Draw("sign", self.mask, self.selection, self.randomness)
+        return Draw("sign", self.mask, self.selection, self.generators)

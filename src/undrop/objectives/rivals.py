@@ -12,25 +12,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from undrop.engines import Draw, Evaluation, ScaledNoise, Weights
-from undrop.engines.antithetic import middle
+from undrop.engines import Draw, Evaluation, ScaledNoise
+from undrop.engines.antithetic import midpoint
 from undrop.engines.base import weighted_parts
 from undrop.errors import OptionError
 from undrop.intercept import (
-    Field,
+    Batch,
     Interception,
     RngSnapshot,
     Site,
-    call,
+    SiteAction,
     keep_statistics,
     logits_of,
     map_tensors,
 )
-from undrop.losses import Loss
+from undrop.losses import Coefficients, Loss
 from undrop.noise import draw as draw_noise
-from undrop.objectives.base import Objective, Plan
+from undrop.objectives.base import Objective
 from undrop.objectives.dropout import Dropout
 
 __all__ = ["SAM", "EarlyDropout", "Jacobian", "RDrop"]
@@ -67,26 +67,20 @@ class RDrop(Objective):
         super().__init__(loss=loss, generator=generator)
         self.weight = _not_negative("weight", weight)
 
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """Both passes at once: their distance joins them in one graph."""
-        return [partial(self._pair, model, inputs, targets)]
-
-    def _pair(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
-        output, first = self.passed(model, inputs, targets, self._mask())
-        with keep_statistics(model):
-            other, second = self.passed(model, inputs, targets, self._mask())
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield both passes in one evaluation: their distance joins them in one graph."""
+        output, first = self.forward_and_loss(batch, _dropout(self))
+        with keep_statistics(batch.model):
+            other, second = self.forward_and_loss(batch, _dropout(self))
         one, two = logits_of(output), logits_of(other)
-        apart = one - two
+        u = one - two
         distance = (
-            self.loss.derivatives(one, apart, targets).directional
-            - self.loss.derivatives(two, apart, targets).directional
+            self.loss.derivatives(one, u, batch.targets).directional
+            - self.loss.derivatives(two, u, batch.targets).directional
         )
         loss, consistency = 0.5 * (first + second), 0.25 * self.weight * distance
         parts = {"loss": loss.detach(), "consistency": consistency.detach()}
-        return Evaluation(loss + consistency, parts, output)
-
-    def _mask(self) -> Field:
-        return _dropout(self)
+        yield Evaluation(loss + consistency, parts, lambda: output)
 
 
 class Jacobian(Objective):
@@ -120,36 +114,33 @@ class Jacobian(Objective):
         self.site = site
         self.step = step
 
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """One evaluation of two passes."""
-        names = self.sites(model, inputs).names
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one evaluation of two passes."""
+        names = self.sites(batch.model, batch.inputs).names
         if self.site is not None and self.site not in names:
             raise OptionError(f"there is no site {self.site!r}: there are {', '.join(names)}.")
-        return [partial(self._stable, model, inputs, targets, self.site or names[0])]
-
-    def _stable(self, model: nn.Module, inputs: Any, targets: Any, name: str) -> Evaluation:
-        shift = _Shift(name, self.step, self.randomness)
-        replay = RngSnapshot.of(model, self.randomness)
-        with Interception(model, partial(shift, 1.0)) as first:
-            output = call(model, inputs)
+        shift = _Shift(self.site or names[0], self.step, self.generators)
+        rng = RngSnapshot.of(batch.model, self.generators)
+        with Interception(batch.model, partial(shift, 1.0)) as first:
+            output = batch.forward()
         if first.drew:
-            replay.restart()
-        with keep_statistics(model), Interception(model, partial(shift, -1.0)):
-            other = call(model, inputs)
+            rng.restart()
+        with keep_statistics(batch.model), Interception(batch.model, partial(shift, -1.0)):
+            other = batch.forward()
         plus, minus = logits_of(output), logits_of(other)
-        self.loss.check(plus, targets)
-        self.loss.check_values(plus, targets)
+        self.loss.check(plus, batch.targets)
         u = (plus - minus) / (2.0 * shift.distance)
-        weights = Weights(loss=1.0, explicit=0.5 * self.weight, implicit=0.0)
-        total, parts = self.loss.combined(0.5 * (plus + minus), u, targets, "identity", weights)
-        between = map_tensors(middle, output, other)
-        return Evaluation(total, weighted_parts(weights, *parts), between)
+        c = Coefficients(loss=1.0, quadratic=0.5 * self.weight, directional=0.0)
+        total, parts = self.loss.combined(0.5 * (plus + minus), u, batch.targets, "identity", c)
+        yield Evaluation(
+            total, weighted_parts(c, *parts), lambda: map_tensors(midpoint, output, other)
+        )
 
 
 class _Shift:
-    """h + sign·δη at one site, and h at all others; with a sign it is a field.
+    """h + sign·δη at one site, and h at all others; with a sign it is a site action.
 
-    The sign is not kept: a checkpointed pass asks again, when the other pass has long been run.
+    The sign is an argument: a checkpointed pass asks again after the other pass has run.
     """
 
     def __init__(
@@ -196,24 +187,22 @@ class SAM(Objective):
         super().__init__(loss=loss, generator=generator)
         self.radius = _not_negative("radius", radius)
 
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """One evaluation, two passes with a backward pass each."""
-        return [partial(self._sharp, model, inputs, targets)]
-
-    def _sharp(self, model: nn.Module, inputs: Any, targets: Any) -> Evaluation:
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one evaluation: two passes with a backward pass each."""
         mask = _dropout(self)
-        weights = self.trained(model)
-        output, loss = self.passed(model, inputs, targets, mask)
+        weights = self.trainable_parameters(batch.model)
+        output, loss = self.forward_and_loss(batch, mask)
         ascent = _gradient(loss, weights)
         norm = torch.stack([g.norm() for g in ascent]).norm()
-        with _moved(weights, ascent, self.radius / float(norm + 1e-12)), keep_statistics(model):
-            _, there = self.passed(model, inputs, targets, mask)
+        factor = self.radius / (norm + 1e-12)
+        with _moved(weights, [g * factor for g in ascent]), keep_statistics(batch.model):
+            _, there = self.forward_and_loss(batch, mask)
             gradient = _gradient(there, weights)
         value = there.detach()
         linear = sum(
             ((w * g).sum() for w, g in zip(weights, gradient, strict=True)), value.new_zeros(())
         )
-        return Evaluation(value + (linear - linear.detach()), {"loss": value}, output)
+        yield Evaluation(value + (linear - linear.detach()), {"loss": value}, lambda: output)
 
 
 def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -222,11 +211,11 @@ def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _moved(weights: Sequence[Tensor], along: Sequence[Tensor], factor: float) -> Iterator[None]:
-    """Have the weights elsewhere for a while; they come back to the same bits."""
+def _moved(weights: Sequence[Tensor], by: Sequence[Tensor]) -> Iterator[None]:
+    """Move the weights for a while; they come back to the same bits."""
     kept = [w.detach().clone() for w in weights]
     with torch.no_grad():
-        torch._foreach_add_(list(weights), list(along), alpha=factor)
+        torch._foreach_add_(list(weights), list(by))
     try:
         yield
     finally:
@@ -255,14 +244,15 @@ class EarlyDropout(Dropout):
             raise OptionError(f"until must be a whole number of at least 0, got {until!r}.")
         self.until = until
 
-    def plan(self, model: nn.Module, inputs: Any, targets: Any) -> Plan:
-        """Dropout, or the plain loss."""
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield dropout, or the plain loss."""
         if self.steps < self.until:
-            return super().plan(model, inputs, targets)
-        return [partial(self.plain, model, inputs, targets)]
+            yield from super().evaluations(batch)
+        else:
+            yield self.plain(batch)
 
 
-def _dropout(objective: Objective) -> Field:
+def _dropout(objective: Objective) -> SiteAction:
     """One fixed dropout mask for all sites."""
-    draw = Draw("dropout", "as-declared", objective.selection, objective.randomness)
+    draw = Draw("dropout", "as-declared", objective.selection, objective.generators)
     return ScaledNoise(draw, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -16,18 +16,29 @@ __all__ = ["Step"]
 class Step:
     """One training step's objective, as a sum of evaluations with one graph each.
 
-    The first has been run; the others (further samples of noise) run when they are needed. With
-    ``backward()`` each is differentiated before the next is run, so that memory does not grow with
-    the number of samples; ``total`` runs them all and holds their graphs.
+    The first evaluation has run; the others (further samples of noise) run when they are needed.
+    ``backward()`` differentiates each before the next one runs, so that memory does not grow with the
+    number of samples; ``total`` runs them all and holds their graphs.
     """
 
-    def __init__(self, first: Evaluation, rest: Sequence[Callable[[], Evaluation]] = ()) -> None:
-        self.output: Any = first.output
-        """What the model returned: hidden state and all, without noise unless the objective is
-        dropout, where it is that of the first sample."""
+    def __init__(self, first: Evaluation, later: Iterator[Evaluation] = iter(())) -> None:  # noqa: B008
+        self._first = first
         self._held = [first]
-        self._waiting = list(rest)
+        self._later: Iterator[Evaluation] | None = later
         self._done: list[Evaluation] = []
+
+    @property
+    def output(self) -> Any:
+        """What the model returned, hidden state included, without noise.
+
+        Where the objective is dropout, it is the output of the first sample.
+        """
+        return self._first.output
+
+    @property
+    def engine(self) -> str:
+        """The engine that computed the regularizers, and why that one; empty without any."""
+        return self._first.engine
 
     @property
     def total(self) -> Tensor:
@@ -40,14 +51,19 @@ class Step:
         return total
 
     @property
-    def parts(self) -> dict[str, float]:
-        """Its parts by name: ``loss``, ``explicit``, ``implicit``, …; they add up to the total."""
+    def part_tensors(self) -> dict[str, Tensor]:
+        """The parts by name, on their device: reading them does not wait for it."""
         self._run_all()
-        parts: dict[str, float] = {}
+        parts: dict[str, Tensor] = {}
         for evaluation in self._done + self._held:
             for name, value in evaluation.parts.items():
-                parts[name] = parts.get(name, 0.0) + float(value)
+                parts[name] = parts[name] + value if name in parts else value
         return parts
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name: ``loss``, ``explicit``, ``implicit``, …; they add up to the total."""
+        return {name: float(value) for name, value in self.part_tensors.items()}
 
     def backward(self, scale: float = 1.0) -> None:
         """Add the gradient of ``scale · total`` to the parameters' ``.grad``.
@@ -55,21 +71,30 @@ class Step:
         Raises:
             StepError: the second time, when the graphs are gone.
         """
-        if not (self._held or self._waiting):
+        if not self._held and self._later is None:
             raise StepError(
                 "the gradient of this step has been taken: call the objective again for another one."
             )
-        while self._held or self._waiting:
-            if not self._held:
-                self._held.append(self._waiting.pop(0)())
+        while self._held or self._next():
             evaluation = self._held.pop(0)
             (evaluation.total if scale == 1.0 else evaluation.total * scale).backward()
             evaluation.total = evaluation.total.detach()
             self._done.append(evaluation)
 
+    def _next(self) -> bool:
+        """Run one more evaluation, if there is one."""
+        if self._later is None:
+            return False
+        evaluation = next(self._later, None)
+        if evaluation is None:
+            self._later = None
+            return False
+        self._held.append(evaluation)
+        return True
+
     def _run_all(self) -> None:
-        while self._waiting:
-            self._held.append(self._waiting.pop(0)())
+        while self._next():
+            pass
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name}={value:.6g}" for name, value in self.parts.items())

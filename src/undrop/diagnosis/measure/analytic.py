@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.engines import Draw, Engine, Request, Weights, engine_named
-from undrop.intercept import Selection, keep_statistics
-from undrop.losses import Loss
+from undrop.engines import Draw, Engine, Request, as_engine
+from undrop.intercept import Batch, Selection, keep_statistics
+from undrop.losses import Coefficients, Loss
 
 __all__ = ["AnalyticNoise", "analytic_term", "gradient"]
 
@@ -22,11 +22,11 @@ Generator = Callable[[torch.device], torch.Generator]
 class AnalyticNoise:
     """How the noise of the analytic terms is made: by which engine, at which sites, how shared."""
 
-    engine: Engine = field(default_factory=lambda: engine_named("auto"))
+    engine: Engine = field(default_factory=lambda: as_engine("auto"))
     mask: str = "as-declared"
     selection: Selection = field(default_factory=Selection)
     fraction: float = 1.0
-    batch_dim: int = 0
+    batch_dim: int | None = None
 
 
 def analytic_term(
@@ -53,15 +53,12 @@ def analytic_term(
         implicit: the factor of ∂ℓ/∂ε.
     """
     request = Request(
-        model,
-        inputs,
-        targets,
-        loss,
-        "hessian",
-        Weights(loss=0.0, explicit=explicit, implicit=implicit),
-        Draw("sign", noise.mask, noise.selection, generator),
-        noise.fraction,
-        noise.batch_dim,
+        batch=Batch(model, inputs, targets),
+        loss=loss,
+        draw=Draw("sign", noise.mask, noise.selection, generator),
+        coefficients=Coefficients(loss=0.0, quadratic=explicit, directional=implicit),
+        fraction=noise.fraction,
+        batch_dim=noise.batch_dim,
     )
     with keep_statistics(model):
         return noise.engine.evaluate(request).total

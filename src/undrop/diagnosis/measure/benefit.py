@@ -27,8 +27,8 @@ from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.measure.gradients import trained_parameters
 from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
-from undrop.engines import engine_named
-from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, silent
+from undrop.engines import as_engine
+from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, no_noise
 from undrop.losses import Loss
 
 __all__ = [
@@ -53,7 +53,7 @@ def validation_gradient(
     model: nn.Module, inputs: Any, targets: Any, loss: Loss, parameters: Sequence[Tensor]
 ) -> list[Tensor]:
     """∇L_val on one batch, with every dropout off; running statistics stay as they are."""
-    with keep_statistics(model), Interception(model, silent):
+    with keep_statistics(model), Interception(model, no_noise):
         logits = logits_of(call(model, inputs))
     loss.check(logits, targets)
     return gradient(loss.value(logits, targets), parameters)
@@ -165,7 +165,7 @@ def measure_benefit(
         engine: how u is computed.
         draws: the most samples per site and training batch; None leaves the limit to the time.
     """
-    study = _Study(measured, validation, strength, AnalyticNoise(engine_named(engine)))
+    study = _Study(measured, validation, strength, AnalyticNoise(as_engine(engine)))
     batches = measured.batches
     rounds = None if draws is None else max(1, draws)
     for turn in count() if rounds is None else range(rounds):

@@ -18,7 +18,7 @@ from undrop.diagnosis.measure.analytic import AnalyticNoise, analytic_term, grad
 from undrop.diagnosis.measure.batches import NumberedBatch
 from undrop.diagnosis.measure.model import FixedNoise, FreshMasks, MeasuredModel
 from undrop.errors import GradientsDisabledError
-from undrop.intercept import Field
+from undrop.intercept import SiteAction
 
 __all__ = ["GradientNoise", "Sketch", "group_of", "trained_parameters"]
 
@@ -98,7 +98,7 @@ class GradientNoise:
         weight = self.made.selection.weight
         return FreshMasks(self.measured.generators, lambda name: weight(name) > 0.0)
 
-    def _gradient(self, batch: NumberedBatch, action: Field) -> list[Tensor]:
+    def _gradient(self, batch: NumberedBatch, action: SiteAction) -> list[Tensor]:
         logits = self.measured.run(batch, action)
         return gradient(self.measured.loss.value(logits, batch.targets), self.parameters)
 

@@ -14,11 +14,11 @@ from undrop.diagnosis.measure.batches import NumberedBatch
 from undrop.errors import NonFiniteError, OutputError
 from undrop.generators import Generators
 from undrop.intercept import (
-    Field,
-    Handler,
     Interception,
     RngSnapshot,
+    Rule,
     Site,
+    SiteAction,
     Sites,
     call,
     keep_statistics,
@@ -150,8 +150,8 @@ class MeasuredModel:
     def run(
         self,
         batch: NumberedBatch,
-        action: Field,
-        rules: Mapping[Callable[..., Any], Handler] | None = None,
+        action: SiteAction,
+        rules: Mapping[Callable[..., Any], Rule] | None = None,
     ) -> Tensor:
         """The tensor that the loss receives, with the action at every site.
 

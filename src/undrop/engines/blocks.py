@@ -1,0 +1,100 @@
+"""Tensors that have another value in each block of a stacked batch.
+
+Noise on a weight (DropConnect) or on an embedding row is shared by all examples. The rows without
+noise see W, the others W ⊙ (1 ± ε₀·σ·η): three weights in one pass. A function that takes such a
+weight beside activations is called once per block, on that block's rows and with that block's weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["BlockTensor", "blockwise", "has_blocks"]
+
+
+class BlockTensor(Tensor):
+    """A tensor that stands for one value per block: ``blocks``."""
+
+    blocks: Sequence[Tensor]
+
+    @staticmethod
+    def of(blocks: Sequence[Tensor]) -> BlockTensor:
+        """Return the blocks as one tensor; it looks like the first of them."""
+        made: BlockTensor = blocks[0].detach().as_subclass(BlockTensor)
+        made.blocks = blocks
+        return made
+
+
+def has_blocks(args: Any) -> bool:
+    """Return whether any of the arguments, lists included, is a :class:`BlockTensor`."""
+    return any(
+        type(a) is BlockTensor or (isinstance(a, (list, tuple)) and has_blocks(a)) for a in args
+    )
+
+
+def blockwise(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sizes: Sequence[int],
+    batch_dim: Callable[[Tensor], int | None],
+) -> Any:
+    """Call ``function`` once per block and join the results.
+
+    Args:
+        function: the function, which treats rows of the batch independently.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        sizes: the sizes of the blocks.
+        batch_dim: returns the dimension in which a tensor holds the stacked batch, if it does.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    dims = [
+        batch_dim(x) if isinstance(x, Tensor) and type(x) is not BlockTensor else None
+        for x in leaves
+    ]
+    outputs, start = [], 0
+    with torch._C.DisableTorchFunctionSubclass():
+        for block, size in enumerate(sizes):
+            mine = [
+                x.blocks[block]
+                if type(x) is BlockTensor
+                else x
+                if dim is None
+                else x.narrow(dim, start, size)
+                for x, dim in zip(leaves, dims, strict=True)
+            ]
+            block_args, block_kwargs = tree_unflatten(mine, spec)
+            outputs.append(function(*block_args, **block_kwargs))
+            start += size
+        batched = any(dim is not None for dim in dims)
+        return _joined(outputs, sizes, batched, next((d for d in dims if d is not None), 0))
+
+
+def _joined(outputs: list[Any], sizes: Sequence[int], batched: bool, first: int) -> Any:
+    """Join the blocks' results: along the batch, or as blocks where no argument has a batch."""
+    flats, specs = zip(*(tree_flatten(out) for out in outputs), strict=True)
+    joined: list[Any] = []
+    for parts in zip(*flats, strict=True):
+        if not isinstance(parts[0], Tensor):
+            joined.append(parts[0])
+        elif batched:
+            joined.append(torch.cat(parts, _joined_dim(parts, sizes, first)))
+        else:
+            joined.append(BlockTensor.of(parts))
+    return tree_unflatten(joined, specs[0])
+
+
+def _joined_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int:
+    """Return the dimension whose size is the block's in every part; ``first`` if several are."""
+    fits = [
+        d
+        for d in range(parts[0].dim())
+        if all(part.shape[d] == size for part, size in zip(parts, sizes, strict=True))
+    ]
+    return first if first in fits else fits[0] if fits else 0

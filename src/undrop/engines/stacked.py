@@ -1,0 +1,337 @@
+"""One pass of a model over a stacked batch: [without noise; +ε₀; -ε₀].
+
+At every site the rows are multiplied by 1, 1 + ε₀·σ·η and 1 - ε₀·σ·η. Then u ≈ (F₊ - F₋)/2ε₀ and
+F ≈ (F₊ + F₋)/2, both to O(ε₀²), from one call of the model and with torch's own kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from undrop.engines.blocks import BlockTensor, blockwise, has_blocks
+from undrop.engines.draw import Draw
+from undrop.engines.layout import Rows
+from undrop.engines.midpoint import MIDPOINT_RULES
+from undrop.intercept import SITE_RULES, Interception, Rule, Site, map_tensors
+from undrop.intercept.checkpointing import Region
+from undrop.intercept.interception import _depth
+from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read, run_layers
+
+__all__ = ["NotStackable", "Plan", "PlanChanged", "SitePlan", "StackedPass", "stacked_noise"]
+
+
+class NotStackable(Exception):
+    """Why a model can't run on a stacked batch, as the end of a sentence."""
+
+
+class PlanChanged(Exception):
+    """The pass met other sites than the plan lists."""
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """Where a site has the batch."""
+
+    site: Site
+    """The site as the plain pass meets it, with B examples."""
+    dim: int | None
+    """The dimension that holds the batch; None where all examples share the noise."""
+    repeats: int
+    """How many entries along ``dim`` belong to one example."""
+    time_major: bool
+    """Whether the examples are the faster index among the repeats."""
+    dtype: torch.dtype
+    device: torch.device
+
+    def eta_shape(self, draw: Draw) -> tuple[int, ...]:
+        """Return the shape of η with B examples."""
+        return draw.shape(self.site)
+
+    def rest(self, draw: Draw) -> tuple[int, ...]:
+        """Return the shape of η without the batch; the repeats come first."""
+        shape = self.eta_shape(draw)
+        assert self.dim is not None
+        rest = (*shape[: self.dim], *shape[self.dim + 1 :])
+        return (self.repeats, *rest) if self.repeats > 1 else rest
+
+    def placed(self, part: Tensor, rest: tuple[int, ...]) -> Tensor:
+        """Return noise (rows, entries) in the site's own shape."""
+        assert self.dim is not None
+        noise = part.view(len(part), *rest)
+        if self.repeats > 1:
+            noise = noise.transpose(0, 1) if self.time_major else noise
+            noise = noise.flatten(0, 1)
+        return noise.movedim(0, self.dim) if self.dim else noise
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model runs on a stacked batch; found and proven by ``stacking.py``."""
+
+    dim: int
+    """The dimension of the batch in the targets, and in other tensors where it fits."""
+    late: bool
+    """Whether the batch is stacked at the first site instead of at the input."""
+    input_dims: tuple[int | None, ...]
+    """The batch dimension of each tensor in the inputs."""
+    target_dims: tuple[int | None, ...]
+    output_dims: tuple[int | None, ...]
+    logits_dim: int
+    """The batch dimension of the tensor that the loss sees."""
+    sites: tuple[SitePlan, ...]
+    midpoints: bool = True
+    """Whether kinked functions decide at the midpoint."""
+
+
+def map_dims(
+    function: Callable[[Tensor, int], Tensor], tree: Any, dims: Sequence[int | None]
+) -> Any:
+    """Apply ``function(x, dim)`` to every tensor of a tree that has a batch dimension."""
+    place = iter(dims)
+
+    def on(x: Tensor) -> Tensor:
+        dim = next(place)
+        return x if dim is None else function(x, dim)
+
+    return map_tensors(on, tree)
+
+
+def stacked_noise(plan: Plan, draw: Draw, rows: Rows, epsilon: float) -> list[Any]:
+    """Draw σ·η for all sites at once.
+
+    Returns:
+        For each site None (no noise), the factors [1; 1 + ε₀ση; 1 - ε₀ση] of a stacked activation, or
+        ε₀ση for a weight that all examples share.
+    """
+    scales = [draw.scale(s.site) for s in plan.sites]
+    noise: list[Any] = [None] * len(scales)
+    own = [i for i, s in enumerate(plan.sites) if scales[i] and s.dim is not None]
+    if own:
+        for i, factors in zip(own, _factors(plan, draw, rows, epsilon, own, scales), strict=True):
+            noise[i] = factors
+    for i, s in enumerate(plan.sites):
+        if scales[i] and s.dim is None:
+            noise[i] = draw.eta(s.site, s.dtype, s.device) * (epsilon * scales[i])
+    return noise
+
+
+def _factors(
+    plan: Plan, draw: Draw, rows: Rows, epsilon: float, own: list[int], scales: list[float]
+) -> list[Tensor]:
+    """Return the factors of every per-example site as parts of one tensor (rows, all entries)."""
+    rests = [plan.sites[i].rest(draw) for i in own]
+    widths = [math.prod(rest) for rest in rests]
+    layout = rows.layout
+    eta = draw.eta_of_rows([plan.sites[i] for i in own], widths, rows)
+    same = {epsilon * scales[i] for i in own}
+    if len(same) == 1:
+        eta.mul_(same.pop())
+    else:
+        for part, i in zip(eta.split(widths, 1), own, strict=True):
+            part.mul_(epsilon * scales[i])
+    for part, i in zip(eta.split(widths, 1), own, strict=True):
+        s = plan.sites[i]
+        if s.repeats == 1 and s.eta_shape(draw)[s.dim or 0] == 1 < layout.batch:
+            part.copy_(part[:1].expand_as(part))  # the mask is shared by all examples
+    ones = (eta.new_ones(()).expand(layout.plain, eta.shape[1]),) if layout.plain else ()
+    factors = torch.cat((*ones, 1.0 + eta, 1.0 - eta))
+    return [
+        plan.sites[i].placed(part, rest)
+        for part, i, rest in zip(factors.split(widths, 1), own, rests, strict=True)
+    ]
+
+
+class StackedPass(Interception):
+    """Runs a model on a stacked batch. The n-th dropout that it meets is the n-th site of the plan.
+
+    Names are found once, by the plan, so that a pass needs no Python stack and can be compiled.
+
+    Args:
+        model: the model.
+        plan: how it is stacked.
+        rows: which examples carry noise.
+        noise: what :func:`stacked_noise` returned.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, rows: Rows, noise: Sequence[Any]) -> None:
+        TorchFunctionMode.__init__(self)
+        self.plan, self.rows, self.noise = plan, rows, noise
+        self.index = 0
+        self.drew = False
+        self.stacked = not plan.late
+        self._model = model
+        self._rules = stacked_rules(plan.midpoints)
+        self._depth = _depth.value
+        self._gradients = torch.is_grad_enabled()
+        self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
+
+    def __enter__(self) -> StackedPass:
+        """Begin."""
+        TorchFunctionMode.__enter__(self)
+        return self
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the rule of a function; split functions of block tensors into blocks."""
+        rule = self._rules.get(func)
+        if rule is None:
+            if types and BlockTensor in types:
+                return self.blockwise(func, *args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+        if _depth.value != self._depth:
+            return func(*args, **(kwargs or {}))
+        if not torch.compiler.is_compiling():
+            self._prepare_recomputation()
+        return rule(self, *args, **(kwargs or {}))
+
+    def blockwise(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of block tensors once per block."""
+        return blockwise(func, args, kwargs, self.rows.layout.blocks, self.batch_dim)
+
+    def _at_this_point(self) -> Callable[[], Interception]:
+        index, stacked = self.index, self.stacked
+
+        def make() -> Interception:
+            again = StackedPass(self._model, self.plan, self.rows, self.noise)
+            again.index, again.stacked = index, stacked
+            return again
+
+        return make
+
+    def _where(self) -> str:
+        return "the model"
+
+    def noisy(self, h: Tensor, p: float, **_: Any) -> Tensor:
+        """Return h with the noise of the next site of the plan."""
+        index = self.index
+        self.index += 1
+        if index >= len(self.plan.sites):
+            raise PlanChanged
+        s = self.plan.sites[index]
+        if p != s.site.p or h.dim() != len(s.site.shape):
+            raise PlanChanged
+        if not self.stacked:
+            assert s.dim is not None
+            h = self.rows.stacked(h, s.dim)
+            self.stacked = True
+        noise = self.noise[index]
+        if noise is None:
+            return h
+        if s.dim is None:
+            moved = h * noise.to(h)
+            blocks = (h + moved, h - moved)
+            return BlockTensor.of((h, *blocks) if self.rows.layout.plain else blocks)
+        if h.shape[s.dim] != self.rows.layout.total * s.repeats:
+            raise PlanChanged
+        factors: Tensor = noise.to(h)
+        return h * factors
+
+    def site(self, *args: Any, **kwargs: Any) -> Site:
+        """Return the next site: rules that ask for one refuse it by its name."""
+        return self.plan.sites[min(self.index, len(self.plan.sites) - 1)].site
+
+    def batch_dim(self, x: Tensor) -> int | None:
+        """Return the dimension in which x holds the stacked batch; None if it does not."""
+        if not self.stacked:
+            return None
+        total, dim = self.rows.layout.total, self.plan.dim
+        if x.dim() > dim and x.shape[dim] == total:
+            return dim
+        return next((d for d, n in enumerate(x.shape) if n == total), None)
+
+    def midpoint(self, x: Tensor) -> Tensor:
+        """Return x, without a graph, with (x₊ + x₋)/2 in the place of x₊ and x₋."""
+        x = x.detach()
+        dim = self.batch_dim(x)
+        if dim is not None:
+            return self._averaged(x, dim, 1)
+        total = self.rows.layout.total
+        if self.stacked and x.dim() and x.shape[0] % total == 0 and x.shape[0]:
+            repeats = x.shape[0] // total
+            if not any(s.time_major for s in self.plan.sites):
+                return self._averaged(x, 0, repeats)
+            return self._averaged(x.unflatten(0, (repeats, total)), 1, 1).flatten(0, 1)
+        return x
+
+    def _averaged(self, x: Tensor, dim: int, repeats: int) -> Tensor:
+        plain, plus, minus = self.rows.layout.split(x, dim, repeats)
+        middle = (plus + minus).mul_(0.5)
+        parts = (plain, middle, middle) if self.rows.layout.plain else (middle, middle)
+        return torch.cat(parts, dim)
+
+
+def _recurrent(function: Callable[..., Any], mode: StackedPass, *args: Any) -> Any:
+    """Recurrent layers; those with noise on their weights run once per block."""
+    call = read(function, args)
+    dropped = call.training and call.dropout > 0.0 and call.layers > 1
+    if not has_blocks(call.weights):
+        return run_layers(mode, call, RecurrentCall.run) if dropped else portable(function)(*args)
+    if not dropped:
+        return mode.blockwise(portable(function), *args)
+    return run_layers(mode, call, lambda layer: _run_blocks(mode, layer))
+
+
+def _run_blocks(mode: StackedPass, layer: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:
+    out, *final = mode.blockwise(
+        lambda *a: layer._replace(**dict(zip(_PARTS, a, strict=True))).run(),
+        *(getattr(layer, part) for part in _PARTS),
+    )
+    return out, tuple(final[0])
+
+
+_PARTS = ("x", "state", "weights")
+
+
+def _batch_norm(
+    mode: StackedPass,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Batch norm in train mode: each sign has its own statistics, as two passes would have them."""
+    tail = (weight, bias, training, momentum, eps)
+    if not training or not mode.stacked:
+        return F.batch_norm(input, running_mean, running_var, *tail)
+    layout = mode.rows.layout
+    if layout.plain:
+        raise NotStackable("batch norm in train mode mixes the examples of a batch")
+    _, plus, minus = layout.split(input, 0, len(input) // layout.total)
+    first = F.batch_norm(plus, running_mean, running_var, *tail)
+    mean, var = (None if s is None else s.clone() for s in (running_mean, running_var))
+    return torch.cat((first, F.batch_norm(minus, mean, var, *tail)))
+
+
+_OWN_RULES: dict[Callable[..., Any], Rule] = {
+    **{function: partial(_recurrent, function) for function in RECURRENT},
+    F.batch_norm: _batch_norm,
+}
+
+
+@lru_cache(maxsize=4)
+def _merged(midpoints: bool, registered: tuple[int, int]) -> dict[Callable[..., Any], Rule]:
+    return {**(MIDPOINT_RULES if midpoints else {}), **SITE_RULES, **_OWN_RULES}
+
+
+def stacked_rules(midpoints: bool) -> dict[Callable[..., Any], Rule]:
+    """Return the rules of a stacked pass, those registered by users included."""
+    return _merged(midpoints, (len(MIDPOINT_RULES), len(SITE_RULES)))

@@ -1,0 +1,180 @@
+"""Rules for functions on which torch's forward mode is missing or wrong.
+
+A rule splits dual numbers into primal and tangent, computes the result and its tangent in ordinary
+differentiable operations, and packs them again; the reverse pass through that is ordinary too. To
+add a rule, register it: ``@TANGENT_RULES.register(function)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward
+import torch.nn.functional as F
+from torch import Tensor
+
+from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
+from undrop.intercept import Interception, Rule
+from undrop.intercept.attention import AttentionCall, written_out
+from undrop.registry import Registry
+
+__all__ = ["TANGENT_RULES", "has_tangent", "packed", "unpacked"]
+
+TANGENT_RULES: Registry[Callable[..., Any], Rule] = Registry("tangent rule")
+"""The functions that the tangent engine computes by its own rules."""
+
+for _function, _rule in TWICE_DIFFERENTIABLE.items():
+    if _function is not F.scaled_dot_product_attention:
+        TANGENT_RULES.register(_function)(_rule)  # recurrent layers, written out step by step
+
+
+def unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the primal and, where there is one, the tangent."""
+    primal, tangent = forward.unpack_dual(x)
+    return primal, tangent
+
+
+def packed(primal: Tensor, tangent: Tensor | None) -> Tensor:
+    """Return the dual number of both; the primal alone where the tangent is zero."""
+    if tangent is None:
+        return primal
+    dual: Tensor = forward.make_dual(primal, tangent)
+    return dual
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Return whether any of the tensors is a dual number."""
+    return any(t is not None and unpacked(t)[1] is not None for t in tensors)
+
+
+def _softmax_dim(x: Tensor, dim: int | None) -> int:
+    """Return the dimension; without one torch makes this choice, and warns of it."""
+    return dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
+
+
+def _softmax(
+    function: Callable[..., Tensor],
+    mode: Interception,
+    input: Tensor,
+    dim: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """ṗ = p(ẋ - Σ p ẋ)."""
+    x, tangent = unpacked(input)
+    p = function(x, dim, *args, **kwargs)
+    if tangent is None:
+        return p
+    px = p * tangent.to(p.dtype)
+    total = px.sum(_softmax_dim(x, dim), keepdim=True)
+    return packed(p, torch.addcmul(px, p, total, value=-1.0))
+
+
+def _log_softmax(
+    function: Callable[..., Tensor],
+    mode: Interception,
+    input: Tensor,
+    dim: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """The tangent of log p is ẋ - Σ p ẋ."""
+    x, tangent = unpacked(input)
+    log_p = function(x, dim, *args, **kwargs)
+    if tangent is None:
+        return log_p
+    tangent = tangent.to(log_p.dtype)
+    mean = (log_p.exp() * tangent).sum(_softmax_dim(x, dim), keepdim=True)
+    return packed(log_p, tangent - mean)
+
+
+for _function in (F.softmax, torch.softmax, Tensor.softmax):
+    TANGENT_RULES.register(_function)(partial(_softmax, _function))
+for _function in (F.log_softmax, torch.log_softmax, Tensor.log_softmax):
+    TANGENT_RULES.register(_function)(partial(_log_softmax, _function))
+
+
+@TANGENT_RULES.register(torch.logsumexp, Tensor.logsumexp)
+def _logsumexp(mode: Interception, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """The tangent of log Σ exp x is Σ softmax(x) ẋ."""
+    x, tangent = unpacked(input)
+    out = torch.logsumexp(x, dim, keepdim=keepdim)
+    if tangent is None:
+        return out
+    p = (x - torch.logsumexp(x, dim, keepdim=True)).exp()
+    return packed(out, (p * tangent).sum(dim, keepdim=keepdim))
+
+
+@TANGENT_RULES.register(F.scaled_dot_product_attention)
+def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
+    """Written out: torch's fused kernels have no forward-mode rule."""
+    call = AttentionCall(*args, **kwargs)
+    tensors = (call.query, call.key, call.value, call.attn_mask)
+    if call.dropout_p == 0.0 and not has_tangent(*tensors):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    return written_out(mode, call, partial(_softmax, torch.softmax, mode))
+
+
+def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    """(x - mean)/sqrt(var + eps) over dims: each operation is right on dual numbers."""
+    centered = x - x.mean(dims, keepdim=True)
+    return centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
+
+
+def _affine(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Scale and shift by channel (dimension 1)."""
+    shape = (1, -1, *(1,) * (out.dim() - 2))
+    out = out if weight is None else out * weight.view(shape)
+    return out if bias is None else out + bias.view(shape)
+
+
+@TANGENT_RULES.register(F.layer_norm)
+def _layer_norm(
+    mode: Interception,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Written out: torch's gradient through the tangent of a norm is silently wrong."""
+    if not has_tangent(input, weight, bias):
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    size = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    out = _normalized(input, tuple(range(-size, 0)), eps)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def _channel_norm(
+    function: Callable[..., Tensor],
+    dims_before_space: tuple[int, ...],
+    mode: Interception,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    batch_statistics: bool | None = None,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    **flag: bool,
+) -> Tensor:
+    """Batch and instance norm, written out; torch's own function moves the running statistics."""
+    if batch_statistics is None:  # F.batch_norm has training=False, F.instance_norm the other
+        batch_statistics = next(iter(flag.values()), function is F.instance_norm)
+    rest = (running_mean, running_var, weight, bias, batch_statistics, momentum, eps)
+    if not batch_statistics or not has_tangent(input, weight, bias):
+        return function(input, *rest)
+    if running_mean is not None:
+        with torch.no_grad():
+            function(unpacked(input)[0], running_mean, running_var, None, None, *rest[4:])
+    out = _normalized(input, (*dims_before_space, *range(2, input.dim())), eps)
+    return _affine(out, weight, bias)
+
+
+TANGENT_RULES.register(F.batch_norm)(partial(_channel_norm, F.batch_norm, (0,)))
+TANGENT_RULES.register(F.instance_norm)(partial(_channel_norm, F.instance_norm, ()))

@@ -51,7 +51,7 @@ class Tangent(Engine):
             logits, tangent = unpacked(dual)
             u = torch.zeros_like(logits) if tangent is None else tangent
             output = map_tensors(_primal, dual_output)
-        _check_proof(request, mode.trail)
+        _check_proof(request, hash((mode.trail, *(site.name for site in mode.sites))))
         c = request.coefficients
         total, parts = request.loss.combined(logits, u, request.batch.targets, request.form, c)
         return Evaluation(total, weighted_parts(c, *parts), lambda: output, self.name)

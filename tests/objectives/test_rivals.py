@@ -160,7 +160,7 @@ def test_sam_puts_the_weights_back_when_it_fails(monkeypatch):
     made = problem("mlp")
     objective = SAM(0.3, loss=made.loss)
     before = [p.detach().clone() for p in made.model.parameters()]
-    passed, calls = objective.passed, []
+    passed, calls = objective.forward_and_loss, []
 
     def failing(*args):
         calls.append(args)
@@ -169,7 +169,7 @@ def test_sam_puts_the_weights_back_when_it_fails(monkeypatch):
             raise RuntimeError("no memory")
         return passed(*args)
 
-    monkeypatch.setattr(objective, "passed", failing)
+    monkeypatch.setattr(objective, "forward_and_loss", failing)
     with pytest.raises(RuntimeError, match="no memory"):
         objective(made.model, made.inputs, made.targets)
     for now, then in zip(made.model.parameters(), before, strict=True):

@@ -100,7 +100,7 @@ def test_in_a_wide_net_half_the_second_derivative_is_what_dropout_adds():
         draw, noise = seeded(seed, noise="dropout"), []
 
         def dropped(site, h, draw=draw, noise=noise):
-            noise.append(draw.scaled(site, h))
+            noise.append(draw.sigma_eta(site, h))
             return h * (1 + noise[-1])
 
         with torch.no_grad(), Interception(model, dropped):

@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.engines.base import ENGINES, Engine, Evaluation, Request, weighted_parts
+from undrop.engines.base import (
+    ENGINES,
+    Engine,
+    Evaluation,
+    Request,
+    no_dropout_met,
+    weighted_parts,
+)
 from undrop.engines.draw import ScaledNoise
 from undrop.engines.layout import Rows
 from undrop.engines.stacked import Plan, PlanChanged, StackedPass, map_dims, stacked_noise
-from undrop.engines.stacking import find_plan, layout_of
-from undrop.errors import EngineError, OptionError
+from undrop.engines.stacking import NO_DROPOUT, find_plan, layout_of
+from undrop.errors import EngineError, NoDropoutError, OptionError
 from undrop.intercept import Interception, RngSnapshot, keep_statistics, logits_of, map_tensors
 from undrop.losses import Coefficients
 
@@ -99,6 +106,8 @@ class Antithetic(Engine):
     def _two_passes(self, request: Request, reason: str) -> Evaluation:
         """Run the model at +ε₀ and at -ε₀."""
         batch, draw = request.batch, request.draw
+        if reason == NO_DROPOUT:
+            raise NoDropoutError(no_dropout_met(batch.model))
         if request.fraction < 1.0:
             raise EngineError(
                 f"fraction < 1 needs independent examples, but in {type(batch.model).__name__} "

@@ -40,13 +40,18 @@ class Request:
         """Run the model: all it returns, and the tensor in it that the loss sees, checked."""
         output = self.batch.forward()
         if not self.draw.asked:
-            raise NoDropoutError(
-                f"no active dropout was met in this pass of {type(self.batch.model).__name__}: check "
-                "that p > 0 and that its dropout modules are in train mode."
-            )
+            raise NoDropoutError(no_dropout_met(self.batch.model))
         logits = logits_of(output)
         self.loss.check(logits, self.batch.targets)
         return output, logits
+
+
+def no_dropout_met(model: nn.Module) -> str:
+    """Return the message of the error."""
+    return (
+        f"no active dropout was met in this pass of {type(model).__name__}: check that p > 0 and "
+        "that its dropout modules are in train mode."
+    )
 
 
 @dataclass

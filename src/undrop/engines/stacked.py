@@ -167,7 +167,7 @@ class StackedPass(Interception):
         TorchFunctionMode.__init__(self)
         self.plan, self.rows, self.noise = plan, rows, noise
         self.index = 0
-        self.drew = False
+        self.idle = self.drew = False
         self.stacked = not plan.late
         self._model = model
         self._rules = stacked_rules(plan.midpoints)

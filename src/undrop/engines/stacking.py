@@ -44,8 +44,9 @@ from undrop.intercept import (
 from undrop.noise import draw as draw_noise
 from undrop.rng_snapshot import RngSnapshot
 
-__all__ = ["Stacking", "find_plan"]
+__all__ = ["NO_DROPOUT", "Stacking", "find_plan", "layout_of"]
 
+NO_DROPOUT = "it meets no dropout"
 _EPSILON = 0.05
 _PROOFS = 4  # shapes for which a plan is proven; from then on only the sites are looked up
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -108,7 +109,7 @@ def find_plan(
         known.plans.clear()
         known.proven, known.last = 0, None
     found = known.plans.get(question)
-    if isinstance(found, str) and known.modes != _modes(batch.model):
+    if found == NO_DROPOUT or (isinstance(found, str) and known.modes != _modes(batch.model)):
         found = None  # another mode may make examples independent
     if found is None:
         found = known.plans[question] = _search(batch, question, known)
@@ -192,7 +193,7 @@ class _Prover:
             NotStackable: if none does.
         """
         if not self.sites:
-            raise NotStackable("it meets no dropout")
+            raise NotStackable(NO_DROPOUT)
         reason = "its examples interact"
         for dim in self._dims(last):
             try:

@@ -5,7 +5,7 @@ from undrop.intercept import (  # they register what they stand in for
     functional,
     recurrent,
 )
-from undrop.intercept.discovery import in_training, preserve_model, sites
+from undrop.intercept.discovery import has_idle_dropout, in_training, preserve_model, sites
 from undrop.intercept.interception import (
     SITE_RULES,
     Interception,
@@ -38,6 +38,7 @@ __all__ = [
     "attention",
     "call",
     "functional",
+    "has_idle_dropout",
     "in_training",
     "is_sharded",
     "keep_statistics",

@@ -18,7 +18,7 @@ from undrop.intercept.site import Sites
 from undrop.intercept.wrappers import unwrapped
 from undrop.rng_snapshot import RngSnapshot
 
-__all__ = ["in_training", "preserve_model", "sites"]
+__all__ = ["has_idle_dropout", "in_training", "preserve_model", "sites"]
 
 _LOOKING = RLock()  # held while a model is in another mode than the one its owner put it in
 
@@ -51,6 +51,13 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
     if not found:
         raise NoDropoutError(_nothing_found(model))
     return found.flagged(active)
+
+
+def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:
+    """Return whether a pass meets dropout with p = 0, and none with p > 0."""
+    with preserve_model(model), torch.no_grad(), Interception(model, no_noise) as mode:
+        call(model, inputs)
+    return mode.idle and not mode.sites
 
 
 def in_training(model: nn.Module) -> bool:

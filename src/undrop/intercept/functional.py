@@ -30,7 +30,8 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    return _noisy(mode, input, p, inplace, "dropout") if training and p else input
+    active = training and p
+    return _noisy(mode, input, p, inplace, "dropout") if active else mode.off(input, training)
 
 
 @SITE_RULES.register(torch.dropout)
@@ -67,8 +68,9 @@ def _feature_dropout(
     Torch takes (C, L) of dropout1d and (C, D, H, W) of dropout3d for one example without a batch:
     ``unbatched`` is that number of dimensions.
     """
-    if not (training if train is None else train) or not p:
-        return input
+    training = training if train is None else train
+    if not training or not p:
+        return mode.off(input, training)
     shared = tuple(range(1 if input.dim() == unbatched else 2, input.dim()))
     return _noisy(mode, input, p, inplace, kind, mask="per feature map", shared=shared)
 
@@ -86,7 +88,8 @@ SITE_RULES.register(torch.feature_dropout_)(
 def _structured_dropout(
     mode: Interception, h: Tensor, p: float, *, training: bool = True, **structure: Any
 ) -> Tensor:
-    return mode.noisy(h, p, **{"kind": "dropout", **structure}) if training and p else h
+    active = training and p
+    return mode.noisy(h, p, **{"kind": "dropout", **structure}) if active else mode.off(h, training)
 
 
 @SITE_RULES.register(

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from undrop.errors import RecomputationError, UnsupportedDropoutError
+from undrop.errors import RecomputationError
 from undrop.intercept.checkpointing import Region, enclosing_function, regions
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
@@ -106,6 +106,8 @@ class Interception(TorchFunctionMode):
         self.sites: list[Site] = []
         self.drew = False
         """Whether the pass has drawn random numbers from torch's global generators."""
+        self.idle = False
+        """Whether the pass has met a dropout with p = 0."""
         self.trail = 0
         """A hash of all functions that the pass has called, in order."""
         self._rules = {**SITE_RULES, **(rules or {})}
@@ -188,6 +190,11 @@ class Interception(TorchFunctionMode):
         module = self.running_module()
         return "the model" if module is None else f"{self._names[id(module)] or 'the model'!r}"
 
+    def off(self, h: Tensor, training: bool | None) -> Tensor:
+        """Return h at a dropout that does not drop: in eval mode, or with p = 0."""
+        self.idle = self.idle or training is not False
+        return h
+
     def noisy(
         self,
         h: Tensor,
@@ -216,17 +223,8 @@ class Interception(TorchFunctionMode):
         per_example: bool = True,
         label: str | None = None,
     ) -> Site:
-        """Record the site where the running module is now.
-
-        Raises:
-            UnsupportedDropoutError: if p = 1, which drops everything and has no finite σ.
-        """
+        """Record the site where the running module is now."""
         name, kind = self._name(kind, label)
-        if not 0.0 < p < 1.0:
-            raise UnsupportedDropoutError(
-                f"the dropout at {name!r} has p = {p:g}: undrop needs 0 < p < 1, since σ = "
-                "sqrt(p / (1 - p)) must be finite."
-            )
         shape = tuple(shape)
         site = Site(name, kind, float(p), mask, shape, mask_shape(shape, shared), per_example)
         self.sites.append(site)

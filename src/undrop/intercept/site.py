@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, overload
 
-from undrop.errors import OptionError, SiteSelectionError
+from undrop.errors import OptionError, SiteSelectionError, UnsupportedDropoutError
 from undrop.noise import sigma
 from undrop.options import as_float
 
@@ -38,7 +38,16 @@ class Site:
 
     @property
     def sigma(self) -> float:
-        """σ = sqrt(q / (1 - q))."""
+        """σ = sqrt(q / (1 - q)).
+
+        Raises:
+            UnsupportedDropoutError: if q = 1, which drops everything.
+        """
+        if not 0.0 < self.p < 1.0:
+            raise UnsupportedDropoutError(
+                f"the dropout at {self.name!r} has p = {self.p:g}: undrop needs 0 < p < 1, since σ = "
+                "sqrt(p / (1 - p)) must be finite."
+            )
         return sigma(self.p)
 
 

@@ -108,7 +108,8 @@ class Analytic(Objective):
             return
         coefficients = self._coefficients()
         for _ in range(self.samples):
-            yield self.engine.evaluate(
+            yield self.evaluated(
+                self.engine,
                 Request(
                     batch=batch,
                     loss=self.loss,
@@ -118,7 +119,7 @@ class Analytic(Objective):
                     fraction=self.fraction,
                     batch_dim=self.batch_dim,
                     exact_output=self.exact_output,
-                )
+                ),
             )
 
     def _coefficients(self) -> Coefficients:

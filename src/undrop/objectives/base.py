@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.engines import Evaluation
-from undrop.errors import EvalModeError, GradientsDisabledError
+from undrop.engines import Engine, Evaluation, Request
+from undrop.errors import EvalModeError, GradientsDisabledError, NoDropoutError
 from undrop.generators import Generators
 from undrop.intercept import (
     Batch,
@@ -21,6 +21,7 @@ from undrop.intercept import (
     SiteAction,
     Sites,
     Statistics,
+    has_idle_dropout,
     in_training,
     keep_statistics,
     logits_of,
@@ -132,6 +133,25 @@ class Objective(ABC):
         self.loss.check(logits, batch.targets)
         return output, self.loss.value(logits, batch.targets)
 
+    def evaluated(self, engine: Engine, request: Request) -> Evaluation:
+        """Return what the engine computes; where every dropout has p = 0, the plain loss.
+
+        Raises:
+            NoDropoutError: if the pass meets no dropout at all.
+        """
+        try:
+            return engine.evaluate(request)
+        except NoDropoutError:
+            batch = request.batch
+            self._sites.pop(batch.model, None)
+            if self.sites(batch.model, batch.inputs):
+                raise
+            plain = self.plain(batch)
+            c = request.coefficients.loss
+            return Evaluation(
+                c * plain.total, {"loss": c * plain.total.detach()}, plain.make_output
+            )
+
     def plain(self, batch: Batch) -> Evaluation:
         """Return the loss alone, with every dropout switched off."""
         output, loss = self.forward_and_loss(batch, no_noise)
@@ -143,12 +163,20 @@ class Objective(ABC):
         return [p for p in every if p.requires_grad and p.is_leaf]
 
     def sites(self, model: nn.Module, inputs: Any) -> Sites:
-        """Return the model's sites; they are looked up the first time the model is seen."""
+        """Return the model's sites; they are looked up the first time the model is seen.
+
+        Where every dropout has p = 0 there are none, and they are looked up at every step.
+        """
         if model not in self._sites:
             trainable = self.trainable_parameters(model)
             if not trainable and not any(t.requires_grad for t in tensors_in(inputs)):
                 raise _nothing_trained(model)
-            found = sites(model, inputs)
+            try:
+                found = sites(model, inputs)
+            except NoDropoutError:
+                if has_idle_dropout(model, inputs):
+                    return Sites(())
+                raise
             self.selection.check(found.names)
             self._sites[model] = found
         return self._sites[model]

@@ -102,7 +102,7 @@ class Dropout(Objective):
         request = Request(
             batch=batch, loss=self.loss, draw=self._signs(), coefficients=coefficients
         )
-        return self.engine.evaluate(request)
+        return self.evaluated(self.engine, request)
 
     def _signs(self) -> Draw:
         return Draw("sign", self.mask, self.selection, self.generators)

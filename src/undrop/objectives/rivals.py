@@ -117,6 +117,9 @@ class Jacobian(Objective):
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield one evaluation of two passes."""
         names = self.sites(batch.model, batch.inputs).names
+        if not names:
+            yield self.plain(batch)
+            return
         if self.site is not None and self.site not in names:
             raise OptionError(f"there is no site {self.site!r}: there are {', '.join(names)}.")
         shift = _Shift(self.site or names[0], self.step, self.generators)

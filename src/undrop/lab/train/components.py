@@ -44,6 +44,7 @@ _SUPPLIED = {"vocab_size", "generator", "loss", "batch_dim"}
 """Arguments that the trainer passes itself, so that they are no options."""
 
 _TYPES: dict[str, Any] = {
+    "engine": str,
     "strength": float,
     "sites": str | list[str] | dict[str, float] | None,
 }

@@ -1,5 +1,6 @@
 """The commands that look into a model: sites, check, diagnose, bound, and watch."""
 
+import inspect
 import json
 import random
 import sys
@@ -10,6 +11,8 @@ import undrop
 from undrop.diagnosis import Diagnosis
 from undrop.errors import RunError
 from undrop.lab import cli
+from undrop.lab.cli import check as check_command
+from undrop.lab.cli import diagnose as diagnose_command
 
 TINY = [
     *("--set", "model.embedding_size=8", "--set", "model.hidden_size=8", "--set", "model.layers=2"),
@@ -301,6 +304,44 @@ def test_sites_of_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path))
     found = answer(capsys, "sites", "--model", "awd-lstm", "--data", text)
     assert len(found) == 7
+
+
+def test_commands_have_the_defaults_of_the_functions():
+    for command, function, names in (
+        (diagnose_command.diagnose, undrop.diagnose, ("seconds", "learning_rate", "weight_decay")),
+        (check_command.check, undrop.check, ("seconds",)),
+    ):
+        ours, theirs = (inspect.signature(f).parameters for f in (command, function))
+        for name in names:
+            assert ours[name].default == theirs[name].default
+    default = inspect.signature(undrop.diagnose).parameters["max_batches"].default
+    assert inspect.signature(diagnose_command.diagnose).parameters["batches"].default == default
+
+
+def test_diagnose_measures_benefit_and_compares_two_files(run, capsys, tmp_path):
+    for name in ("a", "b"):
+        words = [
+            "diagnose",
+            run,
+            "--seconds",
+            1,
+            "--batches",
+            2,
+            "--save",
+            tmp_path / f"{name}.json",
+        ]
+        assert cli.main([*map(str, words)]) == 0
+        assert f"written: {tmp_path / name}.json" in capsys.readouterr().err
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert set(saved["benefit"]["sites"]) == {site["name"] for site in saved["sites"]}
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    found = answer(capsys, "diagnose", "--compare", *files)
+    assert found["before"] == found["after"] == "AWDLSTM"
+    assert cli.main(["diagnose", "--compare", *map(str, files)]) == 0
+    assert "95 % interval of the change" in capsys.readouterr().out
+    assert "c.json can't be read" in refused(
+        capsys, "diagnose", "--compare", files[0], tmp_path / "c.json"
+    )
 
 
 def test_a_command_without_a_model_asks_for_one(run, capsys, tmp_path):

@@ -25,7 +25,7 @@ from undrop.lab.train import Config, configure
 from undrop.lab.train.runs import Run, open_run
 from undrop.losses import Loss
 
-__all__ = ["Source", "from_names", "from_run", "windows"]
+__all__ = ["Source", "from_names", "from_run", "made", "windows"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Source:
     loss: Loss | Callable[[Tensor, Any], Tensor] | None
     classes: Sequence[str] | None = None
     batch_dim: int = 0
+    validation: Iterable[tuple[Any, Any]] | None = None
     run: Run | None = None
     """The run that it comes from, if any."""
 
@@ -131,13 +132,13 @@ def from_names(
             f"{model} is one of undrop's language models, which read a corpus: give the name or the "
             f"folder of a corpus as --data, got {data!r}."
         )
-    found = _made(model)
+    found = made(model)
     if not isinstance(found, nn.Module):
         raise OptionError(
             f"{model} must be a torch module or a function that returns one, got "
             f"{type(found).__name__}."
         )
-    return Source(found, _made(data), None if loss is None else _attribute(loss))
+    return Source(found, made(data), None if loss is None else _attribute(loss))
 
 
 def _of_language_model(
@@ -149,6 +150,7 @@ def _of_language_model(
         model.loss(),
         classes=corpus.vocabulary.words,
         batch_dim=1,
+        validation=windows(model, corpus.valid, config, batches),
         run=run,
     )
 
@@ -194,8 +196,8 @@ def _import_from(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _made(name: str) -> Any:
-    """What a name stands for, called if it is a function."""
+def made(name: str) -> Any:
+    """Return what MODULE:NAME or FILE.py:NAME stands for, called if it is a function."""
     found = _attribute(name)
     if isinstance(found, nn.Module) or not callable(found):
         return found

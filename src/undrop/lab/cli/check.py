@@ -40,7 +40,7 @@ def check(
         ),
     ] = None,
     data_dir: DataDir = None,
-    seconds: Annotated[float, typer.Option(help="The time to spend.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="The time to spend.")] = 10.0,
     progress: ShowProgress = True,
     json: Json = False,
 ) -> None:
@@ -64,15 +64,14 @@ def check(
 
 
 def _objective(source: Source, name: str | None) -> Objective:
-    """The objective of that name, or by default the run's own if it has an analytic part."""
+    """The objective of that name, or by default the run's own if it has analytic terms."""
     from undrop.lab.train.components import OBJECTIVES, build, complete
-    from undrop.objectives import Analytic, Dropout
 
     supplied = {"loss": source.loss, "batch_dim": source.batch_dim}
     if name is None and source.run is not None:
         config = source.run.config.objective
         own: Objective = build(OBJECTIVES, config.name, config.options, **supplied)
-        if isinstance(own, Analytic) or (isinstance(own, Dropout) and own.noise == "analytic"):
+        if own.implicit_factor is not None:
             return own
     options = complete(OBJECTIVES, {"name": name or "analytic"}, "analytic")
     chosen: Objective = build(OBJECTIVES, options.pop("name"), options, **supplied)

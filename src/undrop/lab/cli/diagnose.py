@@ -35,37 +35,89 @@ def diagnose(
     data_dir: DataDir = None,
     seconds: Annotated[
         float, typer.Option(help="The time to spend: more time gives smaller errors.")
-    ] = 60.0,
+    ] = 30.0,
     batches: Batches = 16,
     implicit: Annotated[bool, typer.Option(help="Measure the gradient noise too.")] = True,
+    benefit: Annotated[
+        bool,
+        typer.Option(help="Measure each site's benefit on the validation text of a run or corpus."),
+    ] = True,
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            help="For --model: your own validation pairs as MODULE:NAME, for the benefit."
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float, typer.Option(help="The benefit is per 1,000 steps of this size.")
+    ] = 1e-3,
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(
+            help="A weight decay to compare the benefit with.",
+            show_default="as strong as all dropout together",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the masks.")] = 0,
     save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plots: png, pdf or svg.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one HTML page.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="BEFORE AFTER",
+            help="Measure nothing: compare two files that --save wrote.",
+            show_default=False,
+        ),
+    ] = None,
     progress: ShowProgress = True,
     json: Json = False,
 ) -> None:
     """Measure the explicit and the implicit effect of dropout, with standard errors."""
+    if compare is not None:
+        from undrop.diagnosis.report.comparison import compare_files
+
+        _print(compare_files(*compare), json)
+        return
     from undrop.report.figures import check_drawable
 
     check_outputs(files=[save, html], pictures=[plot])
     if html is not None:
         check_drawable()
     source = open_source(run, model, data, loss, data_dir, batches)
+    held_out = source.validation if validation is None else _own(validation)
     found = _measured(
-        source, implicit=implicit, seconds=seconds, max_batches=batches, seed=seed, bar=progress
+        source,
+        validation=held_out if benefit else None,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        implicit=implicit,
+        seconds=seconds,
+        max_batches=batches,
+        seed=seed,
+        progress=progress,
     )
-    if json:
-        print_json(found)
-    else:
-        typer.echo(str(found))
+    _print(found, json)
     for path, write in ((save, found.save), (plot, found.plot), (html, found.html)):
         if path is not None:
             write(path)
             typer.echo(f"written: {path}", err=True)
 
 
-def _measured(source: Source, *, seed: int, bar: bool, **options: Any) -> Diagnosis:
+def _print(found: Any, json: bool) -> None:
+    if json:
+        print_json(found)
+    else:
+        typer.echo(str(found))
+
+
+def _own(name: str) -> Any:
+    from undrop.lab.cli._sources import made
+
+    return made(name)
+
+
+def _measured(source: Source, *, seed: int, **options: Any) -> Diagnosis:
     import torch
 
     import undrop
@@ -78,6 +130,5 @@ def _measured(source: Source, *, seed: int, bar: bool, **options: Any) -> Diagno
         classes=source.classes,
         batch_dim=source.batch_dim,
         generator=torch.Generator(device).manual_seed(seed),
-        progress=bar,
         **options,
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
 
 import torch
 
+from undrop.diagnosis.measure.r_drop import measure_r_drop
 from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import State, detach
 from undrop.lab.train.runs import Run
-from undrop.objectives import TAYLOR, Analytic, Dropout, NoRegularization
 from undrop.registry import Registry
 
 __all__ = ["PROBES", "taylor"]
@@ -17,7 +19,7 @@ __all__ = ["PROBES", "taylor"]
 PROBES: Registry[str, Callable[[Run], dict[str, float]]] = Registry("probe")
 """The probes by the name that a setting gives."""
 
-_SAMPLES = 8
+_MASKS = 8
 _WINDOWS = 40
 
 
@@ -29,32 +31,29 @@ def taylor(run: Run) -> dict[str, float]:
     - ``quadratic``: ½ E[uᵀHu], R_approx with Taylor's factor;
     - ``taylor_share``: quadratic / dropped.
 
-    Both are means over the first windows of the split, with several draws at each.
+    Both are means over the first windows of the split, with the same masks.
     """
-    data = run.config.data
-    loss = run.model.loss()
-    plain, drop, quadratic = (
-        NoRegularization(loss=loss),
-        Dropout(_SAMPLES, loss=loss),
-        Analytic(implicit=False, strength=TAYLOR, samples=_SAMPLES, loss=loss, batch_dim=1),
+    device = next(run.model.parameters()).device
+    found = measure_r_drop(
+        run.model,
+        _windows(run, device),
+        loss=run.model.loss(),
+        masks=_MASKS,
+        generator=torch.Generator(device).manual_seed(run.config.train.seed),
     )
-    sums = {"plain": 0.0, "noisy": 0.0, "quadratic": 0.0}
-    state: State | None = None
-    run.model.train()
-    with torch.random.fork_rng():
-        torch.manual_seed(run.config.train.seed)
-        windows = list(TrainingWindows(run.corpus.train, data.batch_size, data.length))[:_WINDOWS]
-        for window in windows:
-            inputs = {"tokens": window.inputs, "state": state, "logits": False}
-            step = plain(run.model, inputs, window.targets)
-            sums["plain"] += step.parts["loss"]
-            sums["noisy"] += drop(run.model, inputs, window.targets).parts["loss"]
-            sums["quadratic"] += quadratic(run.model, inputs, window.targets).parts["explicit"]
-            state = detach(step.output[1])
-    means = {name: value / len(windows) for name, value in sums.items()}
-    dropped = means["noisy"] - means["plain"]
     return {
-        "dropped": dropped,
-        "quadratic": means["quadratic"],
-        "taylor_share": means["quadratic"] / dropped,
+        "dropped": found.parts.r_drop.value,
+        "quadratic": found.parts.half_quadratic.value,
+        "taylor_share": found.quadratic_share.value,
     }
+
+
+def _windows(run: Run, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """The first windows, each with the state that the model has after the one before, in eval mode."""
+    state: State | None = None
+    data = run.config.data
+    for window in islice(TrainingWindows(run.corpus.train, data.batch_size, data.length), _WINDOWS):
+        tokens, targets = window.inputs.to(device), window.targets.to(device)
+        yield {"tokens": tokens, "state": state, "logits": False}, targets
+        with torch.no_grad():
+            state = detach(run.model(tokens, state, logits=False)[1])

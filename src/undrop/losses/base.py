@@ -198,6 +198,13 @@ class Loss(ABC):
             return self._probe(output, target, generator)
         return self._sampled(output, target, generator)
 
+    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor | None:
+        """H^½ξ for every term and 0 for terms that take no part; None where H has no closed root.
+
+        Unlike ``sampled`` it moves smoothly with the output. H^½ is any matrix A with A Aᵀ = H.
+        """
+        return None
+
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         signs = torch.empty_like(output).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
         return (signs * output).sum()

@@ -59,3 +59,7 @@ class BCEWithLogits(ClosedForm):
         output = precise(output)
         label = torch.bernoulli(torch.sigmoid(output.detach()), generator=generator)
         return F.binary_cross_entropy_with_logits(output, label, reduction="sum")
+
+    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor:
+        """√(s(1-s))·ξ."""
+        return (torch.sigmoid(output) * torch.sigmoid(-output)).sqrt() * xi

@@ -144,6 +144,15 @@ class CrossEntropy(ClosedForm):
         label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
         return F.cross_entropy(logits, label, reduction="sum")
 
+    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor:
+        """√p ⊙ ξ - p·⟨√p, ξ⟩, whose covariance is diag(p) - ppᵀ."""
+        p = torch.softmax(precise(self.classes_last(output)), -1)
+        scaled = p.sqrt() * self.classes_last(xi)
+        centred = scaled - p * scaled.sum(-1, keepdim=True)
+        centred = centred * not_ignored(target, self.ignore_index).unsqueeze(-1)
+        alone = output.dim() <= 1
+        return (centred if alone else centred.movedim(-1, self.class_dim)).to(output.dtype)
+
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         kept = not_ignored(target, self.ignore_index).unsqueeze(
             self.class_dim if output.dim() > 1 else -1

@@ -55,3 +55,7 @@ class MSE(ClosedForm):
         noise = torch.empty_like(output).normal_(generator=generator)
         label = output.detach() + noise.mul_(math.sqrt(0.5))
         return (output - label).square().sum()
+
+    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor:
+        """√2·ξ."""
+        return math.sqrt(2.0) * xi

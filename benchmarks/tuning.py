@@ -1,0 +1,194 @@
+"""Compare ways to choose dropout on the tasks of tuning_tasks.py: `python benchmarks/tuning.py --help`.
+
+Every run is one line of JSON that is appended when the run ends; what is there is not run again.
+Searches choose by the loss on the validation part; all methods keep the weights of the epoch that is
+best there; the report is the loss on the test part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tuning_tasks import TASKS, Data, Task, batches, schedule
+
+import undrop
+
+GRID = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65)
+ANALYTIC = (0.1, 0.2, 0.35, 0.5)
+RANDOM_RUNS = 10
+LOOKS = 8
+"""How often a run looks at its validation part to keep the best weights."""
+Run = dict[str, Any]
+
+
+def dropout_slots(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the model keeps each probability: the module and the attribute."""
+    slots = []
+    for module in model.modules():
+        for name in ("p", "attention_dropout"):
+            if getattr(module, name, 0.0) > 0.0:
+                slots.append((module, name))
+    return slots
+
+
+def evaluated(model: nn.Module, loss: undrop.Loss, data: Data, part: str) -> float:
+    """The mean loss on a part, without dropout."""
+    model.eval()
+    total = count = 0.0
+    with torch.no_grad():
+        for inputs, targets in batches(data, part, 200, None):
+            output = model(inputs)
+            logits = output[0] if isinstance(output, tuple) else output
+            total += float(loss.value(logits, targets)) * targets.numel()
+            count += targets.numel()
+    model.train()
+    return total / count
+
+
+def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any]) -> Run:
+    """One training; ``method(model, loss, optimizer, data)`` returns a step's backward pass."""
+    began = time.process_time()
+    torch.manual_seed(1000 + seed)
+    model = task.model(how.get("start", 0.5))
+    for (module, name), p in zip(dropout_slots(model), how.get("ps", []), strict=False):
+        setattr(module, name, p)
+    loss = task.loss()
+    kind = torch.optim.SGD if task.sgd else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=task.lr, weight_decay=how.get("decay", 0.0))
+    backward, report = method(model, loss, optimizer, data)
+    order = torch.Generator().manual_seed(seed)
+    per_epoch = data.train[0].shape[data.dim] // task.batch
+    total, step, curve = per_epoch * task.epochs, 0, []
+    looks = {math.ceil(task.epochs * (k + 1) / LOOKS) - 1 for k in range(LOOKS)}
+    for epoch in range(task.epochs):
+        for inputs, targets in batches(data, "train", task.batch, order):
+            optimizer.param_groups[0]["lr"] = schedule(task, step, total)
+            optimizer.zero_grad()
+            backward(inputs, targets)
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+            optimizer.step()
+            step += 1
+        if epoch not in looks:
+            continue
+        validation = evaluated(model, loss, data, "validation")
+        if not math.isfinite(validation):
+            break
+        paused = time.process_time()
+        needed = validation < min(curve, default=[math.inf])[0] or epoch == task.epochs - 1
+        curve.append([validation, evaluated(model, loss, data, "test") if needed else math.inf])
+        began += time.process_time() - paused
+    best = min(curve, default=[math.inf, math.inf])
+    seconds = time.process_time() - began
+    last = curve[-1] if curve else best
+    return {
+        **{"validation": best[0], "test": best[1], "last_validation": last[0]},
+        **{"last_test": last[1], "best_look": curve.index(best) if curve else -1},
+        **{"steps": step, "seconds": round(seconds, 3), **report()},
+    }
+
+
+def plain(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data):
+    """Torch's own dropout and the plain loss: what a search runs."""
+
+    def backward(inputs: Any, targets: Any) -> None:
+        output = model(inputs)
+        loss.value(output[0] if isinstance(output, tuple) else output, targets).backward()
+
+    return backward, dict
+
+
+def analytic(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data):
+    """The analytic regularizers at a fixed p."""
+    objective = undrop.Analytic(
+        loss=loss, engine="antithetic", fraction=0.25, strength=0.5, batch_dim=data.dim
+    )
+
+    def backward(inputs: Any, targets: Any) -> None:
+        objective(model, inputs, targets).backward()
+
+    return backward, dict
+
+
+def searches(task: Task, seed: int) -> Iterator[tuple[str, Run]]:
+    """The runs of the searches that need no result of another run."""
+    n = len(dropout_slots(task.model(0.5)))
+    yield "none", {"ps": [0.0] * n}
+    for p in GRID:
+        yield "grid", {"ps": [p] * n}
+    for decay in task.decays:
+        yield "decay", {"ps": [0.0] * n, "decay": decay}
+    random = torch.Generator().manual_seed(77 + seed)
+    for _ in range(RANDOM_RUNS):
+        yield "random", {"ps": [round(p, 4) for p in (0.7 * torch.rand(n, generator=random)).tolist()]}
+
+
+def both(task: Task, records: list[Run]) -> Iterator[tuple[str, Run]]:
+    """Weight decay beside the best common p of this seed."""
+    grid = [r for r in records if r["method"] == "grid"]
+    if len(grid) == len(GRID):
+        ps = min(grid, key=lambda r: r["validation"])["how"]["ps"]
+        for decay in task.decays[1:]:
+            yield "dropout+decay", {"ps": ps, "decay": decay}
+
+
+class Records:
+    """A file of JSON lines, one a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.all: list[Run] = [json.loads(line) for line in lines]
+
+    def find(self, **keys: Any) -> list[Run]:
+        """Those with these values."""
+        return [r for r in self.all if all(r[k] == v for k, v in keys.items())]
+
+    def add(self, record: Run) -> None:
+        """Append one."""
+        self.all.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+METHODS = {"analytic": analytic}
+
+
+def run(records: Records, task: Task, seed: int, root: Path, plan: list[tuple[str, Run]]) -> None:
+    """Those runs of the plan that have no record yet."""
+    data = None
+    for method, how in plan:
+        key = {"task": task.name, "seed": seed, "method": method, "how": how}
+        if records.find(**key):
+            continue
+        data = task.data(root, seed) if data is None else data
+        result = train(task, data, seed, how, METHODS.get(method, plain))
+        records.add({**key, **copy.deepcopy(result)})
+        print(method, task.name, seed, how, result["validation"], result["test"], result["seconds"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="the folder of the corpora")
+    parser.add_argument("--records", type=Path, default=Path("results/tuning/runs.jsonl"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
+    options = parser.parse_args()
+    records = Records(options.records)
+    for task in (TASKS[name] for name in options.tasks):
+        for seed in range(options.seeds):
+            run(records, task, seed, options.data, list(searches(task, seed)))
+            mine = records.find(task=task.name, seed=seed)
+            run(records, task, seed, options.data, list(both(task, mine)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What a little more noise at each site would do to the validation loss, for all sites at once.
+
+With r_i = E[u_iᵀHu_i]/σ_i² the explicit regularizer of site i is strength·σ_i²·r_i, and a training step
+along its gradient takes γ·strength·σ_i²·⟨∇L_val, ∇r_i⟩ off the validation loss. The product with
+v = ∇L_val is the slope of r_i along v, so it needs no second derivative:
+
+    ⟨v, ∇r_i⟩ = [r_i(W + δv) - r_i(W - δv)] / 2δ + O(δ²).
+
+Every r_i comes from one pass and one gradient: with c = H^½ξ for random ξ of unit covariance and
+S = ⟨c, F⟩, r_i is the mean of (∂S/∂z_i)² over ξ, where z_i is a zero added to the site's noise. The
+average over masks is exact, and c moves smoothly with W, so that both sides share one ξ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from undrop.engines import Draw, ZeroLeaves
+from undrop.errors import NonFiniteError
+from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, silent
+from undrop.losses import Loss
+from undrop.rng_snapshot import RngSnapshot
+
+__all__ = ["Look", "Signal", "moved", "signal"]
+
+STRIDE = 0.01
+"""δ‖v‖ as a share of ‖W‖: the measured error of the slope is smallest near it in float32."""
+
+
+class Signal(NamedTuple):
+    """The validation loss, and its slopes along what regularizes."""
+
+    loss: float
+    """L_val without dropout."""
+    slopes: dict[str, float]
+    """⟨∇L_val, ∇r_i⟩ by site: positive where more noise helps."""
+    sizes: dict[str, float]
+    """r_i itself."""
+    decay: float
+    """⟨∇L_val, W⟩: positive where weight decay helps."""
+    norm: float
+    """‖∇L_val‖."""
+
+
+@contextmanager
+def moved(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Give the weights other values for a while; they come back to the same bits."""
+    kept = [w.detach().clone() for w in weights]
+    with torch.no_grad():
+        torch._foreach_copy_(list(weights), list(values))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(list(weights), kept)
+
+
+class Look(NamedTuple):
+    """What a signal is taken of."""
+
+    model: nn.Module
+    loss: Loss
+    mask: str
+    selection: Selection
+    generator: torch.Generator
+    """Reset before each pass, so that all of them share their random numbers."""
+
+
+def signal(
+    look: Look,
+    weights: Sequence[Tensor],
+    at: Sequence[Tensor],
+    batch: tuple[Any, Any],
+    held: tuple[Any, Any],
+    scale: Sequence[Tensor] | None = None,
+) -> Signal:
+    """The slopes at the weights ``at``.
+
+    Args:
+        look: the model and how to look at it.
+        weights: the parameters that are trained.
+        at: the values to give them.
+        batch: training inputs and targets.
+        held: validation inputs and targets.
+        scale: what the optimizer multiplies each gradient entry with; None for ones.
+    """
+    with keep_statistics(look.model), RngSnapshot() as replay, torch.enable_grad():
+        with moved(weights, at):
+            value, gradient = _gradient(look, weights, *held)
+        if scale is not None:
+            gradient = [g * s for g, s in zip(gradient, scale, strict=True)]
+        size = _norm(gradient)
+        delta = STRIDE * _norm(at) / max(size, 1e-30)
+        sides = []
+        for sign in (1.0, -1.0):
+            replay.restart()
+            with moved(weights, torch._foreach_add(list(at), gradient, alpha=sign * delta)):
+                sides.append(_sizes(look, *batch))
+    up, down = sides
+    slopes = {name: (up[name] - down[name]) / (2.0 * delta) for name in up}
+    sizes = {name: 0.5 * (up[name] + down[name]) for name in up}
+    along = sum(float((g.double() * w.double()).sum()) for g, w in zip(gradient, at, strict=True))
+    return Signal(value, slopes, sizes, along, size)
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.stack(torch._foreach_norm(list(tensors))).double().norm())
+
+
+def _gradient(
+    look: Look, weights: Sequence[Tensor], inputs: Any, targets: Any
+) -> tuple[float, list[Tensor]]:
+    """L_val without dropout, and its gradient."""
+    with Interception(look.model, silent):
+        logits = logits_of(call(look.model, inputs))
+    look.loss.check(logits, targets)
+    value = look.loss.value(logits, targets)
+    if not math.isfinite(float(value)):
+        raise NonFiniteError(
+            f"the loss of a validation batch is {float(value)}: look for NaN or infinity in it and in "
+            f"the weights of {type(look.model).__name__}."
+        )
+    return float(value), list(
+        torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
+    )
+
+
+def _sizes(look: Look, inputs: Any, targets: Any) -> dict[str, float]:
+    """r_i of every site, for one ξ and the mean over masks."""
+    generator = look.generator.clone_state()
+    field = ZeroLeaves(Draw("sign", look.mask, look.selection, lambda _: generator))
+    with Interception(look.model, field):
+        logits = logits_of(call(look.model, inputs))
+    left, right = _probes(look.loss, logits, targets, generator)
+    first = _pulled(logits, left, field.leaves, keep=right is not left)
+    second = first if right is left else _pulled(logits, right, field.leaves, keep=False)
+    count = float(look.loss.count(logits, targets))
+    return {
+        site.name: float((a.double() * b.double()).sum()) / count
+        for site, a, b in zip(field.sites, first, second, strict=True)
+    }
+
+
+def _pulled(logits: Tensor, c: Tensor, leaves: list[Tensor], *, keep: bool) -> list[Tensor]:
+    """∂⟨c, F⟩/∂z of every leaf z."""
+    return list(
+        torch.autograd.grad(
+            logits, leaves, c, retain_graph=keep, allow_unused=True, materialize_grads=True
+        )
+    )
+
+
+def _probes(
+    loss: Loss, logits: Tensor, targets: Any, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Two vectors c, c' with E[c c'ᵀ] = Σ_terms H: twice H^½ξ where the loss has it, or ξ and Hξ."""
+    at = logits.detach()
+    xi = torch.empty_like(at).bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)
+    root = loss.root(at, targets, xi)
+    if root is not None:
+        return root, root
+    u = xi.clone().requires_grad_()
+    quadratic = loss.derivatives(at, u, targets).quadratic
+    (product,) = torch.autograd.grad(quadratic, u)
+    return xi, 0.5 * float(loss.count(at, targets)) * product

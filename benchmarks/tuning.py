@@ -128,7 +128,10 @@ def searches(task: Task, seed: int) -> Iterator[tuple[str, Run]]:
         yield "decay", {"ps": [0.0] * n, "decay": decay}
     random = torch.Generator().manual_seed(77 + seed)
     for _ in range(RANDOM_RUNS):
-        yield "random", {"ps": [round(p, 4) for p in (0.7 * torch.rand(n, generator=random)).tolist()]}
+        yield (
+            "random",
+            {"ps": [round(p, 4) for p in (0.7 * torch.rand(n, generator=random)).tolist()]},
+        )
 
 
 def both(task: Task, records: list[Run]) -> Iterator[tuple[str, Run]]:

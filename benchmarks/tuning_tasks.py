@@ -156,9 +156,7 @@ def _characters(root: Path, seed: int) -> Data:
 
 def _lstm(p: float) -> nn.Module:
     sites = {"input_dropout": p, "hidden_dropout": p, "output_dropout": p}
-    return AWDLSTM(
-        500, embedding_size=64, hidden_size=64, layers=2, weight_dropout=0.0, **sites
-    )
+    return AWDLSTM(500, embedding_size=64, hidden_size=64, layers=2, weight_dropout=0.0, **sites)
 
 
 def _gpt(p: float) -> nn.Module:

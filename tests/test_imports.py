@@ -27,7 +27,7 @@ ORDER = (
         "noise",
         "torch_compat",
     ),
-    *("kernels", "intercept", "losses", "engines", "objectives", "nn", "diagnosis"),
+    *("kernels", "intercept", "losses", "engines", "objectives", "nn", "diagnosis", "tuning"),
     *("integrations", "lab"),
 )
 """From the bottom up: what stands before may be imported by what stands after, never the reverse."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from undrop.objectives import NoRegularization as NoRegularization
     from undrop.objectives import Objective as Objective
     from undrop.objectives import Step as Step
+    from undrop.tuning import Tuner as Tuner
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,8 @@ _HOMES = {
     "undrop.intercept": ("Site", "Sites", "sites"),
     # diagnosis: what dropout does in a model
     "undrop.diagnosis": ("Watcher", "bound", "check", "diagnose"),
+    # tuning: which p, found within one run
+    "undrop.tuning": ("Tuner",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -128,6 +128,11 @@ class Selection:
             weights = {p: patterns[p] for p in bad}
             raise OptionError(f"site weights must be finite and not negative, got {weights}.")
 
+    @classmethod
+    def exactly(cls, weights: Mapping[str, float]) -> Selection:
+        """The sites of these names, with these weights; no character of a name is a pattern."""
+        return cls({_literal(name): weight for name, weight in weights.items()})
+
     def weight(self, name: str) -> float:
         """The factor on σ² at the site of that name; 0 where it is not chosen."""
         for pattern, weight in reversed(self.patterns.items()):
@@ -154,6 +159,11 @@ class Selection:
                 )
         if not any(self.weight(name) > 0.0 for name in names):
             raise SiteSelectionError("every dropout site has weight 0: choose at least one.")
+
+
+def _literal(name: str) -> str:
+    """A pattern that matches this name alone: ``[`` would open a set of characters."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _words(patterns: Iterable[str]) -> list[str]:

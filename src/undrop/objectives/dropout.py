@@ -14,6 +14,7 @@ from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Coefficients, Loss
 from undrop.objectives.base import Objective
+from undrop.objectives.masks import SiteMasks
 from undrop.options import check_int
 
 __all__ = ["Dropout"]
@@ -68,6 +69,8 @@ class Dropout(Objective):
         self.engine = as_engine(engine)
         self.selection = Selection(sites)
         self.own_masks = generator is not None
+        self.site_p: dict[str, float] = {}
+        """Probabilities by site that replace the model's own; a tuner sets them."""
         self._signs()  # refuses an unknown mask now, not at the first step
 
     @property
@@ -89,10 +92,11 @@ class Dropout(Objective):
 
     def _sample(self, batch: Batch, part: str, factor: float) -> Evaluation:
         """factor · ℓ(F(x; 1, η)) for a fresh mask."""
-        action = None
+        noise = None
         if self.own_masks:
             draw = Draw("dropout", "as-declared", Selection(), self.generators)
-            action = ScaledNoise(draw, 1.0)
+            noise = ScaledNoise(draw, 1.0)
+        action = SiteMasks(self.site_p, noise) if self.site_p else noise
         output, loss = self.forward_and_loss(batch, action)
         total = loss if factor == 1.0 else factor * loss
         return Evaluation(total, {part: total.detach()}, lambda: output)

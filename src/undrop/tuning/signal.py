@@ -68,8 +68,8 @@ class Look(NamedTuple):
     loss: Loss
     mask: str
     selection: Selection
-    generator: torch.Generator
-    """Reset before each pass, so that all of them share their random numbers."""
+    seed: int
+    """Of ξ: both sides share one."""
 
 
 def signal(
@@ -120,23 +120,25 @@ def _gradient(
     with Interception(look.model, silent):
         logits = logits_of(call(look.model, inputs))
     look.loss.check(logits, targets)
-    value = look.loss.value(logits, targets)
-    if not math.isfinite(float(value)):
+    loss = look.loss.value(logits, targets)
+    value = float(loss.detach())
+    if not math.isfinite(value):
         raise NonFiniteError(
-            f"the loss of a validation batch is {float(value)}: look for NaN or infinity in it and in "
+            f"the loss of a validation batch is {value}: look for NaN or infinity in it and in "
             f"the weights of {type(look.model).__name__}."
         )
-    return float(value), list(
-        torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
+    return value, list(
+        torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
     )
 
 
 def _sizes(look: Look, inputs: Any, targets: Any) -> dict[str, float]:
     """r_i of every site, for one ξ and the mean over masks."""
-    generator = look.generator.clone_state()
-    field = ZeroLeaves(Draw("sign", look.mask, look.selection, lambda _: generator))
+    field = ZeroLeaves(Draw("sign", look.mask, look.selection, _no_draw))
     with Interception(look.model, field):
         logits = logits_of(call(look.model, inputs))
+    look.loss.check(logits, targets)
+    generator = torch.Generator(logits.device).manual_seed(look.seed)
     left, right = _probes(look.loss, logits, targets, generator)
     first = _pulled(logits, left, field.leaves, keep=right is not left)
     second = first if right is left else _pulled(logits, right, field.leaves, keep=False)
@@ -145,6 +147,10 @@ def _sizes(look: Look, inputs: Any, targets: Any) -> dict[str, float]:
         site.name: float((a.double() * b.double()).sum()) / count
         for site, a, b in zip(field.sites, first, second, strict=True)
     }
+
+
+def _no_draw(device: torch.device) -> torch.Generator:
+    raise AssertionError("zero leaves draw nothing")
 
 
 def _pulled(logits: Tensor, c: Tensor, leaves: list[Tensor], *, keep: bool) -> list[Tensor]:

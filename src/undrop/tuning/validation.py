@@ -1,0 +1,136 @@
+"""The batches that a tuner measures on, which training must not see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from undrop.errors import DataError, OptionError
+from undrop.intercept import tensors_in
+
+__all__ = ["Validation", "set_aside"]
+
+LIMIT = 64
+"""The most batches that a tuner keeps."""
+COMPARED = 3
+"""The number of training batches that are compared with the validation batches."""
+
+
+def set_aside(
+    dataset: Dataset[Any],
+    share: float,
+    *,
+    batch_size: int = 32,
+    generator: torch.Generator | None = None,
+) -> tuple[Subset[Any], list[Any]]:
+    """Split a random share off a training set, for a tuner to measure on.
+
+    Args:
+        dataset: a map-style dataset of pairs (input, target).
+        share: the share to set aside, e.g. 0.05.
+        batch_size: examples per validation batch; that of training is a good choice.
+        generator: decides which examples; None takes a fixed seed, so that a resumed run has the
+            same split.
+
+    Returns:
+        What is left to train on, and the validation batches.
+
+    Raises:
+        OptionError: if the share is not between 0 and 1.
+        DataError: if it makes fewer than two batches.
+    """
+    if not 0.0 < share < 1.0:
+        raise OptionError(f"the share to set aside must lie between 0 and 1, got {share!r}.")
+    if not isinstance(dataset, Sized):
+        raise DataError(
+            f"{type(dataset).__name__} has no length, so no share of it can be set aside: pass "
+            "validation batches of your own."
+        )
+    held, n = round(share * len(dataset)), len(dataset)
+    if held < 2 * batch_size:
+        raise DataError(
+            f"{share:g} of {n} examples make fewer than two batches of {batch_size}: set more aside "
+            "or make batch_size smaller."
+        )
+    random = torch.Generator().manual_seed(0) if generator is None else generator
+    order = torch.randperm(n, generator=random).tolist()
+    loader = DataLoader(Subset(dataset, order[:held]), batch_size, drop_last=True)
+    return Subset(dataset, sorted(order[held:])), list(loader)
+
+
+class Validation:
+    """Validation batches, taken in turn.
+
+    Args:
+        batches: pairs (inputs, targets); at most 64 of them are kept.
+
+    Raises:
+        DataError: if there are fewer than two, or one is not a pair.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = _collected(batches)
+        self.position = 0
+        self._compared = 0
+
+    def next_two(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Return two different batches: one for ∇L_val, one for the regularizer."""
+        n = len(self.batches)
+        first, second = self.position % n, (self.position + 1) % n
+        self.position += 1
+        return self.batches[first], self.batches[second]
+
+    def compare(self, inputs: Any, batch_dim: int) -> None:
+        """Raise if most examples of a training batch are validation examples too.
+
+        Raises:
+            DataError: then p would be tuned on what the model learns by heart.
+        """
+        if self._compared >= COMPARED:
+            return
+        self._compared += 1
+        mine = _fingerprints(inputs, batch_dim)
+        held = {f for x, _ in self.batches for f in _fingerprints(x, batch_dim)}
+        known = sum(f in held for f in mine)
+        if mine and known > len(mine) // 2:
+            raise DataError(
+                f"{known} of {len(mine)} examples of a training batch are in the validation data too: "
+                "tune on examples that training does not see, e.g. by undrop.tuning.set_aside."
+            )
+
+
+def _collected(batches: Iterable[Any]) -> list[tuple[Any, Any]]:
+    if isinstance(batches, Tensor | dict | str) or not isinstance(batches, Iterable):
+        raise DataError(
+            "validation must be an iterable of pairs (inputs, targets) or a share of the training set "
+            f"such as 0.05, got {type(batches).__name__}."
+        )
+    found: list[tuple[Any, Any]] = []
+    for pair in batches:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise DataError(
+                f"each validation batch must be a pair (inputs, targets), got {type(pair).__name__}."
+            )
+        found.append((pair[0], pair[1]))
+        if len(found) == LIMIT:
+            break
+    if len(found) < 2:
+        count = "only one validation batch" if found else "no validation data"
+        raise DataError(
+            f"there is {count}: a tuner needs at least two batches that training does not see, e.g. by "
+            "undrop.tuning.set_aside."
+        )
+    return found
+
+
+def _fingerprints(inputs: Any, dim: int) -> list[bytes]:
+    """One for each example of the first tensor."""
+    tensors: Sequence[Tensor] = [t for t in tensors_in(inputs) if t.dim() > dim]
+    if not tensors:
+        return []
+    rows = tensors[0].detach().cpu().movedim(dim, 0)
+    return [row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows if row.dim()]

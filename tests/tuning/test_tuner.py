@@ -1,0 +1,224 @@
+"""A tuner moves p by the evidence, resumes to the bit, and refuses what it can't tune on."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import undrop
+from undrop.errors import DataError, NoDropoutError, OptionError
+from undrop.tuning import set_aside
+from undrop.tuning.rule import Knob, log_odds, probability
+
+OBJECTIVES = {
+    "analytic": lambda: undrop.Analytic(
+        engine="antithetic", generator=torch.Generator().manual_seed(1)
+    ),
+    "dropout": lambda: undrop.Dropout(generator=torch.Generator().manual_seed(1)),
+}
+
+
+def network(p=0.2):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(p)),
+        *(nn.Linear(24, 24), nn.Tanh(), nn.Dropout(p), nn.Linear(24, 3)),
+    )
+
+
+def batches(count, seed, rows=12, noise=0.0):
+    """Classes that depend on the first inputs; the label is random for a share of the rows."""
+    random = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(6, 3, generator=torch.Generator().manual_seed(99))
+    found = []
+    for _ in range(count):
+        x = torch.randn(rows, 6, generator=random)
+        y = (x @ teacher).argmax(1)
+        wrong = torch.rand(rows, generator=random) < noise
+        found.append((x, torch.where(wrong, torch.randint(3, (rows,), generator=random), y)))
+    return found
+
+
+def tuner_for(objective, **options):
+    options.setdefault("generator", torch.Generator().manual_seed(2))
+    return undrop.Tuner(objective, batches(6, seed=5), **options)
+
+
+def train(tuner, model, optimizer, data):
+    for x, y in data:
+        step = tuner.step(model, x, y)
+        optimizer.zero_grad()
+        step.backward()
+        optimizer.step()
+
+
+def sgd(model, lr=0.2):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_p_of_every_site_moves_within_a_plain_loop_and_reaches_the_objective(name):
+    model, tuner = network(), tuner_for(OBJECTIVES[name](), interval=5)
+    train(tuner, model, sgd(model), batches(40, seed=3))
+    assert set(tuner.probabilities) == {"2", "5"}
+    assert all(0.02 < p < 0.7 and p != pytest.approx(0.2) for p in tuner.probabilities.values())
+    site = tuner.objective.sites(model, batches(1, 0)[0][0])[0]
+    weight = tuner.objective.selection.weight("2")
+    assert weight * site.sigma**2 == pytest.approx(math.exp(log_odds(tuner.probabilities["2"])))
+    if name == "dropout":
+        assert tuner.objective.site_p == tuner.probabilities
+    assert [e.step for e in tuner.history.entries if e.name == "2"] == list(range(5, 41, 5))
+
+
+def test_tuned_dropout_drops_at_the_tuned_rate():
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
+    nn.init.ones_(model[0].weight)
+    for generator in (None, torch.Generator().manual_seed(0)):
+        objective = undrop.Dropout(loss=undrop.MSE(), generator=generator)
+        objective.site_p = {"1": 0.1}
+        output = objective(model, torch.ones(20000, 1), torch.zeros(20000, 1)).output
+        assert float((output == 0.0).float().mean()) == pytest.approx(0.1, abs=0.01)
+        assert float(output.max()) == pytest.approx(1.0 / 0.9, rel=1e-5)
+
+
+def test_measuring_leaves_weights_gradients_buffers_and_random_state_alone():
+    model = nn.Sequential(network(), nn.BatchNorm1d(3))
+    tuner = tuner_for(undrop.Dropout(), interval=1)
+    x = batches(1, seed=3)[0][0]
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert tuner.observe(model, x) is not None
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_resumed_run_is_the_same_to_the_bit(name):
+    data = batches(40, seed=3)
+    model, tuner = network(), tuner_for(OBJECTIVES[name](), interval=3)
+    optimizer = sgd(model)
+    train(tuner, model, optimizer, data[:20])
+    saved, weights = copy.deepcopy(tuner.state_dict()), copy.deepcopy(model.state_dict())
+    train(tuner, model, optimizer, data[20:])
+
+    again, resumed = network(), tuner_for(OBJECTIVES[name](), interval=3)
+    again.load_state_dict(weights)
+    resumed.load_state_dict(saved)
+    train(resumed, again, sgd(again), data[20:])
+    assert resumed.probabilities == tuner.probabilities
+    assert resumed.history.entries == tuner.history.entries
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
+
+
+def test_the_state_survives_being_written_as_json_and_tensors():
+    from undrop.tensor_files import from_bytes, to_bytes
+
+    model, tuner = network(), tuner_for(undrop.Dropout(), interval=2)
+    train(tuner, model, sgd(model), batches(6, seed=3))
+    other = tuner_for(undrop.Dropout(), interval=2)
+    other.load_state_dict(from_bytes(to_bytes(tuner.state_dict())))
+    assert other.probabilities == tuner.probabilities
+    assert other.history.entries == tuner.history.entries
+
+
+def test_weight_decay_is_tuned_beside_the_sites_if_an_optimizer_is_given():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
+    tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
+    train(tuner, model, optimizer, batches(30, seed=3))
+    assert optimizer.param_groups[0]["weight_decay"] != 1e-2
+    assert "weight decay" in tuner.history.last()
+    assert "weight decay" not in tuner.probabilities
+    with pytest.raises(OptionError, match="weight decay of 0.0"):
+        tuner_for(undrop.Dropout(), optimizer=sgd(model))
+
+
+@pytest.mark.parametrize("start", [0.05, 0.2, 0.6])
+@pytest.mark.parametrize("rate", [0.1, 0.3, 1.0])
+def test_the_rule_forgets_its_start_and_hardly_depends_on_its_rate(start, rate):
+    random = torch.Generator().manual_seed(0)
+    slopes = (0.3 + torch.randn(200, generator=random)).tolist()
+    knob = Knob(log_odds(start), log_odds(0.2))
+    values = []
+    for slope in slopes:
+        knob.move(slope, rate)
+        values.append(probability(knob.value))
+    assert 0.25 < sum(values[50:]) / 150 < 0.45
+
+
+def test_the_rule_stays_at_its_centre_without_evidence_and_within_bounds_with_all_of_it():
+    random = torch.Generator().manual_seed(1)
+    idle = Knob(log_odds(0.2), log_odds(0.2))
+    values = []
+    for slope in torch.randn(2000, generator=random).tolist():
+        idle.move(slope, 0.3)
+        values.append(idle.value)
+    assert abs(sum(values) / len(values) - log_odds(0.2)) < 0.1
+    for sign, p in ((1.0, 0.69), (-1.0, 0.027)):
+        sure = Knob(log_odds(0.2), log_odds(0.2))
+        for i in range(100):
+            sure.move(sign * (1.0 + 0.01 * (i % 2)), 0.3)
+        assert probability(sure.value) == pytest.approx(p, abs=0.01)
+
+
+def test_no_validation_data_is_refused():
+    with pytest.raises(DataError, match="no validation data"):
+        undrop.Tuner(undrop.Dropout(), [])
+    with pytest.raises(DataError, match="only one validation batch"):
+        undrop.Tuner(undrop.Dropout(), batches(1, seed=0))
+    with pytest.raises(DataError, match="got Tensor"):
+        undrop.Tuner(undrop.Dropout(), torch.zeros(3))
+    with pytest.raises(DataError, match="must be a pair"):
+        undrop.Tuner(undrop.Dropout(), [torch.zeros(3)])
+
+
+def test_validation_data_that_training_sees_is_refused():
+    data = batches(4, seed=3)
+    tuner = undrop.Tuner(undrop.Dropout(), data)
+    mixed = torch.cat([x for x, _ in data])[torch.randperm(48)][:12]
+    with pytest.raises(DataError, match="12 of 12 examples"):
+        tuner.step(network(), mixed, torch.zeros(12, dtype=torch.long))
+
+
+def test_a_model_without_dropout_is_refused():
+    model = nn.Linear(6, 3)
+    with pytest.raises(NoDropoutError, match="Linear"):
+        tuner_for(undrop.Dropout()).step(model, *batches(1, seed=3)[0])
+
+
+def test_objectives_and_options_that_can_not_be_tuned_are_refused():
+    with pytest.raises(OptionError, match="adjusts Analytic and Dropout, got L2"):
+        tuner_for(undrop.L2(0.1))
+    with pytest.raises(OptionError, match="rate must lie"):
+        tuner_for(undrop.Dropout(), rate=0.0)
+    with pytest.raises(OptionError, match="interval"):
+        tuner_for(undrop.Dropout(), interval=0)
+    with pytest.raises(OptionError, match="training=DATASET"):
+        undrop.Tuner(undrop.Dropout(), 0.05)
+
+
+def test_a_share_of_the_training_set_is_set_aside():
+    data = torch.utils.data.TensorDataset(torch.arange(100.0)[:, None], torch.arange(100) % 3)
+    tuner = undrop.Tuner(undrop.Dropout(), 0.2, training=data, batch_size=5)
+    held = {float(v) for x, _ in tuner.validation.batches for v in x}
+    left = {float(tuner.training[i][0]) for i in range(len(tuner.training))}
+    assert len(held) == 20 and len(left) == 80 and not held & left
+    with pytest.raises(DataError, match="fewer than two batches"):
+        set_aside(data, 0.05, batch_size=5)
+    with pytest.raises(OptionError, match="between 0 and 1"):
+        set_aside(data, 5)
+
+
+def test_the_table_names_every_site_and_the_figure_has_a_line_for_each(tmp_path):
+    pytest.importorskip("matplotlib")
+    model, tuner = network(), tuner_for(undrop.Dropout(), interval=2)
+    train(tuner, model, sgd(model), batches(10, seed=3))
+    text = tuner.table().text()
+    assert "2" in text and "benefit" in text
+    assert len(tuner.history.figure().axes[0].lines) == 2
+    tuner.history.save_figure(tmp_path / "p.svg")
+    assert (tmp_path / "p.svg").stat().st_size > 1000

@@ -25,6 +25,8 @@ import undrop
 GRID = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65)
 ANALYTIC = (0.1, 0.2, 0.35, 0.5)
 RANDOM_RUNS = 10
+START = 0.2
+"""Where tuners begin."""
 LOOKS = 8
 """How often a run looks at its validation part to keep the best weights."""
 Run = dict[str, Any]
@@ -55,7 +57,7 @@ def evaluated(model: nn.Module, loss: undrop.Loss, data: Data, part: str) -> flo
 
 
 def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any]) -> Run:
-    """One training; ``method(model, loss, optimizer, data)`` returns a step's backward pass."""
+    """One training; ``method`` returns a step's backward pass and what to report."""
     began = time.process_time()
     torch.manual_seed(1000 + seed)
     model = task.model(how.get("start", 0.5))
@@ -64,7 +66,7 @@ def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any
     loss = task.loss()
     kind = torch.optim.SGD if task.sgd else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=task.lr, weight_decay=how.get("decay", 0.0))
-    backward, report = method(model, loss, optimizer, data)
+    backward, report = method(model, loss, optimizer, data, task.batch)
     order = torch.Generator().manual_seed(seed)
     per_epoch = data.train[0].shape[data.dim] // task.batch
     total, step, curve = per_epoch * task.epochs, 0, []
@@ -96,7 +98,7 @@ def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any
     }
 
 
-def plain(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data):
+def plain(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size: int):
     """Torch's own dropout and the plain loss: what a search runs."""
 
     def backward(inputs: Any, targets: Any) -> None:
@@ -106,16 +108,44 @@ def plain(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data):
     return backward, dict
 
 
-def analytic(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data):
-    """The analytic regularizers at a fixed p."""
-    objective = undrop.Analytic(
-        loss=loss, engine="antithetic", fraction=0.25, strength=0.5, batch_dim=data.dim
+def analytic_objective(loss: undrop.Loss, data: Data) -> undrop.Analytic:
+    """The analytic regularizers with Taylor's half, on a quarter of the batch."""
+    return undrop.Analytic(
+        loss=loss, engine="antithetic", fraction=0.25, strength=undrop.TAYLOR, batch_dim=data.dim
     )
+
+
+def analytic(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size: int):
+    """The analytic regularizers at a fixed p."""
+    objective = analytic_objective(loss, data)
 
     def backward(inputs: Any, targets: Any) -> None:
         objective(model, inputs, targets).backward()
 
     return backward, dict
+
+
+def tuned(kind: str):
+    """One run that finds p itself."""
+
+    def method(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size: int):
+        objective = (
+            undrop.Dropout(loss=loss) if kind == "dropout" else analytic_objective(loss, data)
+        )
+        shuffled = torch.Generator().manual_seed(0)
+        tuner = undrop.Tuner(objective, batches(data, "validation", size, shuffled))
+
+        def backward(inputs: Any, targets: Any) -> None:
+            tuner.step(model, inputs, targets).backward()
+
+        def report() -> Run:
+            every = {n: tuner.history.path(n)[1] for n in tuner.probabilities}
+            paths = {n: [round(p, 3) for p in v[:: max(1, len(v) // 8)]] for n, v in every.items()}
+            return {"paths": paths}
+
+        return backward, report
+
+    return method
 
 
 def searches(task: Task, seed: int) -> Iterator[tuple[str, Run]]:
@@ -162,7 +192,19 @@ class Records:
             file.write(json.dumps(record) + "\n")
 
 
-METHODS = {"analytic": analytic}
+METHODS = {
+    "analytic": analytic,
+    "tuner-analytic": tuned("analytic"),
+    "tuner-dropout": tuned("dropout"),
+}
+
+
+def single(*methods: str) -> list[tuple[str, Run]]:
+    """The runs of the methods without a search."""
+    plan = [(m, {"start": START}) for m in methods if m.startswith("tuner")]
+    if "analytic" in methods:
+        plan += [("analytic", {"start": p}) for p in ANALYTIC]
+    return plan
 
 
 def run(records: Records, task: Task, seed: int, root: Path, plan: list[tuple[str, Run]]) -> None:
@@ -179,18 +221,24 @@ def run(records: Records, task: Task, seed: int, root: Path, plan: list[tuple[st
 
 
 def main() -> None:
+    """Run what has no record yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the corpora")
     parser.add_argument("--records", type=Path, default=Path("results/tuning/runs.jsonl"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
+    parser.add_argument(
+        "--methods", nargs="*", default=["search", *METHODS], help="search, or one of METHODS"
+    )
     options = parser.parse_args()
     records = Records(options.records)
     for task in (TASKS[name] for name in options.tasks):
         for seed in range(options.seeds):
-            run(records, task, seed, options.data, list(searches(task, seed)))
-            mine = records.find(task=task.name, seed=seed)
-            run(records, task, seed, options.data, list(both(task, mine)))
+            run(records, task, seed, options.data, single(*options.methods))
+            if "search" in options.methods:
+                run(records, task, seed, options.data, list(searches(task, seed)))
+                mine = records.find(task=task.name, seed=seed)
+                run(records, task, seed, options.data, list(both(task, mine)))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from undrop.objectives import Objective as Objective
     from undrop.objectives import Step as Step
     from undrop.tuning import Tuner as Tuner
+    from undrop.tuning import advise as advise
 
 __version__ = "0.1.0"
 
@@ -46,7 +47,7 @@ _HOMES = {
     # diagnosis: what dropout does in a model
     "undrop.diagnosis": ("Watcher", "bound", "check", "diagnose"),
     # tuning: which p, found within one run
-    "undrop.tuning": ("Tuner",),
+    "undrop.tuning": ("Tuner", "advise"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

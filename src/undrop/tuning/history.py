@@ -28,6 +28,8 @@ class Entry(NamedTuple):
     """What it takes off the validation loss per step and unit of learning rate; a running mean."""
     error: float
     """The standard error of the benefit."""
+    slope: float
+    """This measurement alone: ⟨∇L_val, ∇r_i⟩, or ⟨∇L_val, W⟩ for weight decay."""
 
     @property
     def z(self) -> float:

@@ -5,8 +5,9 @@ mean of the recent slopes over its standard error,
 
     target = log σ²(0.2) + 2.2·z/√(4 + z²),    log σ² ← log σ² + rate·(target - log σ²).
 
-Without evidence p returns to 0.2. Nothing adds up from signal to signal, so the start is forgotten
-after a few of them, noise makes no random walk, and a slope that keeps its sign can't drive p to an end.
+Without evidence p returns to 0.2. Nothing adds up from signal to signal, so noise makes no random walk
+and a slope that keeps its sign can't drive p to 0 or 1. Rules that add up steps do both: they were
+compared with this one, and docs/tuning.md has the figures.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["CENTRE", "Knob", "log_odds", "probability"]
+__all__ = ["CENTRE", "Knob", "log_odds", "probability", "target"]
 
 CENTRE = 0.2
 """The p of a site about which nothing is known."""
@@ -35,6 +36,11 @@ def log_odds(p: float) -> float:
 def probability(log_variance: float) -> float:
     """The p whose σ² has this logarithm."""
     return 1.0 / (1.0 + math.exp(-log_variance))
+
+
+def target(centre: float, z: float) -> float:
+    """Where evidence z draws a value that rests at ``centre``."""
+    return centre + REACH * z / math.sqrt(DOUBT + z**2)
 
 
 @dataclass
@@ -76,8 +82,7 @@ class Knob:
         self.count += 1
         self.mean = MEMORY * self.mean + (1.0 - MEMORY) * slope
         self.square = MEMORY * self.square + (1.0 - MEMORY) * slope**2
-        target = self.centre + REACH * self.z / math.sqrt(DOUBT + self.z**2)
-        self.value += rate * (target - self.value)
+        self.value += rate * (target(self.centre, self.z) - self.value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it."""

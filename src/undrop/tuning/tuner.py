@@ -39,6 +39,8 @@ class Tuner:
     the evidence. A measurement costs about two plain steps on a batch of the validation batches'
     size, so at the default interval tuning costs less than 30 % of a step on average.
 
+    Every site starts at p = 0.2, whatever p the model declares; a site that declares 0 is not tuned.
+
     >>> import torch, undrop
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 2))
     >>> held = [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(2)]
@@ -53,7 +55,7 @@ class Tuner:
     ['1']
 
     Args:
-        objective: an ``Analytic`` or a ``Dropout``. Its strengths start from the model's own p.
+        objective: an ``Analytic`` or a ``Dropout``.
         validation: batches (inputs, targets) that training does not see, at least two and as large as
             those of training, or the share of ``training`` to set aside.
         training: the training set, for a share: train on what :attr:`training` holds then.
@@ -149,11 +151,9 @@ class Tuner:
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         """Find the sites; a saved state may know their p already."""
         for site in self.objective.sites(model, inputs):
-            weight = self.objective.selection.weight(site.name)
-            if weight > 0.0:
+            if self.objective.selection.weight(site.name) > 0.0:
                 self._declared[site.name] = site.sigma**2
-                start = Knob(math.log(weight * site.sigma**2), log_odds(CENTRE))
-                self._knobs.setdefault(site.name, start)
+                self._knobs.setdefault(site.name, Knob(log_odds(CENTRE), log_odds(CENTRE)))
         self._apply()
 
     def _average(self, weights: list[Tensor]) -> None:
@@ -172,18 +172,19 @@ class Tuner:
             slope = found.decay if name == DECAY else found.slopes.get(name)
             if slope is not None:
                 knob.move(slope, self.rate)
-                self.history.entries.append(self._entry(name, knob))
+                self.history.entries.append(self._entry(name, knob, slope))
 
     @property
     def _mask(self) -> str:
         return self.objective.mask
 
-    def _entry(self, name: str, knob: Knob) -> Entry:
+    def _entry(self, name: str, knob: Knob, slope: float) -> Entry:
         strength = math.exp(knob.value)
         value = strength if name == DECAY else probability(knob.value)
         if name != DECAY:
             strength *= self._strength
-        return Entry(self.steps, name, value, strength * knob.slope, strength * knob.error)
+        benefit, error = strength * knob.slope, strength * knob.error
+        return Entry(self.steps, name, value, benefit, error, slope)
 
     @property
     def _strength(self) -> float:
@@ -212,7 +213,7 @@ class Tuner:
         return self.history.table()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs to continue to the bit, the objective's state included."""
+        """Return all that a resumed run needs, the objective's state included."""
         return {
             "steps": self.steps,
             "position": self.validation.position,
@@ -239,8 +240,8 @@ def _decay_knob(optimizer: Optimizer) -> Knob:
     found = {float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups}
     if len(found) != 1 or min(found) <= 0.0:
         raise OptionError(
-            f"the optimizer has a weight decay of {', '.join(map(str, sorted(found)))}: to tune it, give "
-            "all groups the same positive one to start from."
+            f"the optimizer has a weight decay of {', '.join(map(str, sorted(found)))}: to tune it, "
+            "give all groups the same positive one to start from."
         )
     start = math.log(found.pop())
     return Knob(start, start)

@@ -44,7 +44,7 @@ COMMANDS: Registry[str, Callable[..., None]] = Registry("command")
 
 GROUPS = {
     "Train": ("demo", "train", "watch", "runs", "plot", "eval", "generate"),
-    "Look into dropout": ("sites", "diagnose", "check", "bound"),
+    "Look into dropout": ("sites", "diagnose", "advise", "check", "bound"),
     "Compare and reproduce": ("bench", "reproduce", "report"),
     "See what there is": ("presets", "models", "objectives", "data"),
 }

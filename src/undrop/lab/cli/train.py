@@ -15,6 +15,8 @@ from undrop.lab.cli._output import print_json
 if TYPE_CHECKING:
     from undrop.lab.train import Callback, Config, Summary
 
+SHARE = 0.05
+"""The share of the training text that ``--tune`` sets aside."""
 RUNS = Path("runs")
 """Where runs go without --out."""
 
@@ -27,6 +29,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out.
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
+]
+Tune = Annotated[
+    bool,
+    typer.Option("--tune", help="Tune every p during the run, on 5 % of the training text."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 
@@ -41,11 +47,14 @@ def train(
     out: Out = None,
     seed: Seed = None,
     resume: Resume = False,
+    tune: Tune = False,
     settings: Settings = None,
     json: Json = False,
 ) -> None:
     """Train a language model, with progress on stderr and the summary on stdout."""
     chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
+    if tune:
+        chosen["train"]["tune"] = SHARE
     start(resolve(preset, chosen, settings or [], out, resume), out, resume, json)
 
 

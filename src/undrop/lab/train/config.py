@@ -134,6 +134,7 @@ class TrainConfig(_Section):
     checkpoint_every: _Count = 500  # steps between two checkpoints; each epoch ends with one, too
     test: Literal["epoch", "end"] = "epoch"  # "end": once, with the weights of the best epoch
     train_perplexity: bool = False  # evaluate the training split without noise after each epoch
+    tune: _Below1 = 0.0  # set this share of the training split aside, and tune every p on it
     loggers: tuple[str, ...] = ()  # csv, tensorboard, wandb
 
     @model_validator(mode="before")
@@ -195,6 +196,8 @@ class Config(_Section):
         del values["preset"], values["data"]["dir"]
         for unused in ("log_every", "checkpoint_every", "loggers"):
             del values["train"][unused]
+        if not values["train"]["tune"]:
+            del values["train"]["tune"]  # as before there was such a setting
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def load_corpus(self) -> Corpus:

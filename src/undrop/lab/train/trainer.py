@@ -19,6 +19,7 @@ from undrop.lab.train.environment import Interrupts, autocast, is_out_of_memory
 from undrop.lab.train.folder import RunRecorder
 from undrop.lab.train.metrics import Clock, Means, Speed, mean_loss, perplexity
 from undrop.lab.train.optimizers import Progress, Stepper, lr_factor
+from undrop.lab.train.tuning import tuner_for
 from undrop.rng_snapshot import RngSnapshot, derive_seed, seed_all
 
 __all__ = ["Trainer"]
@@ -77,11 +78,12 @@ class Trainer:
         config, data = self.config, self.config.data
         self.model = config.build_model(self.corpus).to(self.world.device).train()
         self.objective = config.build_objective(self.model)
+        self.tuner, text = tuner_for(config, self.objective, self.corpus.train, self.world)
         self._gradient = Gradient(self.model, self.objective, self.world)
         self._stepper = Stepper(list(self.model.parameters()), config.optimizer)
         lengths = torch.Generator().manual_seed(derive_seed(config.train.seed, "lengths"))
         self._windows = TrainingWindows(
-            self.corpus.train,
+            text,
             data.batch_size,
             data.length,
             generator=lengths if data.variable_length else None,
@@ -171,6 +173,7 @@ class Trainer:
         inputs = {"tokens": window.inputs.to(device), "state": self._hidden, "logits": False}
         targets = window.targets.to(device)
         with autocast(config.train, device):
+            tuned = None if self.tuner is None else self.tuner.observe(self.model, inputs)
             step = self._gradient(inputs, targets)
         norm = self._stepper.step(factor)
         self._hidden = detach(step.output[1])
@@ -181,6 +184,8 @@ class Trainer:
         self._speed.add(tokens * self.world.size)
         for callback in self._recorder.callbacks:
             callback.step(progress.done, tokens, parts)
+        if tuned is not None:
+            self._record("tune", tuned, {})
         self._observe(inputs, targets)
 
     def _observe(self, inputs: dict[str, Any], targets: Tensor) -> None:
@@ -282,6 +287,7 @@ class Trainer:
             "hidden": self._hidden,
             "rng": RngSnapshot().state_dict(),
             "objective": self.objective.state_dict(),
+            "tuner": None if self.tuner is None else self.tuner.state_dict(),
             "since_log": self._since_log.state_dict(),
             "since_epoch": self._since_epoch.state_dict(),
         }
@@ -328,6 +334,8 @@ class Trainer:
         self._hidden = _to_device(own["hidden"], self.world.device)
         self._rng = RngSnapshot.from_state_dict(own["rng"])
         self.objective.load_state_dict(own["objective"])
+        if self.tuner is not None:
+            self.tuner.load_state_dict(own["tuner"])
         self._since_log.load_state_dict(own["since_log"])
         self._since_epoch.load_state_dict(own["since_epoch"])
 

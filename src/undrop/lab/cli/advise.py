@@ -1,0 +1,75 @@
+"""Train for a short while and tell whether dropout helps, where, and which p to start from."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from undrop.errors import OptionError
+from undrop.lab.cli import COMMANDS
+from undrop.lab.cli._options import Corpus, DataDir, ObjectiveName, Preset
+from undrop.lab.cli._output import print_json
+from undrop.lab.cli.train import SHARE, Model, Seed, Settings, choose, resolve
+
+if TYPE_CHECKING:
+    from undrop.lab.train import Config
+    from undrop.tuning import Advice
+
+_SIGNALS = 30  # measurements that a short training makes at least
+
+
+@COMMANDS.register("advise")
+def advise(
+    preset: Preset = None,
+    model: Model = None,
+    data: Corpus = None,
+    objective: ObjectiveName = None,
+    data_dir: DataDir = None,
+    share: Annotated[
+        float, typer.Option(help="The share of the planned steps to train for.")
+    ] = 0.1,
+    seed: Seed = None,
+    settings: Settings = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
+) -> None:
+    """Train for a share of the planned steps, and print the advice on stdout."""
+    if not 0.0 < share <= 1.0:
+        raise OptionError(f"--share must lie in (0, 1], got {share}.")
+    chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
+    chosen["train"]["tune"] = SHARE
+    advice = _advice(resolve(preset, chosen, settings or [], None, False), share)
+    if json:
+        print_json(advice.to_json())
+    else:
+        typer.echo(f"{advice.table().text()}\n\n{advice.verdict}")
+
+
+def _advice(config: Config, share: float) -> Advice:
+    from undrop.lab.cli._progress import progress_reporter
+    from undrop.lab.train import Callback, run
+    from undrop.tuning import Tuner, advise_from
+
+    kept: list[Tuner] = []
+
+    class Keep(Callback):
+        def observe(self, trainer: Any, inputs: Any, targets: Any) -> None:
+            kept[:] = [trainer.tuner]
+
+    with tempfile.TemporaryDirectory() as folder:
+        short = _shortened(config, share)
+        run(short, out=Path(folder) / "run", callbacks=[progress_reporter(), Keep()])
+    return advise_from(kept[0].history)
+
+
+def _shortened(config: Config, share: float) -> Config:
+    """The same training, for a share of its steps and long enough to measure."""
+    data, train = config.data, config.train
+    text = (1.0 - train.tune) * len(config.load_corpus().train)
+    planned = train.max_steps or train.epochs * text / (data.batch_size * data.length)
+    steps = max(round(share * planned), _SIGNALS * 10)
+    epochs = max(train.epochs, steps)  # the number of steps ends the training
+    limits = {"max_steps": steps, "epochs": epochs, "patience": None}
+    return config.model_copy(update={"train": train.model_copy(update=limits)})

@@ -1,0 +1,53 @@
+"""Tuning p within a run, on a part of the training text that is set aside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from undrop.errors import ConfigError, DataError
+from undrop.lab.corpora.encode import Tokens
+from undrop.lab.train.config import Config
+from undrop.lab.train.distributed import World
+from undrop.objectives import Objective
+from undrop.tuning import Tuner
+
+__all__ = ["tuner_for"]
+
+
+def tuner_for(
+    config: Config, objective: Objective, text: Tokens, world: World
+) -> tuple[Tuner | None, Tokens]:
+    """Return the tuner that the config asks for, if any, and the text that is left to train on.
+
+    The last ``train.tune`` of the text is cut into windows of the training's shape.
+
+    Raises:
+        ConfigError: with several processes, which would tune apart.
+        DataError: if the share makes fewer than two batches.
+    """
+    share, data = config.train.tune, config.data
+    if not share:
+        return None, text
+    if world.size > 1:
+        raise ConfigError("train.tune works in one process: set it to 0, or start a single one.")
+    left = round((1.0 - share) * len(text))
+    held, streams, length = text[left:], data.batch_size, data.length
+    count = (len(held) - 1) // (streams * length)
+    if count < 2:
+        raise DataError(
+            f"train.tune = {share:g} sets {len(held)} of {len(text)} tokens aside, fewer than two "
+            f"batches of {streams} × {length}: make it larger, or the batches smaller."
+        )
+    used = count * streams * length
+    words = torch.from_numpy(np.asarray(held, dtype=np.int64))
+    inputs, targets = (
+        words[shift : shift + used].view(count, streams, length).transpose(1, 2) for shift in (0, 1)
+    )
+    batches: list[Any] = [
+        ({"tokens": x.to(world.device), "state": None, "logits": False}, y.to(world.device))
+        for x, y in zip(inputs, targets, strict=True)
+    ]
+    return Tuner(objective, batches), text[:left]

@@ -1,0 +1,100 @@
+"""A run that tunes p: what it sets aside, what it records, and that it resumes to the bit."""
+
+import json
+
+import pytest
+import torch
+
+from tiny_run import bits, tiny_config, write_text
+from undrop.errors import DataError, OptionError
+from undrop.lab import train
+from undrop.lab.cli import main
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "text"
+    folder.mkdir()
+    return write_text(folder)
+
+
+def records(out, kind):
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+@pytest.mark.parametrize("objective", ["dropout", "analytic"])
+def test_a_tuned_run_records_p_and_benefit_of_every_site(text, tmp_path, objective):
+    config = tiny_config(text, train={"tune": 0.2}, objective={"name": objective})
+    train.run(config, out=tmp_path / "run")
+    found = records(tmp_path / "run", "tune")
+    assert [r["step"] for r in found] == list(range(10, found[-1]["step"] + 1, 10))
+    sites = {key for key in found[0] if key.startswith("p/")}
+    assert {"p/input_dropout", "p/output_dropout"} <= sites
+    assert {key.replace("p/", "benefit/") for key in sites} <= found[0].keys()
+    assert found[0]["p/input_dropout"] != found[-1]["p/input_dropout"]
+
+
+def test_a_tuned_run_never_trains_on_what_it_tunes_on(text, tmp_path):
+    seen = []
+
+    class Look(train.Callback):
+        def observe(self, trainer, inputs, targets):
+            seen.append((trainer.tuner, inputs["tokens"]))
+
+    train.run(tiny_config(text, train={"tune": 0.2}), out=tmp_path / "run", callbacks=[Look()])
+    whole = tiny_config(text).load_corpus().train.tolist()
+    held = [x["tokens"].t().flatten() for x, _ in seen[0][0].validation.batches]
+    assert torch.cat(held).tolist() == whole[480:560]
+    streams = torch.cat([tokens for _, tokens in seen[: len(seen) // 2]]).t()
+    assert [stream.tolist() for stream in streams] == [
+        whole[120 * i : 120 * i + 119] for i in range(4)
+    ]
+
+
+def test_a_tuned_run_resumes_to_the_bit(text, tmp_path):
+    config = tiny_config(text, train={"tune": 0.2, "epochs": 3})
+    train.run(config, out=tmp_path / "whole")
+
+    class Stop(train.Callback):
+        def step(self, done, tokens, parts):
+            if done > 0.5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train.run(config, out=tmp_path / "cut", callbacks=[Stop()])
+    train.run(config, out=tmp_path / "cut", resume=True)
+    assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
+
+
+def test_a_share_that_is_too_small_and_an_objective_without_p_are_refused(text, tmp_path):
+    with pytest.raises(DataError, match=r"train\.tune = 0\.05 sets 30 of 600 tokens aside"):
+        train.run(tiny_config(text, train={"tune": 0.05}), out=tmp_path / "a")
+    config = tiny_config(text, train={"tune": 0.2}, objective={"name": "none"})
+    with pytest.raises(OptionError, match="adjusts Analytic and Dropout"):
+        train.run(config, out=tmp_path / "b")
+
+
+SMALL = [
+    *("--set", "model.embedding_size=6", "--set", "model.hidden_size=6", "--set", "model.layers=2"),
+    *("--set", "data.batch_size=2", "--set", "data.eval_batch_size=2", "--set", "data.length=5"),
+    *("--set", "optimizer.lr=2", "--set", "train.epochs=1"),
+]
+
+
+def test_undrop_train_tune_sets_five_percent_aside(text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--data", str(text), *SMALL, "--tune", "--out", str(out)]) == 0
+    assert json.loads((out / "config.json").read_text())["train"]["tune"] == 0.05
+    assert records(out, "tune")
+
+
+def test_undrop_advise_prints_a_row_for_each_site_and_a_verdict(text, tmp_path, capsys):
+    assert main(["advise", "--data", str(text), *SMALL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"input_dropout", "output_dropout"} <= {site["name"] for site in found["sites"]}
+    assert all(site["low"] <= site["p"] <= site["high"] for site in found["sites"])
+    assert found["steps"] == 300
+    assert main(["advise", "--data", str(text), *SMALL, "--share", "0"]) == 2
+    assert "--share must lie" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from undrop.engines import Draw, ZeroLeaves
 from undrop.errors import NonFiniteError
-from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, silent
+from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, no_noise
 from undrop.losses import Loss
 from undrop.rng_snapshot import RngSnapshot
 
@@ -117,7 +117,7 @@ def _gradient(
     look: Look, weights: Sequence[Tensor], inputs: Any, targets: Any
 ) -> tuple[float, list[Tensor]]:
     """L_val without dropout, and its gradient."""
-    with Interception(look.model, silent):
+    with Interception(look.model, no_noise):
         logits = logits_of(call(look.model, inputs))
     look.loss.check(logits, targets)
     loss = look.loss.value(logits, targets)

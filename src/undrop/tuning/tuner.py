@@ -86,6 +86,16 @@ class Tuner:
             raise OptionError(
                 f"a tuner adjusts Analytic and Dropout, got {type(objective).__name__}, which has no p."
             )
+        if isinstance(objective, Analytic) and objective.explicit != "hessian":
+            raise OptionError(
+                f"a tuner measures the explicit part in the form 'hessian', got "
+                f"{objective.explicit!r}: use Analytic(explicit='hessian')."
+            )
+        if objective.loss.whole_output:
+            raise OptionError(
+                f"a tuner needs a loss of one tensor, but {type(objective.loss).__name__} takes "
+                "all that the model returns: tune with a loss on one of its outputs."
+            )
         if not 0.0 < as_float(rate) <= 1.0:
             raise OptionError(f"rate must lie in (0, 1], got {rate!r}.")
         self.objective = objective
@@ -132,10 +142,10 @@ class Tuner:
             ``p/SITE`` and ``benefit/SITE`` after a measurement, else None.
         """
         model = unwrapped(model)
-        weights = self.objective.trained(model)
+        weights = self.objective.trainable_parameters(model)
         if not self._declared:
             self._begin(model, inputs)
-        self.validation.compare(inputs, getattr(self.objective, "batch_dim", 0))
+        self.validation.compare(inputs, getattr(self.objective, "batch_dim", None) or 0)
         self._average(weights)
         self.steps += 1
         if self.steps % self.interval:

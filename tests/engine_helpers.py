@@ -72,6 +72,13 @@ def design(problem: Problem, mask: str = "as-declared") -> Iterator[Fixed]:
     return (Fixed(row, mask) for row in hadamard(columns))
 
 
+def random_signs(problem: Problem, seed: int, mask: str = "as-declared") -> Fixed:
+    """A draw of random signs that every engine sees alike."""
+    columns = next(design(problem, mask)).row.numel()
+    generator = torch.Generator().manual_seed(seed)
+    return Fixed(torch.randn(columns, generator=generator, dtype=torch.float64).sign(), mask)
+
+
 def hadamard(columns: int) -> Tensor:
     """±1 in that many columns, pairwise orthogonal and of zero sum."""
     h = torch.ones(1, 1, dtype=torch.float64)

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import logging
 import re
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from undrop.errors import TorchVersionError
 
-__all__ = ["OLDEST", "check_version", "lstm", "portable_lstm"]
+__all__ = ["OLDEST", "check_version", "compiled", "eager", "lstm", "portable_lstm", "untraced"]
 
 OLDEST = (2, 5)
 """The first version of torch that all tests of the library pass with."""
@@ -93,3 +94,39 @@ class _PortableLSTM(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return (lstm if func is torch.lstm else func)(*args, **(kwargs or {}))
+
+
+def eager() -> contextlib.AbstractContextManager[object]:
+    """A context in which compiled models and functions run as plain Python.
+
+    Compiled code has torch's own dropout in it, which no interception sees.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()  # nothing has been compiled
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def compiled() -> contextlib.AbstractContextManager[object]:
+    """A context in which compiled functions run compiled, also within :func:`eager`."""
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("default")
+    return stance
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def untraced(method: Callable[P, T]) -> Callable[P, T]:
+    """Keep ``torch.compile`` around the user's own step from tracing into ``method``."""
+    disabled: list[Callable[P, T]] = []
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" not in sys.modules:
+            return method(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch._dynamo.disable(method))
+        return disabled[0](*args, **kwargs)
+
+    return call

@@ -18,9 +18,10 @@ from undrop.engines.base import (
     no_dropout_met,
     weighted_parts,
 )
+from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
 from undrop.engines.layout import Rows
-from undrop.engines.stacked import Plan, PlanChanged, StackedPass, map_dims, stacked_noise
+from undrop.engines.stacked import Plan, PlanChanged, map_dims, run_stacked, stacked_noise
 from undrop.engines.stacking import NO_DROPOUT, find_plan, layout_of
 from undrop.errors import EngineError, NoDropoutError, OptionError
 from undrop.intercept import Interception, RngSnapshot, keep_statistics, logits_of, map_tensors
@@ -84,10 +85,8 @@ class Antithetic(Engine):
         inputs = batch.inputs
         if not plan.late:
             inputs = map_dims(rows.stacked, inputs, plan.input_dims)
-        with StackedPass(batch.model, plan, rows, noise) as mode:
-            stacked = batch._replace(inputs=inputs).forward()
-        if mode.index != len(plan.sites):
-            raise PlanChanged
+        run = compiled_pass(batch.model) if batch.compiled else run_stacked
+        stacked = run(batch.model, plan, layout, rows.index, noise, inputs)
         logits = logits_of(stacked)
         u = rows.difference(logits, plan.logits_dim) * (0.5 / epsilon)
         f = rows.merged(logits, plan.logits_dim)

@@ -54,9 +54,17 @@ class Rows:
     def __init__(self, layout: Layout, order: Tensor | None) -> None:
         self.layout = layout
         self.order = order
+        self.index: Tensor | None = None
         if order is not None:
             noisy = order[layout.batch - layout.noisy :]
             self.index = torch.cat((order[: layout.plain], noisy, noisy))
+
+    @classmethod
+    def of_index(cls, layout: Layout, index: Tensor | None) -> Rows:
+        """Return rows that can stack a batch, and do nothing else; for compiled code."""
+        rows = cls(layout, None)
+        rows.order = rows.index = index
+        return rows
 
     @classmethod
     def drawn(cls, layout: Layout, generator: torch.Generator) -> Rows:
@@ -68,7 +76,7 @@ class Rows:
 
     def stacked(self, x: Tensor, dim: int) -> Tensor:
         """Return x (B rows along ``dim``) as a stacked batch."""
-        if self.order is None:
+        if self.index is None:
             return torch.cat((x,) * len(self.layout.blocks), dim)
         return x.index_select(dim, self.index.to(x.device))
 

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +20,22 @@ from torch.overrides import TorchFunctionMode
 
 from undrop.engines.blocks import BlockTensor, blockwise, has_blocks
 from undrop.engines.draw import Draw
-from undrop.engines.layout import Rows
+from undrop.engines.layout import Layout, Rows
 from undrop.engines.midpoint import MIDPOINT_RULES
-from undrop.intercept import SITE_RULES, Interception, Rule, Site, map_tensors
+from undrop.intercept import SITE_RULES, Interception, Rule, Site, call, map_tensors
 from undrop.intercept.checkpointing import Region
 from undrop.intercept.interception import _depth
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read, run_layers
 
-__all__ = ["NotStackable", "Plan", "PlanChanged", "SitePlan", "StackedPass", "stacked_noise"]
+__all__ = [
+    "NotStackable",
+    "Plan",
+    "PlanChanged",
+    "SitePlan",
+    "StackedPass",
+    "run_stacked",
+    "stacked_noise",
+]
 
 
 class NotStackable(Exception):
@@ -163,7 +171,13 @@ class StackedPass(Interception):
         noise: what :func:`stacked_noise` returned.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, rows: Rows, noise: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        rows: Rows,
+        noise: Sequence[Any],
+    ) -> None:
         TorchFunctionMode.__init__(self)
         self.plan, self.rows, self.noise = plan, rows, noise
         self.index = 0
@@ -171,9 +185,11 @@ class StackedPass(Interception):
         self.stacked = not plan.late
         self._model = model
         self._rules = stacked_rules(plan.midpoints)
-        self._depth = _depth.value
         self._gradients = torch.is_grad_enabled()
-        self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._compiled = torch.compiler.is_compiling()
+        if not self._compiled:
+            self._depth = _depth.value
+            self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> StackedPass:
         """Begin."""
@@ -193,9 +209,9 @@ class StackedPass(Interception):
             if types and BlockTensor in types:
                 return self.blockwise(func, *args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
-        if _depth.value != self._depth:
-            return func(*args, **(kwargs or {}))
-        if not torch.compiler.is_compiling():
+        if not self._compiled:
+            if _depth.value != self._depth:
+                return func(*args, **(kwargs or {}))
             self._prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
 
@@ -275,6 +291,26 @@ class StackedPass(Interception):
         return torch.cat(parts, dim)
 
 
+def run_stacked(
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    index: Tensor | None,
+    noise: list[Any],
+    inputs: Any,
+) -> Any:
+    """Run a model on a stacked batch; ``inputs`` are stacked already unless the plan is late.
+
+    Raises:
+        PlanChanged: if the pass meets other sites than the plan lists.
+    """
+    with StackedPass(model, plan, Rows.of_index(layout, index), noise) as mode:
+        output = call(model, inputs)
+    if mode.index != len(plan.sites):
+        raise PlanChanged
+    return output
+
+
 def _recurrent(function: Callable[..., Any], mode: StackedPass, *args: Any) -> Any:
     """Recurrent layers; those with noise on their weights run once per block."""
     call = read(function, args)
@@ -327,11 +363,12 @@ _OWN_RULES: dict[Callable[..., Any], Rule] = {
 }
 
 
-@lru_cache(maxsize=4)
-def _merged(midpoints: bool, registered: tuple[int, int]) -> dict[Callable[..., Any], Rule]:
-    return {**(MIDPOINT_RULES if midpoints else {}), **SITE_RULES, **_OWN_RULES}
+_merged: dict[tuple[bool, int, int], dict[Callable[..., Any], Rule]] = {}
 
 
 def stacked_rules(midpoints: bool) -> dict[Callable[..., Any], Rule]:
     """Return the rules of a stacked pass, those registered by users included."""
-    return _merged(midpoints, (len(MIDPOINT_RULES), len(SITE_RULES)))
+    key = (midpoints, len(MIDPOINT_RULES), len(SITE_RULES))
+    if key not in _merged:
+        _merged[key] = {**(MIDPOINT_RULES if midpoints else {}), **SITE_RULES, **_OWN_RULES}
+    return _merged[key]

@@ -18,7 +18,7 @@ from undrop.intercept.model_call import Batch, call, logits_of
 from undrop.intercept.pytrees import map_tensors, tensors_in
 from undrop.intercept.running_statistics import Statistics, keep_statistics
 from undrop.intercept.site import Selection, Site, Sites
-from undrop.intercept.wrappers import is_sharded, unwrapped
+from undrop.intercept.wrappers import is_compiled, is_sharded, unwrapped
 from undrop.rng_snapshot import RngSnapshot
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "functional",
     "has_idle_dropout",
     "in_training",
+    "is_compiled",
     "is_sharded",
     "keep_statistics",
     "logits_of",

@@ -18,6 +18,8 @@ class Batch(NamedTuple):
     model: nn.Module
     inputs: Any
     targets: Any
+    compiled: bool = False
+    """Whether the user compiled the model."""
 
     def forward(self) -> Any:
         """Return all that the model returns for the inputs."""
@@ -25,7 +27,10 @@ class Batch(NamedTuple):
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Return ``model(inputs)``; a tuple or list is spread over positions, a dict over keywords."""
+    """Return ``model(inputs)``; a tuple or list is spread over positions, a dict over keywords.
+
+    The model's own forward is called where ``model.compile()`` has put compiled code in its place.
+    """
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from undrop.errors import OptionError
 
-__all__ = ["is_sharded", "paths", "unwrapped"]
+__all__ = ["is_compiled", "is_sharded", "paths", "unwrapped"]
 
 _SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Under these names wrappers hold what they wrap."""
@@ -44,6 +44,16 @@ def _not_a_module(thing: object) -> str:
     if isinstance(thing, type):
         return f"the class {thing.__name__}: pass {thing.__name__}(…)"
     return f"{type(thing).__name__}: wrap it into one"
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether the user compiled the model, by ``torch.compile`` or in place."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return "_orig_mod" in model._modules or any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )
 
 
 def paths(model: nn.Module) -> dict[int, str]:

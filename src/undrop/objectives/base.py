@@ -23,6 +23,7 @@ from undrop.intercept import (
     Statistics,
     has_idle_dropout,
     in_training,
+    is_compiled,
     keep_statistics,
     logits_of,
     no_noise,
@@ -35,7 +36,7 @@ from undrop.losses import Loss, as_loss
 from undrop.objectives.autocast import AutocastState
 from undrop.objectives.finite import FiniteCheck
 from undrop.objectives.step import Step
-from undrop.torch_compat import portable_lstm
+from undrop.torch_compat import eager, portable_lstm, untraced
 
 __all__ = ["Objective"]
 
@@ -82,6 +83,7 @@ class Objective(ABC):
         The first runs at once, the others when ``step.backward()`` or a part needs them.
         """
 
+    @untraced
     def __call__(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
         """Evaluate the objective on a batch.
 
@@ -94,8 +96,9 @@ class Objective(ABC):
         Raises:
             UndropError: one of its subclasses, for bad input; then nothing in the model has changed.
         """
-        batch = Batch(unwrapped(model), inputs, targets)
-        with outside_interception():  # another model's pass may be what calls this
+        batch = Batch(unwrapped(model), inputs, targets, is_compiled(model))
+        # Another model's pass may be what calls this; compiled code would hide its dropout.
+        with outside_interception(), eager():
             self._check(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)
@@ -112,7 +115,7 @@ class Objective(ABC):
     ) -> Iterator[Evaluation]:
         """Run further evaluations under the autocast of the first; they move no statistics."""
         while True:
-            with autocast.restored(), outside_interception(), keep_statistics(batch.model):
+            with autocast.restored(), outside_interception(), eager(), keep_statistics(batch.model):
                 evaluation = next(evaluations, None)
                 if evaluation is None:
                     return

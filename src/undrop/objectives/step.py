@@ -9,6 +9,7 @@ from torch import Tensor
 
 from undrop.engines import Evaluation
 from undrop.errors import StepError
+from undrop.torch_compat import untraced
 
 __all__ = ["Step"]
 
@@ -65,6 +66,7 @@ class Step:
         """The parts by name: ``loss``, ``explicit``, ``implicit``, …; they add up to the total."""
         return {name: float(value) for name, value in self.part_tensors.items()}
 
+    @untraced
     def backward(self, scale: float = 1.0) -> None:
         """Add the gradient of ``scale · total`` to the parameters' ``.grad``.
 
@@ -92,6 +94,7 @@ class Step:
         self._held.append(evaluation)
         return True
 
+    @untraced
     def _run_all(self) -> None:
         while self._next():
             pass

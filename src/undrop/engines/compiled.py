@@ -1,0 +1,52 @@
+"""The stacked pass of a model that the user compiled, in compiled code."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from undrop.engines.stacked import NotStackable, PlanChanged, run_stacked
+from undrop.torch_compat import compiled
+
+__all__ = ["compiled_pass"]
+
+_log = logging.getLogger("undrop")
+_compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+
+def compiled_pass(model: nn.Module) -> Callable[..., Any]:
+    """Return ``run_stacked``, compiled as one graph; eager, with one log line, where that fails.
+
+    The mode that answers at each dropout is traced with the model, so that the graph holds the
+    noise: it takes the noise as an input, and no graph is compiled twice for the same shapes.
+    """
+    if model not in _compiled:
+        _compiled[model] = _guarded(torch.compile(run_stacked, fullgraph=True, dynamic=False))
+    return _compiled[model]
+
+
+def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(model: nn.Module, *args: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            with compiled():
+                return run(model, *args)
+        except (PlanChanged, NotStackable):
+            raise
+        except TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            _log.warning(
+                "undrop runs %s without torch.compile: it does not compile as one graph (%s).",
+                type(model).__name__,
+                reason,
+            )
+            _compiled[model] = run_stacked
+            return run_stacked(model, *args)
+
+    return guarded

@@ -140,3 +140,35 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "undrop.integrations.lightning")
     with pytest.raises(MissingExtraError, match=r"pip install 'undrop\[lightning\]'"):
         import undrop.integrations.lightning  # noqa: F401
+
+
+class Tuned(Classifier):
+    def training_step(self, batch, index):
+        step = self.objective.step(self.net, *batch)
+        return {"loss": step.total, "parts": step.parts}
+
+
+def tuned_module() -> Tuned:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(7)
+    held = [(torch.randn(4, 4, generator=generator), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
+    objective = undrop.Dropout(generator=torch.Generator().manual_seed(2))
+    return Tuned(
+        undrop.Tuner(objective, held, interval=2, generator=torch.Generator().manual_seed(3))
+    )
+
+
+def test_a_tuner_is_logged_and_resumes_to_the_bit_in_lightning(tmp_path):
+    whole = tuned_module()
+    fit = trainer(max_steps=8)
+    fit.fit(whole, loader())
+    assert fit.logged_metrics["undrop/p/2"] == pytest.approx(whole.objective.probabilities["2"])
+    assert "undrop/benefit/2" in fit.logged_metrics
+
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    first = tuned_module()
+    trainer(max_steps=4, enable_checkpointing=True, callbacks=[keep]).fit(first, loader())
+    again = tuned_module()
+    trainer(max_steps=8).fit(again, loader(), ckpt_path=next(tmp_path.glob("*step=4*.ckpt")))
+    assert again.objective.probabilities == whole.objective.probabilities
+    assert torch.equal(weights(again), weights(whole))

@@ -341,3 +341,30 @@ def test_two_processes_take_the_step_of_one(launch, tmp_path):
         assert found["log"][key] == pytest.approx(alone["log"][key], rel=1e-4)
     states = sorted(path.name for path in tmp_path.glob("checkpoint-2/undrop*"))
     assert states == ["undrop_0.safetensors", "undrop_1.safetensors"]
+
+
+def tuned(folder, steps, resume=None, **how):
+    family = FAMILIES["gpt2"]
+    data = examples(family, 16)
+    trainer = UndropTrainer(
+        family.model(),
+        arguments(folder, max_steps=steps, per_device_eval_batch_size=4, **how),
+        train_dataset=data[:8],
+        objective=undrop.Dropout(generator=torch.Generator().manual_seed(3)),
+        tune=data[8:],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_p_is_tuned_on_other_examples_logged_and_resumed_to_the_bit(tmp_path):
+    torch.manual_seed(5)
+    whole = tuned(tmp_path / "whole", 22, save_strategy="steps", save_steps=15)
+    assert [e.step for e in whole.tuner.history.entries][-1] == 20
+    logged = [entry for entry in whole.state.log_history if "loss" in entry][-1]
+    site, p = next(iter(whole.tuner.probabilities.items()))
+    assert logged[f"undrop/p/{site}"] == pytest.approx(p)
+    torch.manual_seed(6)
+    again = tuned(tmp_path / "whole", 22, resume=str(tmp_path / "whole" / "checkpoint-15"))
+    assert again.tuner.probabilities == whole.tuner.probabilities
+    assert torch.equal(weights(again), weights(whole))

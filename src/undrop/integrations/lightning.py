@@ -27,6 +27,7 @@ from typing import Any
 
 from undrop.errors import MissingExtraError, OptionError
 from undrop.objectives import Objective
+from undrop.tuning import Tuner
 
 try:
     from lightning.pytorch import Callback
@@ -46,11 +47,14 @@ class UndropCallback(Callback):
     that it would have had; of several processes Lightning keeps the first one's state, and the others
     go on with noise derived from it.
 
+    With a :class:`~undrop.Tuner` in the objective's place ``training_step`` calls ``tuner.step``, and
+    ``undrop/p/SITE`` and ``undrop/benefit/SITE`` are logged too.
+
     Args:
-        objective: the one that ``training_step`` calls.
+        objective: the objective, or the tuner, that ``training_step`` calls.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective | Tuner) -> None:
         super().__init__()
         self.objective = objective
         self._reported = False
@@ -70,7 +74,8 @@ class UndropCallback(Callback):
                 "step = objective(model, inputs, targets) in it and return "
                 "{'loss': step.total, 'parts': step.parts}."
             )
-        pl_module.log_dict({f"undrop/{name}": value for name, value in parts.items()})
+        figures = self.objective.figures() if isinstance(self.objective, Tuner) else {}
+        pl_module.log_dict({f"undrop/{name}": v for name, v in {**parts, **figures}.items()})
         if not self._reported and trainer.is_global_zero:
             values = ", ".join(f"{name} = {value:.4g}" for name, value in parts.items())
             _log.warning(

@@ -1,4 +1,4 @@
-"""An objective's state as one file, beside the checkpoint of whoever trains."""
+"""The state of an objective or a tuner as one file, beside the checkpoint of whoever trains."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 from undrop.files import replacing
 from undrop.objectives import Objective
 from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes
+from undrop.tuning import Tuner
 
 __all__ = ["load_state", "save_state"]
 
 
-def save_state(objective: Objective, path: Path) -> None:
+def save_state(objective: Objective | Tuner, path: Path) -> None:
     """Write the state of an objective, whole or not at all."""
     with replacing(path) as temporary:
         save_tensors(temporary, {"objective": to_bytes(objective.state_dict())})
 
 
-def load_state(objective: Objective, path: Path) -> None:
+def load_state(objective: Objective | Tuner, path: Path) -> None:
     """Let an objective go on from a saved state.
 
     Raises:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from undrop.errors import MissingExtraError, OptionError, TargetError
 from undrop.integrations.heads import (
@@ -29,6 +30,7 @@ from undrop.integrations.state import load_state, save_state
 from undrop.intercept import logits_of, unwrapped
 from undrop.losses import CrossEntropy
 from undrop.objectives import Analytic, Objective, Step
+from undrop.tuning import Tuner
 
 try:
     from transformers import Trainer
@@ -78,11 +80,25 @@ class UndropMixin(_Base):
 
     Args:
         objective: what to minimise. Its loss is set by the model's head.
+        tune: examples that training does not see: p of every site is tuned on them by a
+            :class:`~undrop.Tuner`, in evaluation batches, and logged as ``undrop/p/SITE``. It works
+            in one process only.
         args: passed on to the Trainer, as are all others.
     """
 
-    def __init__(self, *args: Any, objective: Objective | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        objective: Objective | None = None,
+        tune: Dataset[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.tuner: Tuner | None = None
+        self._undrop_tune = tune
+        self._undrop_saved: Path | None = None
+        if tune is not None and self.args.world_size > 1:
+            raise OptionError("tune works in one process: leave it out, or start a single one.")
         self.objective = Analytic() if objective is None else objective
         self._undrop_task: Task | None = None
         self._undrop_verified = False
@@ -132,6 +148,8 @@ class UndropMixin(_Base):
             task = self._undrop_prepared(model, inputs, labels)
             inputs = decoder_inputs(self.accelerator.unwrap_model(model), inputs, labels)
             targets = task.targets(labels)
+            if self._undrop_tune is not None:
+                self._undrop_tuner(model, task, self._undrop_tune).observe(model, inputs)
             step = self.objective(model, inputs, targets)
         if not self._undrop_reported:
             self._undrop_report(model, inputs, step)
@@ -152,6 +170,19 @@ class UndropMixin(_Base):
         if not self._undrop_verified:
             self._undrop_verified = same_as_the_models_own(model, inputs, labels, self._undrop_task)
         return self._undrop_task
+
+    def _undrop_tuner(self, model: nn.Module, task: Task, examples: Dataset[Any]) -> Tuner:
+        """The tuner, made at the first step, when the loss is known."""
+        if self.tuner is None:
+            bare, batches = self.accelerator.unwrap_model(model), []
+            for batch in self.get_test_dataloader(examples):
+                rest = dict(self._prepare_inputs(batch))
+                labels = rest.pop("labels")
+                batches.append((decoder_inputs(bare, rest, labels), task.targets(labels)))
+            self.tuner = Tuner(self.objective, batches)
+            if self._undrop_saved is not None:
+                load_state(self.tuner, self._undrop_saved)
+        return self.tuner
 
     def _undrop_scales(
         self, step: Step, targets: Tensor, num_items_in_batch: Tensor | int | None
@@ -194,7 +225,9 @@ class UndropMixin(_Base):
             values = torch.tensor(list(means.values()), device=self.args.device)
             over_all = self.accelerator.reduce(values, reduction="mean").tolist()
             names = (f"undrop/{name}" for name in means)
-            logs = {**logs, **dict(zip(names, over_all, strict=True))}
+            tuned = {} if self.tuner is None else self.tuner.figures()
+            figures = {f"undrop/{name}": value for name, value in tuned.items()}
+            logs = {**logs, **dict(zip(names, over_all, strict=True)), **figures}
         super().log(logs, *args, **kwargs)
 
     def _undrop_file(self, folder: str) -> Path:
@@ -204,14 +237,16 @@ class UndropMixin(_Base):
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the objective's state with the other random states, so that resuming is exact."""
         super()._save_rng_state(output_dir)
-        save_state(self.objective, self._undrop_file(output_dir))
+        save_state(self.tuner or self.objective, self._undrop_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
         path = self._undrop_file(checkpoint)
-        if path.exists():
+        if path.exists() and self._undrop_tune is not None:
+            self._undrop_saved = path  # the tuner is made at the first step
+        elif path.exists():
             load_state(self.objective, path)
         else:
             _log.warning("undrop found no state in %s: its noise and its steps start anew.", path)

@@ -152,6 +152,10 @@ class Tuner:
             return None
         self._measure(model, weights)
         self._apply()
+        return self.figures()
+
+    def figures(self) -> dict[str, float]:
+        """Return the newest ``p/SITE`` and ``benefit/SITE``, for a log."""
         newest = self.history.last()
         return {
             **{f"p/{name}": entry.value for name, entry in newest.items()},

@@ -41,12 +41,16 @@ def _dropout(like: Tensor, q: float, scale: float, generator: torch.Generator | 
     return torch.full_like(dropped, kept, dtype=like.dtype).masked_fill_(dropped, -scale / s)
 
 
+_MANY = 1 << 14  # entries from which drawing 32 signs at a time pays
 _SIGN, _ONE = -(2**31), 0x3F80_0000  # of a float32: its sign bit, and the bits of 1.0
 
 
 def _sign(like: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
     """±1 from the bits of random words: 20 times as fast as a Bernoulli draw for every entry."""
     n = like.numel()
+    if n < _MANY:
+        signs = torch.empty_like(like).random_(0, 2, generator=generator)
+        return signs.mul_(2.0 * scale).sub_(scale)
     words = torch.randint(
         -(2**31),
         2**31,

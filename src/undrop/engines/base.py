@@ -64,6 +64,8 @@ class Evaluation:
     make_output: Callable[[], Any]
     engine: str = ""
     """The engine that computed it, and why that one."""
+    last: bool = False
+    """Whether no evaluation follows."""
 
     @cached_property
     def output(self) -> Any:

@@ -45,6 +45,9 @@ def _slots(c: type) -> tuple[str, ...]:
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """All tensors that a tree holds."""
+    if isinstance(tree, Tensor):
+        yield tree
+        return
     for leaf in tree_leaves(tree):
         held = leaf if isinstance(leaf, Tensor) else [p.read(leaf, p.name) for p in _places(leaf)]
         yield from (t for t in tree_leaves(held) if isinstance(t, Tensor))
@@ -58,6 +61,8 @@ def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
         tree: what a model takes or returns.
         others: trees of the same structure.
     """
+    if isinstance(tree, Tensor):
+        return function(tree, *others)
 
     def on_tensor(x: Any, *same: Any) -> Any:
         return function(x, *same) if isinstance(x, Tensor) else x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +12,19 @@ from torch import nn
 __all__ = ["Statistics", "keep_buffers", "keep_statistics"]
 
 
+_known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _norms(model: nn.Module) -> list[nn.Module]:
-    """Each of them once. Every step asks: ``model.modules()``, which makes up names, takes longer."""
+    """Return each normalization layer once; every step asks, so they are looked up once."""
+    if model not in _known:
+        _known[model] = [weakref.ref(module) for module in _find_norms(model)]
+    return [module for ref in _known[model] if (module := ref()) is not None]
+
+
+def _find_norms(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     waiting, seen = [model], {model}
     while waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,11 +105,11 @@ class Analytic(Objective):
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield one evaluation per sample of η; between intervals the plain loss."""
         if self.steps % self.interval:
-            yield self.plain(batch)
+            yield replace(self.plain(batch), last=True)
             return
         coefficients = self._coefficients()
-        for _ in range(self.samples):
-            yield self.evaluated(
+        for sample in range(1, self.samples + 1):
+            evaluation = self.evaluated(
                 self.engine,
                 Request(
                     batch=batch,
@@ -121,6 +122,8 @@ class Analytic(Objective):
                     exact_output=self.exact_output,
                 ),
             )
+            evaluation.last = sample == self.samples
+            yield evaluation
 
     def _coefficients(self) -> Coefficients:
         found = self.strength(self.steps) if callable(self.strength) else self.strength

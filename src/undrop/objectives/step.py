@@ -25,7 +25,7 @@ class Step:
     def __init__(self, first: Evaluation, later: Iterator[Evaluation] = iter(())) -> None:  # noqa: B008
         self._first = first
         self._held = [first]
-        self._later: Iterator[Evaluation] | None = later
+        self._later: Iterator[Evaluation] | None = None if first.last else later
         self._done: list[Evaluation] = []
 
     @property
@@ -92,6 +92,8 @@ class Step:
             self._later = None
             return False
         self._held.append(evaluation)
+        if evaluation.last:
+            self._later = None
         return True
 
     @untraced

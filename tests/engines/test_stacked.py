@@ -1,0 +1,432 @@
+"""One stacked pass: what it agrees with, when it is trusted, and what it costs."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import undrop
+from engine_helpers import BOTH, EXPLICIT, evaluate, gradient, random_signs, relative, seeded
+from problems import D, Problem
+from undrop.engines import Antithetic, Tangent
+from undrop.errors import EngineError
+from undrop.losses import CrossEntropy
+
+ONE_PASS = "antithetic: one stacked pass"
+
+
+def classify(model, *shape, classes=3, seed=0):
+    """A classification problem in float64."""
+    torch.manual_seed(seed)
+    model = model.to(D).train()
+    x = torch.randn(*shape, dtype=D)
+    with torch.no_grad():
+        leading = model(x).shape[:-1]
+    return Problem(model, x, torch.randint(classes, leading), CrossEntropy())
+
+
+class ReluTransformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+class Gated(nn.Module):
+    """Kinks by comparison, where, clamp and the largest of several entries."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(9, 3)
+
+    def forward(self, x):
+        h = self.drop(self.first(x))
+        gated = torch.where(h > 0.1, h, 0.3 * h).clamp(-0.8, 0.8) + h * (h > 0) + h.abs()
+        largest = torch.maximum(gated, h.square()).max(-1, keepdim=True).values
+        return self.last(torch.cat((gated, largest + h.amax(-1, keepdim=True)), -1))
+
+
+KINKED = {
+    "ReLU MLP": lambda: classify(
+        nn.Sequential(
+            *(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.LeakyReLU()),
+            *(nn.Dropout(0.2), nn.Linear(64, 3)),
+        ),
+        *(32, 20),
+    ),
+    "ConvNet with max pooling": lambda: classify(
+        nn.Sequential(
+            *(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Dropout2d(0.2), nn.MaxPool2d(2)),
+            *(nn.Conv2d(4, 6, 3), nn.ReLU6(), nn.Dropout(0.2), nn.AdaptiveMaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(24, 3)),
+        ),
+        *(6, 1, 12, 12),
+    ),
+    "ReLU transformer": lambda: classify(ReluTransformer(), 4, 5, 8),
+    "hand-written gates": lambda: classify(Gated(), 16, 6),
+    "batch norm in train mode": lambda: classify(
+        nn.Sequential(
+            *(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3)),
+            *(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)),
+        ),
+        *(16, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINKED)
+def test_on_nets_with_kinks_the_gradient_is_that_of_the_tangent_engine(name):
+    """Within 1 % at ε₀ = 0.05, and the closer the smaller ε₀ is."""
+    p = KINKED[name]()
+    draw = random_signs(p, 3)
+    wanted = gradient(evaluate(Tangent(), p, draw, EXPLICIT).total, p.model)
+    errors = []
+    for epsilon in (0.05, 0.005):
+        found = evaluate(Antithetic(epsilon), p, draw, EXPLICIT)
+        assert found.engine == ONE_PASS
+        errors.append(relative(gradient(found.total, p.model), wanted))
+    assert errors[0] < 0.01, errors
+    assert errors[1] < 1e-3, errors
+
+
+def test_without_midpoints_the_gradient_on_a_relu_net_is_biased():
+    """The rule is needed: two passes are off by far more than one."""
+    p = KINKED["ReLU MLP"]()
+    draw = random_signs(p, 3)
+    wanted = gradient(evaluate(Tangent(), p, draw, EXPLICIT).total, p.model)
+    from undrop.engines.base import Request
+    from undrop.intercept import Batch
+
+    request = Request(
+        batch=Batch(p.model, p.inputs, p.targets), loss=p.loss, draw=draw, coefficients=EXPLICIT
+    )
+    found = Antithetic(0.05)._two_passes(request, "a test asks for it")
+    assert relative(gradient(found.total, p.model), wanted) > 0.1
+
+
+class Clip(nn.Module):
+    """Every example is compared with every other one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(4, 5), nn.Linear(4, 5), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.drop(torch.tanh(self.a(x))) @ self.drop(self.b(x)).T
+
+
+class Graph(nn.Module):
+    """The adjacency of the nodes is in the model."""
+
+    def __init__(self, nodes=6):
+        super().__init__()
+        self.register_buffer("adjacency", torch.rand(nodes, nodes).softmax(-1))
+        self.one, self.drop, self.two = nn.Linear(4, 5), nn.Dropout(0.2), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.two(self.adjacency @ self.drop(torch.tanh(self.adjacency @ self.one(x))))
+
+
+class Centred(nn.Sequential):
+    def forward(self, x):
+        h = super().forward(x)
+        return h - h.mean(0)
+
+
+class AcrossExamples(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.attention, self.last = (
+            nn.Dropout(0.2),
+            nn.MultiheadAttention(4, 1),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x):
+        h = self.drop(x).unsqueeze(1)  # the examples are the sequence
+        return self.last(self.attention(h, h, h)[0].squeeze(1))
+
+
+INTERACTING = {
+    "contrastive": lambda: classify(Clip(), 6, 4, classes=6),
+    "graph": lambda: classify(Graph(), 6, 4),
+    "centred": lambda: classify(
+        Centred(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)), 6, 4
+    ),
+    "attention across examples": lambda: classify(AcrossExamples(), 6, 4),
+}
+
+
+@pytest.mark.parametrize("name", INTERACTING)
+def test_where_examples_interact_it_takes_two_passes_and_says_so(name, caplog):
+    p = INTERACTING[name]()
+    draw = random_signs(p, 3)
+    found = [evaluate(Antithetic(1e-4), p, draw, BOTH) for _ in range(2)]
+    assert found[0].engine == "antithetic: two passes, since its examples interact"
+    assert len(caplog.messages) == 1
+    wanted = gradient(evaluate(Tangent(), p, draw, BOTH).total, p.model)
+    assert relative(gradient(found[0].total, p.model), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", INTERACTING)
+def test_where_examples_interact_a_fraction_is_refused(name):
+    p = INTERACTING[name]()
+    message = (
+        f"fraction < 1 needs independent examples, but in {type(p.model).__name__} its examples"
+    )
+    with pytest.raises(EngineError, match=message):
+        undrop.Analytic(fraction=0.5)(p.model, p.inputs, p.targets)
+
+
+class TimeMajor(nn.Module):
+    """Flattens (T, B) to one dimension, the examples being the faster index."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.drop, self.two = nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3)
+
+    def forward(self, x):  # (B, T, 4)
+        h = torch.tanh(self.one(x)).transpose(0, 1)  # (T, B, 6)
+        return self.two(self.drop(h.flatten(0, 1))).unflatten(0, h.shape[:2]).transpose(0, 1)
+
+
+class BatchMajor(TimeMajor):
+    def forward(self, x):
+        h = torch.tanh(self.one(x))
+        return self.two(self.drop(h.flatten(0, 1))).unflatten(0, h.shape[:2])
+
+
+class Positions(nn.Module):
+    """A table of as many positions as there are examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 5))
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(5, 3)
+
+    def forward(self, x):  # (4, 4, 5)
+        return self.last(torch.tanh(self.drop(x + self.table)))
+
+
+LAYOUTS = {
+    "time-major": lambda: classify(TimeMajor(), 6, 5, 4),
+    "batch-major": lambda: classify(BatchMajor(), 6, 5, 4),
+    "time first": lambda: classify(
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)), 5, 6, 4
+    ),
+    "as many positions as examples": lambda: classify(Positions(), 4, 4, 5),
+}
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_batch_is_found_wherever_it_is(monkeypatch, name, fraction):
+    p = LAYOUTS[name]()
+    monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
+    draw = random_signs(p, 1)
+    found = evaluate(Antithetic(1e-4), p, draw, EXPLICIT, fraction=fraction)
+    assert found.engine == ONE_PASS
+    if fraction == 1.0:
+        wanted = gradient(evaluate(Tangent(), p, draw, EXPLICIT).total, p.model)
+        assert relative(gradient(found.total, p.model), wanted) < 1e-5
+    assert torch.allclose(found.output, p.model.eval()(p.inputs), atol=1e-6)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+def test_nothing_before_the_first_site_is_computed_twice(fraction):
+    trunk, head = nn.Linear(4, 6), nn.Linear(6, 3)
+    p = classify(nn.Sequential(trunk, nn.Tanh(), nn.Dropout(0.3), head), 8, 4)
+    evaluate(Antithetic(), p, seeded(0), fraction=fraction)
+    rows = []
+    for layer in (trunk, head):
+        layer.register_forward_hook(lambda module, args, out: rows.append(len(out)))
+    evaluate(Antithetic(), p, seeded(0), fraction=fraction)
+    assert rows == [8, 16 if fraction == 1.0 else 10]
+
+
+def test_an_exact_output_has_no_error_of_epsilon():
+    p = KINKED["ReLU MLP"]()
+    plain = p.model.eval()(p.inputs)
+    p.model.train()
+    for fraction in (1.0, 0.25):
+        step = undrop.Analytic(exact_output=True, fraction=fraction)(p.model, p.inputs, p.targets)
+        torch.testing.assert_close(step.output, plain, rtol=1e-12, atol=1e-12)
+        loss = F.cross_entropy(plain, p.targets)
+        assert step.parts["loss"] == pytest.approx(loss.item(), rel=1e-12)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that wait for the device."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "_unique2")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.WAITS:
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        undrop.Analytic,
+        partial(undrop.Analytic, fraction=0.25),
+        partial(undrop.Analytic, samples=3),
+        undrop.Dropout,
+        undrop.NoRegularization,
+    ],
+    ids=["analytic", "quarter", "three samples", "dropout", "none"],
+)
+def test_a_step_never_waits_for_the_device(make):
+    p = KINKED["ReLU MLP"]()
+    objective = make()
+    for _ in range(2):
+        objective(p.model, p.inputs, p.targets).backward()
+    with HostReads() as reads:
+        objective(p.model, p.inputs, p.targets).backward()
+    assert reads.found == []
+
+
+class OwnNoise(nn.Module):
+    """Draws numbers of its own, from whatever source."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.one, self.drop, self.two = nn.Linear(4, 6), nn.Dropout(0.2), nn.Linear(6, 3)
+        self.draw = draw
+
+    def forward(self, x):
+        return self.two(self.drop(torch.tanh(self.one(x))) * (1 + self.draw(x)))
+
+
+HELD = torch.Generator().manual_seed(3)
+SOURCES = {
+    "torch": lambda x: torch.rand(len(x), 1, dtype=D),
+    "NumPy": lambda x: float(np.random.rand()),
+    "Python": lambda x: random.random(),
+    "Gamma": lambda x: torch.distributions.Gamma(2.0, 1.0).sample(),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_random_numbers_of_the_model_are_the_same_for_both_signs(source):
+    p = classify(OwnNoise(SOURCES[source]), 6, 4)
+    parts = []
+    for _ in range(200):
+        parts.append(float(evaluate(Antithetic(), p, seeded(0), EXPLICIT).total.detach()))
+    quiet = classify(OwnNoise(lambda x: 0.5), 6, 4)
+    scale = float(evaluate(Antithetic(), quiet, seeded(0), EXPLICIT).total.detach())
+    assert max(parts) < 20 * scale
+
+
+def test_a_generator_that_the_model_holds_is_the_same_for_both_signs():
+    class Holds(OwnNoise):
+        def __init__(self):
+            super().__init__(None)
+            self.generator = torch.Generator().manual_seed(3)
+            self.draw = lambda x: torch.rand((), generator=self.generator).to(D)
+
+    p = classify(Holds(), 6, 4)
+    parts = [
+        float(evaluate(Antithetic(), p, seeded(0), EXPLICIT).total.detach()) for _ in range(50)
+    ]
+    assert max(parts) < 1.0
+
+
+def test_random_numbers_that_nobody_can_repeat_are_refused():
+    counter = iter(range(10_000))
+    p = classify(OwnNoise(lambda x: float(next(counter))), 6, 4)
+    with pytest.raises(EngineError, match="two passes of OwnNoise without noise differ"):
+        evaluate(Antithetic(), p, seeded(0))
+
+
+def test_epsilon_shrinks_where_sigma_is_large():
+    """At p = 0.9999 σ is 100: ε₀·σ stays below 1."""
+    p = classify(
+        nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.9999), nn.Tanh(), nn.Linear(6, 3)), 6, 4
+    )
+    draw = random_signs(p, 2)
+    wanted = gradient(evaluate(Tangent(), p, draw, EXPLICIT).total, p.model)
+    found = gradient(evaluate(Antithetic(), p, draw, EXPLICIT).total, p.model)
+    assert relative(found, wanted) < 0.02
+
+
+def gradients(model, under, x, y, **options):
+    objective = undrop.Analytic(generator=torch.Generator().manual_seed(1), **options)
+    found = []
+    for _ in range(3):
+        under.zero_grad()
+        objective(model, x, y).backward()
+        found.append(torch.cat([q.grad.flatten() for q in under.parameters()]))
+    return torch.stack(found)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.GELU()),
+        *(nn.Dropout(0.1), nn.Linear(16, 4)),
+    )
+
+
+def wrapped(model):
+    return torch.compile(model)
+
+
+def in_place(model):
+    model.compile()
+    return model
+
+
+def a_part(model):
+    model[3] = torch.compile(model[3])
+    return model
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+@pytest.mark.parametrize("how", [wrapped, in_place, a_part])
+def test_a_compiled_model_has_the_gradients_of_the_eager_one(monkeypatch, how, fraction, backend):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", partial(compiler, backend=backend))
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 8), torch.randint(4, (16,))
+    plain = net()
+    wanted = gradients(plain, plain, x, y, fraction=fraction)
+    under = net()
+    model = how(under)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = gradients(model, under, x, y, fraction=fraction)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_compile_around_the_step_keeps_the_regularizers():
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 8), torch.randint(4, (16,))
+
+    def step(objective, model):
+        found = objective(model, x, y)
+        found.backward()
+        return found.total.detach()
+
+    totals = []
+    for run in (step, torch.compile(step, backend="eager")):
+        objective = undrop.Analytic(generator=torch.Generator().manual_seed(1))
+        totals.append([float(run(objective, net())) for _ in range(2)])
+    assert totals[0] == pytest.approx(totals[1], rel=1e-6)

@@ -44,6 +44,17 @@ def test_component_options_default_to_the_constructors():
         ({"modle": {}}, "unknown setting 'modle': did you mean 'model'?"),
         ({"model": 3}, "model must be a valid dictionary.*got 3"),
         ({"model": {"name": 3}}, "model.name must be a string, got 3"),
+        ({"model": {"layers": True}}, r"model.layers must be a number and not a boolean, got True"),
+        ({"train": {"epochs": True}}, "train.epochs must be a number and not a boolean"),
+        ({"optimizer": {"lr": False}}, "optimizer.lr must be a number and not a boolean"),
+        ({"optimizer": {"betas": [True, 0.5]}}, r"optimizer.betas must be a number and not a bool"),
+        (
+            {"model": {"hidden_size": 10**30}},
+            "model.hidden_size must be a smaller number, got 10000",
+        ),
+        ({"model": {"hidden_size": 10**5000}}, r"smaller number, got a number of thousands of dig"),
+        ({"model": {"hidden_size": "9" * 5000}}, r"hidden_size must be .*, got '9{59}…\.$"),
+        ({"train": {"threads": 10**6}}, "train.threads must be less than or equal to 1024"),
     ],
 )
 def test_an_invalid_setting_is_named_with_its_value_and_range(settings, told):

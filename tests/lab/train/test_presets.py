@@ -63,6 +63,7 @@ def test_another_objective_drops_the_options_of_the_previous_one():
         ("a.b='1'", "1"),
         ("a.b = x=y", "x=y"),
         ("a.b=", ""),
+        pytest.param(f"a.b={'9' * 5000}", "9" * 5000, id="5000 digits"),
     ],
 )
 def test_an_override_value_is_toml_or_a_string(text, value):

@@ -1,5 +1,6 @@
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -326,13 +327,41 @@ def test_a_missing_device_is_refused(tiny, tmp_path):
         train.run(tiny(train={"device": "cuda"}), out=tmp_path / "a")
 
 
-def test_tensorboard_gets_every_number(tiny, tmp_path):
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    train.run(tiny(train={"epochs": 1, "tensorboard": True}), out=tmp_path / "a")
-    events = event_accumulator.EventAccumulator(str(tmp_path / "a" / "tensorboard"))
-    events.Reload()
-    assert {"epoch/valid_ppl", "step/loss", "step/tokens_per_second"} <= set(
-        events.Tags()["scalars"]
-    )
+@pytest.mark.parametrize("gone", ["folder", "files"])
+def test_resuming_a_run_whose_checkpoints_are_deleted_is_refused(tiny, tmp_path, gone):
+    out = tmp_path / "a"
+    train.run(tiny(), out=out)
+    before = (out / "metrics.jsonl").read_bytes()
+    if gone == "folder":
+        shutil.rmtree(out / "checkpoints")
+    else:
+        for path in (out / "checkpoints").iterdir():
+            path.unlink()
+    with pytest.raises(
+        RunError, match="can't be resumed: its checkpoints are gone; choose another"
+    ):
+        train.run(tiny(), out=out, resume=True)
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_killed_before_its_first_step_starts_again(tiny, tmp_path):
+    folder = RunFolder(tmp_path / "a")
+    folder.create()
+    folder.write_config(tiny(train={"epochs": 1}).as_dict())
+    assert train.run(out=tmp_path / "a", resume=True).epochs == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("awd-lstm", {"hidden_size": 99999999999999}),
+        ("awd-lstm", {"hidden_size": 2**62}),
+        ("awd-lstm", {"layers": 10**14}),
+        ("gpt", {"context": 10**14, "size": 8, "heads": 1}),
+    ],
+)
+def test_a_model_beyond_any_memory_is_refused_and_leaves_no_run(tiny, tmp_path, model, options):
+    config = tiny(model={"name": model, **options})
+    with pytest.raises(RunError, match=f"the model {model} does not fit in memory"):
+        train.run(config, out=tmp_path / "a")
+    assert not (tmp_path / "a").exists()

@@ -217,8 +217,8 @@ class TensorBoardLogger(Logger):
 
     def begin(self, info: RunInfo) -> None:
         """Open the writer; it drops what was logged after the checkpoint of a resumed run."""
-        purge = info.step + 1 if info.step else None
-        self._writer = self._new_writer(str(self.folder.path / "tensorboard"), purge_step=purge)
+        path = str(self.folder.path / "tensorboard")
+        self._writer = self._new_writer(path, purge_step=info.step + 1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add one scalar for each number."""

@@ -55,26 +55,27 @@ _LONGEST = 60  # characters of a value in an error message
 
 
 class Checked(BaseModel):
-    """Settings that are checked: finite numbers only, and no boolean in place of a number."""
+    """Settings that are checked: numbers are finite, no booleans, and fit into 64 bits."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields.get(info.field_name or "")
-        items = value if isinstance(value, list | tuple) else [value]
-        if field is not None and bool not in _members(field.annotation):
-            for item in items:
-                if isinstance(item, bool):
-                    raise PydanticCustomError("boolean", "Input should be no boolean")
+    def _check_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        types = _members(cls.model_fields[str(info.field_name)].annotation)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, bool) and types & {int, float} and not types & {bool, Any}:
+                raise PydanticCustomError("boolean", "Input should be a number and not a boolean")
+            if isinstance(item, int) and abs(item) >= 2**63:
+                raise PydanticCustomError("int_size", "Input should be a smaller number")
         return value
 
 
 def _members(annotation: Any) -> set[Any]:
     """All types that an annotation mentions."""
-    inner = [_members(part) for part in get_args(annotation)]
-    return {annotation, bool if annotation is Any else annotation}.union(*inner)
+    if isinstance(annotation, str | int | float):  # a value of a Literal
+        return set()
+    return {annotation}.union(*map(_members, get_args(annotation)))
 
 
 def build(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from undrop.errors import ConfigError
+from undrop.errors import ConfigError, RunError
 from undrop.lab import corpora
 from undrop.lab.corpora import Corpus
 from undrop.lab.models import LanguageModel
@@ -23,6 +23,7 @@ from undrop.lab.train.components import (
     build,
     complete,
 )
+from undrop.lab.train.environment import is_out_of_memory
 from undrop.objectives import Objective
 
 __all__ = [
@@ -129,7 +130,7 @@ class TrainConfig(_Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
     precision: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast
-    threads: _Count | None = None  # torch's threads; unset leaves them unchanged
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # unset leaves torch's number
     log_every: _Count = 50  # steps between two records of the metrics
     checkpoint_every: _Count = 500  # steps between two checkpoints; each epoch ends with one, too
     test: Literal["epoch", "end"] = "epoch"  # "end": once, with the weights of the best epoch
@@ -211,11 +212,24 @@ class Config(_Section):
             max_vocab=data.max_vocab,
         )
 
-    def build_model(self, corpus: Corpus) -> LanguageModel:
-        """Return the model with new weights, in the precision of the config."""
+    def build_model(self, corpus: Corpus, device: torch.device | None = None) -> LanguageModel:
+        """Return the model with new weights, in the precision of the config.
+
+        Raises:
+            RunError: if the model does not fit in memory.
+        """
         options, size = self.model.options, corpus.vocabulary.size
-        model: LanguageModel = build(MODELS, self.model.name, options, vocab_size=size)
-        return model.to(torch.float64 if self.train.precision == "float64" else torch.float32)
+        dtype = torch.float64 if self.train.precision == "float64" else torch.float32
+        try:
+            model: LanguageModel = build(MODELS, self.model.name, options, vocab_size=size)
+            return model.to(device=device, dtype=dtype)
+        except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"the model {self.model.name} does not fit in memory with these settings: lower its "
+                "sizes or layers."
+            ) from error
 
     def build_objective(self, model: LanguageModel) -> Objective:
         """Return the objective, with the loss of the model."""

@@ -10,13 +10,15 @@ import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from undrop.errors import ConfigError
-from undrop.lab.train.config import TrainConfig
 from undrop.torch_compat import portable_lstm
+
+if TYPE_CHECKING:
+    from undrop.lab.train.config import TrainConfig
 
 __all__ = [
     "Interrupts",
@@ -30,6 +32,12 @@ __all__ = [
 ]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # a RuntimeError on the CPU
+    "out of memory",
+    "storage size calculation overflowed",
+    "overflow when unpacking",  # a TypeError
+)
 
 
 def device_of(config: TrainConfig) -> torch.device:
@@ -109,10 +117,10 @@ def catch_signals() -> Iterator[Interrupts]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out; on the CPU torch raises a RuntimeError."""
+    """Return whether an error says that memory ran out, or that a size is beyond any memory."""
     text = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        sign in text for sign in ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError) or any(
+        sign in text for sign in _OUT_OF_MEMORY
     )
 
 

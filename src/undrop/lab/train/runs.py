@@ -43,7 +43,7 @@ def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:
         data = config.data.model_copy(update={"dir": str(data_dir)})
         config = config.model_copy(update={"data": data})
     corpus = config.load_corpus()
-    model = config.build_model(corpus)
+    model = config.build_model(corpus, device_of(config.train))
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -51,7 +51,7 @@ def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:
             f"the weights in {folder.path} do not fit its config.json on {corpus.name}, or were "
             "changed."
         ) from error
-    return Run(config, corpus, model.to(device_of(config.train)).eval())
+    return Run(config, corpus, model.eval())
 
 
 def find_runs(root: str | Path) -> Iterator[RunFolder]:

@@ -76,7 +76,7 @@ class Trainer:
 
     def _build(self) -> None:
         config, data = self.config, self.config.data
-        self.model = config.build_model(self.corpus).to(self.world.device).train()
+        self.model = config.build_model(self.corpus, self.world.device).train()
         self.objective = config.build_objective(self.model)
         self.tuner, text = tuner_for(config, self.objective, self.corpus.train, self.world)
         self._gradient = Gradient(self.model, self.objective, self.world)

@@ -220,3 +220,49 @@ def test_ctrl_c_in_training_says_how_to_resume_and_exits_with_130(text, capsys, 
     assert main(["train", "--data", str(text), *SMALL, "--out", "r"]) == 130
     message = "stopped at step 1 with everything saved: resume with undrop train --resume --out r\n"
     assert capsys.readouterr().err == message
+
+
+def test_train_takes_your_own_callback_and_loggers(text, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from undrop.lab.train import Callback\n"
+        "class Mine(Callback):\n"
+        "    def observe(self, trainer, inputs, targets):\n"
+        "        return {'step_squared': trainer.step**2.0}\n"
+        "model = 3\n"
+    )
+    arguments = ["train", "--data", str(text), "--objective", "none", *SMALL, "--out", "r"]
+    arguments += ["--set", "train.loggers=csv", "--set", "train.max_steps=3"]
+    assert main([*arguments, "--callback", "mine.py:Mine"]) == 0
+    rows = (tmp_path / "r" / "csv" / "callback.csv").read_text().splitlines()
+    assert [row.split(",")[:3] for row in rows[1:]] == [
+        ["1", "1", "1.0"],
+        ["1", "2", "4.0"],
+        ["1", "3", "9.0"],
+    ]
+    capsys.readouterr()
+    assert main([*arguments, "--resume", "--callback", "mine.py:model"]) == 2
+    assert "--callback mine.py:model must be a subclass of undrop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.hidden_size=99999999999999", "the model awd-lstm does not fit in memory"),
+        (f"model.hidden_size={'9' * 5000}", "model.hidden_size must be a smaller number"),
+        ("model.layers=true", "model.layers must be a number and not a boolean, got True."),
+    ],
+    ids=["too large", "5000 digits", "boolean"],
+)
+def test_impossible_numbers_are_refused_in_one_short_sentence(text, capsys, setting, message):
+    assert main(["train", "--data", str(text), *SMALL, "--set", setting, "--out", "r"]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told) < 300
+    assert not os.path.exists("r")
+
+
+def test_resume_with_deleted_checkpoints_is_refused(trained, capsys):
+    for path in RunFolder(trained).checkpoints.folder.iterdir():
+        path.unlink()
+    assert main(["train", "--resume", "--out", trained, "--set", "train.epochs=2"]) == 2
+    assert "r can't be resumed: its checkpoints are gone" in capsys.readouterr().err

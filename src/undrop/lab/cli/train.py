@@ -34,6 +34,14 @@ Tune = Annotated[
     bool,
     typer.Option("--tune", help="Tune every p during the run, on 5 % of the training text."),
 ]
+Callbacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--callback",
+        metavar="MODULE:NAME",
+        help="Your own callback, also path/to/file.py:name; repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 
 
@@ -49,13 +57,29 @@ def train(
     resume: Resume = False,
     tune: Tune = False,
     settings: Settings = None,
+    callbacks: Callbacks = None,
     json: Json = False,
 ) -> None:
     """Train a language model, with progress on stderr and the summary on stdout."""
     chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
     if tune:
         chosen["train"]["tune"] = SHARE
-    start(resolve(preset, chosen, settings or [], out, resume), out, resume, json)
+    config = resolve(preset, chosen, settings or [], out, resume)
+    start(config, out, resume, json, *map(_callback, callbacks or []))
+
+
+def _callback(name: str) -> Callback:
+    from undrop.errors import OptionError
+    from undrop.lab.cli._sources import made
+    from undrop.lab.train import Callback
+
+    found = made(name)
+    if not isinstance(found, Callback):
+        raise OptionError(
+            f"--callback {name} must be a subclass of undrop.lab.train.Callback, got "
+            f"{type(found).__name__}."
+        )
+    return found
 
 
 def choose(

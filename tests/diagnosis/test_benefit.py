@@ -131,3 +131,63 @@ def test_the_two_way_error_has_the_spread_of_repeated_tables():
 def test_one_row_or_one_column_has_no_error():
     assert two_way_error(np.ones((1, 4)))[0] is None
     assert two_way_error(np.ones((4, 1)))[0] is None
+
+
+def diagnosed(validation, **options):
+    model = net()
+    train = [data(seed) for seed in range(10, 16)]
+    options = {"seconds": 1e3, "draws": 2, "implicit": False, "progress": False, **options}
+    return model, train, undrop.diagnose(model, train, validation=validation, **options)
+
+
+def test_a_diagnosis_with_validation_batches_has_the_benefit_of_every_site():
+    """Per 1,000 steps, against the exact engine over all pairs of batches."""
+    validation = [data(seed) for seed in range(20, 25)]
+    model, train, found = diagnosed(validation, learning_rate=0.01, draws=20)
+    benefit = found.benefit
+    assert list(benefit.sites) == ["2", "5"]
+    for name, estimate in benefit.sites.items():
+        pairs = [site_benefit(model, t, v, name) for t in train for v in validation]
+        exact = 1000 * 0.01 * sum(pairs) / len(pairs)
+        # the error is also over batches, so that this is a loose bound on the noise of the draws
+        assert abs(estimate.value - exact) < 3 * estimate.stderr
+        assert estimate.z == pytest.approx(estimate.value / estimate.stderr)
+    total = sum(estimate.value for estimate in benefit.sites.values())
+    assert benefit.every_site.value == pytest.approx(total)
+    assert "benefit" in str(found)
+    assert found.to_json()["benefit"]["learning_rate"] == 0.01
+
+
+def test_the_benefit_of_weight_decay_is_the_product_with_the_weights():
+    validation = [data(seed) for seed in range(20, 23)]
+    model, _, found = diagnosed(validation, learning_rate=0.01, weight_decay=0.1)
+    parameters = list(model.parameters())
+    loss = undrop.CrossEntropy()
+    products = [
+        inner(
+            validation_gradient(model, *batch, loss, parameters), [p.detach() for p in parameters]
+        )
+        for batch in validation
+    ]
+    decay = found.benefit.weight_decay
+    assert decay.value == pytest.approx(1000 * 0.01 * 0.1 * sum(products) / 3, rel=1e-9)
+    error = np.std(products, ddof=1) / 3**0.5
+    assert decay.stderr == pytest.approx(1000 * 0.01 * 0.1 * error, rel=1e-9)
+    assert found.benefit.decay == 0.1
+
+
+def test_one_validation_batch_gives_no_evidence_either_way():
+    _, _, found = diagnosed([data(20)])
+    assert all(estimate.stderr is None for estimate in found.benefit.sites.values())
+    assert any(s.startswith("No evidence either way at `") for s in found.advice)
+
+
+def test_validation_data_that_is_the_training_data_is_refused():
+    batches = [data(1), data(2)]
+    with pytest.raises(undrop.errors.DataError, match="validation is the training data itself"):
+        undrop.diagnose(net(), batches, validation=batches, seconds=1, progress=False)
+
+
+def test_empty_validation_data_is_refused():
+    with pytest.raises(undrop.errors.DataError, match="there are no validation batches"):
+        undrop.diagnose(net(), [data(1)], validation=[], seconds=1, progress=False)

@@ -102,9 +102,9 @@ class Check:
 
     def to_frame(self) -> Any:
         """The figures as a pandas DataFrame, one row per figure."""
-        from undrop.diagnosis.report.frames import frame
+        from undrop.diagnosis.report.frames import figure_frame
 
-        return frame(
+        return figure_frame(
             {
                 field.name: found
                 for field in fields(self)

@@ -84,7 +84,9 @@ def diagnose(
             "validation is the training data itself, on which every regularizer looks harmful: pass "
             "batches of other data."
         )
-    held_out = None if validation is None else collect(validation, max_batches, name="validation")
+    held_out = (
+        None if validation is None else collect(validation, max_batches, name="validation batches")
+    )
     measured = MeasuredModel(
         model, collect(batches, max_batches), loss=loss, generator=generator, batch_dim=batch_dim
     )

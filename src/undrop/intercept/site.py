@@ -11,6 +11,9 @@ from typing import Any, overload
 from undrop.errors import OptionError, SiteSelectionError, UnsupportedDropoutError
 from undrop.noise import sigma
 from undrop.options import as_float
+from undrop.report import Table
+from undrop.report.frames import as_frame
+from undrop.report.html import fragment
 
 __all__ = ["Selection", "Site", "Sites"]
 
@@ -100,6 +103,19 @@ class Sites(Sequence[Site]):
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         lines.insert(1, "  ".join("-" * w for w in widths))
         return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        head, *rows = self.table()
+        return fragment(Table(head, rows, numbers={"p"}).html())
+
+    def to_frame(self) -> Any:
+        """The sites as a pandas DataFrame, one row each.
+
+        Raises:
+            UndropError: if pandas is not installed.
+        """
+        return as_frame(self.to_json(), self.names)
 
     def flagged(self, active: Iterable[str]) -> Sites:
         """The same sites, those named in ``active`` marked as active in eval mode."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.diagnosis.measure.batches import NumberedBatch
-from undrop.errors import NonFiniteError, OutputError
+from undrop.errors import NonFiniteError, OptionError, OutputError
 from undrop.generators import Generators
 from undrop.intercept import (
     Interception,
@@ -105,6 +105,11 @@ class MeasuredModel:
         self.model = unwrapped(model)
         self.batches = batches
         self.loss = as_loss(loss)
+        if self.loss.whole_output:
+            raise OptionError(
+                f"{type(self.loss).__name__} takes all that the model returns, and a diagnosis measures "
+                "one output: pass the loss of one output, such as undrop.CrossEntropy()."
+            )
         self.generators = Generators(_seeded_from(generator))
         self.batch_dim = batch_dim
         self._vmap_works = True

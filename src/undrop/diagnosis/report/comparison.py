@@ -13,6 +13,7 @@ from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError
 from undrop.files import read_json
 from undrop.report import Table, as_json, terminal_width
+from undrop.report.frames import as_frame
 from undrop.report.html import fragment, paragraph
 
 __all__ = ["Change", "Comparison", "compare", "compare_files"]
@@ -94,14 +95,16 @@ class Comparison:
 
     def to_frame(self) -> Any:
         """The differences as a pandas DataFrame, one row per figure."""
-        from undrop.diagnosis.report.frames import frame
-
-        found = {c.figure: c.difference for c in self.changes if c.difference is not None}
-        columns = {
-            name: {c.figure: e.value for c in self.changes if (e := getattr(c, name)) is not None}
-            for name in ("before", "after")
-        }
-        return frame(found, **columns)
+        rows = [
+            {
+                "before": None if change.before is None else change.before.value,
+                "after": None if change.after is None else change.after.value,
+                **({} if change.difference is None else change.difference._asdict()),
+                "certain": change.certain,
+            }
+            for change in self.changes
+        ]
+        return as_frame(rows, [change.figure for change in self.changes])
 
 
 def _z(change: Change) -> float:

@@ -1,0 +1,142 @@
+"""Figures that could be wrong in silence: exactness, mixing examples, random numbers, time."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import undrop
+from undrop.diagnosis.measure import explicit as explicit_module
+from undrop.diagnosis.measure.batches import collect
+from undrop.diagnosis.measure.enumeration import enumerable
+from undrop.diagnosis.measure.expansion import Expander
+from undrop.diagnosis.measure.model import MeasuredModel
+
+
+class Mixing(nn.Module):
+    """A net whose examples affect each other through their mean."""
+
+    def __init__(self, p=0.02):
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(3, 4), nn.Dropout(p), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.drop(torch.tanh(self.a(x)))
+        return self.b(torch.tanh(h - h.mean(0)))
+
+
+def batch(n=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_examples_that_mix_are_never_enumerated_one_by_one(seed):
+    """With p = 0.02 two random masks are mostly equal, which proves nothing about mixing."""
+    torch.manual_seed(seed)
+    measured = MeasuredModel(
+        Mixing().double(),
+        collect([batch()], 1),
+        generator=torch.Generator().manual_seed(seed),
+    )
+    with measured.preserved():
+        expanded = Expander(measured)(measured.batches[0])
+        assert enumerable(measured, measured.batches[0], expanded) is None
+
+
+def test_examples_that_do_not_mix_are_enumerated():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.02), nn.Linear(4, 3)).double()
+    found = undrop.diagnose(model, [batch()], implicit=False, seconds=5, progress=False)
+    assert found.explicit.exact
+
+
+def test_one_of_three_batches_is_not_called_exact(monkeypatch):
+    """The time ends after the first batch: the error over batches is unknown, not 0."""
+
+    class Over(explicit_module.Budget):
+        def spent(self, done=0.0):
+            return True
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3)).double()
+    measured = MeasuredModel(model, collect([batch(seed=s) for s in range(3)], 3))
+    with measured.preserved():
+        found = explicit_module.measure_explicit(measured, Over(1.0))
+    assert found.batches == 1
+    assert found.batches_given == 3
+    assert found.parts.r_drop.stderr is None
+    assert found.quadratic_share.stderr is None
+    assert "(exact)" not in str(found.parts.r_drop)
+
+
+class OwnRandomness(nn.Module):
+    """Dropout, and random numbers of the model's own beside it."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 3)
+        self.own = own
+
+    def forward(self, x):
+        return self.b(self.drop(torch.tanh(self.a(x)) * self.own()))
+
+
+def test_random_numbers_of_numpy_and_python_are_held_still():
+    """With numbers that differ between passes, R_drop is of their size, about 1."""
+    sources = {
+        "numpy": lambda: float(np.random.rand()) * 3.0,
+        "python": lambda: random.random() * 3.0,
+        "torch": lambda: torch.rand(()).double() * 3.0,
+    }
+    for own in sources.values():
+        torch.manual_seed(0)
+        found = undrop.diagnose(
+            OwnRandomness(own).double(),
+            [batch()],
+            seconds=1e3,
+            draws=8,
+            implicit=False,
+            progress=False,
+        ).explicit.parts
+        assert abs(found.r_drop.value) < 0.1
+        assert found.half_quadratic.value > 0.0
+
+
+def test_random_numbers_that_cant_be_held_still_are_refused():
+    count = iter(range(10**6))
+    model = OwnRandomness(lambda: float(next(count))).double()
+    with pytest.raises(
+        undrop.errors.UndropError, match="two passes of OwnRandomness without dropout"
+    ):
+        undrop.diagnose(model, [batch()], seconds=1, progress=False)
+
+
+def test_masks_stay_random_with_torchs_own_generator():
+    """Passes restart the global generator; masks seeded from it must still differ."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Dropout(0.5), nn.Linear(30, 3)).double()
+    found = undrop.diagnose(
+        model,
+        [batch()],
+        seconds=1e3,
+        draws=6,
+        implicit=False,
+        generator=torch.default_generator,
+        progress=False,
+    )
+    assert found.explicit.parts.r_drop.stderr > 0.0
+
+
+def test_all_the_seconds_are_used():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Dropout(0.5), nn.Linear(30, 3))
+    x, y = batch()
+    began = time.monotonic()
+    found = undrop.diagnose(model, [(x.float(), y)] * 2, seconds=2.0, progress=False)
+    assert 1.8 < time.monotonic() - began < 10.0
+    assert found.seconds > 1.8

@@ -256,7 +256,7 @@ def test_a_site_without_effect_is_named_with_its_share():
     assert re.search(r"Dropout at `2` \(0\.\d %\) adds nothing measurable", idle)
     assert any("can replace the explicit effect of this dropout" in s for s in advice)
     conclusion = diagnosed(model_with_shares(0.01)).conclusion
-    assert re.search(r"Most of it, \d+\.\d %, comes from `4`\.", conclusion)
+    assert re.search(r"The largest part of it, \d+\.\d %, is at `4`\.", conclusion)
 
 
 def test_nothing_is_concluded_that_the_interval_does_not_support():
@@ -273,7 +273,7 @@ def test_nothing_is_concluded_that_the_interval_does_not_support():
     assert not any("½E[uᵀHu]" in sentence for sentence in advice)
     conclusion = conclude(explicit, None, None)
     assert "Too little data to say how much of that" in conclusion
-    assert "Most of it" not in conclusion
+    assert "The largest part" not in conclusion
 
 
 def test_an_r_drop_within_its_error_is_called_too_little_data():

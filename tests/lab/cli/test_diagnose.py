@@ -351,3 +351,36 @@ def test_a_command_without_a_model_asks_for_one(run, capsys, tmp_path):
     )
     assert "holds no run" in refused(capsys, "diagnose", tmp_path)
     assert "seconds must be more than 0" in refused(capsys, "diagnose", run, "--seconds", 0)
+
+
+def test_a_run_is_diagnosed_with_the_benefit_on_its_validation_split(run, capsys):
+    found = answer(capsys, "diagnose", run, "--seconds", 1, "--batches", 2, "--no-implicit")
+    benefit = found["benefit"]
+    assert set(benefit["sites"]) == {site["name"] for site in found["sites"]}
+    assert benefit["validation_batches"] == 2
+    assert benefit["learning_rate"] > 0.0
+
+
+def test_two_saved_diagnoses_are_compared(run, tmp_path, capsys):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for seed, path in enumerate(paths):
+        words = ["diagnose", run, "--seconds", 1, "--batches", 2, "--no-implicit", "--no-progress"]
+        assert cli.main([*map(str, words), "--seed", str(seed), "--save", str(path)]) == 0
+        assert f"written: {path}" in capsys.readouterr().err
+    found = answer(capsys, "diagnose", "--compare", *paths)
+    assert {"R_drop", "½E[uᵀHu] / R_drop"} <= {change["figure"] for change in found["changes"]}
+    assert cli.main(["diagnose", "--compare", *map(str, paths)]) == 0
+    assert "the 95 % interval of the change leaves 0 out" in capsys.readouterr().out
+    told = refused(capsys, "diagnose", run, "--compare", *paths)
+    assert "--compare only reads two files" in told
+
+
+@pytest.mark.parametrize("name", ["diagnose", "check"])
+def test_a_command_and_its_function_spend_the_same_time_by_default(name):
+    import inspect
+
+    from undrop.lab.cli import check, diagnose
+
+    command = {"diagnose": diagnose.diagnose, "check": check.check}[name]
+    seconds = inspect.signature(command).parameters["seconds"].default
+    assert seconds == inspect.signature(getattr(undrop, name)).parameters["seconds"].default

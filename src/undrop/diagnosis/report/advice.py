@@ -57,13 +57,13 @@ def _size(explicit: Explicit) -> Iterator[str]:
         yield f"The explicit regularizer ½E[uᵀHu] makes up {shown} of that, so it describes it well."
     elif share.high < _POOR or share.low > 2.0 - _POOR:
         yield f"The explicit regularizer ½E[uᵀHu] is {shown} of that, so it describes it badly."
-    elif share.low >= _POOR and share.high <= 2.0 - _POOR:
+    elif share.high - share.low <= _POOR:
         yield f"The explicit regularizer ½E[uᵀHu] is {shown} of that: a rough description."
     else:
-        yield f"{TOO_LITTLE} how much of that the explicit regularizer ½E[uᵀHu] is ({shown})."
+        yield f"{TOO_LITTLE} how much of that is the explicit regularizer ½E[uᵀHu]."
     leader = _leader(explicit)
     if leader is not None:
-        yield f"Most of it, {percent(leader[1])}, comes from `{leader[0]}`."
+        yield f"The largest part of it, {percent(leader[1])}, is at `{leader[0]}`."
 
 
 def _leader(explicit: Explicit) -> tuple[str, Estimate] | None:

@@ -158,6 +158,7 @@ def _groups(diagnosis: Diagnosis, axes: Any) -> None:
     axes.grid(visible=False, axis="y")
     if any(group.trace_dropout.value > 0.0 for _, group in groups):
         axes.set_xscale("log")
+        axes.tick_params(axis="x", which="minor", labelbottom=False)
     axes.set_xlabel("trace of the gradient's covariance")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(kinds))
 

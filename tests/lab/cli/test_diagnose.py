@@ -308,7 +308,7 @@ def test_sites_of_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
 
 def test_commands_have_the_defaults_of_the_functions():
     for command, function, names in (
-        (diagnose_command.diagnose, undrop.diagnose, ("seconds", "learning_rate", "weight_decay")),
+        (diagnose_command.diagnose, undrop.diagnose, ("seconds", "weight_decay")),
         (check_command.check, undrop.check, ("seconds",)),
     ):
         ours, theirs = (inspect.signature(f).parameters for f in (command, function))
@@ -334,6 +334,8 @@ def test_diagnose_measures_benefit_and_compares_two_files(run, capsys, tmp_path)
         assert f"written: {tmp_path / name}.json" in capsys.readouterr().err
     saved = json.loads((tmp_path / "a.json").read_text())
     assert set(saved["benefit"]["sites"]) == {site["name"] for site in saved["sites"]}
+    config = json.loads((run / "config.json").read_text())
+    assert saved["benefit"]["learning_rate"] == config["optimizer"]["lr"]
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     found = answer(capsys, "diagnose", "--compare", *files)
     assert found["before"] == found["after"] == "AWDLSTM"
@@ -351,36 +353,3 @@ def test_a_command_without_a_model_asks_for_one(run, capsys, tmp_path):
     )
     assert "holds no run" in refused(capsys, "diagnose", tmp_path)
     assert "seconds must be more than 0" in refused(capsys, "diagnose", run, "--seconds", 0)
-
-
-def test_a_run_is_diagnosed_with_the_benefit_on_its_validation_split(run, capsys):
-    found = answer(capsys, "diagnose", run, "--seconds", 1, "--batches", 2, "--no-implicit")
-    benefit = found["benefit"]
-    assert set(benefit["sites"]) == {site["name"] for site in found["sites"]}
-    assert benefit["validation_batches"] == 2
-    assert benefit["learning_rate"] > 0.0
-
-
-def test_two_saved_diagnoses_are_compared(run, tmp_path, capsys):
-    paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    for seed, path in enumerate(paths):
-        words = ["diagnose", run, "--seconds", 1, "--batches", 2, "--no-implicit", "--no-progress"]
-        assert cli.main([*map(str, words), "--seed", str(seed), "--save", str(path)]) == 0
-        assert f"written: {path}" in capsys.readouterr().err
-    found = answer(capsys, "diagnose", "--compare", *paths)
-    assert {"R_drop", "½E[uᵀHu] / R_drop"} <= {change["figure"] for change in found["changes"]}
-    assert cli.main(["diagnose", "--compare", *map(str, paths)]) == 0
-    assert "the 95 % interval of the change leaves 0 out" in capsys.readouterr().out
-    told = refused(capsys, "diagnose", run, "--compare", *paths)
-    assert "--compare only reads two files" in told
-
-
-@pytest.mark.parametrize("name", ["diagnose", "check"])
-def test_a_command_and_its_function_spend_the_same_time_by_default(name):
-    import inspect
-
-    from undrop.lab.cli import check, diagnose
-
-    command = {"diagnose": diagnose.diagnose, "check": check.check}[name]
-    seconds = inspect.signature(command).parameters["seconds"].default
-    assert seconds == inspect.signature(getattr(undrop, name)).parameters["seconds"].default

@@ -98,8 +98,6 @@ def open_source(
     loss: str | None,
     data_dir: Path | None,
     batches: int,
-    *,
-    validation: str | None = None,
 ) -> Source:
     """Open the model and the data that the options name.
 
@@ -110,10 +108,6 @@ def open_source(
 
     if (run is None) == (model is None) or (data is None) == (run is None):
         raise OptionError(_what_is_missing(run, model))
-    if validation is not None and not (model is not None and _is_own(model)):
-        raise OptionError(
-            "--validation is for your own model: a run and a corpus have a validation split."
-        )
     if run is not None:
         _check_run(run)
     elif data is not None and not _is_own(data):
@@ -124,9 +118,7 @@ def open_source(
         return _sources.from_run(run, data_dir=data_dir, batches=batches)
     assert model is not None
     assert data is not None
-    return _sources.from_names(
-        model, data, loss=loss, data_dir=data_dir, batches=batches, validation=validation
-    )
+    return _sources.from_names(model, data, loss=loss, data_dir=data_dir, batches=batches)
 
 
 def _what_is_missing(run: Path | None, model: str | None) -> str:

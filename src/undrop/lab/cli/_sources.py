@@ -40,10 +40,8 @@ class Source:
     validation: Iterable[tuple[Any, Any]] | None = None
     run: Run | None = None
     """The run that it comes from, if any."""
-    validation: Iterable[tuple[Any, Any]] | None = None
-    """Batches of validation data, if there are any."""
     learning_rate: float | None = None
-    """The run's, if it is one."""
+    """The run's."""
 
 
 def windows(
@@ -105,7 +103,6 @@ def from_names(
     loss: str | None = None,
     data_dir: str | Path | None = None,
     batches: int = 16,
-    validation: str | None = None,
 ) -> Source:
     """Open a model and data by name: undrop's own, or your own as MODULE:NAME or FILE.py:NAME.
 
@@ -117,7 +114,6 @@ def from_names(
         loss: a loss of your own; cross-entropy by default.
         data_dir: the folder of the corpus.
         batches: the number of windows of a corpus.
-        validation: validation batches of your own, or a function that returns them.
 
     Raises:
         OptionError: if a name can't be found, or the model and the data do not fit.
@@ -144,16 +140,7 @@ def from_names(
             f"{model} must be a torch module or a function that returns one, got "
             f"{type(found).__name__}."
         )
-<<<<<<< HEAD
     return Source(found, made(data), None if loss is None else _attribute(loss))
-=======
-    return Source(
-        found,
-        _made(data),
-        None if loss is None else _attribute(loss),
-        validation=None if validation is None else _made(validation),
-    )
->>>>>>> 08c2363 (undrop diagnose compares saved diagnoses, measures the benefit on a run's validation split, and has the defaults of undrop.diagnose)
 
 
 def _of_language_model(
@@ -167,7 +154,6 @@ def _of_language_model(
         batch_dim=1,
         validation=windows(model, corpus.valid, config, batches),
         run=run,
-        validation=windows(model, corpus.valid, config, batches),
         learning_rate=None if run is None else config.optimizer.lr,
     )
 

@@ -29,28 +29,9 @@ if TYPE_CHECKING:
 @COMMANDS.register("diagnose")
 def diagnose(
     run: OptionalRun = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="A.json B.json", help="Compare two files of --save; nothing is measured."
-        ),
-    ] = None,
     model: ModelName = None,
     data: DataName = None,
     loss: LossName = None,
-    validation: Annotated[
-        str | None,
-        typer.Option(
-            help="For --model: your own validation pairs as MODULE:NAME, to measure the benefit; a run "
-            "uses its own validation split."
-        ),
-    ] = None,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="The benefit is per 1,000 steps of this size.", show_default="the run's, or 0.001"
-        ),
-    ] = None,
     data_dir: DataDir = None,
     seconds: Annotated[
         float, typer.Option(help="The time to spend: more time gives smaller errors.")
@@ -68,8 +49,11 @@ def diagnose(
         ),
     ] = None,
     learning_rate: Annotated[
-        float, typer.Option(help="The benefit is per 1,000 steps of this size.")
-    ] = 1e-3,
+        float | None,
+        typer.Option(
+            help="The benefit is per 1,000 steps of this size.", show_default="the run's, or 0.001"
+        ),
+    ] = None,
     weight_decay: Annotated[
         float | None,
         typer.Option(
@@ -103,33 +87,19 @@ def diagnose(
     check_outputs(files=[save, html], pictures=[plot])
     if html is not None:
         check_drawable()
-<<<<<<< HEAD
     source = open_source(run, model, data, loss, data_dir, batches)
     held_out = source.validation if validation is None else _own(validation)
-    found = _measured(
-        source,
-        validation=held_out if benefit else None,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-=======
-    if compare is not None:
-        _compare(*compare, json=json, others=(run, model, data, save, plot, html))
-        return
-    source = open_source(run, model, data, loss, data_dir, batches, validation=validation)
     rate = source.learning_rate if learning_rate is None else learning_rate
     found = _measured(
         source,
->>>>>>> 08c2363 (undrop diagnose compares saved diagnoses, measures the benefit on a run's validation split, and has the defaults of undrop.diagnose)
+        validation=held_out if benefit else None,
+        **({} if rate is None else {"learning_rate": rate}),
+        weight_decay=weight_decay,
         implicit=implicit,
         seconds=seconds,
         max_batches=batches,
         seed=seed,
-<<<<<<< HEAD
         progress=progress,
-=======
-        bar=progress,
-        **({} if rate is None else {"learning_rate": rate}),
->>>>>>> 08c2363 (undrop diagnose compares saved diagnoses, measures the benefit on a run's validation split, and has the defaults of undrop.diagnose)
     )
     _print(found, json)
     for path, write in ((save, found.save), (plot, found.plot), (html, found.html)):
@@ -160,25 +130,9 @@ def _measured(source: Source, *, seed: int, **options: Any) -> Diagnosis:
     return undrop.diagnose(
         source.model,
         source.batches,
-        validation=source.validation,
         loss=source.loss,
         classes=source.classes,
         batch_dim=source.batch_dim,
         generator=torch.Generator(device).manual_seed(seed),
         **options,
     )
-
-
-def _compare(before: Path, after: Path, *, json: bool, others: tuple[object, ...]) -> None:
-    from undrop.diagnosis.report.comparison import compare_files
-    from undrop.errors import OptionError
-
-    if any(other is not None for other in others):
-        raise OptionError(
-            "--compare only reads two files: leave out the run, the model and the files to write."
-        )
-    found = compare_files(before, after)
-    if json:
-        print_json(found)
-    else:
-        typer.echo(str(found))

@@ -51,15 +51,17 @@ class Bar:
         self._title = self._title if title is None else title
         self._progress.refresh()
 
-    def line(self, width: int, *, ascii_only: bool = False) -> str:
-        """Return the line in at most ``width`` columns."""
-        every = len(self._fields)
-        tries = [(_WIDE, every), *((_NARROW, count) for count in range(every, -1, -1))]
-        for length, count in tries:
+    def line(self, width: int, *, length: int = _WIDE, ascii_only: bool = False) -> str:
+        """Return the line in at most ``width`` columns, of which the bar takes ``length``."""
+        for count in range(len(self._fields), -1, -1):
             line = "  ".join([*self._head(length, ascii_only), *self._fields[:count]])
             if len(line) <= width:
                 return line
         return self._title[:width]
+
+    def fits(self, width: int) -> bool:
+        """Whether the line fits with a wide bar and every field."""
+        return len("  ".join([*self._head(_WIDE, True), *self._fields])) <= width
 
     def _head(self, length: int, ascii_only: bool) -> list[str]:
         title = [self._title] if self._title else []
@@ -107,7 +109,8 @@ class Progress:
         """Print a line above the bars, or on stderr if there are none."""
         if self._console is None:
             return
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+        wrap = not self.drawn  # by words on a terminal; a file has no width
+        self._console.print(text, highlight=False, soft_wrap=wrap, markup=False)
 
     def refresh(self, *, now: bool = False) -> None:
         """Draw the bars if they have not been drawn for a moment."""
@@ -120,8 +123,10 @@ class Progress:
 
         assert self._console is not None
         options = self._console.options
+        width = options.max_width - 1
+        length = _WIDE if all(bar.fits(width) for bar in self._bars) else _NARROW
         lines = [
-            bar.line(options.max_width - 1, ascii_only=options.ascii_only) for bar in self._bars
+            bar.line(width, length=length, ascii_only=options.ascii_only) for bar in self._bars
         ]
         return Text("\n".join(lines), no_wrap=True)
 

@@ -152,7 +152,7 @@ def _padded(text: str, width: int, *, right: bool = False) -> str:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Break a text at spaces, and within a word only if the word alone is too wide."""
+    """Break a text at spaces; a word that is too wide alone breaks after a mark such as a slash."""
     for paragraph in text.split("\n"):
         line = ""
         for word in paragraph.split(" "):
@@ -163,7 +163,8 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
             if line:
                 yield line
             while _cells(word) > width and len(word) > 1:
-                size = max(1, width // max(map(_width, word)))
+                most = max(1, width // max(map(_width, word)))
+                size = max(word.rfind(mark, 0, most) for mark in "/-_.:") + 1 or most
                 yield word[:size]
                 word = word[size:]
             line = word

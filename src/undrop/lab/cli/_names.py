@@ -110,15 +110,19 @@ def _registered(table: str, *places: tuple[str, ...]) -> Names:
     lines = dict(_CLASS.findall(text))
     what = r"(?:\n(?:class|def) (\w+)|\((?:partial\()?(?:\w+\.)?(\w+)((?:,\s*\w+=[^,()]+)*)\))"
     found = re.findall(rf'\b{table}\.register\("([^"]+)"\){what}', text)
-    return {
-        name: _line(lines.get(decorated or called, ""), options)
-        for name, decorated, called, options in found
-    }
+    names: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for name, decorated, called, options in found:
+        same = first.setdefault(decorated or called, name)
+        names[name] = _line(lines.get(decorated or called, ""), options, name, same)
+    return names
 
 
-def _line(text: str, options: str) -> str:
+def _line(text: str, options: str, name: str, same: str) -> str:
+    chosen = options.replace('"', "").strip(", ").replace(", ", " and ")
+    if name != same:  # a variant of an entry before it
+        return f"Like {same}, with {chosen}"
     plain = text.rstrip(".").replace("``", "")
-    chosen = options.replace('"', "").strip(", ")
     return f"{plain} ({chosen})" if chosen else plain
 
 

@@ -61,7 +61,7 @@ Corpus = Annotated[
 
 OptionalRun = Annotated[
     Path | None,
-    typer.Argument(metavar="[RUN]", help="The folder of a run.", show_default=False),
+    typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False),
 ]
 ModelName = Annotated[
     str | None,

@@ -16,7 +16,7 @@ torch.manual_seed(0)
 images, labels = (torch.tensor(column) for column in load_digits(return_X_y=True))
 images = images.float() / 16
 order = torch.randperm(len(images))
-train, test = order[:300], order[300:]
+train, validation, test = order[:300], order[300:600], order[600:]
 
 
 def network():
@@ -62,17 +62,20 @@ model = fit(undrop.Dropout())
 print(f"test loss {test_loss(model):.3f}")
 
 # %% [markdown]
-# Now the diagnosis. It reads batches of the training data and leaves the model as it was.
+# Now the diagnosis. It leaves the model as it was. From batches of the training data it measures how *strong*
+# dropout is at each site. From validation data it estimates whether dropout *helps* there: the benefit of a
+# site is how fast its explicit part lowers the validation loss.
 
 # %%
 model.train()
-batches = [(images[rows], labels[rows]) for rows in train.split(50)]
-diagnosis = undrop.diagnose(model, batches, seconds=8)
+batches, held_out = (
+    [(images[rows], labels[rows]) for rows in part.split(50)] for part in (train, validation)
+)
+diagnosis = undrop.diagnose(model, batches, validation=held_out, learning_rate=1e-3, seconds=10)
 print(diagnosis)
 
 # %% [markdown]
-# The diagnosis says how *strong* dropout is at each site. Does it also *help* there? The direct test is to
-# train again with one site switched off.
+# The direct test is to train again with one site switched off.
 
 # %%
 seeds = range(3)

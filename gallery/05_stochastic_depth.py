@@ -100,9 +100,10 @@ for shift, title, values in (
     (0.2, "½E[uᵀHu]", [effect.parts.half_quadratic for effect in effects.values()]),
 ):
     places = [number + shift for number in range(len(values))]
-    errors = [value.stderr for value in values]
-    axes.bar(places, [value.value for value in values], 0.4, yerr=errors, label=title)
-axes.set_xticks(range(len(effects)), [f"{name}\np = {e.site.p:.1f}" for name, e in effects.items()])
+    axes.bar(places, [value.value for value in values], 0.4, label=title)
+axes.set_xticks(
+    range(len(effects)), [f"{name}\np = {effect.p:.1f}" for name, effect in effects.items()]
+)
 axes.set(xlabel="block", ylabel="added to the loss (nats)")
 axes.legend()
 figure.tight_layout()

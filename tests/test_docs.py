@@ -21,7 +21,7 @@ from textwrap import dedent
 import pytest
 import torch
 from typer.main import get_command
-from undrop.engines.rules import TANGENT_RULES
+from undrop.engines.tangent_rules import TANGENT_RULES
 
 from undrop.engines import ENGINES
 from undrop.lab.cli import app_for, commands, main
@@ -71,7 +71,7 @@ def pages_with(*infos):
     return pytest.mark.parametrize("page", found, ids=lambda p: str(p.relative_to(ROOT)))
 
 
-REGISTRIES = (TANGENT_RULES, ENGINES, OBJECTIVES._entries)
+REGISTRIES = (TANGENT_RULES._entries, ENGINES._entries, OBJECTIVES._entries)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ NAMES = (
     "reverse-both",
     "tangent-both",
     "antithetic-both",
-    "tangent-both-quarter",
+    "antithetic-both-quarter",
 )
 
 
@@ -38,7 +38,7 @@ def test_bench_writes_json_and_a_plot(tmp_path, capsys):
     drop8 = next(row for row in result["rows"] if row["name"] == "drop8")
     assert drop8["ratio"] > 2.0
     assert picture.stat().st_size > 5000
-    assert "tangent-both-quarter" in capsys.readouterr().out
+    assert "antithetic-both-quarter" in capsys.readouterr().out
 
 
 def test_peak_memory_is_measured_in_a_separate_process():

@@ -69,7 +69,7 @@ def antithetic_both(subject: Subject) -> Step:
     return _steps(subject, Analytic(engine="antithetic", **subject.batched))
 
 
-@METHODS.register("tangent-both-quarter")
-def tangent_both_quarter(subject: Subject) -> Step:
-    """Both parts by the tangent engine, with noise in a quarter of the batch."""
-    return _steps(subject, Analytic(engine="tangent", fraction=0.25, **subject.batched))
+@METHODS.register("antithetic-both-quarter")
+def antithetic_both_quarter(subject: Subject) -> Step:
+    """Both parts by the antithetic engine, with noise in a quarter of the batch."""
+    return _steps(subject, Analytic(engine="antithetic", fraction=0.25, **subject.batched))

@@ -57,7 +57,6 @@ METHODS = {
     "dropout": Method(undrop.Dropout, 1, 1),
     "tangent": Method(_analytic("tangent"), 2, 2),
     "antithetic": Method(_analytic("antithetic"), 2, 2),
-    "tangent, ρ = ¼": Method(_analytic("tangent", fraction=0.25), 1.25, 1.25),
     "antithetic, ρ = ¼": Method(_analytic("antithetic", fraction=0.25), 1.25, 1.25),
     "reverse, explicit": Method(_analytic("reverse", implicit=False), 2, 2, "≥ "),
     "reverse, both": Method(_analytic("reverse"), 3, 3, "≥ "),

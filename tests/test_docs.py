@@ -21,9 +21,9 @@ from textwrap import dedent
 import pytest
 import torch
 from typer.main import get_command
-from undrop.engines.tangent_rules import TANGENT_RULES
 
 from undrop.engines import ENGINES
+from undrop.engines.tangent_rules import TANGENT_RULES
 from undrop.lab.cli import app_for, commands, main
 from undrop.lab.train import OBJECTIVES
 

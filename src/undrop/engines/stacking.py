@@ -194,24 +194,28 @@ class _Prover:
         """
         if not self.sites:
             raise NotStackable(NO_DROPOUT)
-        reason = "its examples interact"
+        reason, second_best = "its examples interact", None
         for dim in self._dims(last):
             try:
                 rows = self._rows(dim)
                 reference = _Reference(self, rows, dim)
             except (_Failed, UndropError, *_RUNTIME):
                 continue
-            orders = (False, True)
+            orders = (False, True) if reference.flattened else (False,)
             for time_major, late in product(orders, self._lates(last)):
                 try:
-                    return self._proven(dim, late, time_major, rows, reference)
+                    plan = self._proven(dim, late, time_major, rows, reference)
                 except NotStackable as named:
                     reason = str(named)
                 except (_Failed, PlanChanged, *_RUNTIME):
-                    pass
-                if not reference.flattened and time_major:
-                    break
-        raise NotStackable(reason)
+                    continue
+                else:
+                    if not _shares_masks(plan, rows.layout.batch):
+                        return plan
+                    second_best = second_best or plan
+        if second_best is None:
+            raise NotStackable(reason)
+        return second_best
 
     def _dims(self, last: Plan | None) -> Iterator[int]:
         if self.question.batch_dim is not None:
@@ -305,6 +309,11 @@ class _Prover:
             raise _Failed
         plan = replace(draft, output_dims=dims, logits_dim=logits, sites=tuple(mode.found))
         return plan, output
+
+
+def _shares_masks(plan: Plan, batch: int) -> bool:
+    """Return whether examples share a mask along the batch, as steps of time share a locked one."""
+    return any(s.dim is not None and s.site.mask_shape[s.dim] == 1 < batch for s in plan.sites)
 
 
 _RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError)

@@ -17,6 +17,7 @@ NAMES = (
     "tangent-both",
     "antithetic-both",
     "antithetic-both-quarter",
+    "antithetic-both-eighth",
 )
 
 

@@ -73,3 +73,9 @@ def antithetic_both(subject: Subject) -> Step:
 def antithetic_both_quarter(subject: Subject) -> Step:
     """Both parts by the antithetic engine, with noise in a quarter of the batch."""
     return _steps(subject, Analytic(engine="antithetic", fraction=0.25, **subject.batched))
+
+
+@METHODS.register("antithetic-both-eighth")
+def antithetic_both_eighth(subject: Subject) -> Step:
+    """Both parts by the antithetic engine, with noise in an eighth of the batch."""
+    return _steps(subject, Analytic(engine="antithetic", fraction=0.125, **subject.batched))

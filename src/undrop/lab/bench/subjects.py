@@ -61,16 +61,26 @@ def subject(model: str, size: str) -> Subject:
     return SUBJECTS[model](size)
 
 
-def _language_model(model: Any, length: int, batch: int) -> Subject:
+def _language_model(
+    model: Any, length: int, batch: int, *, words: int = _VOCABULARY, compiled: bool = False
+) -> Subject:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(_VOCABULARY, (length + 1, batch), generator=generator)
+    tokens = torch.randint(words, (length + 1, batch), generator=generator)
     x, y = tokens[:-1], tokens[1:]
 
     def plain() -> Tensor:
         logits, _ = model(x)
         return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
-    return Subject(model, plain, {"tokens": x, "logits": False}, y, model.loss(), batch_dim=1)
+    loss = model.loss()
+    if compiled:
+        model = torch.compile(model)
+    return Subject(model, plain, {"tokens": x, "logits": False}, y, loss, batch_dim=1)
+
+
+def _classifier(model: nn.Module, x: Tensor, classes: int = 10) -> Subject:
+    y = torch.randint(classes, (len(x),), generator=torch.Generator().manual_seed(1))
+    return Subject(model, lambda: nn.functional.cross_entropy(model(x), y), x, y, CrossEntropy())
 
 
 @SUBJECTS.register("awd-lstm")
@@ -97,7 +107,57 @@ def mlp(size: str) -> Subject:
     """A classifier with two hidden layers."""
     width, batch = (2048, 256) if size == "paper" else (512, 128)
     model = MLP((784, width, width, 10), dropout=0.5)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(batch, 784, generator=generator)
-    y = torch.randint(10, (batch,), generator=generator)
-    return Subject(model, lambda: nn.functional.cross_entropy(model(x), y), x, y, CrossEntropy())
+    return _classifier(model, torch.randn(batch, 784))
+
+
+@SUBJECTS.register("mlp-64")
+def mlp_64(size: str) -> Subject:
+    """A net so small that the number of calls is what a step costs: 287-64-64, batch 32."""
+    return _classifier(MLP((287, 64, 64, 10), dropout=0.2), torch.randn(32, 287))
+
+
+@SUBJECTS.register("mlp-256")
+def mlp_256(size: str) -> Subject:
+    """784-256-256, batch 64."""
+    return _classifier(MLP((784, 256, 256, 10), dropout=0.2), torch.randn(64, 784))
+
+
+@SUBJECTS.register("lstm-100")
+def lstm_100(size: str) -> Subject:
+    """The language model of the small reproduction: 2×100, 1,000 words, batch 10, DropConnect."""
+    model = AWDLSTM(1_000, embedding_size=100, hidden_size=100, layers=2)
+    return _language_model(model, length=35, batch=10, words=1_000)
+
+
+@SUBJECTS.register("convnet")
+def convnet(size: str) -> Subject:
+    """Two convolutions with max pooling, dropout before the last layer, batch 64."""
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(64 * 49, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)),
+    )
+    return _classifier(model, torch.randn(64, 1, 28, 28))
+
+
+def _gpt(width: int, *, compiled: bool = False) -> Subject:
+    model = GPT(2_000, size=width, layers=4, heads=4, context=128)
+    return _language_model(model, length=128, batch=8, words=2_000, compiled=compiled)
+
+
+@SUBJECTS.register("gpt-128")
+def gpt_128(size: str) -> Subject:
+    """A causal transformer, 4×128, 2,000 words, batch 8."""
+    return _gpt(128)
+
+
+@SUBJECTS.register("gpt-256")
+def gpt_256(size: str) -> Subject:
+    """A causal transformer, 4×256, 2,000 words, batch 8."""
+    return _gpt(256)
+
+
+@SUBJECTS.register("gpt-128-compiled")
+def gpt_128_compiled(size: str) -> Subject:
+    """The same as gpt-128, compiled; so is its dropout step."""
+    return _gpt(128, compiled=True)

@@ -1,4 +1,4 @@
-"""The paper's check of its Taylor expansion (Appendix A.2), on an LSTM trained in minutes."""
+"""The paper's check of its Taylor expansion (Appendix A.2), on an LSTM that trains in minutes."""
 
 import importlib.util
 import os
@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def ptb(tmp_path, monkeypatch):
-    """The folder that has Penn Treebank."""
+    """The folder with Penn Treebank."""
     beside = ROOT.parent / "shared" / "data"
     folder = Path(os.environ.get("UNDROP_TEST_DATA", beside)) / "ptb"
     if not folder.is_dir():
-        pytest.skip(f"no {folder}: name a folder that has ptb by UNDROP_TEST_DATA")
+        pytest.skip(f"no {folder}: set UNDROP_TEST_DATA to a folder that contains ptb")
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "cache"))
     return folder
 

@@ -345,3 +345,11 @@ def test_advice_is_never_empty():
     parts = type(found.explicit.parts)(nothing, nothing, nothing, nothing)
     explicit = replace(found.explicit, parts=parts, curve=[], sites={})
     assert advise(found.sites, explicit, None)
+
+
+def test_sites_are_a_table_in_a_notebook_and_a_frame(found):
+    reader = read(found.sites._repr_html_())
+    assert reader.tags.count("tr") == 1 + len(found.sites)
+    assert "<script>alert(1)</script>" in "".join(reader.text)
+    pytest.importorskip("pandas")
+    assert list(found.sites.to_frame()["p"]) == [0.5, 0.5]

@@ -353,3 +353,11 @@ def test_a_command_without_a_model_asks_for_one(run, capsys, tmp_path):
     )
     assert "holds no run" in refused(capsys, "diagnose", tmp_path)
     assert "seconds must be more than 0" in refused(capsys, "diagnose", run, "--seconds", 0)
+
+
+def test_a_run_is_a_table_in_a_notebook(run):
+    from undrop.lab.train.runs import open_run
+
+    shown = open_run(run)._repr_html_()
+    assert "<table" in shown
+    assert "objective" in shown

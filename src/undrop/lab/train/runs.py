@@ -13,6 +13,8 @@ from undrop.lab.models import LanguageModel
 from undrop.lab.train.config import Config
 from undrop.lab.train.environment import device_of
 from undrop.lab.train.folder import RunFolder
+from undrop.report import Table
+from undrop.report.html import fragment
 
 __all__ = ["Run", "find_runs", "open_run", "row"]
 
@@ -24,6 +26,19 @@ class Run:
     config: Config
     corpus: Corpus
     model: LanguageModel
+
+    def _repr_html_(self) -> str:
+        """The settings that matter most, for a notebook."""
+        rows = [
+            ("model", self.config.model.name),
+            ("parameters", f"{sum(p.numel() for p in self.model.parameters()):,}"),
+            ("corpus", self.corpus.name),
+            ("objective", self.config.objective.name),
+            ("learning rate", f"{self.config.optimizer.lr:g}"),
+            ("epochs", str(self.config.train.epochs)),
+            ("seed", str(self.config.train.seed)),
+        ]
+        return fragment(Table(("setting", "value"), rows, title="A run, at its best epoch").html())
 
 
 def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:

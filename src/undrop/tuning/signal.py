@@ -27,7 +27,7 @@ from undrop.intercept import Interception, Selection, call, keep_statistics, log
 from undrop.losses import Loss
 from undrop.rng_snapshot import RngSnapshot
 
-__all__ = ["Look", "Signal", "moved", "signal"]
+__all__ = ["Look", "Signal", "kept", "signal"]
 
 STRIDE = 0.01
 """δ‖v‖ as a share of ‖W‖: the measured error of the slope is smallest near it in float32."""
@@ -44,21 +44,21 @@ class Signal(NamedTuple):
     """r_i itself."""
     decay: float
     """⟨∇L_val, W⟩: positive where weight decay helps."""
-    norm: float
-    """‖∇L_val‖."""
 
 
 @contextmanager
-def moved(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
-    """Give the weights other values for a while; they come back to the same bits."""
-    kept = [w.detach().clone() for w in weights]
-    with torch.no_grad():
-        torch._foreach_copy_(list(weights), list(values))
+def kept(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Put the weights back to the same bits in the end."""
+    saved = [w.detach().clone() for w in weights]
     try:
         yield
     finally:
-        with torch.no_grad():
-            torch._foreach_copy_(list(weights), kept)
+        _put(weights, saved)
+
+
+def _put(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(list(weights), list(values))
 
 
 class Look(NamedTuple):
@@ -78,7 +78,6 @@ def signal(
     at: Sequence[Tensor],
     batch: tuple[Any, Any],
     held: tuple[Any, Any],
-    scale: Sequence[Tensor] | None = None,
 ) -> Signal:
     """The slopes at the weights ``at``.
 
@@ -86,27 +85,23 @@ def signal(
         look: the model and how to look at it.
         weights: the parameters that are trained.
         at: the values to give them.
-        batch: training inputs and targets.
-        held: validation inputs and targets.
-        scale: what the optimizer multiplies each gradient entry with; None for ones.
+        batch: inputs and targets for r_i.
+        held: inputs and targets for ∇L_val.
     """
-    with keep_statistics(look.model), RngSnapshot() as replay, torch.enable_grad():
-        with moved(weights, at):
-            value, gradient = _gradient(look, weights, *held)
-        if scale is not None:
-            gradient = [g * s for g, s in zip(gradient, scale, strict=True)]
-        size = _norm(gradient)
-        delta = STRIDE * _norm(at) / max(size, 1e-30)
+    with keep_statistics(look.model), RngSnapshot() as replay, torch.enable_grad(), kept(weights):
+        _put(weights, at)
+        value, gradient = _gradient(look, weights, *held)
+        delta = STRIDE * _norm(at) / max(_norm(gradient), 1e-30)
         sides = []
         for sign in (1.0, -1.0):
             replay.restart()
-            with moved(weights, torch._foreach_add(list(at), gradient, alpha=sign * delta)):
-                sides.append(_sizes(look, *batch))
+            _put(weights, torch._foreach_add(list(at), gradient, alpha=sign * delta))
+            sides.append(_sizes(look, *batch))
     up, down = sides
     slopes = {name: (up[name] - down[name]) / (2.0 * delta) for name in up}
     sizes = {name: 0.5 * (up[name] + down[name]) for name in up}
     along = sum(float((g.double() * w.double()).sum()) for g, w in zip(gradient, at, strict=True))
-    return Signal(value, slopes, sizes, along, size)
+    return Signal(value, slopes, sizes, along)
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -26,10 +26,10 @@ def records(out, kind):
 
 @pytest.mark.parametrize("objective", ["dropout", "analytic"])
 def test_a_tuned_run_records_p_and_benefit_of_every_site(text, tmp_path, objective):
-    config = tiny_config(text, train={"tune": 0.2}, objective={"name": objective})
+    config = tiny_config(text, train={"tune": 0.2, "epochs": 4}, objective={"name": objective})
     train.run(config, out=tmp_path / "run")
     found = records(tmp_path / "run", "tune")
-    assert [r["step"] for r in found] == list(range(10, found[-1]["step"] + 1, 10))
+    assert [r["step"] for r in found] == list(range(20, found[-1]["step"] + 1, 20))
     sites = {key for key in found[0] if key.startswith("p/")}
     assert {"p/input_dropout", "p/output_dropout"} <= sites
     assert {key.replace("p/", "benefit/") for key in sites} <= found[0].keys()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from undrop.lab.train import Config
     from undrop.tuning import Advice
 
-_SIGNALS = 30  # measurements that a short training makes at least
+_SHORTEST = 300  # steps, for at least 15 measurements
 
 
 @COMMANDS.register("advise")
@@ -69,7 +69,7 @@ def _shortened(config: Config, share: float) -> Config:
     data, train = config.data, config.train
     text = (1.0 - train.tune) * len(config.load_corpus().train)
     planned = train.max_steps or train.epochs * text / (data.batch_size * data.length)
-    steps = max(round(share * planned), _SIGNALS * 10)
+    steps = max(round(share * planned), _SHORTEST)
     epochs = max(train.epochs, steps)  # the number of steps ends the training
     limits = {"max_steps": steps, "epochs": epochs, "patience": None}
     return config.model_copy(update={"train": train.model_copy(update=limits)})

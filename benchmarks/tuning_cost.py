@@ -1,0 +1,85 @@
+"""What tuning adds to a step, on average at the default interval: `python benchmarks/tuning_cost.py`.
+
+Blocks of steps with and without the tuner alternate, and processor time is compared within pairs, so
+that the load of the machine matters little. Validation batches are as large as training batches.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import undrop
+from undrop.lab.models import AWDLSTM, GPT, MLP, ConvNet
+
+BLOCK, PAIRS = 20, 7
+
+
+def tokens(vocabulary: int, steps: int, batch: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Random windows (time, batch)."""
+    shape = (steps, batch)
+    return lambda: (torch.randint(vocabulary, shape), torch.randint(vocabulary, shape))
+
+
+SUBJECTS = {
+    "MLP 784-256-256-10, batch 64": (
+        lambda: MLP((784, 256, 256, 10), dropout=0.2),
+        lambda: (torch.randn(64, 784), torch.randint(10, (64,))),
+    ),
+    "ConvNet 32-64, 28×28, batch 32": (
+        lambda: ConvNet(),
+        lambda: (torch.randn(32, 1, 28, 28), torch.randint(10, (32,))),
+    ),
+    "LSTM 2×100, 2,000 words, 35×20": (
+        lambda: AWDLSTM(2000, embedding_size=100, hidden_size=100, layers=2, weight_dropout=0.0),
+        tokens(2000, 35, 20),
+    ),
+    "GPT 2×64, 1,000 words, 32×16": (
+        lambda: GPT(1000, size=64, layers=2, heads=4, context=32),
+        tokens(1000, 32, 16),
+    ),
+}
+
+
+def seconds(
+    step: Callable[..., undrop.Step], model: nn.Module, batch: Callable[[], tuple]
+) -> float:
+    """Processor seconds of a block of steps."""
+    data = [batch() for _ in range(BLOCK)]
+    began = time.process_time()
+    for inputs, targets in data:
+        step(model, inputs, targets).backward()
+    return time.process_time() - began
+
+
+def added(make: Callable[[], nn.Module], batch: Callable[[], tuple]) -> list[float]:
+    """(tuned - plain)/plain of each pair of blocks."""
+    torch.manual_seed(0)
+    model = make()
+    plain = undrop.Dropout()
+    tuner = undrop.Tuner(undrop.Dropout(), [batch() for _ in range(4)])
+    torch.nn.Module.train(model)
+    seconds(plain, model, batch), seconds(tuner.step, model, batch)  # first steps look at the model
+    found = []
+    for _ in range(PAIRS):
+        without = seconds(plain, model, batch)
+        found.append(seconds(tuner.step, model, batch) / without - 1.0)
+    return found
+
+
+def main() -> None:
+    """Print one line of JSON for each model."""
+    torch.set_num_threads(1)
+    for name, subject in SUBJECTS.items():
+        ratios = sorted(added(*subject))
+        row = {"model": name, "added": statistics.median(ratios), "all": ratios}
+        print(json.dumps(row, ensure_ascii=False), flush=True)
+
+
+if __name__ == "__main__":
+    main()

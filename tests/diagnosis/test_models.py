@@ -13,8 +13,8 @@ def gpt2():
     config = transformers.GPT2Config(
         vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False
     )
-    tokens = torch.randint(50, (3, 9))
-    batch = {"input_ids": tokens[:, :-1]}, tokens[:, 1:]
+    tokens = torch.randint(50, (3, 8))
+    batch = {"input_ids": tokens}, tokens
     return transformers.GPT2LMHeadModel(config), [batch] * 2, {}
 
 

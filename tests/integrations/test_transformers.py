@@ -21,9 +21,8 @@ from undrop.errors import (
     RecomputationError,
     TargetError,
 )
-from undrop.integrations.heads import Task
 from undrop.integrations.transformers import UndropMixin, UndropTrainer
-from undrop.losses import CrossEntropy
+from undrop.losses import CrossEntropy, Task
 
 
 def examples(family: Family, n: int = 8) -> list[dict[str, Tensor]]:
@@ -95,8 +94,7 @@ def sgd(model: torch.nn.Module, batches: list[dict[str, Tensor]], scales: list[f
     objective = seeded()
     for batch, scale in zip(batches, scales, strict=True):
         inputs = {k: v for k, v in batch.items() if k != "labels"}
-        targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-        objective(model, inputs, targets).backward(scale)
+        objective(model, inputs, batch["labels"]).backward(scale)
     return torch.cat([(p - 0.5 * p.grad).detach().flatten() for p in model.parameters()])
 
 
@@ -246,7 +244,7 @@ def test_resuming_from_a_checkpoint_without_undrop_says_so(tmp_path, caplog):
         FAMILIES["gpt2"].model(), arguments(tmp_path), train_dataset=examples(FAMILIES["gpt2"])
     )
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert "start anew" in caplog.text
+    assert "start again" in caplog.text
     (tmp_path / "checkpoint-2" / "undrop.safetensors").write_bytes(b"cut")
     trainer.args.max_steps = 3
     with pytest.raises(CheckpointError, match="cut short or changed"):
@@ -265,13 +263,13 @@ def test_label_smoothing_is_the_trainers(tmp_path):
 
 
 class OnLabels(UndropTrainer):
-    """A head of one's own: predict the token itself instead of the next one."""
+    """A task that differs from the model's: predict the token itself instead of the next one."""
 
     def undrop_task(self, model, labels):
         return Task(CrossEntropy(), lambda labels: labels)
 
 
-def test_a_task_of_ones_own(tmp_path):
+def test_a_trainer_may_override_the_task(tmp_path):
     how = {"per_device_train_batch_size": 2, "max_steps": 1}
     trainer = trained(tmp_path, cls=OnLabels, **how)
     model, batch = FAMILIES["gpt2"].model().eval(), stacked(examples(FAMILIES["gpt2"])[:2])
@@ -283,7 +281,7 @@ def test_a_task_of_ones_own(tmp_path):
 
 
 class Mine(UndropMixin, hf.Trainer):
-    """A Trainer of one's own that wants the outputs too."""
+    """A custom Trainer that uses the outputs too."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -311,11 +309,11 @@ def test_a_model_without_dropout_is_an_error(tmp_path):
         trained(tmp_path, "llama", model=model)
 
 
-def test_what_is_refused(tmp_path):
+def test_options_that_undrop_cannot_honour_are_refused(tmp_path):
     model, args = FAMILIES["gpt2"].model(), arguments(tmp_path)
     with pytest.raises(OptionError, match=r"compute_loss_func.*override `undrop_task`"):
         UndropTrainer(model, args, compute_loss_func=lambda *_, **__: None)
-    with pytest.raises(OptionError, match=r"the loss MSE, but the trainer reads it off"):
+    with pytest.raises(OptionError, match=r"the loss MSE, but the model's head determines it"):
         UndropTrainer(model, args, objective=undrop.Analytic(loss=undrop.MSE()))
     trainer = UndropTrainer(model, args)
     with pytest.raises(TargetError, match=r"needs `labels` in the batch, got input_ids"):
@@ -368,3 +366,79 @@ def test_p_is_tuned_on_other_examples_logged_and_resumed_to_the_bit(tmp_path):
     again = tuned(tmp_path / "whole", 42, resume=str(tmp_path / "whole" / "checkpoint-25"))
     assert again.tuner.probabilities == whole.tuner.probabilities
     assert torch.equal(weights(again), weights(whole))
+
+
+class Weighted(hf.Trainer):
+    """A Trainer whose own loss differs from the model's."""
+
+    factor = 1.5
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        return (self.factor * loss, outputs) if return_outputs else self.factor * loss
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
+    class Both(UndropMixin, Weighted):
+        pass
+
+    with pytest.raises(
+        OptionError,
+        match=r"Both's own compute_loss, with GPT2LMHeadModel, computes a loss of .* but undrop's "
+        r"CrossEntropy is .*override `undrop_task`",
+    ):
+        trained(tmp_path, cls=Both)
+    Both.factor = 1.0
+    assert trained(tmp_path, cls=Both).objective.steps == 2
+
+
+def test_label_smoothing_is_part_of_the_comparison(tmp_path):
+    """The Trainer smooths labels itself, so its loss is the one to agree with."""
+    for name in ("gpt2", "bert-sequence"):
+        trainer = trained(tmp_path, name, label_smoothing_factor=0.2, max_steps=1)
+        assert trainer._undrop_verified
+
+
+def tokenizer():
+    """Words w0 … w6."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({f"w{i}": i for i in range(7)}, unk_token="w0")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "w0", "eos_token": "w0", "unk_token": "w0"}
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_the_loss_type_of_trl_is_never_replaced_in_silence(tmp_path, loss_type):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    class Tuner(UndropMixin, trl.SFTTrainer):
+        pass
+
+    given = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 1,
+        "loss_type": loss_type,
+        "max_length": 6,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+    config = trl.SFTConfig(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **given
+    )
+    data = datasets.Dataset.from_dict({"text": ["w1 w2 w3 w4", "w2 w5 w6 w1"]})
+    trainer = Tuner(
+        FAMILIES["gpt2"].model(),
+        config,
+        train_dataset=data,
+        processing_class=tokenizer(),
+        objective=seeded(),
+    )
+    if loss_type == "dft":
+        with pytest.raises(OptionError, match="Tuner's own compute_loss"):
+            trainer.train()
+    else:
+        trainer.train()
+        assert trainer.objective.steps == 1

@@ -5,7 +5,16 @@ import torch
 from torch import nn
 
 from undrop.errors import OptionError, TargetError
-from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Generic, LinearCrossEntropy, as_loss
+from undrop.losses import (
+    CONVERTERS,
+    MSE,
+    BCEWithLogits,
+    CrossEntropy,
+    Generic,
+    LinearCrossEntropy,
+    ModelLoss,
+    as_loss,
+)
 
 LOGITS = torch.zeros(2, 3, 5)
 
@@ -77,7 +86,7 @@ def test_a_target_out_of_range_is_named_by_every_method_that_indexes_with_it():
 @pytest.mark.parametrize(
     ("given", "kind"),
     [
-        (None, CrossEntropy),
+        (None, ModelLoss),
         (nn.CrossEntropyLoss(), CrossEntropy),
         (nn.CrossEntropyLoss(weight=torch.ones(5)), Generic),
         (nn.CrossEntropyLoss(reduction="sum"), Generic),
@@ -88,7 +97,7 @@ def test_a_target_out_of_range_is_named_by_every_method_that_indexes_with_it():
         (nn.functional.smooth_l1_loss, Generic),
     ],
 )
-def test_what_may_stand_for_a_loss(given, kind):
+def test_the_loss_for_what_a_user_passes(given, kind):
     assert type(as_loss(given)) is kind
 
 
@@ -98,7 +107,7 @@ def test_torchs_cross_entropy_keeps_its_settings():
     assert as_loss(loss) is loss
 
 
-def test_what_may_not():
+def test_a_name_is_not_a_loss():
     with pytest.raises(OptionError, match="loss must be a Loss or a callable, got str"):
         as_loss("cross-entropy")
 
@@ -171,3 +180,13 @@ def test_probabilities_of_classes_are_met_by_torchs_function():
     expected = ((p * u.square()).sum(-1) - (p * u).sum(-1).square()).mean()
     found = as_loss(nn.functional.cross_entropy).derivatives(output, u, target)
     torch.testing.assert_close(found.quadratic, expected)
+
+
+def test_a_new_loss_is_registered_for_a_torch_class():
+    class Halved(nn.MSELoss):
+        pass
+
+    assert type(as_loss(Halved())) is Generic
+    CONVERTERS.register(Halved)(lambda loss: MSE() if loss.reduction == "mean" else None)
+    assert type(as_loss(Halved())) is MSE
+    assert type(as_loss(Halved(reduction="sum"))) is Generic

@@ -153,6 +153,7 @@ def check(
     measured = MeasuredModel(model, collect([batch], 1), loss=objective.loss, generator=generator)
     objective.selection.check(measured.sites.names)
     copied = _copy_at_regularizing_step(objective, measured.generators)
+    copied.loss = measured.loss  # the batch is prepared for it
     samples: Samples[_Sample] = Samples()
     with Progress(progress) as shown, measured.preserved():
         bar = shown.bar("comparing with dropout")

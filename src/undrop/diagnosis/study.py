@@ -90,6 +90,7 @@ def diagnose(
     measured = MeasuredModel(
         model, collect(batches, max_batches), loss=loss, generator=generator, batch_dim=batch_dim
     )
+    held_out = None if held_out is None else measured.prepared(held_out)
     noise, benefit = None, None
     wanted = [n for n, on in zip(_TIME, (True, implicit, held_out is not None), strict=True) if on]
     with Progress(progress) as shown, measured.preserved():

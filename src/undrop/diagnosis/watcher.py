@@ -78,7 +78,9 @@ class Watcher:
         """
         if step % self.interval:
             return None
-        seen = _Seen(unwrapped(model), inputs, targets, self.loss if loss is None else loss)
+        model, given = unwrapped(model), self.loss if loss is None else loss
+        given, inputs, targets = given.prepare(model, inputs, targets)
+        seen = _Seen(model, inputs, targets, given)
         for generator in self._generators.values():
             generator.manual_seed(self._seed + step)
         self._step = step

@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from undrop.errors import MissingExtraError, OptionError, TargetError
-from undrop.integrations.heads import (
-    Task,
-    check_attention,
-    decoder_inputs,
-    read_head,
-    same_as_the_models_own,
-)
 from undrop.integrations.state import load_state, save_state
-from undrop.intercept import logits_of, unwrapped
-from undrop.losses import CrossEntropy
+from undrop.intercept import (
+    Interception,
+    RngSnapshot,
+    call,
+    keep_statistics,
+    logits_of,
+    no_noise,
+    unwrapped,
+)
+from undrop.losses import ModelLoss, Task
+from undrop.losses.heads import check_attention, check_same_loss, decoder_inputs, read_head
 from undrop.objectives import Analytic, Objective, Step
 from undrop.tuning import Tuner
 
@@ -61,29 +63,29 @@ class _Sums:
             self.parts[name] = self.parts.get(name, 0.0) + scale * value
 
     def take(self, step: int) -> dict[str, float]:
-        """Their means over the steps since, and start anew."""
+        """Their means over the steps since then; the sums start again at 0."""
         parts, self.parts = self.parts, {}
         return {name: value / max(1, step - self._since) for name, value in parts.items()}
 
 
 class UndropMixin(_Base):
-    """Put before a Trainer of one's own: ``class Mine(UndropMixin, MyTrainer)``.
+    """Put it before your own Trainer: ``class Mine(UndropMixin, MyTrainer)``.
 
-    The loss is read off the model's head (next token, masked token, class of a token or a sequence,
-    or numbers) and held against the one that the model itself reports on the first batch, so that a
-    head with a loss of its own is an error and never trained on something else. ``loss``,
-    ``explicit`` and ``implicit`` are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
+    The loss follows from the model's head (next token, masked token, class of a token or a sequence,
+    or numbers). On the first batch it must agree with the Trainer's own ``compute_loss``, both
+    without noise: training never continues on another loss in silence. ``loss``, ``explicit`` and
+    ``implicit`` are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
 
     Over the micro-batches of an accumulated step the loss and the explicit part are means over all
-    targets of the step, and so is the implicit part: since each micro-batch draws noise of its own,
-    its covariance is that of one large batch.
+    targets of the step, and so is the implicit part: each micro-batch draws its own noise, so its
+    covariance is that of one large batch.
 
     Args:
-        objective: what to minimise. Its loss is set by the model's head.
+        objective: what to minimize. The model's head determines its loss.
         tune: examples that training does not see: p of every site is tuned on them by a
             :class:`~undrop.Tuner`, in evaluation batches, and logged as ``undrop/p/SITE``. It works
             in one process only.
-        args: passed on to the Trainer, as are all others.
+        args: passed to the Trainer, like all others.
     """
 
     def __init__(
@@ -106,13 +108,13 @@ class UndropMixin(_Base):
         self._undrop_reported = False
         if self.compute_loss_func is not None:
             raise OptionError(
-                "compute_loss_func sees the model's output alone, where undrop needs the whole pass: "
+                "compute_loss_func sees only the model's output, and undrop needs the whole pass: "
                 "leave it out and override `undrop_task` to say which loss and targets to use."
             )
-        if vars(self.objective.loss) != vars(CrossEntropy()):
+        if not isinstance(self.objective.loss, ModelLoss):
             raise OptionError(
-                f"the objective has the loss {type(self.objective.loss).__name__}, but the trainer "
-                "reads it off the model's head: leave it out and override `undrop_task`."
+                f"the objective has the loss {type(self.objective.loss).__name__}, but the model's "
+                "head determines it: leave it out and override `undrop_task`."
             )
 
     def undrop_task(self, model: nn.Module, labels: Tensor) -> Task:
@@ -143,7 +145,7 @@ class UndropMixin(_Base):
             )
         inputs = dict(inputs)
         labels = inputs.pop("labels")
-        # Accelerate's own autocast is inside of forward, where the engines would not see it.
+        # Accelerate's own autocast is inside forward, where the engines would not see it.
         with self.accelerator.autocast():
             task = self._undrop_prepared(model, inputs, labels)
             inputs = decoder_inputs(self.accelerator.unwrap_model(model), inputs, labels)
@@ -159,17 +161,34 @@ class UndropMixin(_Base):
         return (total, step.output) if return_outputs else total
 
     def _undrop_prepared(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
-        """The task, read off the model at the first step and held against the model's own loss."""
+        """The task of the model, found at the first step and compared with the Trainer's own loss."""
         if self._undrop_task is None:
             bare = self.accelerator.unwrap_model(model)
             check_attention(bare)
             self._undrop_task = self.undrop_task(bare, labels)
             self.objective.loss = self._undrop_task.loss
-            # Whoever overrides the task means another loss than the model's.
+            # Whoever overrides the task wants another loss than the Trainer's.
             self._undrop_verified = type(self).undrop_task is not UndropMixin.undrop_task
         if not self._undrop_verified:
-            self._undrop_verified = same_as_the_models_own(model, inputs, labels, self._undrop_task)
+            self._undrop_verified = self._undrop_agrees(model, inputs, labels, self._undrop_task)
         return self._undrop_task
+
+    def _undrop_agrees(
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: Task
+    ) -> bool:
+        """Whether the task's loss is the Trainer's own; ask again for a batch without a target."""
+        bare = self.accelerator.unwrap_model(model)
+        quiet = Interception(unwrapped(model), no_noise)
+        with torch.no_grad(), RngSnapshot(), keep_statistics(model), quiet:
+            theirs = super().compute_loss(model, {**inputs, "labels": labels})
+            logits = logits_of(call(model, decoder_inputs(bare, inputs, labels)))
+        return check_same_loss(
+            task.loss.value(logits.float(), task.targets(labels)),
+            theirs,
+            whose=f"{type(self).__name__}'s own compute_loss, with {type(bare).__name__},",
+            loss=task.loss,
+            way_out="override `undrop_task` to say which loss and targets to use",
+        )
 
     def _undrop_tuner(self, model: nn.Module, task: Task, examples: Dataset[Any]) -> Tuner:
         """The tuner, made at the first step, when the loss is known."""
@@ -189,8 +208,8 @@ class UndropMixin(_Base):
     ) -> tuple[float, float]:
         """From the mean over a micro-batch to its share of the step: for the loss and for the log.
 
-        Where the Trainer counts the targets of the whole step it expects their share; where it does
-        not, it divides by the number of micro-batches itself.
+        A Trainer that counts the targets of the whole step expects the share of these; one that does
+        not divides by the number of micro-batches itself.
         """
         if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
             return 1.0, 1.0 / self.current_gradient_accumulation_steps
@@ -201,7 +220,7 @@ class UndropMixin(_Base):
         return share, share
 
     def _undrop_report(self, model: nn.Module, inputs: dict[str, Any], step: Step) -> None:
-        """One line that says that undrop is at work, and on what."""
+        """Log one line that says that undrop is active, and on what."""
         self._undrop_reported = True
         if not self.is_world_process_zero():
             return
@@ -249,7 +268,7 @@ class UndropMixin(_Base):
         elif path.exists():
             load_state(self.objective, path)
         else:
-            _log.warning("undrop found no state in %s: its noise and its steps start anew.", path)
+            _log.warning("undrop found no state in %s: its noise and its steps start again.", path)
 
 
 class UndropTrainer(UndropMixin, Trainer):

@@ -10,22 +10,24 @@ never waits for a GPU. ``check_values`` does read them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from undrop.errors import EngineError, OptionError
 from undrop.kernels.softmax import Coefficients, working_dtype
 from undrop.losses.by_class import ByClass
+from undrop.registry import Registry
 
 __all__ = [
     "FORMS",
     "ClosedForm",
     "Derivatives",
     "Loss",
+    "Prepared",
     "last_entries",
     "number",
     "padded",
@@ -71,6 +73,14 @@ class Derivatives(NamedTuple):
     directional: Tensor  # ∂ℓ/∂ε = Dℓ[F]·u
 
 
+class Prepared(NamedTuple):
+    """A batch as a loss takes it, and the loss for it."""
+
+    loss: Loss
+    inputs: Any
+    targets: Any
+
+
 class Loss(ABC):
     """A mean of per-term losses ℓ of a model output F, with its derivatives in F.
 
@@ -92,6 +102,13 @@ class Loss(ABC):
     def parameters(self) -> Sequence[Tensor]:
         """The weights within the loss, such as an output layer's; the model may have them as well."""
         return ()
+
+    def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
+        """A batch as this loss takes it: without targets, a dict of inputs has them as ``labels``."""
+        if targets is None and isinstance(inputs, Mapping) and "labels" in inputs:
+            targets = inputs["labels"]
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        return Prepared(self, inputs, targets)
 
     @abstractmethod
     def check(self, output: Tensor, target: Tensor) -> None:
@@ -226,3 +243,15 @@ class ClosedForm(Loss):
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
     ) -> Derivatives: ...
+
+
+CONVERTERS: Registry[type, Callable[[Any], Loss | None]] = Registry("torch loss")
+"""From the class of a torch loss to a function that makes the ``Loss`` for an instance.
+
+It returns None for an instance with options that the ``Loss`` does not have.
+"""
+
+
+def is_plain_mean(loss: Any) -> bool:
+    """Whether a torch loss module averages all its terms with equal weights."""
+    return loss.reduction == "mean" and getattr(loss, "weight", None) is None

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from undrop.losses.base import ClosedForm, Derivatives, last_entries, number, precise
+from undrop.losses.base import (
+    CONVERTERS,
+    ClosedForm,
+    Derivatives,
+    is_plain_mean,
+    last_entries,
+    number,
+    precise,
+)
 from undrop.losses.by_class import ByClass, elementwise_by_class
 from undrop.losses.targets import check_like_output, check_range
 
@@ -63,3 +71,8 @@ class BCEWithLogits(ClosedForm):
     def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor:
         """√(s(1-s))·ξ."""
         return (torch.sigmoid(output) * torch.sigmoid(-output)).sqrt() * xi
+
+
+@CONVERTERS.register(nn.BCEWithLogitsLoss)
+def _convert(loss: nn.BCEWithLogitsLoss) -> BCEWithLogits | None:
+    return BCEWithLogits() if is_plain_mean(loss) and loss.pos_weight is None else None

@@ -5,40 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from undrop.errors import OptionError
-from undrop.losses.base import Loss
-from undrop.losses.bce import BCEWithLogits
-from undrop.losses.cross_entropy import CrossEntropy
+from undrop.losses.base import CONVERTERS, Loss
 from undrop.losses.generic import Generic
-from undrop.losses.mse import MSE
+from undrop.losses.model_loss import ModelLoss
 
 __all__ = ["as_loss"]
 
 
 def as_loss(loss: Loss | Callable[[Tensor, Any], Tensor] | None) -> Loss:
-    """A ``Loss`` from what a user passes: None is cross-entropy; torch's own losses are known."""
+    """A ``Loss`` from what a user passes.
+
+    None is the model's own loss, or cross-entropy. A torch loss module becomes the ``Loss`` that is
+    registered for its class in ``CONVERTERS``; any other callable is wrapped in ``Generic``.
+
+    Raises:
+        OptionError: for a class in place of an instance, or for something that can't be called.
+    """
     if loss is None:
-        return CrossEntropy()
+        return ModelLoss()
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, type):
         name = loss.__name__
         raise OptionError(f"loss must be an instance, got the class {name}: pass {name}().")
-    plain_mean = (
-        getattr(loss, "reduction", None) == "mean" and getattr(loss, "weight", None) is None
-    )
-    # The type itself: a subclass may compute something else.
-    if type(loss) is torch.nn.CrossEntropyLoss and plain_mean:
-        return CrossEntropy(
-            ignore_index=loss.ignore_index, label_smoothing=loss.label_smoothing, class_dim=1
-        )
-    if type(loss) is torch.nn.BCEWithLogitsLoss and plain_mean and loss.pos_weight is None:
-        return BCEWithLogits()
-    if type(loss) is torch.nn.MSELoss and plain_mean:
-        return MSE()
+    convert = CONVERTERS.find(type(loss))  # the class itself: a subclass may compute something else
+    found = convert(loss) if convert is not None else None
+    if found is not None:
+        return found
     if callable(loss):
         return Generic(loss)
     raise OptionError(f"loss must be a Loss or a callable, got {type(loss).__name__}.")

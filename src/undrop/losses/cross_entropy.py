@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from undrop.errors import OptionError
 from undrop.kernels.softmax import (
@@ -15,7 +15,7 @@ from undrop.kernels.softmax import (
     cross_entropy_derivatives,
     working_dtype,
 )
-from undrop.losses.base import ONES, ClosedForm, Derivatives, precise
+from undrop.losses.base import CONVERTERS, ONES, ClosedForm, Derivatives, is_plain_mean, precise
 from undrop.losses.by_class import ByClass, softmax_by_class
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
@@ -158,3 +158,12 @@ class CrossEntropy(ClosedForm):
             self.class_dim if output.dim() > 1 else -1
         )
         return super()._probe(output * kept, target, generator)
+
+
+@CONVERTERS.register(nn.CrossEntropyLoss)
+def _convert(loss: nn.CrossEntropyLoss) -> CrossEntropy | None:
+    if not is_plain_mean(loss):
+        return None
+    return CrossEntropy(
+        ignore_index=loss.ignore_index, label_smoothing=loss.label_smoothing, class_dim=1
+    )

@@ -83,9 +83,7 @@ class Generic(Loss):
         """
         try:
             value = self.function(output, target)
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise self._failed(output, target, error) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TargetError(

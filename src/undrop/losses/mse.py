@@ -5,9 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from undrop.losses.base import ClosedForm, Derivatives, last_entries, number, precise
+from undrop.losses.base import (
+    CONVERTERS,
+    ClosedForm,
+    Derivatives,
+    is_plain_mean,
+    last_entries,
+    number,
+    precise,
+)
 from undrop.losses.by_class import ByClass, elementwise_by_class
 from undrop.losses.targets import check_like_output, check_range
 
@@ -59,3 +67,8 @@ class MSE(ClosedForm):
     def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor:
         """√2·ξ."""
         return math.sqrt(2.0) * xi
+
+
+@CONVERTERS.register(nn.MSELoss)
+def _convert(loss: nn.MSELoss) -> MSE | None:
+    return MSE() if is_plain_mean(loss) else None

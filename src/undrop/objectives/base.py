@@ -84,21 +84,25 @@ class Objective(ABC):
         """
 
     @untraced
-    def __call__(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
+    def __call__(self, model: nn.Module, inputs: Any, targets: Any = None) -> Step:
         """Evaluate the objective on a batch.
 
         Args:
             model: any module, in train mode. It is left as it was but for running statistics, which
                 move once.
             inputs: a tensor, a tuple (positional) or a dict (keyword arguments).
-            targets: what the loss compares the output with.
+            targets: what the loss compares the output with; None takes ``labels`` from a dict of inputs.
+                A Transformers model's targets are its labels, which its head may shift: pass
+                ``loss=undrop.CrossEntropy()`` to compare position by position.
 
         Raises:
             UndropError: one of its subclasses, for bad input; then nothing in the model has changed.
         """
-        batch = Batch(unwrapped(model), inputs, targets, is_compiled(model))
         # Another model's pass may be what calls this; compiled code would hide its dropout.
         with outside_interception(), eager():
+            compiled, model = is_compiled(model), unwrapped(model)
+            _, inputs, targets = self.loss.prepare(model, inputs, targets)
+            batch = Batch(model, inputs, targets, compiled)
             self._check(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)

@@ -180,7 +180,8 @@ class Tuner:
         generator = self._generators(weights[0].device)
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         look = Look(model, self.objective.loss, self._mask, self._selection(), seed)
-        held, other = self.validation.next_two()
+        prepare = self.objective.loss.prepare
+        held, other = (prepare(model, *batch)[1:] for batch in self.validation.next_two())
         found = signal(look, weights, self._mean, other, held)
         for name, knob in self._knobs.items():
             slope = found.decay if name == DECAY else found.slopes.get(name)

@@ -39,6 +39,8 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
         )
     found = []
     for number, pair in enumerate(islice(batches, limit)):
+        if isinstance(pair, Mapping) and "labels" in pair:
+            pair = (pair, None)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             got = f"{len(pair)} things" if isinstance(pair, tuple | list) else type(pair).__name__
             raise DataError(

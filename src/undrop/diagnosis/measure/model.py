@@ -103,17 +103,27 @@ class MeasuredModel:
         batch_dim: int = 0,
     ) -> None:
         self.model = unwrapped(model)
-        self.batches = batches
-        self.loss = as_loss(loss)
-        if self.loss.whole_output:
+        self._given_loss = as_loss(loss)
+        if self._given_loss.whole_output:
             raise OptionError(
-                f"{type(self.loss).__name__} takes all that the model returns, and a diagnosis measures "
-                "one output: pass the loss of one output, such as undrop.CrossEntropy()."
+                f"{type(self._given_loss).__name__} takes all that the model returns, and a diagnosis "
+                "measures one output: pass the loss of one output, such as undrop.CrossEntropy()."
             )
+        self.batches = self.prepared(batches)
         self.generators = Generators(_seeded_from(generator))
         self.batch_dim = batch_dim
         self._vmap_works = True
-        self.sites: Sites = sites(self.model, batches[0].inputs)
+        self.sites: Sites = sites(self.model, self.batches[0].inputs)
+
+    def prepared(self, batches: list[NumberedBatch]) -> list[NumberedBatch]:
+        """Return the batches as the model's loss takes them."""
+        found = []
+        for batch in batches:
+            self.loss, inputs, targets = self._given_loss.prepare(
+                self.model, batch.inputs, batch.targets
+            )
+            found.append(batch._replace(inputs=inputs, targets=targets))
+        return found
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Reading off a Transformers model what it is trained for, and its noise sites."""
+"""The loss and targets of Transformers models in a plain loop, and their noise sites."""
 
 import pytest
 import torch
@@ -10,13 +10,8 @@ from integrations.families import BERT, FAMILIES, SPECIAL, V, text, words
 from problems import Problem
 from undrop.engines import Antithetic, Exact, Tangent
 from undrop.errors import EngineError, OptionError, TargetError
-from undrop.integrations.heads import (
-    check_attention,
-    decoder_inputs,
-    read_head,
-    same_as_the_models_own,
-)
-from undrop.losses import MSE, BCEWithLogits, CrossEntropy
+from undrop.losses import MSE, BCEWithLogits, CrossEntropy, ModelLoss
+from undrop.losses.heads import check_attention, decoder_inputs, head_of, read_head
 
 D = torch.float64
 NAMES = list(FAMILIES)
@@ -63,12 +58,109 @@ def test_explicit_part_of_the_antithetic_engine(name):
     torch.testing.assert_close(antithetic, tangent, rtol=2e-3, atol=0)
 
 
+@torch.no_grad()
+def own_loss(model, batch):
+    """The loss that the model reports, without dropout."""
+    model.eval()
+    loss = model(**batch).loss
+    model.train()
+    return loss.item()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_is_the_models_own(name):
+@pytest.mark.parametrize("engine", ["auto", "antithetic"])
+def test_a_plain_loop_trains_on_the_models_own_loss(name, engine):
+    """With labels as targets, or in the dict of inputs."""
     family = FAMILIES[name]
-    model, inputs = family.model(), family.data(3)
-    labels = inputs.pop("labels")
-    assert same_as_the_models_own(model, inputs, labels, read_head(model, labels))
+    model, batch = family.model(), family.data(3)
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    expected = own_loss(model, batch)
+    for step in (
+        undrop.Analytic(engine=engine)(model, inputs, batch["labels"]),
+        undrop.Analytic(engine=engine)(model, batch),
+        undrop.NoRegularization()(model, batch),
+    ):
+        assert step.parts["loss"] == pytest.approx(expected, rel=2e-3)
+    step.backward()
+    assert "labels" in batch
+
+
+def test_a_plain_loop_takes_token_ids_alone():
+    model, ids = FAMILIES["gpt2"].model(), words(3)
+    step = undrop.NoRegularization()(model, ids, ids)
+    expected = own_loss(model, {"input_ids": ids, "labels": ids})
+    assert step.parts["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_labels_that_are_shifted_already_are_refused():
+    model, ids = FAMILIES["gpt2"].model(), words(3)
+    shifted = torch.cat((ids[:, 1:], torch.full((3, 1), -100)), 1)
+    with pytest.raises(
+        TargetError, match=r"the next tokens of input_ids already.*CrossEntropy\(\)"
+    ):
+        undrop.Analytic()(model, {"input_ids": ids}, shifted)
+    step = undrop.NoRegularization(loss=CrossEntropy())(model, {"input_ids": ids}, shifted)
+    expected = own_loss(model, {"input_ids": ids, "labels": ids})
+    assert step.parts["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def shifted_batch():
+    """A language model, its batch, the inputs alone, and the labels at t + 1."""
+    model, batch = FAMILIES["gpt2"].model(), FAMILIES["gpt2"].data(3)
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    return model, batch, inputs, shifted
+
+
+def test_diagnose_uses_the_models_own_loss():
+    model, batch, inputs, shifted = shifted_batch()
+
+    def diagnosed(batch, **options):
+        how = {"implicit": False, "seconds": 60.0, "draws": 3, "progress": False}
+        generator = torch.Generator().manual_seed(0)
+        return undrop.diagnose(model, [batch], generator=generator, **how, **options).explicit
+
+    wanted = diagnosed((inputs, shifted), loss=CrossEntropy())
+    assert diagnosed(batch) == wanted
+    assert diagnosed((inputs, batch["labels"])) == wanted
+    assert diagnosed((inputs, batch["labels"]), loss=CrossEntropy()) != wanted
+
+
+def test_check_uses_the_models_own_loss():
+    model, batch, inputs, shifted = shifted_batch()
+    exact = undrop.Analytic(engine="exact", implicit=False, loss=CrossEntropy())
+    wanted = exact(model, inputs, shifted).parts["explicit"]
+    objective = undrop.Analytic(engine="exact", implicit=False)
+    for given in (batch, (inputs, batch["labels"])):
+        found = undrop.check(objective, model, given, seconds=0.01, draws=4, progress=False)
+        assert found.explicit.value == pytest.approx(wanted, rel=1e-4)
+    assert isinstance(objective.loss, ModelLoss)
+
+
+def test_one_objective_does_not_mix_models_with_different_losses():
+    objective = undrop.Analytic()
+    family, number = FAMILIES["gpt2"], classifier(num_labels=1)
+    language = family.model()
+    objective(language, family.data(2))
+    batch = {**text(2), "labels": torch.tensor([0.5, 1.0])}
+    with pytest.raises(
+        OptionError,
+        match=r"trains GPT2LMHeadModel with CrossEntropy, and BertFor.* needs MSE: make one obj",
+    ):
+        objective(number, batch)
+    assert undrop.Analytic()(number, batch).parts["loss"] > 0
+
+
+def test_a_model_without_a_loss_of_its_own_has_none():
+    assert head_of(hf.BertModel(hf.BertConfig(**BERT))) is None
+    assert head_of(torch.nn.Linear(2, 3)) is None
+
+
+def agrees(model, batch, labels):
+    """Whether a step finds the model's own loss the same; it raises if not."""
+    loss = ModelLoss()
+    loss.prepare(model, batch, labels)
+    return model in loss._verified
 
 
 def classifier(**config) -> hf.PreTrainedModel:
@@ -91,14 +183,14 @@ def classifier(**config) -> hf.PreTrainedModel:
         ),
     ],
 )
-def test_kinds_of_classifier(config, labels, loss):
+def test_the_loss_of_each_kind_of_classifier(config, labels, loss):
     model, batch = classifier(**config), text(2)
     if loss is MSE:
         model.config.problem_type = "regression"  # or Transformers takes whole numbers for classes
     task = read_head(model, labels)
     assert type(task.loss) is loss
     given = labels.float() if loss is MSE else labels
-    assert same_as_the_models_own(model, batch, given, task)
+    assert agrees(model, batch, given)
 
 
 def test_without_problem_type_one_number_is_regression():
@@ -112,13 +204,13 @@ def test_label_smoothing():
         read_head(classifier(num_labels=1), torch.tensor([0.5]), 0.1)
 
 
-def test_unknown_heads_are_refused():
+def test_a_head_that_undrop_does_not_know_is_refused():
     model = hf.BertForQuestionAnswering(hf.BertConfig(**BERT))
-    with pytest.raises(OptionError, match=r"ForQuestionAnsweringLoss.*override `undrop_task`"):
+    with pytest.raises(OptionError, match=r"ForQuestionAnsweringLoss.*pass loss=.*`undrop_task`"):
         read_head(model, torch.tensor([1]))
 
 
-def test_a_loss_with_a_part_of_its_own_is_refused():
+def test_a_model_whose_loss_has_an_unknown_part_is_refused():
     """A mixture of experts adds a loss on its router, about which the logits say nothing."""
     config = hf.MixtralConfig(
         vocab_size=V,
@@ -135,15 +227,15 @@ def test_a_loss_with_a_part_of_its_own_is_refused():
     )
     model = hf.MixtralForCausalLM(config).train()
     ids = words(2)
-    with pytest.raises(OptionError, match=r"reports a loss of .* it adds something of its own"):
-        same_as_the_models_own(model, {"input_ids": ids}, ids, read_head(model, ids))
+    with pytest.raises(OptionError, match=r"computes a loss of .* has a part that undrop does not"):
+        undrop.Analytic()(model, {"input_ids": ids}, ids)
 
 
-def test_a_batch_without_labels_decides_nothing():
+def test_a_batch_whose_labels_are_all_ignored_verifies_nothing():
     family = FAMILIES["gpt2"]
     model, inputs = family.model(), family.data(2)
     labels = torch.full_like(inputs.pop("labels"), -100)
-    assert not same_as_the_models_own(model, inputs, labels, read_head(model, labels))
+    assert not agrees(model, inputs, labels)
 
 
 def test_attention_that_hides_its_dropout_is_refused():
@@ -155,7 +247,7 @@ def test_attention_that_hides_its_dropout_is_refused():
     check_attention(model)
 
 
-def test_what_the_decoder_reads():
+def test_the_decoder_reads_the_shifted_labels():
     family = FAMILIES["t5"]
     model, inputs = family.model(), family.data(2)
     labels = inputs.pop("labels")

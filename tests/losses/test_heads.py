@@ -106,7 +106,7 @@ def test_labels_that_are_shifted_already_are_refused():
 
 def shifted_batch():
     """A language model, its batch, the inputs alone, and the labels at t + 1."""
-    model, batch = FAMILIES["gpt2"].model(), FAMILIES["gpt2"].data(3)
+    model, batch = FAMILIES["gpt2"].model(), FAMILIES["gpt2"].data(1)
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     return model, batch, inputs, shifted

@@ -189,12 +189,6 @@ def test_gradient_checkpointing_changes_nothing(tmp_path, name):
     torch.testing.assert_close(weights(checkpointed), weights(plain), rtol=1e-5, atol=1e-7)
 
 
-def test_auto_knows_gradient_checkpointing(tmp_path, caplog):
-    trained(tmp_path, gradient_checkpointing=True)
-    assert "uses the antithetic engine" in caplog.text
-    assert "activation checkpointing" in caplog.text
-
-
 def test_reentrant_gradient_checkpointing_is_refused(tmp_path):
     with pytest.raises(RecomputationError, match="use_reentrant=False"):
         trained(

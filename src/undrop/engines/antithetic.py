@@ -21,10 +21,24 @@ from undrop.engines.base import (
 from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
 from undrop.engines.layout import Rows
-from undrop.engines.stacked import Plan, PlanChanged, map_dims, run_stacked, stacked_noise
+from undrop.engines.stacked import (
+    NotStackable,
+    Plan,
+    PlanChanged,
+    map_dims,
+    run_stacked,
+    stacked_noise,
+)
 from undrop.engines.stacking import NO_DROPOUT, find_plan, layout_of
 from undrop.errors import EngineError, NoDropoutError, OptionError
-from undrop.intercept import Interception, RngSnapshot, keep_statistics, logits_of, map_tensors
+from undrop.intercept import (
+    Interception,
+    RngSnapshot,
+    Statistics,
+    keep_statistics,
+    logits_of,
+    map_tensors,
+)
 from undrop.losses import Coefficients
 
 __all__ = ["EPSILON", "EPSILON_HALF", "Antithetic", "midpoint"]
@@ -59,9 +73,12 @@ class Antithetic(Engine):
         plan, reason = self.plan(request)
         if plan is None:
             return self._two_passes(request, reason)
+        statistics = Statistics(request.batch.model)
         try:
             return self._one_pass(request, plan)
-        except PlanChanged:
+        except (PlanChanged, NotStackable, RuntimeError, IndexError, ValueError):
+            # The model took another branch: another plan may fit, else two passes name the error.
+            statistics.restore()
             plan, reason = self.plan(request, again=True)
         return self._two_passes(request, reason) if plan is None else self._one_pass(request, plan)
 

@@ -205,9 +205,11 @@ class StackedPass(Interception):
     ) -> Any:
         """Call the rule of a function; split functions of block tensors into blocks."""
         rule = self._rules.get(func)
+        if types and BlockTensor in types and func not in RECURRENT:
+            if func in SITE_RULES:
+                raise NotStackable(f"noise on a weight reaches {func.__name__}, which drops out")
+            return self.blockwise(func, *args, **(kwargs or {}))
         if rule is None:
-            if types and BlockTensor in types:
-                return self.blockwise(func, *args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
         if not self._compiled:
             if _depth.value != self._depth:

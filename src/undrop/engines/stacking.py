@@ -74,6 +74,8 @@ class Stacking:
     """Which modules were in train mode when a search failed."""
     proven: int = 0
     last: Plan | None = None
+    late: bool = True
+    """Whether stacking at the first site has never failed."""
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Stacking] = weakref.WeakKeyDictionary()
@@ -107,6 +109,7 @@ def find_plan(
     )
     if again:
         known.plans.clear()
+        known.late = known.late and not (known.last is not None and known.last.late)
         known.proven, known.last = 0, None
     found = known.plans.get(question)
     if found == NO_DROPOUT or (isinstance(found, str) and known.modes != _modes(batch.model)):
@@ -139,7 +142,9 @@ def _search(batch: Batch, question: Question, known: Stacking) -> Plan | str:
             prover.run_plain()
             trust = known.last is not None and (known.proven >= _PROOFS or is_sharded(model))
             plan = (
-                prover.looked_up(known.last) if trust and known.last else prover.search(known.last)
+                prover.looked_up(known.last)
+                if trust and known.last
+                else prover.search(known.last, known.late)
             )
         except NotStackable as reason:
             return str(reason)
@@ -186,7 +191,7 @@ class _Prover:
         plan, _ = self._trial(self._candidate(last), self._rows(last.dim), None)
         return replace(plan, midpoints=last.midpoints)
 
-    def search(self, last: Plan | None) -> Plan:
+    def search(self, last: Plan | None, late_allowed: bool) -> Plan:
         """Return the first candidate that agrees with plain passes.
 
         Raises:
@@ -202,7 +207,8 @@ class _Prover:
             except (_Failed, UndropError, *_RUNTIME):
                 continue
             orders = (False, True) if reference.flattened else (False,)
-            for time_major, late in product(orders, self._lates(last)):
+            lates = self._lates(last) if late_allowed else (False,)
+            for time_major, late in product(orders, lates):
                 try:
                     plan = self._proven(dim, late, time_major, rows, reference)
                 except NotStackable as named:
@@ -300,6 +306,8 @@ class _Prover:
             output = call(self.batch.model, inputs)
         if mode.index != len(draft.sites) or not mode.stacked:
             raise _Failed
+        if draft.late and any(s.dim is None for s in mode.found):
+            raise _Failed  # something computed before the first site is used after it
         dims = tuple(
             _grown(a.shape, b.shape, rows.layout)
             for a, b in zip(tensors_in(self.output), tensors_in(output), strict=True)

@@ -100,9 +100,10 @@ class Objective(ABC):
         """
         # Another model's pass may be what calls this; compiled code would hide its dropout.
         with outside_interception(), eager():
-            compiled, model = is_compiled(model), unwrapped(model)
-            _, inputs, targets = self.loss.prepare(model, inputs, targets)
-            batch = Batch(model, inputs, targets, compiled)
+            bare = unwrapped(model)  # refuses what is no module
+            compiled = is_compiled(model)
+            _, inputs, targets = self.loss.prepare(bare, inputs, targets)
+            batch = Batch(bare, inputs, targets, compiled)
             self._check(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)

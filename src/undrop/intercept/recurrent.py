@@ -49,8 +49,25 @@ class RecurrentCall(NamedTuple):
             dropout=0.0,
         )
 
+    @property
+    def batch_size(self) -> int:
+        """The number of examples in x."""
+        if self.batch_sizes is not None:
+            return int(self.batch_sizes[0])
+        return self.x.shape[0 if self.batch_first else 1]
+
     def run(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Let torch run it: the output and the final state."""
+        """Let torch run it: the output and the final state.
+
+        Raises:
+            RuntimeError: if the state has another batch size than x. torch's functions do not check
+                that, and oneDNN then writes outside of its memory.
+        """
+        batch = self.batch_size
+        if any(s.shape[1] != batch for s in self.state):
+            raise RuntimeError(
+                f"a recurrent layer got {batch} examples and a state of another size"
+            )
         state: Any = list(self.state) if self.function is torch.lstm else self.state[0]
         tail = (self.has_bias, self.layers, self.dropout, self.training, self.bidirectional)
         weights = list(self.weights)

@@ -25,11 +25,17 @@ def _agree_on_noise(world: World) -> None:
     """Draw noise for the whole batch in every process, and use this process's columns."""
     generator = torch.Generator().manual_seed(7)
 
-    def agreed(kind: str, shape: tuple[int, ...], q: float, *, like: Tensor, **_: Any) -> Tensor:
-        columns = len(shape) == 3  # (1, B, features); weights have two dimensions, and no batch
-        whole = (shape[0], shape[1] * world.size, shape[2]) if columns else shape
-        drawn = noise.draw(kind, whole, q, like=like, generator=generator)
-        return drawn[:, world.share(whole[1])].contiguous() if columns else drawn
+    def agreed(
+        kind: str, shape: tuple[int, ...], q: float, *, like: Tensor, scale: float = 1.0, **_: Any
+    ) -> Tensor:
+        share = BATCH // world.size
+        dim = 1 if len(shape) == 3 else 0  # (1, B, features), or all sites at once: (B, features)
+        if shape[dim] != share:  # noise on weights, which all examples share
+            return noise.draw(kind, shape, q, like=like, scale=scale, generator=generator)
+        whole = (*shape[:dim], BATCH, *shape[dim + 1 :])
+        drawn = noise.draw(kind, whole, q, like=like, scale=scale, generator=generator)
+        own = world.share(BATCH)
+        return drawn[own] if dim == 0 else drawn[:, own].contiguous()
 
     draws.draw_noise = agreed
 

@@ -264,8 +264,11 @@ class StackedPass(Interception):
         return self.plan.sites[min(self.index, len(self.plan.sites) - 1)].site
 
     def batch_dim(self, x: Tensor) -> int | None:
-        """Return the dimension in which x holds the stacked batch; None if it does not."""
-        if not self.stacked:
+        """Return the dimension in which x holds the stacked batch; None if it does not.
+
+        A parameter never does, whatever its sizes.
+        """
+        if not self.stacked or isinstance(x, nn.Parameter):
             return None
         total, dim = self.rows.layout.total, self.plan.dim
         if x.dim() > dim and x.shape[dim] == total:

@@ -15,6 +15,7 @@ from engine_helpers import BOTH, EXPLICIT, evaluate, gradient, random_signs, rel
 from problems import D, Problem
 from undrop.engines import Antithetic, Tangent
 from undrop.errors import EngineError
+from undrop.lab.models import AWDLSTM
 from undrop.losses import CrossEntropy
 
 ONE_PASS = "antithetic: one stacked pass"
@@ -431,3 +432,11 @@ def test_compile_around_the_step_keeps_the_regularizers():
         objective = undrop.Analytic(generator=torch.Generator().manual_seed(1))
         totals.append([float(run(objective, net())) for _ in range(2)])
     assert totals[0] == pytest.approx(totals[1], rel=1e-6)
+
+
+def test_weights_as_long_as_the_stacked_batch_are_not_taken_for_it():
+    model = AWDLSTM(13, embedding_size=4, hidden_size=6, layers=2).double().train()
+    tokens, targets = torch.randint(13, (5, 3)), torch.randint(13, (5, 3))
+    objective = undrop.Analytic(loss=model.loss(), batch_dim=1)
+    step = objective(model, {"tokens": tokens, "logits": False}, targets)
+    assert step.engine == ONE_PASS  # 3 + 3 rows, and 6 hidden units

@@ -235,8 +235,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     records = Records(options.records)
-    for task in (TASKS[name] for name in options.tasks):
-        for seed in range(options.seeds):
+    torch.set_num_threads(1)
+    for seed in range(options.seeds):
+        for task in (TASKS[name] for name in options.tasks):
             run(records, task, seed, options.data, single(*options.methods))
             if "search" in options.methods:
                 run(records, task, seed, options.data, list(searches(task, seed)))

@@ -98,9 +98,9 @@ def _images(root: Path, file: str, offset: int) -> Tensor:
 def _fashion(root: Path, seed: int) -> Data:
     images = _images(root, "train-images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28)
     labels = _images(root, "train-labels-idx1-ubyte.gz", 8)
-    chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[:1500]
+    chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[:2000]
     x = nn.functional.avg_pool2d((images[chosen].float() / 255 - 0.286) / 0.353, 2)
-    return _split((x, labels[chosen].long()), (250, 250, 1000))
+    return _split((x, labels[chosen].long()), (400, 400, 1200))
 
 
 def _split(whole: Batch, sizes: tuple[int, int, int]) -> Data:
@@ -145,7 +145,7 @@ class CharacterModel(nn.Module):
 
 def _characters(root: Path, seed: int) -> Data:
     """Another stretch of the text for each seed."""
-    sizes = (5000, 2500, 7500)
+    sizes = (8000, 3000, 8000)
     text = (root / "tinyshakespeare" / "input.txt").read_text()
     index = {c: i for i, c in enumerate(sorted(set(text)))}
     start = seed * 20000
@@ -156,11 +156,11 @@ def _characters(root: Path, seed: int) -> Data:
 
 def _lstm(p: float) -> nn.Module:
     sites = {"input_dropout": p, "hidden_dropout": p, "output_dropout": p}
-    return AWDLSTM(500, embedding_size=64, hidden_size=64, layers=2, weight_dropout=0.0, **sites)
+    return AWDLSTM(800, embedding_size=64, hidden_size=64, layers=2, weight_dropout=0.0, **sites)
 
 
 def _gpt(p: float) -> nn.Module:
-    return GPT(500, size=48, layers=2, heads=4, context=32, dropout=p, attention_dropout=p)
+    return GPT(800, size=48, layers=2, heads=4, context=32, dropout=p, attention_dropout=p)
 
 
 TASKS = {
@@ -187,7 +187,7 @@ TASKS = {
             _table("digits", (150, 400, 1200)),
             lambda p: MLP((64, 96, 96, 10), dropout=p, input_dropout=p),
             batch=25,
-            epochs=100,
+            epochs=150,
             lr=1e-3,
         ),
         Task(
@@ -195,13 +195,13 @@ TASKS = {
             _table("diabetes", (150, 100, 190)),
             lambda p: MLP((10, 64, 64, 1), dropout=p, input_dropout=p),
             batch=25,
-            epochs=100,
+            epochs=150,
             lr=1e-3,
             loss=undrop.MSE,
         ),
         Task(
             "ptb-lstm",
-            _corpus("ptb", (8000, 3000, 6000), 500, 20),
+            _corpus("ptb", (12000, 4000, 8000), 800, 20),
             _lstm,
             batch=10,
             epochs=12,
@@ -212,10 +212,10 @@ TASKS = {
         ),
         Task(
             "wikitext-gpt",
-            _corpus("wikitext", (8000, 3000, 6000), 500, 32),
+            _corpus("wikitext", (12000, 4000, 8000), 800, 32),
             _gpt,
             batch=10,
-            epochs=11,
+            epochs=14,
             lr=3e-3,
         ),
     )

@@ -171,7 +171,7 @@ TASKS = {
             _characters,
             lambda p: CharacterModel(65, p),
             batch=50,
-            epochs=7,
+            epochs=5,
             lr=3e-3,
         ),
         Task(
@@ -179,7 +179,7 @@ TASKS = {
             _fashion,
             lambda p: ConvNet(widths=(16, 32), feature_dropout=p, output_dropout=p),
             batch=25,
-            epochs=50,
+            epochs=35,
             lr=1e-2,
         ),
         Task(
@@ -187,7 +187,7 @@ TASKS = {
             _table("digits", (150, 400, 1200)),
             lambda p: MLP((64, 96, 96, 10), dropout=p, input_dropout=p),
             batch=25,
-            epochs=150,
+            epochs=100,
             lr=1e-3,
         ),
         Task(
@@ -195,7 +195,7 @@ TASKS = {
             _table("diabetes", (150, 100, 190)),
             lambda p: MLP((10, 64, 64, 1), dropout=p, input_dropout=p),
             batch=25,
-            epochs=150,
+            epochs=100,
             lr=1e-3,
             loss=undrop.MSE,
         ),
@@ -204,7 +204,7 @@ TASKS = {
             _corpus("ptb", (12000, 4000, 8000), 800, 20),
             _lstm,
             batch=10,
-            epochs=12,
+            epochs=9,
             lr=15.0,
             sgd=True,
             clip=0.25,
@@ -215,7 +215,7 @@ TASKS = {
             _corpus("wikitext", (12000, 4000, 8000), 800, 32),
             _gpt,
             batch=10,
-            epochs=14,
+            epochs=9,
             lr=3e-3,
         ),
     )

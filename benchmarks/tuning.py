@@ -25,8 +25,6 @@ import undrop
 GRID = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65)
 ANALYTIC = (0.1, 0.2, 0.35, 0.5)
 RANDOM_RUNS = 10
-INTERVAL = 10
-"""Half of the default: these runs have only a few hundred steps."""
 START = 0.2
 """The p that the models of tuned runs declare; tuners begin at 0.2 whatever it is."""
 LOOKS = 8
@@ -136,7 +134,7 @@ def tuned(kind: str):
         )
         shuffled = torch.Generator().manual_seed(0)
         held = batches(data, "validation", size, shuffled)
-        tuner = undrop.Tuner(objective, held, interval=INTERVAL)
+        tuner = undrop.Tuner(objective, held)
 
         def backward(inputs: Any, targets: Any) -> None:
             tuner.step(model, inputs, targets).backward()

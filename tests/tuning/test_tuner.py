@@ -10,7 +10,7 @@ from torch import nn
 import undrop
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
-from undrop.tuning.rule import Knob, log_odds, probability
+from undrop.tuning.rule import Knob, log_odds, probability, target
 
 OBJECTIVES = {
     "analytic": lambda: undrop.Analytic(
@@ -148,6 +148,28 @@ def test_the_rule_forgets_its_start_and_hardly_depends_on_its_rate(start, rate):
         knob.move(slope, rate)
         values.append(probability(knob.value))
     assert 0.25 < sum(values[50:]) / 150 < 0.45
+
+
+@pytest.mark.parametrize("start", [0.05, 0.6])
+def test_where_p_starts_is_forgotten_with_the_first_measurement(start):
+    """One measurement has no known error, so it counts as no evidence: p is 0.2 then."""
+    here, there = Knob(log_odds(start), log_odds(0.2)), Knob(log_odds(0.2), log_odds(0.2))
+    for slope in (3.0, 1.0, -2.0, 1.5, 0.5):
+        here.move(slope, 0.3)
+        there.move(slope, 0.3)
+        if here.count == 1:
+            assert probability(here.value) == pytest.approx(0.2)
+        assert here.value == pytest.approx(there.value, abs=1e-12)
+
+
+def test_the_value_is_the_weighted_mean_of_the_targets_so_far():
+    knob, targets = Knob(log_odds(0.4), log_odds(0.2)), []
+    for i, slope in enumerate((1.0, 2.0, -1.0, 3.0, 0.5, 2.5), 1):
+        knob.move(slope, 0.3)
+        targets.append(target(log_odds(0.2), knob.z))
+        weights = [0.7 ** (i - k) for k in range(1, i + 1)]
+        mean = sum(w * t for w, t in zip(weights, targets, strict=True)) / sum(weights)
+        assert knob.value == pytest.approx(mean, abs=1e-12)
 
 
 def test_the_rule_stays_at_its_centre_without_evidence_and_within_bounds_with_all_of_it():

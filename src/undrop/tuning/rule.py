@@ -3,11 +3,13 @@
 The target of log σ² lies between p = 0.03 and p = 0.69 and depends on the evidence alone: with z, the
 mean of the recent slopes over its standard error,
 
-    target = log σ²(0.2) + 2.2·z/√(4 + z²),    log σ² ← log σ² + rate·(target - log σ²).
+    target = log σ²(0.2) + 2.2·z/√(4 + z²),
 
-Without evidence p returns to 0.2. Nothing adds up from signal to signal, so noise makes no random walk
-and a slope that keeps its sign can't drive p to 0 or 1. Rules that add up steps do both: they were
-compared with this one, and docs/tuning.md has the figures.
+and log σ² is the running mean of the targets with factor 1 - rate, corrected for its start as Adam's
+moments are. Without evidence p returns to 0.2, the first measurement included, whose error is unknown:
+where p starts matters up to there alone. Nothing adds up from signal to signal, so noise makes no
+random walk and a slope that keeps its sign can't drive p to 0 or 1. Rules that add up steps do both:
+they were compared with this one, and docs/tuning.md has the figures.
 """
 
 from __future__ import annotations
@@ -70,19 +72,20 @@ class Knob:
 
     @property
     def z(self) -> float:
-        """The evidence: the slope over its standard error."""
-        return self.slope / self.error if self.error > 0.0 else 0.0
+        """The evidence: the slope over its standard error; none from one measurement."""
+        return self.slope / self.error if self.count > 1 and self.error > 0.0 else 0.0
 
     @property
     def _weight(self) -> float:
         return 1.0 - MEMORY**self.count if self.count else 1.0
 
     def move(self, slope: float, rate: float) -> None:
-        """Take in one slope and move the value."""
+        """Take in one slope and move the value to the mean of the targets so far."""
         self.count += 1
         self.mean = MEMORY * self.mean + (1.0 - MEMORY) * slope
         self.square = MEMORY * self.square + (1.0 - MEMORY) * slope**2
-        self.value += rate * (target(self.centre, self.z) - self.value)
+        share = rate / (1.0 - (1.0 - rate) ** self.count)
+        self.value += share * (target(self.centre, self.z) - self.value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it."""

@@ -1,4 +1,4 @@
-"""Does a site's benefit say what retraining without the site does? `python benchmarks/tuning_benefit.py --help`.
+"""Does a site's benefit say what retraining without the site does? See `--help`.
 
 A case is a task, a p and a site; `results/tuning/cases.json` lists them, written before the first run.
 For each seed the model is trained with p at every site and diagnosed at its last weights, then trained
@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from tuning import Records, dropout_slots, plain, train
 from tuning_tasks import TASKS, Data, Task, batches
 
 import undrop
+from tuning import Records, dropout_slots, plain, train
 from undrop.diagnosis.measure.estimates import Estimate
 
 CASES = Path("results/tuning/cases.json")

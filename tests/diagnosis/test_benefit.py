@@ -186,6 +186,10 @@ def test_validation_data_that_is_the_training_data_is_refused():
     batches = [data(1), data(2)]
     with pytest.raises(undrop.errors.DataError, match="validation is the training data itself"):
         undrop.diagnose(net(), batches, validation=batches, seconds=1, progress=False)
+    rows = len(data(1)[0])
+    held = [tuple(part.flip(0) for part in data(2)), data(1)]
+    with pytest.raises(undrop.errors.DataError, match=f"{2 * rows} of {2 * rows} examples"):
+        undrop.diagnose(net(), batches, validation=held, seconds=1, progress=False)
 
 
 def test_empty_validation_data_is_refused():

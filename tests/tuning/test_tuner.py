@@ -11,6 +11,7 @@ import undrop
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
 from undrop.tuning.rule import Knob, log_odds, probability, target
+from undrop.tuning.validation import Validation
 
 OBJECTIVES = {
     "analytic": lambda: undrop.Analytic(
@@ -133,6 +134,8 @@ def test_weight_decay_is_tuned_beside_the_sites_if_an_optimizer_is_given():
     assert optimizer.param_groups[0]["weight_decay"] != 1e-2
     assert "weight decay" in tuner.history.last()
     assert "weight decay" not in tuner.probabilities
+    assert tuner.figures()["weight decay"] == optimizer.param_groups[0]["weight_decay"]
+    assert "weight decay (λ)" in tuner.table().text()
     with pytest.raises(OptionError, match=r"weight decay of 0\.0"):
         tuner_for(undrop.Dropout(), optimizer=sgd(model))
 
@@ -212,6 +215,37 @@ def test_a_model_without_dropout_is_refused():
         tuner_for(undrop.Dropout()).step(model, *batches(1, seed=3)[0])
 
 
+def test_a_model_whose_dropouts_all_have_p_0_is_refused():
+    with pytest.raises(NoDropoutError, match="every dropout of Sequential has p = 0"):
+        tuner_for(undrop.Dropout()).step(network(0.0), *batches(1, seed=3)[0])
+
+
+def test_a_state_of_something_else_is_refused():
+    model, tuner = network(), tuner_for(undrop.Dropout(), interval=2)
+    train(tuner, model, sgd(model), batches(4, seed=3))
+    with pytest.raises(DataError, match="it lacks generators, history"):
+        tuner.load_state_dict({"steps": 1, "knobs": {}, "objective": {}, "mean": []})
+    other = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.1))
+    fresh = tuner_for(undrop.Dropout())
+    fresh.load_state_dict(tuner.state_dict())
+    with pytest.raises(DataError, match="sites 2, 5, but Sequential has 1"):
+        fresh.step(other, *batches(1, seed=3)[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
+    with pytest.raises(DataError, match="the saved run left weight decay and this tuner tunes it"):
+        tuner_for(undrop.Dropout(), optimizer=optimizer).load_state_dict(tuner.state_dict())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_p_that_the_model_declares_does_not_matter(name):
+    found = []
+    for declared in (0.05, 0.2, 0.6):
+        model, tuner = network(declared).double(), tuner_for(OBJECTIVES[name](), interval=5)
+        tuner.validation = Validation([(x.double(), y) for x, y in tuner.validation.batches])
+        train(tuner, model, sgd(model), [(x.double(), y) for x, y in batches(40, seed=3)])
+        found.append(list(tuner.probabilities.values()))
+    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
+
+
 def test_objectives_and_options_that_can_not_be_tuned_are_refused():
     with pytest.raises(OptionError, match="adjusts Analytic and Dropout, got L2"):
         tuner_for(undrop.L2(0.1))
@@ -223,6 +257,8 @@ def test_objectives_and_options_that_can_not_be_tuned_are_refused():
         tuner_for(undrop.Dropout(), interval=0)
     with pytest.raises(OptionError, match="training=DATASET"):
         undrop.Tuner(undrop.Dropout(), 0.05)
+    with pytest.raises(OptionError, match="leave training out"):
+        undrop.Tuner(undrop.Dropout(), batches(2, seed=0), training=[1, 2])
 
 
 def test_a_share_of_the_training_set_is_set_aside():
@@ -244,5 +280,17 @@ def test_the_table_names_every_site_and_the_figure_has_a_line_for_each(tmp_path)
     text = tuner.table().text()
     assert all(word in text for word in ("2", "5", "benefit"))
     assert len(tuner.history.figure().axes[0].lines) == 2
+    with pytest.raises(DataError, match="has not measured yet"):
+        tuner_for(undrop.Dropout()).history.figure()
     tuner.history.save_figure(tmp_path / "p.svg")
     assert (tmp_path / "p.svg").stat().st_size > 1000
+
+
+def test_weight_decay_is_drawn_apart_from_p():
+    pytest.importorskip("matplotlib")
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
+    tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
+    train(tuner, model, optimizer, batches(10, seed=3))
+    sites, decay = tuner.history.figure().axes
+    assert (len(sites.lines), len(decay.lines), decay.get_yscale()) == (2, 1, "log")

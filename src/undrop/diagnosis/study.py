@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.measure.batches import NumberedBatch, collect
+from undrop.diagnosis.measure.batches import NumberedBatch, collect, shared_examples
 from undrop.diagnosis.measure.benefit import Benefit, measure_benefit
 from undrop.diagnosis.measure.explicit import Explicit, measure_explicit
 from undrop.diagnosis.measure.implicit import Implicit, measure_implicit
@@ -87,9 +87,10 @@ def diagnose(
     held_out = (
         None if validation is None else collect(validation, max_batches, name="validation batches")
     )
-    measured = MeasuredModel(
-        model, collect(batches, max_batches), loss=loss, generator=generator, batch_dim=batch_dim
-    )
+    own = collect(batches, max_batches)
+    if held_out is not None:
+        _check_apart(own, held_out, batch_dim)
+    measured = MeasuredModel(model, own, loss=loss, generator=generator, batch_dim=batch_dim)
     held_out = None if held_out is None else measured.prepared(held_out)
     noise, benefit = None, None
     wanted = [n for n, on in zip(_TIME, (True, implicit, held_out is not None), strict=True) if on]
@@ -127,6 +128,20 @@ def _check(
         raise OptionError(f"learning_rate must be positive and finite, got {learning_rate!r}.")
     if weight_decay is not None and not 0.0 < as_float(weight_decay) < float("inf"):
         raise OptionError(f"weight_decay must be positive and finite, got {weight_decay!r}.")
+
+
+def _check_apart(
+    own: Sequence[NumberedBatch], held_out: Sequence[NumberedBatch], batch_dim: int
+) -> None:
+    """Refuse validation data that is training data."""
+    held = [batch.inputs for batch in held_out]
+    counts = [shared_examples(batch.inputs, held, batch_dim) for batch in own]
+    known, total = (sum(column) for column in zip(*counts, strict=True))
+    if total and known > total // 2:
+        raise DataError(
+            f"{known} of {total} examples of the training batches are in the validation data too, on "
+            "which every regularizer looks harmful: pass batches of other data."
+        )
 
 
 def _budgets(

@@ -18,9 +18,9 @@ from undrop.errors import DataError
 from undrop.objectives import Dropout, Objective
 from undrop.options import check_int
 from undrop.report import Table
-from undrop.tuning.history import CLEAR, History, said
+from undrop.tuning.history import CLEAR, DECAY, History, said
 from undrop.tuning.rule import CENTRE, log_odds, probability, target
-from undrop.tuning.tuner import DECAY, Tuner
+from undrop.tuning.tuner import Tuner
 
 __all__ = ["Advice", "SiteAdvice", "advise", "advise_from"]
 

@@ -6,12 +6,17 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from undrop.errors import DataError
 from undrop.report import Table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Entry", "History", "said"]
+__all__ = ["DECAY", "Entry", "History", "said"]
+
+DECAY = "weight decay"
+"""The name under which weight decay stands among the sites."""
 
 CLEAR = 2.0
 """The z-score from which on a sign counts as known."""
@@ -62,32 +67,48 @@ class History:
     def table(self) -> Table:
         """Return the newest state: p, benefit and what it says."""
         rows = [
-            (e.name, f"{e.value:.3g}", f"{e.benefit:+.2e}", f"{e.error:.1e}", said(e.z))
+            (
+                f"{DECAY} (λ)" if e.name == DECAY else e.name,
+                f"{e.value:.3g}",
+                *(f"{e.benefit:+.2e}", f"{e.error:.1e}", said(e.z)),
+            )
             for e in self.last().values()
         ]
         heads = ("site", "p", "benefit", "±", "says")
         return Table(heads, rows, numbers={"p", "benefit", "±"})
 
     def figure(self) -> Figure:
-        """Draw p of every site over the steps.
+        """Draw p of every site over the steps, and below it λ where weight decay is tuned.
 
         Raises:
+            DataError: if nothing was measured yet.
             MissingExtraError: if matplotlib is not installed.
         """
         from undrop.report import figures
 
-        names = list(self.last())
+        if not self.entries:
+            raise DataError("there is nothing to draw: the tuner has not measured yet.")
+        names = [name for name in self.last() if name != DECAY]
+        rows = 2 if len(names) < len(self.last()) else 1
         with figures.styled():
-            figure = figures.new_figure(7.0, 3.5)
-            axes = figure.subplots()
+            figure = figures.new_figure(7.0, 2.0 + 1.5 * rows)
+            every = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
             for place, name in enumerate(names):
-                steps, values = self.path(name)
-                style = {**figures.line_style(place), "markevery": max(1, len(steps) // 8)}
-                axes.plot(steps, values, label=figures.literal(name), **style)
-            axes.set(xlabel="step", ylabel="p", ylim=(0.0, None))
-            if names:
-                axes.legend()
+                self._draw(every[0], name, place)
+            every[0].set(ylabel="p", ylim=(0.0, None))
+            every[0].legend()
+            if rows == 2:
+                self._draw(every[1], DECAY, 0)
+                every[1].set(ylabel=f"{DECAY}, λ", yscale="log")
+            every[-1].set(xlabel="step")
         return figure
+
+    def _draw(self, axes: Axes, name: str, place: int) -> None:
+        from undrop.report import figures
+
+        steps, values = self.path(name)
+        style = {**figures.line_style(place), "markevery": max(1, len(steps) // 8)}
+        axes.plot(steps, values, label=figures.literal(name), **style)
 
     def save_figure(self, path: Path | str) -> None:
         """Write the figure; the suffix says how (png, pdf, svg)."""

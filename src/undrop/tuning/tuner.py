@@ -11,21 +11,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from undrop.errors import OptionError
+from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.generators import Generators
 from undrop.intercept import Selection, unwrapped
 from undrop.objectives import Analytic, Dropout, Objective, Step
 from undrop.options import as_float, check_int
 from undrop.report import Table
-from undrop.tuning.history import Entry, History
+from undrop.tuning.history import DECAY, Entry, History
 from undrop.tuning.rule import CENTRE, Knob, log_odds, probability
 from undrop.tuning.signal import Look, signal
 from undrop.tuning.validation import Validation, set_aside
 
-__all__ = ["DECAY", "Tuner"]
+__all__ = ["Tuner"]
 
-DECAY = "weight decay"
-"""The name under which weight decay stands among the sites."""
 AVERAGE = 0.9
 """The factor of the running mean of the weights, at which the signal is taken: at the weights
 themselves more noise always seems to help, because it damps the noise of SGD."""
@@ -98,6 +96,11 @@ class Tuner:
             )
         if not 0.0 < as_float(rate) <= 1.0:
             raise OptionError(f"rate must lie in (0, 1], got {rate!r}.")
+        if training is not None and not isinstance(validation, int | float):
+            raise OptionError(
+                "training= is what a share is set aside from: give validation as a share, or leave "
+                "training out."
+            )
         self.objective = objective
         self.training = training
         if isinstance(validation, int | float):
@@ -155,19 +158,32 @@ class Tuner:
         return self.figures()
 
     def figures(self) -> dict[str, float]:
-        """Return the newest ``p/SITE`` and ``benefit/SITE``, for a log."""
+        """Return the newest ``p/SITE``, ``benefit/SITE`` and ``weight decay``, for a log."""
         newest = self.history.last()
         return {
-            **{f"p/{name}": entry.value for name, entry in newest.items()},
+            **{n if n == DECAY else f"p/{n}": entry.value for n, entry in newest.items()},
             **{f"benefit/{name}": entry.benefit for name, entry in newest.items()},
         }
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         """Find the sites; a saved state may know their p already."""
-        for site in self.objective.sites(model, inputs):
-            if self.objective.selection.weight(site.name) > 0.0:
-                self._declared[site.name] = site.sigma**2
-                self._knobs.setdefault(site.name, Knob(log_odds(CENTRE), log_odds(CENTRE)))
+        found = self.objective.sites(model, inputs)
+        chosen = {
+            s.name: s.sigma**2 for s in found if self.objective.selection.weight(s.name) > 0.0
+        }
+        if not chosen:
+            raise NoDropoutError(
+                f"every dropout of {type(model).__name__} has p = 0, and a tuner leaves those alone: "
+                "give the ones to tune a p above 0; any will do."
+            )
+        if self.probabilities and self.probabilities.keys() != chosen.keys():
+            raise DataError(
+                f"the saved state is of a model with the sites {', '.join(self.probabilities)}, but "
+                f"{type(model).__name__} has {', '.join(chosen)}: load the state of the same model."
+            )
+        self._declared = chosen
+        for name in chosen:
+            self._knobs.setdefault(name, Knob(log_odds(CENTRE), log_odds(CENTRE)))
         self._apply()
 
     def _average(self, weights: list[Tensor]) -> None:
@@ -240,7 +256,19 @@ class Tuner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state."""
+        """Resume from a saved state.
+
+        Raises:
+            DataError: for a state that is not a tuner's, or that differs in whether weight decay is
+                tuned.
+        """
+        if missing := self.state_dict().keys() - state.keys():
+            raise DataError(f"this is no state of a tuner: it lacks {', '.join(sorted(missing))}.")
+        if (DECAY in state["knobs"]) != (self.optimizer is not None):
+            had, has = ("tuned", "leaves") if self.optimizer is None else ("left", "tunes")
+            raise DataError(
+                f"the saved run {had} weight decay and this tuner {has} it: pass optimizer= as before."
+            )
         self.steps = int(state["steps"])
         self.validation.position = int(state["position"])
         self._knobs = {name: Knob(**values) for name, values in state["knobs"].items()}

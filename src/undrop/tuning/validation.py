@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from undrop.diagnosis.measure.batches import shared_examples
 from undrop.errors import DataError, OptionError
-from undrop.intercept import tensors_in
 
 __all__ = ["Validation", "set_aside"]
 
@@ -93,12 +93,10 @@ class Validation:
         if self._compared >= COMPARED:
             return
         self._compared += 1
-        mine = _fingerprints(inputs, batch_dim)
-        held = {f for x, _ in self.batches for f in _fingerprints(x, batch_dim)}
-        known = sum(f in held for f in mine)
-        if mine and known > len(mine) // 2:
+        known, total = shared_examples(inputs, (x for x, _ in self.batches), batch_dim)
+        if total and known > total // 2:
             raise DataError(
-                f"{known} of {len(mine)} examples of a training batch are in the validation data too: "
+                f"{known} of {total} examples of a training batch are in the validation data too: "
                 "tune on examples that training does not see, e.g. by undrop.tuning.set_aside."
             )
 
@@ -125,12 +123,3 @@ def _collected(batches: Iterable[Any]) -> list[tuple[Any, Any]]:
             "undrop.tuning.set_aside."
         )
     return found
-
-
-def _fingerprints(inputs: Any, dim: int) -> list[bytes]:
-    """One for each example of the first tensor."""
-    tensors: Sequence[Tensor] = [t for t in tensors_in(inputs) if t.dim() > dim]
-    if not tensors:
-        return []
-    rows = tensors[0].detach().cpu().movedim(dim, 0)
-    return [row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows if row.dim()]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from undrop.errors import DataError
+from undrop.intercept import tensors_in
 
-__all__ = ["NumberedBatch", "collect"]
+__all__ = ["NumberedBatch", "collect", "shared_examples"]
 
 
 class NumberedBatch(NamedTuple):
@@ -54,3 +56,25 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
             "used up is empty."
         )
     return found
+
+
+def shared_examples(inputs: Any, held: Iterable[Any], batch_dim: int) -> tuple[int, int]:
+    """How many examples of a training batch are among held-out ones to the bit, and of how many.
+
+    Args:
+        inputs: of the training batch.
+        held: the inputs of each held-out batch.
+        batch_dim: the dimension that counts examples.
+    """
+    mine = _fingerprints(inputs, batch_dim)
+    others = {f for x in held for f in _fingerprints(x, batch_dim)}
+    return sum(f in others for f in mine), len(mine)
+
+
+def _fingerprints(inputs: Any, dim: int) -> list[bytes]:
+    """One for each example of the first tensor."""
+    tensors: Sequence[Tensor] = [t for t in tensors_in(inputs) if t.dim() > dim]
+    if not tensors:
+        return []
+    rows = tensors[0].detach().cpu().movedim(dim, 0)
+    return [row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows if row.dim()]

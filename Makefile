@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-slow test-portable lint format docs bench faults audit clean
+.PHONY: help install demo test test-slow test-portable test-device verify compat lint format docs bench faults audit clean
 
 help:  ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,33 @@ test-slow: $(STAMP)  ## Everything, with many draws and long trainings
 test-portable: $(STAMP)  ## The tests that depend on the CPU, as on one with AVX2 and on one without
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "portable and not slow"
 	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadgroup -m "portable and not slow"
+
+MATHS := $(addprefix tests/,test_noise.py engines/test_exact.py engines/test_reverse.py engines/test_tangent.py \
+	engines/test_stacked.py engines/test_fraction.py losses kernels nn objectives diagnosis/test_explicit.py)
+
+# A stand-in for a GPU, which needs g++: no operation may mix its tensors with those of the CPU.
+test-device: $(STAMP)  ## The maths tests on a device that is not the CPU
+	UNDROP_TEST_DEVICE=$(or $(DEVICE),stand_in) $(BIN)/python -m pytest -m "not slow" $(MATHS)
+
+verify: $(STAMP)  ## What works on this machine and its GPU: verify.json and verify.html (minutes)
+	PYTHONPATH=tests $(BIN)/python -m verify
+
+# Other versions of torch, each in an environment of its own. The core suite is all but the slow tests,
+# the fault campaign, the campaigns of experiments and what only the pinned versions promise; tests of
+# packages that are absent skip themselves.
+OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+CORE := tests --ignore tests/faults --ignore tests/lab/reproduce --ignore tests/test_gallery.py --ignore tests/test_docs.py
+
+compat: compat-newest compat-$(OLDEST)  ## The core suite with the newest torch and with the oldest (gigabytes)
+
+compat-newest: TORCH := torch
+compat-%: TORCH = torch==$*.*
+compat-%:  ## The core suite with another torch, as in compat-2.9
+	$(PYTHON) -m venv --clear .venv-compat-$*
+	.venv-compat-$*/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '.[workbench,test]'
+	.venv-compat-$*/bin/python -m pip uninstall --quiet --yes undrop
+	PYTHONPATH=src .venv-compat-$*/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" $(CORE)
+	rm -rf .venv-compat-$*
 
 faults: $(STAMP)  ## The fault campaign: kills, full disks, bad bytes (hours)
 	PYTHONPATH=tests $(BIN)/python -m faults --times $(or $(TIMES),100)

@@ -1,11 +1,31 @@
 """What every test has: one thread, so that timings and sums do not depend on the machine."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 import launching
+from device import DEVICE, OnDevice
+
+NEEDS = {
+    "integrations/test_accelerate.py": "accelerate",
+    "integrations/test_lightning.py": "lightning",
+    "integrations/test_transformers.py": "transformers",
+    "losses/test_heads.py": "transformers",
+}
+"""Files that test an integration, and the package without which they are left out."""
+
+if DEVICE.type != "cpu":
+    OnDevice().__enter__()  # from here on: test files make tensors when they are imported, too
+
+absent = {path: package for path, package in NEEDS.items() if find_spec(package) is None}
+collect_ignore = list(absent)
+
+
+def pytest_report_header() -> list[str]:
+    return [f"left out: tests/{path} ({package} is absent)" for path, package in absent.items()]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import undrop
+from device import new_generator
 from problems import Problem
 from undrop.engines import Draw, Engine, Evaluation, Request
 from undrop.intercept import Batch, Selection, Site
@@ -56,7 +57,7 @@ class Fixed(Draw):
 
 def seeded(seed: int, mask: str = "as-declared", noise: str = "sign") -> Draw:
     """A random draw that is the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = new_generator(seed)
     return Draw(noise, mask, Selection(), lambda device: generator)
 
 
@@ -75,7 +76,7 @@ def design(problem: Problem, mask: str = "as-declared") -> Iterator[Fixed]:
 def random_signs(problem: Problem, seed: int, mask: str = "as-declared") -> Fixed:
     """A draw of random signs that every engine sees alike."""
     columns = next(design(problem, mask)).row.numel()
-    generator = torch.Generator().manual_seed(seed)
+    generator = new_generator(seed)
     return Fixed(torch.randn(columns, generator=generator, dtype=torch.float64).sign(), mask)
 
 

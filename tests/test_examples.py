@@ -17,6 +17,10 @@ SMALL = {
     "accelerate_processes.py": ["--epochs", "1"],
     "large_model.py": ["--steps", "2"],
 }
+NEEDS = {"digits.py": "sklearn", "transformers_trainer.py": "transformers"} | {
+    "lightning_fit.py": "lightning",
+    "accelerate_processes.py": "accelerate",
+}
 PARALLEL = {"accelerate_processes.py", "large_model.py"}
 
 
@@ -38,12 +42,14 @@ def test_it_fits_on_a_screen(name):
 
 @pytest.mark.parametrize("name", sorted(SMALL.keys() - PARALLEL))
 def test_it_runs(name, monkeypatch, capsys):
+    pytest.importorskip(NEEDS.get(name, "torch"))
     monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert len(table(capsys.readouterr().out)) == 3
 
 
 def test_accelerate_runs_in_two_processes(launch):
+    pytest.importorskip("accelerate")
     printed = launch(EXAMPLES / "accelerate_processes.py", *SMALL["accelerate_processes.py"])
     assert printed.startswith("2 processes\n")
     assert len(table(printed)) == 3

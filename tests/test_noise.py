@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from device import new_generator
 from undrop.errors import OptionError
 from undrop.noise import NOISES, draw, mask_shape, sigma, structured_dropout
 
@@ -11,7 +12,7 @@ LIKE = torch.empty(0, dtype=torch.float64)
 
 
 def drawn(noise, n, q=0.3, seed=0):
-    return draw(noise, (n,), q, like=LIKE, generator=torch.Generator().manual_seed(seed))
+    return draw(noise, (n,), q, like=LIKE, generator=new_generator(seed))
 
 
 @pytest.mark.parametrize("q", [0.01, 0.3, 0.5, 0.9])
@@ -58,7 +59,7 @@ def test_a_dropped_entry_is_zero_in_every_precision(dtype):
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_scale_multiplies(noise):
     one, three = (
-        draw(noise, (50,), 0.3, scale=scale, like=LIKE, generator=torch.Generator().manual_seed(0))
+        draw(noise, (50,), 0.3, scale=scale, like=LIKE, generator=new_generator(0))
         for scale in (1.0, 3.0)
     )
     torch.testing.assert_close(three, 3.0 * one, rtol=1e-14, atol=0.0)

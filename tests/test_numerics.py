@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, LinearCrossEntropy
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -104,7 +105,7 @@ def affine(p, classes, dtype):
 
 
 def step_of(model, inputs, target, loss, engine, **options):
-    generator = torch.Generator().manual_seed(1)
+    generator = new_generator(1)
     model.zero_grad()
     objective = undrop.Analytic(engine=engine, loss=loss, generator=generator, **options)
     step = objective(model, inputs, target)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
+from device import new_generator
 from problems import problem
 from undrop.diagnosis.measure.analytic import AnalyticNoise
 from undrop.diagnosis.measure.benefit import (
@@ -28,7 +29,7 @@ def net():
 
 
 def data(seed, n=6):
-    generator = torch.Generator().manual_seed(seed)
+    generator = new_generator(seed)
     x = torch.randn(n, 3, generator=generator).double()
     return x, torch.randint(3, (n,), generator=generator)
 
@@ -43,7 +44,7 @@ def site_benefit(model, train, validation, site, engine="exact", seed=0, loss=No
         parameters,
         site,
         strength=undrop.TAYLOR,
-        generator=Generators(torch.Generator().manual_seed(seed)),
+        generator=Generators(new_generator(seed)),
         noise=AnalyticNoise(as_engine(engine)),
     )
     return inner(validation_gradient(model, *validation, loss, parameters), push)

@@ -11,6 +11,7 @@ from torch.func import grad, vmap
 
 import undrop
 from brute_force import LOSSES, NETS, noise_directions
+from device import new_generator
 from problems import problem
 from undrop.diagnosis.measure.estimates import Estimate
 
@@ -131,7 +132,7 @@ def test_the_noise_is_the_objectives_own(make, sites, mask, factor):
         (made.inputs, made.targets),
         seconds=1e3,
         draws=250,
-        generator=torch.Generator().manual_seed(0),
+        generator=new_generator(0),
     )
     truth = factor * analytic_trace(made, sites, mask) / dropouts_trace(made, sites)
     assert abs(found.noise_ratio.value - truth) < 4 * found.noise_ratio.stderr  # 250 samples
@@ -148,7 +149,7 @@ def test_the_noise_follows_the_objectives_mask_structure():
             undrop.Analytic(explicit=None, mask=mask),
             model,
             batch,
-            generator=torch.Generator().manual_seed(0),
+            generator=new_generator(0),
             **MANY,
         ).noise_ratio
         for mask in ("as-declared", "independent")
@@ -199,7 +200,7 @@ def test_an_explicit_part_of_strength_zero_is_zero(engine):
 
 def test_a_check_leaves_model_and_objective_as_they_were():
     made = problem("batch_norm")
-    objective = undrop.Analytic(interval=3, generator=torch.Generator().manual_seed(5))
+    objective = undrop.Analytic(interval=3, generator=new_generator(5))
     objective.steps = 7
     before = objective.state_dict()
     weights = {name: value.clone() for name, value in made.model.state_dict().items()}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from device import new_generator
 from undrop.diagnosis.measure.r_drop import measure_r_drop
 
 UNITS, P, POPULATION = 6, 0.5, 20_000
@@ -54,10 +55,10 @@ def truth(model, x, y):
 def coverage(scale, batches, masks, *, size=8, repetitions=500):
     """How often R_drop, ½E[uᵀHu] and their ratio lie in their intervals."""
     model = net(scale)
-    population = truth(model, *examples(POPULATION, torch.Generator().manual_seed(1)))
+    population = truth(model, *examples(POPULATION, new_generator(1)))
     hits = np.zeros(3)
     for seed in range(repetitions):
-        generator = torch.Generator().manual_seed(1000 + seed)
+        generator = new_generator(1000 + seed)
         drawn = [examples(size, generator) for _ in range(batches)]
         r_drop, half = truth(model, *drawn[0]) if batches == 1 else population
         found = measure_r_drop(model, drawn, masks=masks, generator=generator)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from problems import PROBLEMS, problem
 from undrop.diagnosis.measure.batches import collect
 from undrop.diagnosis.measure.expansion import Differences, Expander, Expansion
@@ -34,7 +35,7 @@ def quietly(done, what):
 def subject_of(name="mlp", loss=None, batches=1):
     made = problem(name, loss)
     pairs = [(made.inputs, made.targets)] * batches
-    generator = torch.Generator().manual_seed(0)
+    generator = new_generator(0)
     return MeasuredModel(made.model, collect(pairs, batches), loss=made.loss, generator=generator)
 
 
@@ -90,7 +91,7 @@ def test_the_standard_error_is_the_spread_between_repeated_studies():
     values, errors = [], []
     for seed in range(16):
         subject = subject_of()
-        subject.generators = type(subject.generators)(torch.Generator().manual_seed(seed))
+        subject.generators = type(subject.generators)(new_generator(seed))
         with subject.preserved():
             found = _Sampled(subject, Expander(subject), None).run(Budget(1e9, quietly), 30)
         values.append(found.parts.r_drop.value)
@@ -200,7 +201,7 @@ def test_the_same_generator_gives_the_same_figures():
             [(made.inputs, made.targets)],
             seconds=1e6,
             draws=4,
-            generator=torch.Generator().manual_seed(7),
+            generator=new_generator(7),
             progress=False,
         ).to_json()
         for _ in range(2)

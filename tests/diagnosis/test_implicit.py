@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
+from device import new_generator
 from problems import problem
 from undrop.diagnosis.measure import implicit
 from undrop.diagnosis.measure.batches import collect
@@ -22,7 +23,7 @@ def measured(model, batches, draws, **options):
     subject = MeasuredModel(
         model,
         collect(batches, 100),
-        generator=torch.Generator().manual_seed(0),
+        generator=new_generator(0),
         **options,
     )
     with subject.preserved():
@@ -123,7 +124,7 @@ def test_both_noises_shrink_as_one_over_k():
 def test_a_noise_sample_has_the_covariance_of_the_dropout_gradient():
     """Scaled by 1/√2, the difference of two dropout gradients has one's covariance."""
     model, x, y = small_net()
-    subject = MeasuredModel(model, collect([(x, y)], 1), generator=torch.Generator().manual_seed(0))
+    subject = MeasuredModel(model, collect([(x, y)], 1), generator=new_generator(0))
     noise = GradientNoise(subject)
     with subject.preserved():
         samples = torch.stack(

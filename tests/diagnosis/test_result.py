@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.diagnosis.measure.benefit import Benefit
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.report.advice import advise, conclude
@@ -45,7 +46,7 @@ def found():
         seconds=1e3,
         draws=6,
         classes=["<unk>", "&amp;", "$x$"],
-        generator=torch.Generator().manual_seed(0),
+        generator=new_generator(0),
         progress=False,
     )
 

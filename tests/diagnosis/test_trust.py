@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.diagnosis.measure import explicit as explicit_module
 from undrop.diagnosis.measure.batches import collect
 from undrop.diagnosis.measure.enumeration import enumerable
@@ -29,7 +30,7 @@ class Mixing(nn.Module):
 
 
 def batch(n=8, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = new_generator(seed)
     x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (n,), generator=generator)
 
@@ -41,7 +42,7 @@ def test_examples_that_mix_are_never_enumerated_one_by_one(seed):
     measured = MeasuredModel(
         Mixing().double(),
         collect([batch()], 1),
-        generator=torch.Generator().manual_seed(seed),
+        generator=new_generator(seed),
     )
     with measured.preserved():
         expanded = Expander(measured)(measured.batches[0])

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
+from device import new_generator
 from engine_helpers import BOTH, evaluate, gradient, relative, seeded
 from problems import D, Problem
 from undrop.engines import Antithetic, Tangent
@@ -63,7 +64,7 @@ def test_a_diagnosis_holds_them_still(problem):
         seconds=30.0,
         draws=64,
         implicit=False,
-        generator=torch.Generator().manual_seed(0),
+        generator=new_generator(0),
         progress=False,
     )
     parts = found.explicit.parts

@@ -5,13 +5,14 @@ import torch
 import torch.autograd.forward_ad as forward
 import torch.nn.functional as F
 
+from device import new_generator
 from undrop.engines.proven import CONSTANT, PROVEN, TangentTrace
 
 D = torch.float64
 
 
 def w(*shape, seed=1):
-    return torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=D, generator=new_generator(seed))
 
 
 IDX = torch.tensor([2, 0, 1])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import undrop
+from device import new_generator
 from engine_helpers import BOTH, EXPLICIT, evaluate, gradient, random_signs, relative, seeded
 from problems import D, Problem
 from undrop.engines import Antithetic, Tangent
@@ -314,7 +315,7 @@ class OwnNoise(nn.Module):
         return self.two(self.drop(torch.tanh(self.one(x))) * (1 + self.draw(x)))
 
 
-HELD = torch.Generator().manual_seed(3)
+HELD = new_generator(3)
 SOURCES = {
     "torch": lambda x: torch.rand(len(x), 1, dtype=D),
     "NumPy": lambda x: float(np.random.rand()),
@@ -338,7 +339,7 @@ def test_a_generator_that_the_model_holds_is_the_same_for_both_signs():
     class Holds(OwnNoise):
         def __init__(self):
             super().__init__(None)
-            self.generator = torch.Generator().manual_seed(3)
+            self.generator = new_generator(3)
             self.draw = lambda x: torch.rand((), generator=self.generator).to(D)
 
     p = classify(Holds(), 6, 4)
@@ -367,7 +368,7 @@ def test_epsilon_shrinks_where_sigma_is_large():
 
 
 def gradients(model, under, x, y, **options):
-    objective = undrop.Analytic(generator=torch.Generator().manual_seed(1), **options)
+    objective = undrop.Analytic(generator=new_generator(1), **options)
     found = []
     for _ in range(3):
         under.zero_grad()
@@ -429,7 +430,7 @@ def test_compile_around_the_step_keeps_the_regularizers():
 
     totals = []
     for run in (step, torch.compile(step, backend="eager")):
-        objective = undrop.Analytic(generator=torch.Generator().manual_seed(1))
+        objective = undrop.Analytic(generator=new_generator(1))
         totals.append([float(run(objective, net())) for _ in range(2)])
     assert totals[0] == pytest.approx(totals[1], rel=1e-6)
 

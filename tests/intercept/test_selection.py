@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.errors import OptionError, SiteSelectionError
 from undrop.intercept import Selection
 
@@ -89,9 +90,9 @@ def test_sites_that_are_not_chosen_are_off(engine):
     other = model()
     other[2].p = 0.0
     parts = [
-        undrop.Analytic(
-            explicit=None, engine=engine, sites=sites, generator=torch.Generator().manual_seed(0)
-        )(net, X, Y).parts
+        undrop.Analytic(explicit=None, engine=engine, sites=sites, generator=new_generator(0))(
+            net, X, Y
+        ).parts
         for net, sites in ((model(), "4"), (other, None))
     ]
     assert parts[0] == pytest.approx(parts[1], rel=1e-12)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.errors import EngineError
 from undrop.intercept import Interception, no_noise
 
@@ -34,7 +35,7 @@ def bits(model):
 
 
 def with_objective(engine, seed=1):
-    generator = torch.Generator().manual_seed(seed)
+    generator = new_generator(seed)
     objective = undrop.Analytic(engine=engine, generator=generator)
     return lambda model: objective(model, X, Y).backward()
 
@@ -98,7 +99,7 @@ def test_objectives_in_many_threads_have_the_bits_that_they_have_alone():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_model_shared_between_threads_has_in_each_the_objective_it_has_alone(engine):
     def objectives():
-        generators = [torch.Generator().manual_seed(seed) for seed in range(4)]
+        generators = [new_generator(seed) for seed in range(4)]
         made = [undrop.Analytic(engine=engine, generator=each) for each in generators]
         for objective in made:
             objective(model, X, Y)  # the first step looks for sites

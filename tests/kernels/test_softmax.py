@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch.func import jvp
 
+from device import new_generator
 from undrop.kernels.softmax import cross_entropy_combined, cross_entropy_derivatives
 
 FORMS = ("hessian", "identity")
 
 
 def problem(shape=(4, 3), classes=7, ignored=2, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g = new_generator(seed)
     logits = torch.randn(*shape, classes, generator=g, dtype=torch.float64).mul(2).to(dtype)
     u = torch.randn(*shape, classes, generator=g, dtype=torch.float64).to(dtype)
     target = torch.randint(classes, shape, generator=g)

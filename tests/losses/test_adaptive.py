@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import jvp
 
+from device import new_generator
 from dispatch import LargestTensor
 from undrop.errors import OptionError, OutputError, TargetError
 from undrop.losses.adaptive import AdaptiveSoftmax
@@ -20,7 +21,7 @@ def leaf(g, *shape, dtype):
 
 def problem(shape=(6, 4), *, ignored=2, dtype=torch.float64):
     """Features, their tangent, the layers (a tail without projection and bias first), targets."""
-    g = torch.Generator().manual_seed(0)
+    g = new_generator(0)
     features, u = leaf(g, *shape, WIDTH, dtype=dtype), leaf(g, *shape, WIDTH, dtype=dtype)
     layers = [
         (None, leaf(g, CUTOFFS[0] + 2, WIDTH, dtype=dtype), leaf(g, CUTOFFS[0] + 2, dtype=dtype)),
@@ -163,7 +164,7 @@ def test_drawn_tails_are_unbiased_with_their_gradient():
     exact = reference(features, u, layers, torch.tensor([8]), "hessian").quadratic
     want = torch.cat((exact.view(1), *(g[0] for g in torch.autograd.grad(exact, (features, u)))))
     f, t = (x.detach().expand(1000, -1).clone().requires_grad_() for x in (features, u))
-    loss = adaptive(layers, fisher="drawn", generator=torch.Generator().manual_seed(1), chunk=None)
+    loss = adaptive(layers, fisher="drawn", generator=new_generator(1), chunk=None)
     runs = []
     for _ in range(20):
         total, _ = loss.combined(f, t, torch.full((1000,), 8), "hessian", (0.0, 1.0, 0.0))
@@ -208,7 +209,7 @@ def test_sampled_gradients_have_the_form_as_covariance(form):
     draws = 20_000
     rows = features.detach().expand(draws, -1).clone().requires_grad_()
     target = torch.zeros(draws, dtype=torch.long)
-    generator = torch.Generator().manual_seed(5)
+    generator = new_generator(5)
     loss = adaptive(layers, chunk=None)
     (grads,) = torch.autograd.grad(loss.sampled(rows, target, form, generator), rows)
     outer = grads.unsqueeze(2) * grads.unsqueeze(1)
@@ -230,7 +231,7 @@ def test_a_sampled_word_is_of_the_tail_that_the_head_chose():
     head = layers[0]
     with torch.no_grad():
         head[2].fill_(-40.0)[CUTOFFS[0] + 1] = 40.0  # only the second tail is ever chosen
-    labels = adaptive(layers)._draw(features.expand(300, -1), torch.Generator().manual_seed(0))
+    labels = adaptive(layers)._draw(features.expand(300, -1), new_generator(0))
     assert set(labels.tolist()) <= {5, 6, 7, 8}
     assert len(set(labels.tolist())) > 1
 

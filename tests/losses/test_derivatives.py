@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, hessian
 
+from device import new_generator
 from problems import LOSSES, softened
 from undrop.errors import OptionError
 from undrop.losses import FORMS, CrossEntropy, Generic, LinearCrossEntropy
@@ -130,7 +131,7 @@ def test_sampled_gradients_have_the_forms_second_moment(name, form):
     target = torch.zeros(n, dtype=torch.long)
     if not isinstance(loss, CrossEntropy):
         target = torch.rand(4, dtype=D).expand(n, 4)
-    total = loss.sampled(output, target, form, torch.Generator().manual_seed(0))
+    total = loss.sampled(output, target, form, new_generator(0))
     (g,) = torch.autograd.grad(total, output)
     products = g.unsqueeze(-1) * g.unsqueeze(-2)
     p, s = row.softmax(0), row.sigmoid()
@@ -237,7 +238,7 @@ def test_classes_in_another_dimension_are_the_same_classes(form):
     total = last.combined(output, u, target, form, weights)[0]
     torch.testing.assert_close(second.combined(*moved, target, form, weights)[0], total)
     probes = [
-        loss.sampled(x, target, form, torch.Generator().manual_seed(1))
+        loss.sampled(x, target, form, new_generator(1))
         for loss, x in ((last, output), (second, moved[0]))
     ]
     if form != "identity":  # whose probe is drawn in the output's own order

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.errors import TargetError
 from undrop.losses import Coefficients, Generic, as_loss
 from undrop.losses.base import padded
@@ -16,7 +17,7 @@ D = torch.float64
 
 
 def leaf(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = new_generator(seed)
     return torch.randn(shape, dtype=D, generator=generator).requires_grad_()
 
 
@@ -48,7 +49,7 @@ def test_a_piecewise_linear_loss_has_no_curvature_on_any_batch(function, caplog)
     loss = Generic(function)
     for seed in range(30):
         f, u = leaf(6, 3, seed=seed), leaf(6, 3, seed=100 + seed)
-        y = torch.rand(6, 3, dtype=D, generator=torch.Generator().manual_seed(seed))
+        y = torch.rand(6, 3, dtype=D, generator=new_generator(seed))
         total, parts = loss.combined(f, u, y)
         assert parts.quadratic == 0.0
         (gradient,) = torch.autograd.grad(function(f, y), f)

@@ -5,6 +5,7 @@ import torch
 import transformers as hf
 
 import undrop
+from device import new_generator
 from engine_helpers import EXPLICIT, design, evaluate
 from integrations.families import BERT, FAMILIES, SPECIAL, V, text, words
 from problems import Problem
@@ -117,7 +118,7 @@ def test_diagnose_uses_the_models_own_loss():
 
     def diagnosed(batch, **options):
         how = {"implicit": False, "seconds": 60.0, "draws": 3, "progress": False}
-        generator = torch.Generator().manual_seed(0)
+        generator = new_generator(0)
         return undrop.diagnose(model, [batch], generator=generator, **how, **options).explicit
 
     wanted = diagnosed((inputs, shifted), loss=CrossEntropy())

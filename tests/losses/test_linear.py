@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from device import new_generator
 from dispatch import LargestTensor
 from undrop.errors import OptionError, OutputError, TargetError
 from undrop.losses.base import FORMS
@@ -18,7 +19,7 @@ def leaf(g, *shape, dtype=torch.float64):
 
 
 def problem(shape=(5, 3), *, ignored=2, dtype=torch.float64, classes=CLASSES, width=WIDTH):
-    g = torch.Generator().manual_seed(0)
+    g = new_generator(0)
     features, u = leaf(g, *shape, width, dtype=dtype), leaf(g, *shape, width, dtype=dtype)
     weight, bias = leaf(g, classes, width, dtype=dtype), leaf(g, classes, dtype=dtype)
     target = torch.randint(classes, shape, generator=g)
@@ -152,7 +153,7 @@ def outer_products(loss, features, form, draws):
     """∇S ∇Sᵀ of many independent rows with the same features."""
     rows = features.detach().expand(draws, -1).clone().requires_grad_()
     target = torch.zeros(draws, dtype=torch.long)
-    generator = torch.Generator().manual_seed(5)
+    generator = new_generator(5)
     (grads,) = torch.autograd.grad(loss.sampled(rows, target, form, generator), rows)
     return grads.unsqueeze(2) * grads.unsqueeze(1)
 
@@ -173,7 +174,7 @@ def test_ignored_targets_are_not_sampled():
     features, _, weight, bias, target = problem((6,), ignored=3)
     loss, _ = losses(weight, bias)
     for form in FORMS:
-        g = torch.Generator().manual_seed(0)
+        g = new_generator(0)
         (grad,) = torch.autograd.grad(loss.sampled(features, target, form, g), features)
         assert torch.equal(grad[:3], torch.zeros_like(grad[:3]))
         assert (grad[3:] != 0).any()

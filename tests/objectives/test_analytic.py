@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import undrop
+from device import new_generator
 from problems import PROBLEMS, D, problem
 from undrop.losses import FORMS
 
@@ -13,7 +14,7 @@ ENGINES = ("tangent", "antithetic", "reverse")
 
 
 def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+    return new_generator(seed)
 
 
 def step(p, **how):

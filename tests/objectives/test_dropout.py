@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
+from device import new_generator
 from problems import Problem, problem
 from undrop.nn import LockedDropout
 
@@ -82,7 +83,7 @@ def test_analytic_noise_is_the_implicit_part_of_analytic(engine):
     p = problem("lstm")
 
     def generator():
-        return torch.Generator().manual_seed(2)
+        return new_generator(2)
 
     drop = undrop.Dropout(4, noise="analytic", engine=engine, generator=generator())
     step = drop(p.model, p.inputs, p.targets)
@@ -112,7 +113,7 @@ def test_its_own_masks_are_the_declared_ones_whatever_the_analytic_noise_is():
         mask="independent",
         sites="locked",
         loss=undrop.MSE(),
-        generator=torch.Generator().manual_seed(0),
+        generator=new_generator(0),
     )
     locked, other = drop(Ratio(), torch.randn(20, 4, 3), torch.zeros(20, 4, 3)).output
     torch.testing.assert_close(locked, locked[:1].expand_as(locked))
@@ -125,8 +126,8 @@ def test_its_own_masks_are_the_declared_ones_whatever_the_analytic_noise_is():
 def test_what_its_own_masks_drop_is_zero_in_every_precision(p, dtype):
     """As of torch's own dropout: either 0 to the bit, or scaled up."""
     model = nn.Sequential(nn.Linear(3, 64), nn.Dropout(p)).to(dtype)
-    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
-    drop = undrop.Dropout(loss=undrop.MSE(), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(8, 3, generator=new_generator(0)).to(dtype)
+    drop = undrop.Dropout(loss=undrop.MSE(), generator=new_generator(0))
     output = drop(model, x, torch.zeros(8, 64, dtype=dtype)).output.detach()
     before = model[0](x).detach()
     kept = output.abs() > 0.5 * before.abs()
@@ -142,7 +143,7 @@ def test_what_its_own_masks_drop_is_zero_in_every_precision(p, dtype):
 
 
 def covariance_trace(p, draws, *args, seed=1, **how):
-    objective = undrop.Dropout(*args, generator=torch.Generator().manual_seed(seed), **how)
+    objective = undrop.Dropout(*args, generator=new_generator(seed), **how)
     rows = torch.stack([taken(objective, p) for _ in range(draws)])
     return rows.var(0).sum().item()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from device import new_generator
 from engine_helpers import seeded
 from problems import problem
 from undrop.engines import ScaledNoise
@@ -20,7 +21,7 @@ def gradient(model):
 
 
 def generator():
-    return torch.Generator().manual_seed(3)
+    return new_generator(3)
 
 
 def dropped(made, draw):

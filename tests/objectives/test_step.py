@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from problems import problem
 from undrop.errors import StepError
 from undrop.losses import LinearCrossEntropy
@@ -29,7 +30,7 @@ OBJECTIVES = {
 @pytest.fixture(params=OBJECTIVES)
 def objective(request):
     """Made anew, with the same noise each time."""
-    return lambda: OBJECTIVES[request.param](generator=torch.Generator().manual_seed(1))
+    return lambda: OBJECTIVES[request.param](generator=new_generator(1))
 
 
 def gradient(model):
@@ -109,7 +110,7 @@ def with_head(inside, *, tied=False):
 
 def gradients_with_head(make, inside, **how):
     p, model, every, loss = with_head(inside, **how)
-    step = make(loss=loss, generator=torch.Generator().manual_seed(1))(model, p.inputs, p.targets)
+    step = make(loss=loss, generator=new_generator(1))(model, p.inputs, p.targets)
     step.backward()
     return step.parts, gradient(every)
 
@@ -160,7 +161,7 @@ def test_running_statistics_move_once(objective):
 
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if "drop" not in n and "resam" not in n])
 def test_without_noise_they_move_as_in_a_pass_without_noise(name):
-    p, step = called(lambda: OBJECTIVES[name](generator=torch.Generator().manual_seed(1)))
+    p, step = called(lambda: OBJECTIVES[name](generator=new_generator(1)))
     step.backward()
     expected = silent_pass(problem("batch_norm"))
     close = {"rtol": 0.05, "atol": 0.01} if "antithetic" in name else {}  # a pass at ε₀
@@ -195,7 +196,7 @@ WAYS = {
 @pytest.fixture(params=LATER)
 def several(request):
     """An objective of several samples, made anew, with the same noise each time."""
-    return lambda: OBJECTIVES[request.param](generator=torch.Generator().manual_seed(1))
+    return lambda: OBJECTIVES[request.param](generator=new_generator(1))
 
 
 def half(enabled=True):

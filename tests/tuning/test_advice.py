@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.errors import DataError
 from undrop.tuning import Entry, History, advise_from
 
@@ -20,7 +21,7 @@ def history(slopes):
 
 
 def drawn(mean, count=60, seed=0):
-    return (mean + torch.randn(count, generator=torch.Generator().manual_seed(seed))).tolist()
+    return (mean + torch.randn(count, generator=new_generator(seed))).tolist()
 
 
 def test_evidence_becomes_a_verdict_and_a_p_with_an_interval():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.intercept import Interception, Selection, logits_of
 from undrop.lab.models import AWDLSTM
 from undrop.tuning.signal import Look, signal
@@ -24,7 +25,7 @@ def problem(name):
         *(nn.Dropout(0.2), nn.Linear(6, 4)),
     ).double()
     loss, targets = LOSSES[name]
-    random = torch.Generator().manual_seed(4)
+    random = new_generator(4)
     pairs = [(torch.randn(8, 5, generator=random).double(), targets(random)) for _ in range(2)]
     return model, loss(), *pairs
 

@@ -8,16 +8,15 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
 from undrop.tuning.rule import Knob, log_odds, probability, target
 from undrop.tuning.validation import Validation
 
 OBJECTIVES = {
-    "analytic": lambda: undrop.Analytic(
-        engine="antithetic", generator=torch.Generator().manual_seed(1)
-    ),
-    "dropout": lambda: undrop.Dropout(generator=torch.Generator().manual_seed(1)),
+    "analytic": lambda: undrop.Analytic(engine="antithetic", generator=new_generator(1)),
+    "dropout": lambda: undrop.Dropout(generator=new_generator(1)),
 }
 
 
@@ -31,8 +30,8 @@ def network(p=0.2):
 
 def batches(count, seed, rows=12, noise=0.0):
     """Classes that depend on the first inputs; the label is random for a share of the rows."""
-    random = torch.Generator().manual_seed(seed)
-    teacher = torch.randn(6, 3, generator=torch.Generator().manual_seed(99))
+    random = new_generator(seed)
+    teacher = torch.randn(6, 3, generator=new_generator(99))
     found = []
     for _ in range(count):
         x = torch.randn(rows, 6, generator=random)
@@ -43,7 +42,7 @@ def batches(count, seed, rows=12, noise=0.0):
 
 
 def tuner_for(objective, **options):
-    options.setdefault("generator", torch.Generator().manual_seed(2))
+    options.setdefault("generator", new_generator(2))
     return undrop.Tuner(objective, batches(6, seed=5), **options)
 
 
@@ -76,7 +75,7 @@ def test_p_of_every_site_moves_within_a_plain_loop_and_reaches_the_objective(nam
 def test_tuned_dropout_drops_at_the_tuned_rate():
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
     nn.init.ones_(model[0].weight)
-    for generator in (None, torch.Generator().manual_seed(0)):
+    for generator in (None, new_generator(0)):
         objective = undrop.Dropout(loss=undrop.MSE(), generator=generator)
         objective.site_p = {"1": 0.1}
         output = objective(model, torch.ones(20000, 1), torch.zeros(20000, 1)).output
@@ -143,7 +142,7 @@ def test_weight_decay_is_tuned_beside_the_sites_if_an_optimizer_is_given():
 @pytest.mark.parametrize("start", [0.05, 0.2, 0.6])
 @pytest.mark.parametrize("rate", [0.1, 0.3, 1.0])
 def test_the_rule_forgets_its_start_and_hardly_depends_on_its_rate(start, rate):
-    random = torch.Generator().manual_seed(0)
+    random = new_generator(0)
     slopes = (0.3 + torch.randn(200, generator=random)).tolist()
     knob = Knob(log_odds(start), log_odds(0.2))
     values = []
@@ -176,7 +175,7 @@ def test_the_value_is_the_weighted_mean_of_the_targets_so_far():
 
 
 def test_the_rule_stays_at_its_centre_without_evidence_and_within_bounds_with_all_of_it():
-    random = torch.Generator().manual_seed(1)
+    random = new_generator(1)
     idle = Knob(log_odds(0.2), log_odds(0.2))
     values = []
     for slope in torch.randn(2000, generator=random).tolist():

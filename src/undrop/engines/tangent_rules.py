@@ -97,6 +97,22 @@ for _function in (F.log_softmax, torch.log_softmax, Tensor.log_softmax):
     TANGENT_RULES.register(_function)(partial(_log_softmax, _function))
 
 
+@TANGENT_RULES.register(F.linear)
+def _linear(
+    mode: Interception, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """ẋWᵀ + xẆᵀ + ḃ. Torch's own rule loads its compiler where the bias has no tangent."""
+    if not has_tangent(input, weight, bias):
+        return F.linear(input, weight, bias)
+    (x, dx), (w, dw) = unpacked(input), unpacked(weight)
+    b, db = (None, None) if bias is None else unpacked(bias)
+    out = F.linear(x, w, b)
+    tangent = out.new_zeros(()) if dx is None else F.linear(dx, w)
+    tangent = tangent if dw is None else tangent + F.linear(x, dw)
+    tangent = tangent if db is None else tangent + db
+    return packed(out, tangent.expand_as(out))
+
+
 @TANGENT_RULES.register(torch.logsumexp, Tensor.logsumexp)
 def _logsumexp(mode: Interception, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """The tangent of log Σ exp x is Σ softmax(x) ẋ."""

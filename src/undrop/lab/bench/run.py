@@ -48,6 +48,7 @@ def bench(
     rounds: int = 10,
     names: Sequence[str] = tuple(METHODS),
     memory: bool = True,
+    device: str = "cpu",
     tick: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
     """Time every method in turn, round after round, in one process.
@@ -62,6 +63,7 @@ def bench(
         rounds: how often each method is timed, after one round to warm up.
         names: the methods; the baseline "dropout" is always one of them.
         memory: whether to measure peak memory, in one more process for each method.
+        device: where to run; a GPU has finished a step before its time is taken.
         tick: called with the method's name after each of its steps.
 
     Raises:
@@ -72,10 +74,10 @@ def bench(
     methods = {name: METHODS[name] for name in names}
     peaks: dict[str, float | None] = dict.fromkeys(names)
     for name in names if memory else ():  # first, while this process is small itself
-        peaks[name] = _peak(model, size, name)
+        peaks[name] = _peak(model, size, name, device)
         tick(name)
-    what = subject(model, size)
-    steps = {name: method(what) for name, method in methods.items()}
+    what = subject(model, size, device)
+    steps = {name: _finished(method(what), device) for name, method in methods.items()}
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name, step in steps.items():
@@ -112,11 +114,25 @@ def _timed(step: Callable[[], None], model: nn.Module) -> float:
     return time.perf_counter() - start
 
 
-def _peak(model: str, size: str, name: str) -> float | None:
-    """Peak memory in MB of two steps in a fresh process; None if the process died."""
+def _finished(step: Callable[[], None], device: str) -> Callable[[], None]:
+    """Return a step that ends when the device has done it."""
+    if device == "cpu":
+        return step
+
+    def waiting() -> None:
+        step()
+        torch.get_device_module(device).synchronize()
+
+    return waiting
+
+
+def _peak(model: str, size: str, name: str, device: str) -> float | None:
+    """Peak memory in MB of two steps in a fresh process; None if it died or can't know."""
+    if device != "cpu" and not hasattr(torch.get_device_module(device), "max_memory_allocated"):
+        return None
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_peak, args=(model, size, name, send))
+    process = context.Process(target=_measure_peak, args=(model, size, name, device, send))
     process.start()
     send.close()
     try:
@@ -128,20 +144,22 @@ def _peak(model: str, size: str, name: str) -> float | None:
     return peak
 
 
-def _measure_peak(model: str, size: str, name: str, send: Any) -> None:
+def _measure_peak(model: str, size: str, name: str, device: str, send: Any) -> None:
     with forward_ad.dual_level():  # load now what is loaded on first use: it is not the method's
         forward_ad.make_dual(torch.randn(64, 64), torch.randn(64, 64)) @ torch.randn(64, 64)
-    before = _resident()
-    what = subject(model, size)
+    before = _resident(device)
+    what = subject(model, size, device)
     step = METHODS[name](what)
     for _ in range(2):
         what.model.zero_grad(set_to_none=True)
         step()
-    send.send(_resident() - before)
+    send.send(_resident(device) - before)
 
 
-def _resident() -> float:
-    """The peak resident memory of this process so far, in MB."""
+def _resident(device: str) -> float:
+    """The peak memory of this process on the device so far, in MB."""
+    if device != "cpu":
+        return float(torch.get_device_module(device).max_memory_allocated()) / 1024.0**2
     status = Path("/proc/self/status")
     if status.exists():  # getrusage also counts what the parent used when it forked
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))

@@ -54,18 +54,24 @@ def check_named(model: str, size: str) -> None:
         raise UnknownNameError("bench size", size, SIZES)
 
 
-def subject(model: str, size: str) -> Subject:
-    """Return the subject of that name and size, the same for every caller."""
+def subject(model: str, size: str, device: str = "cpu") -> Subject:
+    """Return the subject of that name and size on a device, the same for every caller."""
     check_named(model, size)
     torch.manual_seed(0)
-    return SUBJECTS[model](size)
+    with torch.device(device):
+        return SUBJECTS[model](size)
+
+
+def _integers(high: int, shape: tuple[int, ...]) -> Tensor:
+    """Return random integers below ``high`` on the default device, the same on every device."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(high, shape, generator=generator, device="cpu").to(torch.empty(0).device)
 
 
 def _language_model(
     model: Any, length: int, batch: int, *, words: int = _VOCABULARY, compiled: bool = False
 ) -> Subject:
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(words, (length + 1, batch), generator=generator)
+    tokens = _integers(words, (length + 1, batch))
     x, y = tokens[:-1], tokens[1:]
 
     def plain() -> Tensor:
@@ -79,7 +85,7 @@ def _language_model(
 
 
 def _classifier(model: nn.Module, x: Tensor, classes: int = 10) -> Subject:
-    y = torch.randint(classes, (len(x),), generator=torch.Generator().manual_seed(1))
+    y = _integers(classes, (len(x),))
     return Subject(model, lambda: nn.functional.cross_entropy(model(x), y), x, y, CrossEntropy())
 
 

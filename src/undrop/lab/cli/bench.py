@@ -36,13 +36,14 @@ def bench(
     threads: Annotated[
         int, typer.Option(help="Threads of torch; 0 leaves them as they are.", min=0)
     ] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the fastest.")] = "cpu",
 ) -> None:
     """Time the forward and backward pass of one step by each method, in turns in one process."""
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     for name in chosen:
         check_name("bench method", name, bench_methods())
     check_outputs(files=[json], pictures=[plot])
-    rows = _measure(model, size, chosen, rounds, memory, threads)
+    rows = _measure(model, size, chosen, rounds, memory, threads, device)
     _print(rows)
     for row in rows:
         if memory and row.peak_mb is None:
@@ -61,14 +62,22 @@ def bench(
 
 
 def _measure(
-    model: str, size: str, methods: list[str], rounds: int, memory: bool, threads: int
+    model: str,
+    size: str,
+    methods: list[str],
+    rounds: int,
+    memory: bool,
+    threads: int,
+    device: str,
 ) -> list[Row]:
     import torch
 
     from undrop.lab.bench import METHODS
     from undrop.lab.bench import bench as run
+    from undrop.lab.train.environment import find_device
     from undrop.report import Progress
 
+    place = str(find_device(device, "--device"))
     if threads:
         torch.set_num_threads(threads)
     names = list(dict.fromkeys(["dropout", *(methods or METHODS)]))
@@ -81,7 +90,7 @@ def _measure(
             done += 1
             bar.show(done / steps, name)
 
-        return run(model, size, rounds=rounds, names=names, memory=memory, tick=tick)
+        return run(model, size, rounds=rounds, names=names, memory=memory, device=place, tick=tick)
 
 
 def _print(rows: list[Row]) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "autocast",
     "catch_signals",
     "device_of",
+    "find_device",
     "is_out_of_memory",
     "machine",
     "torch_settings",
@@ -41,22 +42,27 @@ _OUT_OF_MEMORY = (
 
 
 def device_of(config: TrainConfig) -> torch.device:
-    """Return the device that the config asks for; ``auto`` is the fastest available.
+    """Return the device that the config asks for; see :func:`find_device`."""
+    return find_device(config.device, "train.device")
+
+
+def find_device(name: str, setting: str) -> torch.device:
+    """Return the device of that name; ``auto`` is the fastest available.
 
     Raises:
-        ConfigError: if the machine has no such device.
+        ConfigError: if the machine has no such device; ``setting`` is where the name stands.
     """
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if config.device == "auto":
-        return torch.device(next(name for name, present in available.items() if present))
-    if not available[config.device]:
-        names = ", ".join(name for name, present in available.items() if present)
-        raise ConfigError(f"train.device is {config.device!r}, but this machine has only {names}.")
-    return torch.device(config.device)
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.insert(0, "mps")
+    if torch.cuda.is_available():
+        available.insert(0, "cuda")
+    if name == "auto":
+        return torch.device(available[0])
+    if name not in available:
+        names = ", ".join(available)
+        raise ConfigError(f"{setting} is {name!r}, but this machine has only {names}.")
+    return torch.device(name)
 
 
 @contextlib.contextmanager

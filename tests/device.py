@@ -1,0 +1,56 @@
+"""The device that the maths tests run on: ``UNDROP_TEST_DEVICE``, the CPU by default.
+
+``cuda``, ``mps`` and the like are torch's own; ``stand_in`` is the one that ``tests/stand_in`` makes.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+import stand_in
+import undrop
+
+if os.environ.get("UNDROP_TEST_DEVICE") == stand_in.NAME:
+    stand_in.install()
+DEVICE = torch.device(os.environ.get("UNDROP_TEST_DEVICE") or "cpu")
+
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARY = str(Path(undrop.__file__).parent)
+_MODELS = tuple(str(Path(_LIBRARY, *folder)) for folder in (("nn",), ("lab", "models")))
+
+
+def new_generator(seed: int) -> torch.Generator:
+    """A random generator of the device."""
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+class OnDevice(TorchFunctionMode):
+    """Tensors and models that a test makes are on the device; those that undrop makes stay as asked.
+
+    So a tensor that undrop makes without naming a device is on the CPU, as it is for a user, and
+    meets the others. A test draws on the CPU: its data are the same on every device.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _device_constructors() or kwargs.get("device") is not None or _in_undrop():
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs, device=kwargs["generator"].device)
+        leaf = kwargs.pop("requires_grad", False)
+        made = func(*args, **kwargs).to(DEVICE)
+        return made.requires_grad_() if leaf else made
+
+
+def _in_undrop() -> bool:
+    """Whether the code that called torch is undrop's, but for its models, which users move."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return file.startswith(_LIBRARY) and not file.startswith(_MODELS)

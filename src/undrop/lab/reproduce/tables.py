@@ -36,6 +36,7 @@ __all__ = [
 SCALES = {
     "smoke": "seconds, for tests",
     "small": "hours on a laptop",
+    "medium": "a day on a laptop",
     "paper": "the paper's own settings, on GPUs",
 }
 """The scales, and what they take."""

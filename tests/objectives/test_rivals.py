@@ -11,7 +11,7 @@ from undrop.engines import ScaledNoise
 from undrop.errors import OptionError
 from undrop.intercept import Interception, call, logits_of
 from undrop.losses import MSE
-from undrop.objectives import SAM, EarlyDropout, Jacobian, NoRegularization, RDrop
+from undrop.objectives import SAM, EarlyDropout, Jacobian, NoRegularization, RDrop, WeightNoise
 
 NETS = ["mlp", "lstm", "gru", "transformer"]
 
@@ -177,6 +177,52 @@ def test_sam_puts_the_weights_back_when_it_fails(monkeypatch):
         assert torch.equal(now, then)
 
 
+@pytest.mark.parametrize("name", NETS)
+def test_weight_noise_is_the_mean_of_the_gradients_on_both_sides(name):
+    made = problem(name)
+    weights = list(made.model.parameters())
+    before = [p.detach().clone() for p in weights]
+    objective = WeightNoise(0.1, loss=made.loss, generator=generator())
+    step = objective(made.model, made.inputs, made.targets)
+    for now, then in zip(weights, before, strict=True):
+        assert torch.equal(now, then)
+    step.backward()
+    ours = gradient(made.model)
+
+    source = generator()
+    noise = [0.1 * torch.randn(p.shape, generator=source, dtype=p.dtype) for p in weights]
+    losses, gradients = [], []
+    for sign in (1.0, -1.0):
+        with torch.no_grad():
+            for p, u, w in zip(weights, noise, before, strict=True):
+                p.copy_(w + sign * u)
+        made.model.zero_grad()
+        step_there = NoRegularization(loss=made.loss)(made.model, made.inputs, made.targets)
+        step_there.backward()
+        losses.append(step_there.parts["loss"])
+        gradients.append(gradient(made.model))
+    assert step.parts == {"loss": pytest.approx(sum(losses) / 2)}
+    torch.testing.assert_close(ours, sum(gradients) / 2)
+
+
+def test_weight_noise_adds_the_trace_of_the_hessian_to_a_quadratic_loss():
+    """On a linear net with a squared loss the second order is exact: E total = ℓ + ½σ² tr ∇²ℓ."""
+    model = nn.Linear(3, 2, bias=False).double()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    loss = MSE()
+    plain = loss.value(model(x), y)
+    hessian = torch.autograd.functional.hessian(
+        lambda w: loss.value(x @ w.t(), y), model.weight.detach()
+    )
+    trace = hessian.reshape(6, 6).trace()
+    objective = WeightNoise(0.5, loss=loss, generator=generator())
+    draws = torch.tensor([objective(model, x, y).parts["loss"] for _ in range(2000)])
+    error = draws.std() / len(draws) ** 0.5
+    assert abs(draws.mean() - (plain + 0.5 * 0.25 * trace)) < 4 * error
+    # Both sides have the same distance from the middle: the first order cancels in every draw.
+    assert (draws >= plain.item() - 1e-12).all()
+
+
 def test_early_dropout_ends_and_remembers_where_it_is():
     made = problem("mlp")
     plain = NoRegularization(loss=made.loss)(made.model, made.inputs, made.targets).parts["loss"]
@@ -195,6 +241,7 @@ def test_early_dropout_ends_and_remembers_where_it_is():
         (lambda: RDrop(-1.0), "weight must be finite and not negative, got -1.0"),
         (lambda: Jacobian(1.0, step=0.0), r"step must lie in \(0, 1\], got 0.0"),
         (lambda: SAM(float("inf")), "radius must be finite and not negative, got inf"),
+        (lambda: WeightNoise(-0.1), "scale must be finite and not negative, got -0.1"),
         (lambda: EarlyDropout(-1), "until must be a whole number of at least 0, got -1"),
     ],
 )

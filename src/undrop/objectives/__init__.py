@@ -4,7 +4,8 @@ from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
 from undrop.objectives.base import Objective
 from undrop.objectives.baselines import L2, NoRegularization
 from undrop.objectives.dropout import Dropout
-from undrop.objectives.rivals import SAM, EarlyDropout, Jacobian, RDrop
+from undrop.objectives.moved_weights import SAM, WeightNoise
+from undrop.objectives.rivals import EarlyDropout, Jacobian, RDrop
 from undrop.objectives.step import Step
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "Objective",
     "RDrop",
     "Step",
+    "WeightNoise",
 ]

@@ -1,13 +1,12 @@
 """What others use in dropout's stead or beside it, as objectives like all the rest.
 
-R-Drop, Jacobian regularization, sharpness-aware minimization and early dropout: for comparisons in
-one harness, at equal cost.
+R-Drop, Jacobian regularization and early dropout: for comparisons in one harness, at equal cost. What
+looks at the loss of moved weights is in ``moved_weights``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,12 +32,13 @@ from undrop.noise import draw as draw_noise
 from undrop.objectives.base import Objective
 from undrop.objectives.dropout import Dropout
 
-__all__ = ["SAM", "EarlyDropout", "Jacobian", "RDrop"]
+__all__ = ["EarlyDropout", "Jacobian", "RDrop", "dropout_mask", "not_negative"]
 
 LossLike = Loss | Callable[[Tensor, Any], Tensor] | None
 
 
-def _not_negative(name: str, value: float) -> float:
+def not_negative(name: str, value: float) -> float:
+    """Return the value, if it is finite and not negative."""
     if not 0.0 <= value < float("inf"):
         raise OptionError(f"{name} must be finite and not negative, got {value}.")
     return value
@@ -65,13 +65,13 @@ class RDrop(Objective):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(loss=loss, generator=generator)
-        self.weight = _not_negative("weight", weight)
+        self.weight = not_negative("weight", weight)
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield both passes in one evaluation: their distance joins them in one graph."""
-        output, first = self.forward_and_loss(batch, _dropout(self))
+        output, first = self.forward_and_loss(batch, dropout_mask(self))
         with keep_statistics(batch.model):
-            other, second = self.forward_and_loss(batch, _dropout(self))
+            other, second = self.forward_and_loss(batch, dropout_mask(self))
         one, two = logits_of(output), logits_of(other)
         u = one - two
         distance = (
@@ -108,7 +108,7 @@ class Jacobian(Objective):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(loss=loss, generator=generator)
-        self.weight = _not_negative("weight", weight)
+        self.weight = not_negative("weight", weight)
         if not 0.0 < step <= 1.0:
             raise OptionError(f"step must lie in (0, 1], got {step}.")
         self.site = site
@@ -167,65 +167,6 @@ class _Shift:
         return torch.add(h, self._eta, alpha=sign * self.distance)
 
 
-class SAM(Objective):
-    """Sharpness-aware minimization (Foret et al. 2021), on top of the model's dropout.
-
-    The gradient is ∇ℓ at W + radius·g/‖g‖, where g = ∇ℓ(W), with the same dropout mask in both. It
-    is handed on as that of a scalar that is linear in W, so that training needs no second step, no
-    closure and no optimizer of its own.
-
-    Args:
-        radius: ρ ≥ 0.
-        loss: as for every objective.
-        generator: as for every objective.
-    """
-
-    def __init__(
-        self,
-        radius: float = 0.05,
-        *,
-        loss: LossLike = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(loss=loss, generator=generator)
-        self.radius = _not_negative("radius", radius)
-
-    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
-        """Yield one evaluation: two passes with a backward pass each."""
-        mask = _dropout(self)
-        weights = self.trainable_parameters(batch.model)
-        output, loss = self.forward_and_loss(batch, mask)
-        ascent = _gradient(loss, weights)
-        norm = torch.stack([g.norm() for g in ascent]).norm()
-        factor = self.radius / (norm + 1e-12)
-        with _moved(weights, [g * factor for g in ascent]), keep_statistics(batch.model):
-            _, there = self.forward_and_loss(batch, mask)
-            gradient = _gradient(there, weights)
-        value = there.detach()
-        linear = sum(
-            ((w * g).sum() for w, g in zip(weights, gradient, strict=True)), value.new_zeros(())
-        )
-        yield Evaluation(value + (linear - linear.detach()), {"loss": value}, lambda: output)
-
-
-def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    grads = torch.autograd.grad(loss, weights, allow_unused=True)
-    return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, grads, strict=True)]
-
-
-@contextlib.contextmanager
-def _moved(weights: Sequence[Tensor], by: Sequence[Tensor]) -> Iterator[None]:
-    """Move the weights for a while; they come back to the same bits."""
-    kept = [w.detach().clone() for w in weights]
-    with torch.no_grad():
-        torch._foreach_add_(list(weights), list(by))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            torch._foreach_copy_(list(weights), kept)
-
-
 class EarlyDropout(Dropout):
     """Dropout for the first ``until`` steps and none after (Liu et al. 2023).
 
@@ -255,7 +196,7 @@ class EarlyDropout(Dropout):
             yield self.plain(batch)
 
 
-def _dropout(objective: Objective) -> SiteAction:
-    """One fixed dropout mask for all sites."""
+def dropout_mask(objective: Objective) -> SiteAction:
+    """Return one fixed dropout mask for all sites."""
     draw = Draw("dropout", "as-declared", objective.selection, objective.generators)
     return ScaledNoise(draw, 1.0)

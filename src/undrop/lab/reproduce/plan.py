@@ -67,33 +67,48 @@ class Cell:
     def _make(self, variant: int, seed: int) -> Run:
         chosen = self.method.variants()[variant]
         values = merge(merge(self.setting.settings, chosen), self.overlay)
-        values = merge(values, {"train": {"seed": seed}})
-        return Run(Config.parse(values), self.setting.probe, self.setting.name, self.method.cost)
+        values = merge(values, {"train": {"seed": seed, "epochs": self.setting.epochs(self.method)}})
+        return Run(Config.parse(values), self.setting.probe, self.setting.name, self._cost)
+
+    @property
+    def _cost(self) -> float:
+        """The time of a run in plain runs of the setting, for the time estimate."""
+        if self.setting.time is None:
+            return self.method.cost
+        return self.setting.time / (len(self.variants) if self.method.search else 1)
 
     @property
     def variants(self) -> range:
         """The indices of the method's variants."""
         return range(len(self.method.variants()))
 
-    def choice(self, records: Records) -> int | None:
-        """Return the best variant by the first seed's validation; None until all are tried."""
+    def choice(self, records: Records, seed: int | None = None) -> int | None:
+        """Return the best variant by a seed's validation; None until all are tried.
+
+        The seed is the first one, unless every seed searches for itself.
+        """
         if len(self.variants) == 1:
             return 0
-        found = [records.get(self.run(v, self.seeds[0]).key) for v in self.variants]
+        seed = self.seeds[0] if seed is None or not self.method.search else seed
+        found = [records.get(self.run(v, seed).key) for v in self.variants]
         if any(record is None for record in found):
             return None
         return min(self.variants, key=lambda v: _best(found[v]))
 
     def found(self, records: Records) -> dict[int, Record]:
         """Return the records of the chosen variant, by seed."""
-        choice = self.choice(records)
-        if choice is None:
-            return {}
-        found = {seed: records.get(self.run(choice, seed).key) for seed in self.seeds}
+        choices = {seed: self.choice(records, seed) for seed in self.seeds}
+        found = {
+            seed: records.get(self.run(choice, seed).key)
+            for seed, choice in choices.items()
+            if choice is not None
+        }
         return {seed: record for seed, record in found.items() if record is not None}
 
     def needed(self, records: Records) -> list[Run]:
         """Return the runs of the tuning on the first seed, then of the chosen variant on the rest."""
+        if self.method.search:
+            return [self.run(variant, seed) for seed in self.seeds for variant in self.variants]
         tuning = [self.run(variant, self.seeds[0]) for variant in self.variants]
         choice = self.choice(records)
         later = [] if choice is None else [self.run(choice, seed) for seed in self.seeds[1:]]
@@ -101,7 +116,8 @@ class Cell:
 
     def waiting(self, records: Records) -> int:
         """Return the number of runs that depend on the result of the tuning."""
-        return len(self.seeds) - 1 if self.choice(records) is None else 0
+        waits = not self.method.search and self.choice(records) is None
+        return len(self.seeds) - 1 if waits else 0
 
 
 def _best(record: Record | None) -> float:

@@ -31,6 +31,7 @@ __all__ = [
     "method",
     "paper_number",
     "setting",
+    "step_cost",
 ]
 
 SCALES = {
@@ -51,7 +52,7 @@ EXPERIMENTS = (
     "loss-hessian",
     "strength",
     "rivals",
-    "time-to-quality",
+    "equal-time",
     "taylor",
     "wt2-table",
     "dataset-size",
@@ -70,6 +71,8 @@ class Method:
         cost: the cost of a step, in plain steps.
         settings: the settings that it changes.
         tune: further settings to try; the best variant on the first seed is the method.
+        search: whether every seed tries all variants itself. Where time counts (see
+            :attr:`Setting.time`) the variants then share the time of one run.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Method:
     cost: float
     settings: Mapping[str, Any]
     tune: tuple[Mapping[str, Any], ...] = ()
+    search: bool = False
 
     def variants(self) -> list[dict[str, Any]]:
         """Return the settings of every variant; there is one unless the method is tuned."""
@@ -95,6 +99,8 @@ class Setting:
         seconds: the estimated time of a plain run.
         settings: sections of a training config.
         probe: the name of a measurement on the trained model, or None.
+        time: how long a run may take, in runs of plain dropout; None counts epochs instead.
+        base: the setting whose steps it takes, whose costs are in ``step_costs.toml``.
     """
 
     name: str
@@ -102,6 +108,17 @@ class Setting:
     seconds: float
     settings: Mapping[str, Any]
     probe: str | None = None
+    time: float | None = None
+    base: str = ""
+
+    def epochs(self, method: Method) -> int:
+        """Return the number of epochs of a method's run: as many as fit into the time, if one is set."""
+        epochs: int = self.settings["train"]["epochs"]
+        if self.time is None:
+            return epochs
+        tries = len(method.tune) if method.search else 1
+        fit = epochs * self.time / (step_cost(self, method) * tries)
+        return max(1, int(fit + 1e-9))
 
 
 @dataclass(frozen=True)
@@ -168,8 +185,18 @@ def method(name: str) -> Method:
         label=values.pop("label"),
         cost=values.pop("cost"),
         tune=tuple(values.pop("tune", ())),
+        search=values.pop("search", False),
         settings=values,
     )
+
+
+def step_cost(setting: Setting, method: Method) -> float:
+    """Return the time of a method's step in steps of plain dropout, as measured on the setting.
+
+    A method that was not measured has the estimate of ``methods.toml``.
+    """
+    measured = _table("step_costs.toml").get(setting.scale, {}).get(setting.base, {})
+    return float(measured.get(method.name, method.cost))
 
 
 def setting(name: str, scale: str) -> Setting:
@@ -188,8 +215,15 @@ def setting(name: str, scale: str) -> Setting:
     named = values.pop("preset", None)
     settings = below.settings if below is not None else preset(named) if named is not None else {}
     seconds = values.pop("seconds", None if below is None else below.seconds)
-    probe = values.pop("probe", None)
-    return Setting(name, scale, float(seconds), merge(settings, values), probe)
+    return Setting(
+        name,
+        scale,
+        float(seconds),
+        probe=values.pop("probe", None),
+        time=values.pop("time", None),
+        base=name if below is None else below.base,
+        settings=merge(settings, values),
+    )
 
 
 @cache

@@ -38,6 +38,7 @@ OBJECTIVES.register("implicit")(partial(objectives.Analytic, explicit=None))
 OBJECTIVES.register("r-drop")(objectives.RDrop)
 OBJECTIVES.register("jacobian")(objectives.Jacobian)
 OBJECTIVES.register("sam")(objectives.SAM)
+OBJECTIVES.register("weight-noise")(objectives.WeightNoise)
 OBJECTIVES.register("early-dropout")(objectives.EarlyDropout)
 
 _SUPPLIED = {"vocab_size", "generator", "loss", "batch_dim"}

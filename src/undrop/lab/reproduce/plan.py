@@ -67,7 +67,9 @@ class Cell:
     def _make(self, variant: int, seed: int) -> Run:
         chosen = self.method.variants()[variant]
         values = merge(merge(self.setting.settings, chosen), self.overlay)
-        values = merge(values, {"train": {"seed": seed, "epochs": self.setting.epochs(self.method)}})
+        values = merge(
+            values, {"train": {"seed": seed, "epochs": self.setting.epochs(self.method)}}
+        )
         return Run(Config.parse(values), self.setting.probe, self.setting.name, self._cost)
 
     @property

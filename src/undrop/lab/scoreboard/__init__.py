@@ -1,0 +1,1 @@
+"""A scoreboard of today's tasks: what dropout, weight decay and the regularizers are worth."""

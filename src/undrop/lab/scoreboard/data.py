@@ -1,0 +1,187 @@
+"""The data of the scoreboard's tasks: a part to train on, one to tune on, and one for the report."""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from undrop.errors import DataError
+
+__all__ = ["Batch", "Data", "batches", "characters", "fashion", "graph", "table", "words"]
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+Sizes: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Three parts; ``dim`` counts the examples of inputs and targets.
+
+    A graph has all its nodes in every part, and is never cut into batches: ``whole``. The targets of
+    nodes that are not in a part are -100.
+    """
+
+    train: Batch
+    validation: Batch
+    test: Batch
+    dim: int = 0
+    whole: bool = False
+
+
+def batches(data: Data, part: str, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    """Yield a part in batches; with a generator in random order, and only full ones."""
+    inputs, targets = getattr(data, part)
+    if data.whole:
+        yield inputs, targets
+        return
+    n = inputs.shape[data.dim]
+    order = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
+    full = n // size * size if generator is not None else n
+    for chosen in order[:full].split(size):
+        yield inputs.index_select(data.dim, chosen), targets.index_select(data.dim, chosen)
+
+
+@cache
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise DataError(
+            f"the scoreboard needs {path}: give the folder that has {path.parent.name} as --data-dir."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def _words(path: Path) -> list[str]:
+    return [word for line in _read(path).splitlines() for word in (*line.split(), "<eos>")]
+
+
+def _windows(ids: Tensor, steps: int) -> Batch:
+    """Windows (steps, count) of a text, and the tokens that follow."""
+    count = (len(ids) - 1) // steps
+    inputs = ids[: count * steps].view(count, steps).t().contiguous()
+    targets = ids[1 : count * steps + 1].view(count, steps).t().contiguous()
+    return inputs, targets
+
+
+def words(
+    file: str, sizes: Sizes, vocabulary: int, steps: int, common_from: str | None = None
+) -> Callable[[Path, int], Data]:
+    """Return a function that cuts another stretch of a corpus for each seed.
+
+    The vocabulary is that of the training part, or of the file ``common_from``.
+    """
+
+    def data(root: Path, seed: int) -> Data:
+        text, total = _words(root / file), sum(sizes)
+        start = (seed * total) % (len(text) - total)
+        stretch = text[start : start + total]
+        known = stretch[: sizes[0]] if common_from is None else _words(root / common_from)
+        index = word_index(known, vocabulary)
+        ids = torch.tensor([index.get(word, 0) for word in stretch])
+        train, validation, test = (_windows(part, steps) for part in ids.split(list(sizes)))
+        return Data(train, validation, test, dim=1)
+
+    return data
+
+
+def word_index(text: list[str], vocabulary: int) -> dict[str, int]:
+    """Return the number of each of the most common words; 0 is every other word."""
+    common = Counter(text).most_common(vocabulary - 1)
+    return {word: i + 1 for i, (word, _) in enumerate(common)}
+
+
+def characters(file: str, sizes: Sizes, steps: int) -> Callable[[Path, int], Data]:
+    """Return a function that cuts another stretch of a text for each seed, by characters."""
+
+    def data(root: Path, seed: int) -> Data:
+        text, total = _read(root / file), sum(sizes)
+        index = {c: i for i, c in enumerate(sorted(set(text)))}
+        start = (seed * total) % (len(text) - total)
+        ids = torch.tensor([index[c] for c in text[start : start + total]])
+        train, validation, test = (_windows(part, steps) for part in ids.split(list(sizes)))
+        return Data(train, validation, test, dim=1)
+
+    return data
+
+
+def _split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
+    parts = zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True)
+    train, validation, test = parts
+    return Data(train, validation, test)
+
+
+def fashion(sizes: Sizes) -> Callable[[Path, int], Data]:
+    """Return a function that draws other images of Fashion-MNIST for each seed, at 14 × 14."""
+
+    def idx(root: Path, file: str, offset: int) -> Tensor:
+        path = root / "fashion-mnist" / file
+        if not path.is_file():
+            raise DataError(f"the scoreboard needs {path}: give its folder's parent as --data-dir.")
+        raw = gzip.decompress(path.read_bytes())
+        return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=offset).copy())
+
+    def data(root: Path, seed: int) -> Data:
+        images = idx(root, "train-images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28)
+        labels = idx(root, "train-labels-idx1-ubyte.gz", 8)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        chosen = order[: sum(sizes)]
+        x = nn.functional.avg_pool2d((images[chosen].float() / 255 - 0.286) / 0.353, 2)
+        return _split(x, labels[chosen].long(), sizes)
+
+    return data
+
+
+def table(name: str, sizes: Sizes, *, regression: bool = False) -> Callable[[Path, int], Data]:
+    """Return a function that shuffles a table of scikit-learn for each seed."""
+
+    def data(root: Path, seed: int) -> Data:
+        from sklearn import datasets
+
+        x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+        order = np.random.default_rng(seed).permutation(len(y))[: sum(sizes)]
+        x, y = x[order], y[order]
+        mean, std = x[: sizes[0]].mean(0), x[: sizes[0]].std(0).clip(0.1 * x.std())
+        features = torch.tensor((x - mean) / std, dtype=torch.float32)
+        if not regression:
+            return _split(features, torch.tensor(y), sizes)
+        y = (y - y[: sizes[0]].mean()) / y[: sizes[0]].std()
+        return _split(features, torch.tensor(y, dtype=torch.float32)[:, None], sizes)
+
+    return data
+
+
+def graph(nodes: int, classes: int, features: int, sizes: Sizes) -> Callable[[Path, int], Data]:
+    """Return a function that draws another graph of communities for each seed.
+
+    The first ``nodes`` columns of an input row are the node's row of the normalized adjacency matrix,
+    the others its features: a noisy direction of its class.
+    """
+
+    def data(root: Path, seed: int) -> Data:
+        g = torch.Generator().manual_seed(seed)
+        labels = torch.randint(classes, (nodes,), generator=g)
+        same = labels[:, None] == labels[None, :]
+        chance = torch.where(same, 8.0 / nodes * classes / 2, 3.0 / nodes)
+        edges = (torch.rand(nodes, nodes, generator=g) < chance).float().triu(1)
+        adjacency = edges + edges.t() + torch.eye(nodes)
+        scale = adjacency.sum(1).rsqrt()
+        centres = torch.randn(classes, features, generator=g)
+        x = 0.35 * centres[labels] + torch.randn(nodes, features, generator=g)
+        inputs = torch.cat([scale[:, None] * adjacency * scale[None, :], x], 1)
+        parts = torch.randperm(nodes, generator=g)[: sum(sizes)].split(list(sizes))
+        targets = [torch.full_like(labels, -100) for _ in parts]
+        for target, chosen in zip(targets, parts, strict=True):
+            target[chosen] = labels[chosen]
+        train, validation, test = ((inputs, target) for target in targets)
+        return Data(train, validation, test, whole=True)
+
+    return data

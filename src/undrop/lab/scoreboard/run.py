@@ -1,0 +1,158 @@
+"""One training of the scoreboard: a task, a method with its options, and a seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.lab.reproduce.worker import commit, single_threaded
+from undrop.lab.scoreboard.data import Data, batches
+from undrop.lab.scoreboard.tasks import TASKS, Task
+from undrop.lab.train.environment import machine, versions
+from undrop.losses import Loss
+from undrop.objectives import Analytic, Dropout, NoRegularization, Objective
+from undrop.tuning import Tuner
+
+__all__ = ["Spec", "execute"]
+
+_LOOKS = 8
+"""How often a run looks at its validation part, to keep the best weights."""
+
+Backward = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything that affects the result of a run.
+
+    Attributes:
+        task: its name.
+        kind: "none", "dropout", "analytic" or "tuner".
+        p: the dropout probability that the model declares.
+        decay: the weight decay.
+        seed: of the data, the weights and the noise.
+        epochs: the number of epochs.
+    """
+
+    task: str
+    kind: str
+    p: float
+    decay: float
+    seed: int
+    epochs: int
+
+    @property
+    def key(self) -> str:
+        """The hash of the run."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def execute(spec: Spec, root: str) -> dict[str, Any]:
+    """Train, and return the record: losses at the epoch that is best by validation, and seconds."""
+    single_threaded()
+    task = TASKS[spec.task]
+    data = task.data(Path(root), spec.seed)
+    torch.manual_seed(1_000 + spec.seed)
+    model = task.model(Path(root), spec.p).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=spec.decay)
+    backward = _backward(spec, task, model, task.loss(), data)
+    curve, seconds, steps = _train(spec, task, model, optimizer, backward, data)
+    best = min(curve, default=[math.inf, math.inf])
+    return {
+        "spec": asdict(spec),
+        "validation": best[0],
+        "test": best[1],
+        "steps": steps,
+        "seconds": round(seconds, 3),
+        "versions": versions(),
+        "machine": machine(torch.device("cpu")),
+        "commit": commit(),
+    }
+
+
+def _train(
+    spec: Spec,
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Backward,
+    data: Data,
+) -> tuple[list[list[float]], float, int]:
+    """Return [validation, test] at each look, processor seconds of training, and steps."""
+    order = torch.Generator().manual_seed(spec.seed)
+    per_epoch = 1 if data.whole else data.train[0].shape[data.dim] // task.batch
+    total, step, seconds, curve = per_epoch * spec.epochs, 0, 0.0, []
+    looks = {math.ceil(spec.epochs * (k + 1) / _LOOKS) - 1 for k in range(_LOOKS)}
+    for epoch in range(spec.epochs):
+        began = time.process_time()
+        for inputs, targets in batches(data, "train", task.batch, order):
+            falling = 0.5 * (1.0 + math.cos(math.pi * step / total))
+            optimizer.param_groups[0]["lr"] = task.lr * falling
+            optimizer.zero_grad()
+            backward(inputs, targets)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+        seconds += time.process_time() - began
+        if epoch in looks:
+            losses = [_evaluate(model, task.loss(), data, part) for part in ("validation", "test")]
+            if not math.isfinite(losses[0]):
+                break
+            curve.append(losses)
+    return curve, seconds, step
+
+
+def _evaluate(model: nn.Module, loss: Loss, data: Data, part: str) -> float:
+    """The mean loss on a part, without dropout."""
+    model.eval()
+    total = count = 0.0
+    with torch.no_grad():
+        for inputs, targets in batches(data, part, 200, None):
+            rows = float((targets != -100).sum())
+            total += float(loss.value(_logits(model(inputs)), targets)) * rows
+            count += rows
+    model.train()
+    return total / count
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = output[0] if isinstance(output, tuple) else output
+    return logits
+
+
+def _backward(spec: Spec, task: Task, model: nn.Module, loss: Loss, data: Data) -> Backward:
+    """Return what a step does before the optimizer's."""
+    if spec.kind == "dropout":  # PyTorch's own dropout and loss: what dropout costs
+
+        def plain(inputs: Tensor, targets: Tensor) -> None:
+            loss.value(_logits(model(inputs)), targets).backward()
+
+        return plain
+    if spec.kind == "tuner":
+        shuffled = torch.Generator().manual_seed(spec.seed)
+        held = batches(data, "validation", task.batch, shuffled)
+        step: Callable[..., Any] = Tuner(Dropout(loss=loss), held, interval=10).step
+    else:
+        step = _objective(spec, task, loss, data)
+
+    def regularized(inputs: Tensor, targets: Tensor) -> None:
+        step(model, inputs, targets).backward()
+
+    return regularized
+
+
+def _objective(spec: Spec, task: Task, loss: Loss, data: Data) -> Objective:
+    if spec.kind == "none":
+        return NoRegularization(loss=loss)
+    return Analytic(loss=loss, fraction=task.fraction, batch_dim=data.dim)

@@ -68,7 +68,10 @@ def test_reproduce_runs_once_and_report_summarizes(here, capsys):
     ("words", "message"),
     [
         (["reproduce", "figure-1"], "unknown experiment 'figure-1': there are averaging-noise,"),
-        (["reproduce", "--scale", "tiny"], "unknown scale 'tiny': there are smoke, small, paper."),
+        (
+            ["reproduce", "--scale", "tiny"],
+            "unknown scale 'tiny': there are smoke, small, medium, paper.",
+        ),
         (["reproduce", "--executor", "slurm"], "unknown executor 'slurm': there are local, ray."),
         (["report", "nowhere", "--scale", "small"], "nowhere has no records: run `undrop"),
         (["report", "nowhere"], "there is no folder nowhere: `undrop reproduce` writes one."),

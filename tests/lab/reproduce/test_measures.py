@@ -21,9 +21,8 @@ def pair(plan):
     ("name", "value"),
     [
         ("best_valid_ppl", 90.0),
-        ("best_in_time", 100.5),  # 4 epochs of 3 s are 2 of 6 s
         ("epochs_to_quality", 2.0),  # 100.5 is within 1 % of 100
-        ("seconds_to_quality", 12.0),
+        ("time_used", 2.0),
         ("seconds_per_step", 0.6),
     ],
 )
@@ -38,24 +37,11 @@ def test_evaluation_is_not_counted_as_training(pair):
 def test_a_quality_that_is_never_reached_takes_forever(pair):
     slow, dropout = pair
     better = similar_record(dropout, [50.0, 50.0])
-    for name in ("epochs_to_quality", "seconds_to_quality"):
-        assert MEASURES[name].of(slow, better) == math.inf
+    assert MEASURES["epochs_to_quality"].of(slow, better) == math.inf
 
 
 def similar_record(record, valid):
     return record.model_copy(update={"best_valid_ppl": min(valid)})
-
-
-def test_one_epoch_is_allowed_even_if_it_takes_too_long(pair):
-    slow, dropout = pair
-    hasty = dropout.model_copy(
-        update={
-            "curve": dropout.curve.model_copy(
-                update={"seconds": [0.1] * 4, "evaluation": [0.0] * 4}
-            )
-        }
-    )
-    assert MEASURES["best_in_time"].of(slow, hasty) == 120.0
 
 
 def test_unknown_measures_are_named():

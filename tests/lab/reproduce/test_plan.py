@@ -3,7 +3,7 @@
 import pytest
 
 from fake_records import fake_record
-from undrop.lab.reproduce import Plan, Records
+from undrop.lab.reproduce import Plan, Records, tables
 
 
 @pytest.fixture
@@ -12,11 +12,11 @@ def records(tmp_path):
 
 
 def test_experiments_share_their_runs(records):
-    names = ["noise-put-back", "replace-dropout", "time-to-quality"]
+    names = ["noise-put-back", "replace-dropout", "explicit-only"]
     alone = sum(len(Plan([name], "smoke", 2).needed(records)) for name in names)
     together = Plan(names, "smoke", 2).needed(records)
-    # Drop_1 is in all three, analytic in two of them: on two seeds, six runs fewer.
-    assert len(together) == alone - 6
+    # Drop_1 is in all three: on two seeds, four runs fewer.
+    assert len(together) == alone - 4
     assert len({run.key for run in together}) == len(together)
 
 
@@ -62,3 +62,31 @@ def test_the_estimate_counts_what_tuning_has_still_to_choose(records):
     later = sum(cell.method.cost * count for cell, count in plan.waiting(records))
     assert later > 0
     assert plan.remaining(records) == pytest.approx(named + 0.5 * later)
+
+
+def test_runs_at_equal_time_have_as_many_epochs_as_fit():
+    setting = tables.setting("ptb-timed", "small")
+    epochs = tables.setting("ptb", "small").settings["train"]["epochs"]
+    for name in ("drop-1", "analytic", "analytic-quarter", "none"):
+        method = tables.method(name)
+        cost = tables.step_cost(setting, method)
+        fit = Plan(["equal-time"], "small", 1).cells[f"ptb-timed:{name}"].run(0, 1).config
+        assert fit.schedule.name == "cosine"
+        assert fit.train.epochs * cost <= epochs < (fit.train.epochs + 1) * cost
+    assert tables.step_cost(setting, tables.method("drop-1")) == 1.0
+    more = tables.setting("ptb-timed-more", "small")
+    assert more.epochs(tables.method("drop-1")) == int(1.2 * epochs)
+
+
+def test_a_search_shares_the_time_of_one_run_and_every_seed_chooses(records):
+    plan = Plan(["rivals"], "small", seeds=2)
+    cell = plan.cells["ptb-timed:searched-p"]
+    one = plan.cells["ptb-timed:drop-1"].run(0, 1).config.train.epochs
+    assert cell.run(0, 1).config.train.epochs == one // len(cell.variants)
+    assert cell.waiting(records) == 0
+    for seed in (1, 2):
+        for variant in cell.variants:
+            better = variant == seed - 1
+            records.add(fake_record(cell.run(variant, seed), [7.0 if better else 8.0]))
+    assert [cell.choice(records, seed) for seed in (1, 2)] == [0, 1]
+    assert {s: r.best_valid_ppl for s, r in cell.found(records).items()} == {1: 7.0, 2: 7.0}

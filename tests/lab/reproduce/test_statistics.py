@@ -1,38 +1,67 @@
-"""Bootstrap intervals against closed forms, and pairing by seed."""
+"""Student's intervals against tables and draws, pairing by seed, and how many seeds decide."""
 
 import math
 
 import numpy as np
 import pytest
 
-from undrop.lab.reproduce.statistics import geometric, paired_ratio
+from undrop.lab.reproduce.statistics import (
+    Interval,
+    geometric,
+    mean_interval,
+    paired_ratio,
+    seeds_needed,
+)
 
 
-def test_the_interval_of_three_values_is_their_range():
-    # One of the 27 resamples of three values is three times the least: 1/27 > 2.5 %.
+def test_the_interval_of_three_values_is_students():
+    # The 97.5 % quantile of Student's t with 2 degrees of freedom is 4.303.
     interval = geometric([2.0, 4.0, 8.0])
     assert interval.estimate == pytest.approx(4.0)
-    assert (interval.low, interval.high) == (pytest.approx(2.0), pytest.approx(8.0))
-    assert interval.seeds == 3
+    reach = 4.303 * math.log(2.0) / math.sqrt(3.0)
+    assert math.log(interval.high / 4.0) == pytest.approx(reach, rel=1e-3)
+    assert math.log(4.0 / interval.low) == pytest.approx(reach, rel=1e-3)
+    assert (interval.seeds, interval.spread) == (3, pytest.approx(math.log(2.0)))
 
 
-def test_the_interval_of_many_values_is_the_normal_one():
-    logs = np.random.default_rng(1).normal(0.0, 1.0, 400)
-    interval = geometric(np.exp(logs).tolist())
-    error = logs.std() / math.sqrt(400)
-    # The bootstrap's own error of a 2.5 % quantile from 10,000 draws is about 0.027 standard errors.
-    assert math.log(interval.low) == pytest.approx(logs.mean() - 1.96 * error, abs=0.15 * error)
-    assert math.log(interval.high) == pytest.approx(logs.mean() + 1.96 * error, abs=0.15 * error)
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    draws = np.random.default_rng(1).normal(0.3, 1.0, (1000, 4))
+    intervals = [mean_interval(row.tolist()) for row in draws]
+    covered = np.mean([i.low < 0.3 < i.high for i in intervals])
+    assert covered == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / 1000))
 
 
-def test_the_bootstrap_interval_is_reproducible():
-    assert geometric([1.0, 1.1, 1.3, 0.9]) == geometric([1.0, 1.1, 1.3, 0.9])
+def test_several_comparisons_widen_the_interval():
+    values = [1.0, 1.2, 0.9, 1.1, 1.3]
+    one, ten = mean_interval(values), mean_interval(values, comparisons=10)
+    # Student's t with 4 degrees of freedom: 2.776 at 97.5 %, 5.598 at 99.75 %.
+    assert (ten.high - ten.low) / (one.high - one.low) == pytest.approx(5.598 / 2.776, rel=1e-3)
+
+
+def test_one_value_has_no_spread():
+    assert mean_interval([3.0]) == Interval(3.0, 3.0, 3.0, 1)
+
+
+def test_the_seeds_that_decide_do_so_with_a_chance_of_80_percent():
+    measured = Interval(math.exp(0.5), 0.0, 9.0, 3, spread=1.0)
+    n = seeds_needed(measured, above=1.0, below=math.inf)
+    assert n == 34  # what tables of power give for half a standard deviation
+    draws = np.random.default_rng(2).normal(0.5, 1.0, (2000, n))
+    decided = np.mean([mean_interval(row.tolist()).low > 0.0 for row in draws])
+    assert decided == pytest.approx(0.8, abs=4 * math.sqrt(0.8 * 0.2 / 2000))
+
+
+def test_the_seeds_that_decide_are_unknown_without_a_spread_or_a_distance():
+    assert seeds_needed(Interval(2.0, 2.0, 2.0, 1), 1.0, math.inf) is None
+    assert seeds_needed(Interval(1.0, 0.5, 2.0, 3, 0.5), 1.0, math.inf) is None
+    assert seeds_needed(Interval(1.0 + 1e-9, 0.5, 2.0, 3, 0.5), 1.0, math.inf) is None
 
 
 def test_the_mean_with_an_infinite_value_is_infinite():
     interval = geometric([3.0, math.inf, 5.0])
     assert interval.estimate == math.inf
     assert interval.low == pytest.approx(3.0)
+    assert geometric([0.0, 2.0]) == Interval(0.0, 0.0, 2.0, 2, math.inf)
 
 
 def test_pairing_by_seed_removes_what_seeds_share():

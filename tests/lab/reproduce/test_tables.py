@@ -2,7 +2,7 @@
 
 import pytest
 
-from undrop.errors import UnknownNameError
+from undrop.errors import OptionError, UnknownNameError
 from undrop.lab.reproduce import EXPERIMENTS, SCALES, Plan, experiment, tables
 from undrop.lab.reproduce.measures import MEASURES
 from undrop.lab.reproduce.report.figures import KINDS
@@ -10,15 +10,16 @@ from undrop.lab.reproduce.report.figures import KINDS
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_experiment_has_a_valid_config_at_every_scale(scale):
-    plan = Plan(EXPERIMENTS, scale, seeds=2)
+    plan = Plan(tables.experiments_at(scale), scale, seeds=2)
     keys = {
         cell.run(variant, seed).key
         for cell in plan.cells.values()
         for variant in cell.variants
         for seed in cell.seeds
     }
-    # No two variants share a key, so none is a copy of another.
-    assert len(keys) == sum(len(cell.variants) * 2 for cell in plan.cells.values())
+    # No two variants share a key, so none is a copy of another; ptb-10k is ptb itself.
+    again = sum(cell.setting.name == "ptb-10k" and scale == "small" for cell in plan.cells.values())
+    assert len(keys) == sum(len(cell.variants) * 2 for cell in plan.cells.values()) - 2 * again
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -34,10 +35,21 @@ def test_claims_are_about_cells_of_their_experiment(name):
         assert claim.above < claim.below
 
 
-def test_times_and_qualities_have_their_reference():
+def test_what_is_compared_has_its_reference():
     for name in EXPERIMENTS:
-        for setting in experiment(name).settings:
-            assert (setting, "drop-1") in experiment(name).cells
+        found = experiment(name)
+        for claim in found.claims:
+            for cell in (*claim.over, *claim.under) if MEASURES[claim.measure].compares else ():
+                assert (cell.partition(":")[0], "drop-1") in found.cells
+
+
+def test_an_experiment_that_a_scale_does_not_have_is_named():
+    assert "qrnn" not in tables.experiments_at("medium")
+    assert "equal-time" in tables.experiments_at("medium")
+    with pytest.raises(
+        OptionError, match="qrnn has no scale 'medium': there are smoke, small, paper"
+    ):
+        Plan(["qrnn"], "medium", 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import typer
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._names import experiments, named
 from undrop.lab.cli._output import working
-from undrop.lab.cli.reproduce import scales
+from undrop.lab.cli.reproduce import SCOREBOARD, scales
 
 
 @COMMANDS.register("report")
@@ -21,7 +21,7 @@ def report(
     scale: Annotated[
         str | None,
         typer.Option(
-            help="smoke, small or paper.",
+            help="smoke, small, medium or paper.",
             show_default="the folder's name",
             **named("scale", scales),
         ),
@@ -42,11 +42,17 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html, report.md, figures/ and claims.json."""
+    if scale is None and results.absolute().name == SCOREBOARD:
+        from undrop.lab.scoreboard.report import write_board
+
+        typer.echo(str(write_board(results, out or results, seeds)))
+        return
     scale = scale or _scale_of(results)
     from undrop.lab.reproduce.report import write_report
+    from undrop.lab.reproduce.tables import experiments_at
 
     with working(f"drawing the figures of {results}"):
-        written = write_report(results, experiment or list(experiments()), scale, seeds, out)
+        written = write_report(results, experiment or experiments_at(scale), scale, seeds, out)
     for path in written:
         typer.echo(str(path))
 

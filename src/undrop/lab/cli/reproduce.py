@@ -18,6 +18,7 @@ from undrop.lab.cli._output import print_table
 if TYPE_CHECKING:
     from undrop.lab.reproduce import Plan, Records
 
+SCOREBOARD = "scoreboard"
 RESULTS = Path("results")
 """Where results go without --results."""
 
@@ -36,13 +37,13 @@ def reproduce(
     experiments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Names of experiments.",
-            show_default="all",
-            **named("experiment", experiment_names),
+            help="Names of experiments, or scoreboard alone.",
+            show_default="all of the scale",
+            **named("experiment", lambda: {**experiment_names(), SCOREBOARD: "today's tasks"}),
         ),
     ] = None,
     scale: Annotated[
-        str, typer.Option(help="smoke, small or paper.", **named("scale", scales))
+        str, typer.Option(help="smoke, small, medium or paper.", **named("scale", scales))
     ] = "small",
     seeds: Annotated[int, typer.Option(min=1, help="The number of seeds: 1, 2, …")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, with one thread each.")] = 1,
@@ -59,19 +60,34 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show the missing runs and their time.")
     ] = False,
+    step_costs: Annotated[
+        bool, typer.Option("--step-costs", help="Only measure what a step of each method costs.")
+    ] = False,
 ) -> None:
     """Run the experiments that have no record yet, and keep every record as it comes."""
-    from undrop.errors import StoppedError
-    from undrop.lab.cli._progress import CampaignProgress
-    from undrop.lab.reproduce import Campaign, Plan, Records, executor_named
-    from undrop.report import Progress
+    from undrop.lab.reproduce import Plan, Records
+    from undrop.lab.reproduce.tables import experiments_at
 
+    if experiments == [SCOREBOARD]:
+        _scoreboard(results or RESULTS / SCOREBOARD, data_dir, seeds, jobs)
+        return
     source = str(data_dir.absolute()) if data_dir is not None else None
-    plan = Plan(experiments or list(experiment_names()), scale, seeds, source)
+    plan = Plan(experiments or experiments_at(scale), scale, seeds, source)
     folder = results or RESULTS / scale
     if dry_run:
         _show(plan, Records(folder / "records"))
-        return
+    elif step_costs:
+        _measure_step_costs(plan, source)
+    else:
+        _run(plan, folder, executor, jobs)
+
+
+def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
+    from undrop.errors import StoppedError
+    from undrop.lab.cli._progress import CampaignProgress
+    from undrop.lab.reproduce import Campaign, executor_named
+    from undrop.report import Progress
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress() as progress:
@@ -89,6 +105,42 @@ def reproduce(
     )
     if errors:
         raise typer.Exit(1)
+
+
+def _scoreboard(folder: Path, data_dir: Path | None, seeds: int, jobs: int) -> None:
+    from undrop.errors import OptionError
+    from undrop.lab.scoreboard.board import run_board
+
+    if data_dir is None:
+        raise OptionError(
+            "the scoreboard needs --data-dir: a folder with ptb, wikitext-2, tinyshakespeare and "
+            "fashion-mnist."
+        )
+    count = run_board(
+        folder,
+        data_dir,
+        seeds=seeds,
+        jobs=jobs,
+        say=lambda spec, record: typer.echo(f"{spec}: {record['validation']:.4f}", err=True),
+    )
+    typer.echo(f"{count} records in {folder}: `undrop report {folder}` summarizes them.")
+
+
+def _measure_step_costs(plan: Plan, data_dir: str | None) -> None:
+    """Print the lines of step_costs.toml for the plan's settings."""
+    from undrop.lab.reproduce import tables
+    from undrop.lab.reproduce.step_costs import measure_step_costs
+    from undrop.lab.reproduce.worker import single_threaded
+
+    single_threaded()
+    for base in dict.fromkeys(cell.setting.base for cell in plan.cells.values()):
+        methods = {c.method.name: c.method for c in plan.cells.values() if c.setting.base == base}
+        setting = tables.setting(base, plan.scale)
+        typer.echo(f"[{plan.scale}.{base}]")
+        for name, cost in measure_step_costs(
+            setting, list(methods.values()), data_dir=data_dir
+        ).items():
+            typer.echo(f"{name} = {cost:.2f}")
 
 
 def _show(plan: Plan, records: Records) -> None:

@@ -39,9 +39,10 @@ class LinearHead(nn.Module):
         """Logits (…, V) of features (…, d)."""
         return F.linear(features, self._weight(embedding), self.bias)
 
-    def loss(self, embedding: nn.Embedding) -> Loss:
+    def loss(self, embedding: nn.Embedding, *, label_smoothing: float = 0.0) -> Loss:
         """The cross-entropy that takes this head's features."""
-        return LinearCrossEntropy(self._weight(embedding), self.bias)
+        weight = self._weight(embedding)
+        return LinearCrossEntropy(weight, self.bias, label_smoothing=label_smoothing)
 
     def _weight(self, embedding: nn.Embedding) -> Tensor:
         return embedding.weight if self.weight is None else self.weight

@@ -81,12 +81,21 @@ class LanguageModel(nn.Module, ABC):
         features, state = self.features(tokens, state)
         return (self.head(features, self.table()) if logits else features), state
 
-    def loss(self) -> Loss:
+    def loss(self, *, label_smoothing: float = 0.0) -> Loss:
         """The mean cross-entropy over (T, B) targets that takes the features as its output.
 
         It holds this model's parameters themselves: make it once and use it at every step.
+
+        Raises:
+            OptionError: if the model's head has no label smoothing.
         """
-        loss: Loss = self.head.loss(self.table())
+        if label_smoothing and not isinstance(self.head, LinearHead):
+            raise OptionError(
+                f"the adaptive softmax of {type(self).__name__} has no label smoothing: set "
+                "model.cutoffs = [], or train.label_smoothing = 0."
+            )
+        smoothed = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        loss: Loss = self.head.loss(self.table(), **smoothed)
         return loss
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from undrop.lab.reproduce.measures import MEASURES
 from undrop.lab.reproduce.results import Results
-from undrop.lab.reproduce.statistics import Interval, paired_ratio
+from undrop.lab.reproduce.statistics import Interval, paired_ratio, seeds_needed
 from undrop.lab.reproduce.tables import Claim, Experiment, method, paper_number
 
 __all__ = ["DOES_NOT_HOLD", "HOLDS", "UNDECIDED", "Verdict", "decide", "verdicts"]
@@ -37,6 +37,8 @@ class Verdict:
         measured: the ratio in words.
         asked: the interval that the claim asks for.
         reason: a likely reason why the claim does not hold; empty if it does.
+        needed: how many seeds would decide an undecided claim, with a chance of 80 %; None if it is
+            decided, or the spread over seeds is not known.
     """
 
     claim: str
@@ -50,6 +52,7 @@ class Verdict:
     measured: str
     asked: str
     reason: str
+    needed: int | None = None
 
 
 def decide(claim: Claim, interval: Interval | None) -> str:
@@ -74,6 +77,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         [results.values(claim.measure, cell) for cell in claim.under],
     )
     verdict = decide(claim, interval)
+    open_ = interval if verdict == UNDECIDED else None
     return Verdict(
         claim=claim.sentence,
         experiment=experiment.name,
@@ -86,6 +90,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         measured=_measured(claim, experiment.settings),
         asked=_asked(claim),
         reason="" if verdict == HOLDS else claim.reasons.get(results.plan.scale, ""),
+        needed=None if open_ is None else seeds_needed(open_, claim.above, claim.below),
     )
 
 

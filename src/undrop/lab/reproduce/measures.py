@@ -20,11 +20,15 @@ QUALITY = 1.01
 
 @dataclass(frozen=True)
 class Measure:
-    """A positive number of a record, given the reference's record with the same seed."""
+    """A positive number of a record, given the reference's record with the same seed.
+
+    One that does not compare takes any record as the reference.
+    """
 
     label: str
     digits: int
     of: Callable[[Record, Record], float]
+    compares: bool = False
 
 
 MEASURES: Registry[str, Measure] = Registry("measure")
@@ -32,23 +36,14 @@ MEASURES: Registry[str, Measure] = Registry("measure")
 
 
 def _measure(
-    name: str, label: str, digits: int
+    name: str, label: str, digits: int, *, compares: bool = False
 ) -> Callable[[Callable[[Record, Record], float]], Measure]:
-    return lambda of: MEASURES.register(name)(Measure(label, digits, of))
+    return lambda of: MEASURES.register(name)(Measure(label, digits, of, compares))
 
 
 @_measure("best_valid_ppl", "best validation perplexity", 2)
 def _best_valid_ppl(record: Record, reference: Record) -> float:
     return record.best_valid_ppl
-
-
-@_measure("best_in_time", "best validation perplexity in Drop₁'s time", 2)
-def _best_in_time(record: Record, reference: Record) -> float:
-    limit = reference.training_seconds[-1]
-    times = zip(record.training_seconds, record.curve.valid_ppl, strict=True)
-    return min(
-        (ppl for seconds, ppl in times if seconds <= limit), default=record.curve.valid_ppl[0]
-    )
 
 
 def _first_good(record: Record, reference: Record) -> int | None:
@@ -57,21 +52,20 @@ def _first_good(record: Record, reference: Record) -> int | None:
     return next((i for i, ppl in enumerate(record.curve.valid_ppl) if ppl <= goal), None)
 
 
-@_measure("epochs_to_quality", "epochs to Drop₁'s quality", 0)
+@_measure("epochs_to_quality", "epochs to Drop₁'s quality", 0, compares=True)
 def _epochs_to_quality(record: Record, reference: Record) -> float:
     first = _first_good(record, reference)
     return math.inf if first is None else float(record.curve.epoch[first])
 
 
-@_measure("seconds_to_quality", "seconds to Drop₁'s quality", 0)
-def _seconds_to_quality(record: Record, reference: Record) -> float:
-    first = _first_good(record, reference)
-    return math.inf if first is None else record.training_seconds[first]
-
-
 @_measure("seconds_per_step", "seconds per step", 4)
 def _seconds_per_step(record: Record, reference: Record) -> float:
     return record.training_seconds[-1] / record.steps
+
+
+@_measure("time_used", "seconds of training in Drop₁'s", 3, compares=True)
+def _time_used(record: Record, reference: Record) -> float:
+    return record.training_seconds[-1] / reference.training_seconds[-1]
 
 
 @_measure("taylor_share", "share of R_drop in the quadratic term", 3)

@@ -25,15 +25,17 @@ class Results:
 
     def of(self, setting: str, method: str) -> dict[int, Record]:
         """Return the records of a cell by seed."""
-        return self._found[f"{setting}:{method}"]
+        return self._found.get(f"{setting}:{method}", {})
 
     def values(self, measure: str, cell: str) -> dict[int, float]:
-        """Return a measure of a cell for each seed that the reference has too."""
-        records = self._found[cell]
+        """Return a measure of a cell by seed; one that compares, for the reference's seeds only."""
+        records = self._found.get(cell, {})
+        found = MEASURES[measure]
+        if not found.compares:
+            return {seed: found.of(record, record) for seed, record in records.items()}
         references = self._found.get(f"{cell.partition(':')[0]}:{REFERENCE}", {})
-        of = MEASURES[measure].of
         return {
-            seed: of(record, references[seed])
+            seed: found.of(record, references[seed])
             for seed, record in records.items()
             if seed in references
         }

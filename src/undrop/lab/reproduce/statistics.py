@@ -1,4 +1,4 @@
-"""Means over seeds with bootstrap intervals; comparisons are paired by seed."""
+"""Means over seeds with Student's intervals, paired by seed, and how many seeds a decision takes."""
 
 from __future__ import annotations
 
@@ -8,39 +8,92 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Interval", "geometric", "paired_ratio"]
+__all__ = ["Interval", "geometric", "mean_interval", "paired_ratio", "seeds_needed", "student"]
 
-_RESAMPLES = 10_000
-_LEVEL = 0.95
+LEVEL = 0.95
+POWER = 0.8
+"""The chance to decide that :func:`seeds_needed` asks for."""
+_MOST = 10_000
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its bootstrap 95 % interval over ``seeds`` values."""
+    """An estimate, its interval over ``seeds`` values, and their standard deviation (of logarithms)."""
 
     estimate: float
     low: float
     high: float
     seeds: int
+    spread: float = 0.0
+
+
+def student(quantile: float, values: int) -> float:
+    """Return a quantile of Student's t for the mean of so many values."""
+    from scipy import stats
+
+    return float(stats.t.ppf(quantile, values - 1))
 
 
 def geometric(values: Sequence[float]) -> Interval:
-    """Return the geometric mean of positive values, with its percentile bootstrap interval.
+    """Return the geometric mean of positive values, with Student's 95 % interval.
 
-    Perplexities and times are compared by ratios, so their logarithms are averaged. The interval of
-    three values is their range. An infinite value, a quality that was never reached, makes the mean
-    infinite.
+    Perplexities and times are compared by ratios, so their logarithms are averaged. One value has no
+    spread, so its interval is that value. An infinite value, a quality that was never reached, makes
+    the mean infinite, and the interval begins at the least value; its reciprocal, 0, likewise.
     """
-    with np.errstate(divide="ignore"):
-        logs = np.log(np.asarray(values, dtype=np.float64))
-    draws = np.random.default_rng(0).integers(len(logs), size=(_RESAMPLES, len(logs)))
-    tail = (1.0 - _LEVEL) / 2.0
-    low, high = np.quantile(logs[draws].mean(axis=1), [tail, 1.0 - tail], method="inverted_cdf")
-    return Interval(_exp(logs.mean()), _exp(low), _exp(high), len(logs))
+    if math.inf in values or 0.0 in values:
+        mean = math.inf if 0.0 not in values else 0.0 if math.inf not in values else math.nan
+        return Interval(mean, min(values), max(values), len(values), math.inf)
+    interval = mean_interval([math.log(value) for value in values])
+    mean, low, high = (math.exp(end) for end in (interval.estimate, interval.low, interval.high))
+    return Interval(mean, low, high, interval.seeds, interval.spread)
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < math.inf else math.inf
+def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
+    """Return the mean with Student's interval.
+
+    Args:
+        values: one for each seed.
+        comparisons: how many intervals there are. All of them hold at once with 95 % (Bonferroni).
+    """
+    mean, n = float(np.mean(values)), len(values)
+    if n < 2:
+        return Interval(mean, mean, mean, n)
+    spread = float(np.std(values, ddof=1))
+    tail = (1.0 - LEVEL) / (2.0 * comparisons)
+    reach = student(1.0 - tail, n) * spread / math.sqrt(n) if spread else 0.0
+    return Interval(mean, mean - reach, mean + reach, n, spread)
+
+
+def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
+    """Return how many seeds decide whether a ratio lies in a range, with a chance of 80 %.
+
+    The ratio and its spread are taken to be what was measured: the interval of that many seeds then
+    ends before the nearest end of the range. None if nothing is known of the spread, or no number up
+    to 10,000 is enough.
+    """
+    if interval.seeds < 2 or not 0.0 < interval.estimate < math.inf:
+        return None
+    at = math.log(interval.estimate)
+    ends = [math.log(end) for end in (above, below) if 0.0 < end < math.inf]
+    distance = min((abs(at - end) for end in ends), default=0.0)
+    if distance == 0.0:
+        return None
+    tail = (1.0 - LEVEL) / 2.0
+    for n in _counts():
+        if (student(1.0 - tail, n) + student(POWER, n)) * interval.spread / math.sqrt(
+            n
+        ) <= distance:
+            return n
+    return None
+
+
+def _counts() -> list[int]:
+    """Every number up to 100, then in steps of 2 %."""
+    counts = list(range(2, 101))
+    while counts[-1] < _MOST:
+        counts.append(math.ceil(counts[-1] * 1.02))
+    return counts
 
 
 def paired_ratio(

@@ -28,6 +28,7 @@ __all__ = [
     "PaperNumber",
     "Setting",
     "experiment",
+    "experiments_at",
     "method",
     "paper_number",
     "setting",
@@ -37,7 +38,7 @@ __all__ = [
 SCALES = {
     "smoke": "seconds, for tests",
     "small": "hours on a laptop",
-    "medium": "a day on a laptop",
+    "medium": "minutes a run, a day on a laptop",
     "paper": "the paper's own settings, on GPUs",
 }
 """The scales, and what they take."""
@@ -56,7 +57,9 @@ EXPERIMENTS = (
     "taylor",
     "wt2-table",
     "dataset-size",
+    "data-curve",
     "qrnn",
+    "ptb-whole",
 )
 """All experiments, those of the paper in its order."""
 
@@ -152,11 +155,19 @@ class Experiment:
     figure: str
     measure: str
     claims: tuple[Claim, ...]
+    more: tuple[str, ...] = ()
+    """Further cells, each ``setting:method``."""
 
     @property
     def cells(self) -> list[tuple[str, str]]:
-        """All pairs of a setting and a method."""
-        return [(setting, method) for setting in self.settings for method in self.methods]
+        """All pairs of a setting and a method, and the further cells."""
+        pairs = [(setting, method) for setting in self.settings for method in self.methods]
+        further = (cell.partition(":") for cell in self.more)
+        return pairs + [(setting, method) for setting, _, method in further]
+
+    def at(self, scale: str) -> bool:
+        """Whether all its settings exist at a scale."""
+        return all(scale in _table("settings.toml")[setting] for setting, _ in self.cells)
 
 
 @dataclass(frozen=True)
@@ -209,6 +220,9 @@ def setting(name: str, scale: str) -> Setting:
         raise UnknownNameError("setting", name, table)
     if scale not in SCALES:
         raise UnknownNameError("scale", scale, SCALES)
+    if scale not in table[name]:
+        there = ", ".join(table[name])
+        raise OptionError(f"the setting {name} has no scale {scale!r}: there are {there}.")
     values = dict(table[name][scale])
     base = values.pop("extends", None)
     below = setting(base, scale) if base is not None else None
@@ -240,9 +254,21 @@ def experiment(name: str) -> Experiment:
     claims = tuple(_claim(claim, settings[0]) for claim in values.pop("claims"))
     methods = tuple(values.pop("methods"))
     measure = values.pop("measure", "best_valid_ppl")
+    more = tuple(values.pop("more", ()))
     return Experiment(
-        name, settings=settings, methods=methods, claims=claims, measure=measure, **values
+        name,
+        settings=settings,
+        methods=methods,
+        claims=claims,
+        measure=measure,
+        more=more,
+        **values,
     )
+
+
+def experiments_at(scale: str) -> list[str]:
+    """Return the names of the experiments that exist at a scale."""
+    return [name for name in EXPERIMENTS if experiment(name).at(scale)]
 
 
 def _claim(values: Mapping[str, Any], default: str) -> Claim:

@@ -129,5 +129,5 @@ class Adapted(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (T, B, V) of tokens (T, B)."""
-        logits, _ = self.gpt(tokens)
+        logits: Tensor = self.gpt(tokens)[0]
         return logits

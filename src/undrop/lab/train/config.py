@@ -135,6 +135,7 @@ class TrainConfig(_Section):
     checkpoint_every: _Count = 500  # steps between two checkpoints; each epoch ends with one, too
     test: Literal["epoch", "end"] = "epoch"  # "end": once, with the weights of the best epoch
     train_perplexity: bool = False  # evaluate the training split without noise after each epoch
+    label_smoothing: _Below1 = 0.0  # of the training loss; evaluation has none
     tune: _Below1 = 0.0  # set this share of the training split aside, and tune every p on it
     loggers: tuple[str, ...] = ()  # csv, tensorboard, wandb
 
@@ -197,8 +198,9 @@ class Config(_Section):
         del values["preset"], values["data"]["dir"]
         for unused in ("log_every", "checkpoint_every", "loggers"):
             del values["train"][unused]
-        if not values["train"]["tune"]:
-            del values["train"]["tune"]  # as before there was such a setting
+        for newer in ("tune", "label_smoothing"):
+            if not values["train"][newer]:
+                del values["train"][newer]  # as before there was such a setting
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def load_corpus(self) -> Corpus:
@@ -233,8 +235,9 @@ class Config(_Section):
 
     def build_objective(self, model: LanguageModel) -> Objective:
         """Return the objective, with the loss of the model."""
+        loss = model.loss(label_smoothing=self.train.label_smoothing)
         objective: Objective = build(
-            OBJECTIVES, self.objective.name, self.objective.options, loss=model.loss(), batch_dim=1
+            OBJECTIVES, self.objective.name, self.objective.options, loss=loss, batch_dim=1
         )
         return objective
 

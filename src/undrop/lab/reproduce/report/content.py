@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from undrop.lab.reproduce import tables
 from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, UNDECIDED, Verdict, verdicts
-from undrop.lab.reproduce.measures import MEASURES
+from undrop.lab.reproduce.measures import MEASURES, REFERENCE
 from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.statistics import Interval
@@ -91,7 +92,7 @@ def _section(experiment: tables.Experiment, results: Results) -> Section:
     return Section(
         experiment,
         rows,
-        _table(experiment, rows),
+        _table(experiment, rows, paper=results.plan.scale == "paper"),
         tuple(verdicts(experiment, results)),
         tuple(sources),
     )
@@ -99,17 +100,32 @@ def _section(experiment: tables.Experiment, results: Results) -> Section:
 
 def _row(experiment: tables.Experiment, setting: str, method: str, results: Results) -> Row:
     cell = results.plan.cells[f"{setting}:{method}"]
-    step = results.interval("seconds_per_step", f"{setting}:{method}")
-    plain = results.interval("seconds_per_step", f"{setting}:drop-1")
+    paper = results.plan.scale == "paper"  # elsewhere only ratios can be compared
     return Row(
         setting,
         method,
         cell.method.label,
         results.interval(experiment.measure, f"{setting}:{method}"),
-        tables.paper_number(experiment.name, setting, method),
-        None if step is None or plain is None else step.estimate / plain.estimate,
+        tables.paper_number(experiment.name, setting, method) if paper else None,
+        _cost(results, setting, method),
         _choice(cell.method, cell.choice(results.records)),
     )
+
+
+def _cost(results: Results, setting: str, method: str) -> float | None:
+    """A step's time in plain dropout's, from pairs of records by the same code on the same machine."""
+    own, plain = results.of(setting, method), results.of(setting, REFERENCE)
+    ratios = [
+        _pace(record) / _pace(plain[seed])
+        for seed, record in own.items()
+        if seed in plain
+        and (record.commit, record.machine) == (plain[seed].commit, plain[seed].machine)
+    ]
+    return statistics.median(ratios) if ratios else None
+
+
+def _pace(record: Record) -> float:
+    return MEASURES["seconds_per_step"].of(record, record)
 
 
 def _choice(method: tables.Method, choice: int | None) -> str:
@@ -120,18 +136,16 @@ def _choice(method: tables.Method, choice: int | None) -> str:
     return f"{chosen[0]}, best of {len(method.tune)}"
 
 
-def _table(experiment: tables.Experiment, rows: Sequence[Row]) -> Table:
+def _table(experiment: tables.Experiment, rows: Sequence[Row], *, paper: bool) -> Table:
+    """The numbers; the paper's stand beside ours only where the setting is the paper's."""
     measure = MEASURES[experiment.measure]
-    several = len(experiment.settings) > 1
-    heads = (
-        "method",
-        f"ours: {measure.label}",
-        "95 % interval",
-        "seeds",
-        "the paper's",
-        "cost of a step",
-    )
+    several = len({setting for setting, _ in experiment.cells}) > 1
+    heads = ["method", measure.label, "95 % interval", "seeds", "cost of a step"]
+    heads += ["the paper's"] if paper else []
     cells = [(_name(row, several), *_numbers(row, measure.digits)) for row in rows]
+    if paper:
+        theirs = ["" if row.paper is None else f"{row.paper.value:g}" for row in rows]
+        cells = [(*cell, number) for cell, number in zip(cells, theirs, strict=True)]
     return Table(heads, cells, numbers=heads[1:])
 
 
@@ -141,14 +155,13 @@ def _name(row: Row, several: bool) -> str:
 
 
 def _numbers(row: Row, digits: int) -> tuple[str, ...]:
-    paper = "" if row.paper is None else f"{row.paper.value:g}"
     cost = "" if row.cost is None else f"× {row.cost:.2f}"
     if row.interval is None:
-        return "not run yet", "", "0", paper, cost
+        return "not run yet", "", "0", cost
     shown = [
         number(v, digits) for v in (row.interval.estimate, row.interval.low, row.interval.high)
     ]
-    return shown[0], f"{shown[1]} – {shown[2]}", str(row.interval.seeds), paper, cost
+    return shown[0], f"{shown[1]} – {shown[2]}", str(row.interval.seeds), cost
 
 
 def number(value: float | None, digits: int) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from undrop.lab.reproduce.measures import MEASURES
+from undrop.lab.reproduce.measures import MEASURES, REFERENCE
 from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.report.content import Row, Section
 from undrop.lab.reproduce.results import Results
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "draw"]
+__all__ = ["KINDS", "draw", "mathtext"]
 
 KINDS: Registry[str, Callable[[Section, Results], Any]] = Registry("figure")
 """The kinds of figures; an experiment names one."""
@@ -33,27 +33,69 @@ def draw(section: Section, results: Results) -> Figure | None:
         return figure
 
 
+_WORDS = {
+    "R̃_approx": r"$\tilde{R}_\mathrm{approx}$",
+    "R_approx": r"$R_\mathrm{approx}$",
+    "R_drop": r"$R_\mathrm{drop}$",
+    "ξ_approx": r"$\xi_\mathrm{approx}$",
+    "Drop₃₂": r"Drop$_{32}$",
+    **{f"Drop{digit}": f"Drop$_{number}$" for digit, number in zip("₁₂₄₈", "1248", strict=True)},
+    "ℓ₂": r"$\ell_2$",
+    "ρ": r"$\rho$",
+}
+
+
+def mathtext(label: str) -> str:
+    """Return a label with its symbols as mathtext."""
+    for word, symbol in _WORDS.items():
+        label = label.replace(word, symbol)
+    return label
+
+
 @KINDS.register("validation")
 def _validation(section: Section, results: Results) -> Figure:
-    figure = new_figure(6.0, 3.8)
-    _curves(figure.subplots(), section, results, "valid_ppl", "epoch")
+    """Curves, and beside them their difference to plain dropout's, since they nearly coincide."""
+    figure = new_figure(8.4, 3.8)
+    left, right = figure.subplots(1, 2)
+    _curves(left, section, results, "valid_ppl")
+    _differences(right, section, results)
     return figure
+
+
+def _differences(axes: Axes, section: Section, results: Results) -> None:
+    """Each method's validation perplexity in percent of plain dropout's, seed by seed."""
+    for index, row in enumerate(section.rows):
+        pairs = _with_reference(row, results)
+        if row.method == REFERENCE or not pairs:
+            continue
+        length = min(len(record.curve.epoch) for pair in pairs for record in pair)
+        own, plain = (
+            np.asarray([record.curve.valid_ppl[:length] for record in side])
+            for side in zip(*pairs, strict=True)
+        )
+        percent = 100.0 * (own / plain - 1.0)
+        color, epochs = _color(row, section.rows, index), pairs[0][0].curve.epoch[:length]
+        axes.plot(epochs, percent.mean(0), lw=1.4, color=color, label=mathtext(row.label))
+        axes.fill_between(epochs, percent.min(0), percent.max(0), color=color, alpha=0.18, lw=0)
+    axes.axhline(0.0, color="black", lw=0.8)
+    axes.set_xlabel(_AXES["epoch"])
+    axes.set_ylabel(mathtext("percent above Drop₁ in the same epoch"))
+
+
+def _with_reference(row: Row, results: Results) -> list[tuple[Record, Record]]:
+    """A row's records with those of plain dropout on the same seed."""
+    own = results.of(row.setting, row.method)
+    plain = results.of(row.setting, REFERENCE)
+    return [(own[seed], plain[seed]) for seed in own if seed in plain]
 
 
 @KINDS.register("train-and-validation")
 def _train_and_validation(section: Section, results: Results) -> Figure:
     figure = new_figure(8.4, 3.8)
     left, right = figure.subplots(1, 2)
-    _curves(left, section, results, "train_ppl", "epoch")
-    _curves(right, section, results, "valid_ppl", "epoch")
+    _curves(left, section, results, "train_ppl")
+    _curves(right, section, results, "valid_ppl")
     left.get_legend().remove()
-    return figure
-
-
-@KINDS.register("time")
-def _time(section: Section, results: Results) -> Figure:
-    figure = new_figure(6.0, 3.8)
-    _curves(figure.subplots(), section, results, "valid_ppl", "seconds")
     return figure
 
 
@@ -61,32 +103,30 @@ _AXES = {
     "valid_ppl": "validation perplexity",
     "train_ppl": "training perplexity, without noise",
     "epoch": "epoch",
-    "seconds": "seconds of training on one core",
 }
 
 
-def _curves(axes: Axes, section: Section, results: Results, y: str, x: str) -> None:
+def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
     """A line for each method, the mean over seeds, in a band from the least to the greatest."""
     ends = []
     for index, row in enumerate(section.rows):
         records = list(results.of(row.setting, row.method).values())
         if not records:
             continue
-        xs, ys = _aligned(records, x, y)
+        xs, ys = _aligned(records, y)
         if ys is None:
             continue
         mark = {**line_style(index), "color": _color(row, section.rows, index)}
         every = max(1, len(xs) // 8)
-        axes.plot(xs, ys.mean(0), lw=1.4, ms=4, markevery=every, label=row.label, **mark)
+        axes.plot(xs, ys.mean(0), lw=1.4, ms=4, markevery=every, label=mathtext(row.label), **mark)
         axes.fill_between(xs, ys.min(0), ys.max(0), color=mark["color"], alpha=0.18, lw=0)
         ends.append(ys.mean(0).min())
     if ends:
         axes.set_ylim(min(ends) * 0.95, _top(y, ends))
-    if x == "epoch":
-        from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(_AXES[x])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(_AXES["epoch"])
     axes.set_ylabel(_AXES[y])
     axes.legend(fontsize=8)
 
@@ -96,17 +136,13 @@ def _top(y: str, ends: Sequence[float]) -> float:
     return float(np.median(ends) * (1.45 if y == "valid_ppl" else 3.0))
 
 
-def _aligned(records: Sequence[Record], x: str, y: str) -> tuple[Any, Any]:
-    """The curves of several seeds on a common axis, as long as the shortest."""
+def _aligned(records: Sequence[Record], y: str) -> tuple[Any, Any]:
+    """The curves of several seeds, as long as the shortest."""
     length = min(len(record.curve.epoch) for record in records)
     ys = [getattr(record.curve, y)[:length] for record in records]
     if any(value is None for values in ys for value in values):
         return None, None
-    times = [
-        record.training_seconds if x == "seconds" else record.curve.epoch for record in records
-    ]
-    xs = np.mean([values[:length] for values in times], axis=0)
-    return xs, np.asarray(ys, dtype=float)
+    return np.asarray(records[0].curve.epoch[:length]), np.asarray(ys, dtype=float)
 
 
 def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
@@ -122,37 +158,29 @@ def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
 
 @KINDS.register("bars")
 def _bars(section: Section, results: Results) -> Figure:
-    """A point with its interval for each method, and the paper's number scaled to our Drop₁."""
-    rows = [row for row in section.rows if row.interval is not None]
-    figure = new_figure(6.4, 1.2 + 0.34 * len(rows))
+    """A point with its interval for each method, the best on top, in each setting."""
+    settings = list(dict.fromkeys(row.setting for row in section.rows))
+    rows = sorted(
+        (row for row in section.rows if row.interval is not None),
+        key=lambda row: (settings.index(row.setting), row.interval and row.interval.estimate),
+    )
+    figure = new_figure(6.4, 0.9 + 0.3 * len(rows))
     axes = figure.subplots()
-    several = len(section.experiment.settings) > 1
     for position, row in enumerate(rows):
-        interval, anchor = row.interval, _anchor(section, row)
+        interval = row.interval
         assert interval is not None
-        axes.plot([interval.low, interval.high], [position] * 2, color=OURS, lw=2.5, alpha=0.5)
-        axes.plot(interval.estimate, position, "o", color=OURS, ms=5)
-        if row.paper is not None and anchor is not None:
-            axes.plot(row.paper.value * anchor, position, "D", color=OTHER, ms=4, mfc="none")
-    axes.plot([], [], "o", color=OURS, label="ours, with 95 % interval")
-    if any(row.paper is not None for row in rows):
-        label = "the paper's, scaled to our Drop₁"
-        axes.plot([], [], "D", color=OTHER, mfc="none", label=label)
-    names = [f"{row.setting}: {row.label}" if several else row.label for row in rows]
-    axes.set_yticks(range(len(rows)), names)
+        color = "black" if row.method == REFERENCE else OURS
+        axes.plot([interval.low, interval.high], [position] * 2, color=color, lw=2.5, alpha=0.5)
+        axes.plot(interval.estimate, position, "o", color=color, ms=5)
+    names = [f"{row.setting}: {row.label}" if len(settings) > 1 else row.label for row in rows]
+    axes.set_yticks(range(len(rows)), [mathtext(name) for name in names])
     axes.invert_yaxis()
-    axes.set_xlabel(MEASURES[section.experiment.measure].label)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    label = mathtext(MEASURES[section.experiment.measure].label)
+    axes.set_xlabel(f"{label}, mean and 95 % interval over seeds")
     return figure
 
 
-def _anchor(section: Section, row: Row) -> float | None:
-    """Our Drop₁ divided by the paper's, on the row's setting."""
-    for other in section.rows:
-        same = other.setting == row.setting and other.method == "drop-1"
-        if same and other.paper is not None and other.interval is not None:
-            return other.interval.estimate / other.paper.value
-    return None
+_QUADRATIC = r"$\frac{1}{2}\,\mathrm{E}[u^\top H u]$"
 
 
 @KINDS.register("shares")
@@ -163,7 +191,10 @@ def _shares(section: Section, results: Results) -> Figure:
     figure = new_figure(4.8, 3.2)
     axes = figure.subplots()
     places = np.arange(len(records))
-    for shift, name, label in ((-0.2, "dropped", "R_drop"), (0.2, "quadratic", "½ E[uᵀHu]")):
+    for shift, name, label in (
+        (-0.2, "dropped", mathtext("R_drop")),
+        (0.2, "quadratic", _QUADRATIC),
+    ):
         heights = [record.probed[name] for record in records.values()]
         axes.bar(places + shift, heights, 0.38, label=label, color=OURS if shift < 0 else OTHER)
     axes.set_xticks(places, [f"seed {seed}" for seed in records])

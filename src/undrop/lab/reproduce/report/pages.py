@@ -12,8 +12,10 @@ __all__ = ["as_html", "as_markdown"]
 
 _MARKS = {HOLDS: "good", DOES_NOT_HOLD: "bad", UNDECIDED: "open"}
 _HOW = (
-    "A ratio is the geometric mean over seeds, paired by seed, with its bootstrap interval. A claim "
-    "holds if the whole interval lies where the claim asks."
+    "A ratio is the geometric mean over seeds, paired by seed, with Student's interval. A claim holds "
+    "if the whole interval lies where the claim asks. For an undecided claim, the last column says how "
+    "many seeds would decide it with a chance of 80 %, if the ratio and its spread are what they are "
+    "now."
 )
 
 
@@ -81,7 +83,16 @@ def as_markdown(content: Content, figures: Mapping[str, str]) -> str:
 
 
 def _verdicts(verdicts: Sequence[Verdict]) -> Table:
-    heads = ("claim", "verdict", "ratio", "95 % interval", "asked", "the paper's", "seeds")
+    heads = (
+        "claim",
+        "verdict",
+        "ratio",
+        "95 % interval",
+        "asked",
+        "the paper's",
+        "seeds",
+        "to decide",
+    )
     rows = [
         (
             _claim(verdict),
@@ -91,6 +102,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Table:
             verdict.asked,
             number(verdict.paper, 3),
             str(verdict.seeds),
+            "" if verdict.needed is None else str(verdict.needed),
         )
         for verdict in verdicts
     ]

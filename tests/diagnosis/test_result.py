@@ -188,6 +188,13 @@ def test_a_comparison_names_what_changed():
     assert "<table" in found._repr_html_()
 
 
+def test_a_comparison_of_two_kinds_of_model_says_so(found):
+    other = replace(found, model="Other")
+    said = found.compare(other).conclusion
+    assert said.startswith(f"The models differ: {found.model} before, Other after.")
+    assert "differ" not in found.compare(found).conclusion
+
+
 def test_saved_diagnoses_are_compared(found, tmp_path):
     for name in ("a.json", "b.json"):
         found.save(tmp_path / name)
@@ -282,7 +289,9 @@ def test_an_r_drop_within_its_error_is_called_too_little_data():
     parts = found.explicit.parts._replace(r_drop=Estimate.of(0.01, 0.02))
     explicit = type(found.explicit)(**{**vars(found.explicit), "parts": parts})
     assert advise(found.sites, explicit, None)[0].startswith("Too little data to say")
-    assert conclude(explicit, None, None).startswith("Too little data to say")
+    conclusion = conclude(explicit, None, None)
+    assert conclusion.startswith("Too little data to say")
+    assert "(95 % interval -0.029 to 0.049)" in conclusion
 
 
 def test_dropout_that_is_active_in_eval_mode_is_named_first():

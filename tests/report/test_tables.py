@@ -2,7 +2,7 @@
 
 import pytest
 
-from undrop.report import Table, terminal_width
+from undrop.report import Table, terminal_width, wrap
 
 TABLE = Table(
     ["run", "objective", "epochs", "validation perplexity", "time", "status"],
@@ -94,3 +94,13 @@ def test_html_escapes_aligns_and_marks():
     assert '<td class="number" data-head="n">1</td>' in shown
     assert '<span class="good">holds</span>' in shown
     assert '<table class="cards">' in shown
+
+
+@pytest.mark.parametrize("width", range(12, 40))
+def test_prose_breaks_at_spaces_but_not_within_a_figure(width):
+    text = "The ratio is 1.36 ± 0.14, and 80.2 % ± 0.42 % of it is at one site."
+    lines = wrap(text, width)
+    assert " ".join(lines) == text
+    assert sum("1.36 ± 0.14," in line for line in lines) == 1
+    assert all(line[-1] not in "±" and line[0] not in "±%" for line in lines)
+    assert max(map(len, lines)) <= max(width, len("80.2 % ± 0.42 %"))

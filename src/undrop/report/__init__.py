@@ -5,6 +5,6 @@ matplotlib and rich are imported when something is drawn, never by ``import undr
 
 from undrop.report.plain import as_json
 from undrop.report.progress import Bar, Progress, duration
-from undrop.report.tables import Table, terminal_width
+from undrop.report.tables import Table, terminal_width, wrap
 
-__all__ = ["Bar", "Progress", "Table", "as_json", "duration", "terminal_width"]
+__all__ = ["Bar", "Progress", "Table", "as_json", "duration", "terminal_width", "wrap"]

@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from undrop.files import replacing
+from undrop.report.tables import unbroken
 
 __all__ = [
     "bullets",
@@ -81,5 +82,5 @@ def write(path: Path, text: str) -> None:
 
 
 def _with_code(text: str) -> str:
-    pieces = [escape(piece) for piece in text.split("`")]
+    pieces = [escape(piece) for piece in unbroken(text).split("`")]
     return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(pieces))

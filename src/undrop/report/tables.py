@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TextIO
 
-__all__ = ["Table", "terminal_width"]
+__all__ = ["Table", "terminal_width", "unbroken", "wrap"]
 
 _GAP = 2  # spaces between columns
 _NARROWEST = 8  # the width down to which a column of text is wrapped
 _UNLIMITED = 10_000
+_IN_A_FIGURE = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) ")  # the spaces of "1.2 ± 0.3" and "5 %"
 
 
-def terminal_width() -> int:
-    """The columns of the terminal on stdout, or of ``COLUMNS``; without either there is no limit."""
+def terminal_width(stream: TextIO | None = None) -> int:
+    """The columns of ``COLUMNS``, or of a stream's terminal; without either there is no limit.
+
+    Args:
+        stream: where the text goes; stdout if None.
+    """
     if os.environ.get("COLUMNS", "").isdigit():
         return int(os.environ["COLUMNS"])
     try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or _UNLIMITED
+        return os.get_terminal_size((stream or sys.stdout).fileno()).columns or _UNLIMITED
     except (OSError, ValueError, AttributeError):
         return _UNLIMITED
+
+
+def unbroken(text: str) -> str:
+    """Return a text in which no figure, such as "1.2 ± 0.3" or "5 %", breaks at the end of a line."""
+    return _IN_A_FIGURE.sub("\N{NO-BREAK SPACE}", text)
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Return the lines of a text, broken at spaces but not within a figure.
+
+    >>> wrap("the ratio is 1.2 ± 0.3", 20)
+    ['the ratio is', '1.2 ± 0.3']
+    """
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in _wrapped(unbroken(text), width)]
 
 
 @dataclass(frozen=True)
@@ -176,6 +197,6 @@ def _in_pipes(text: str) -> str:
 
 
 def _marked(text: str, marks: dict[str, str]) -> str:
-    first, *rest = (escape(line) for line in text.split("\n"))
+    first, *rest = (escape(unbroken(line)) for line in text.split("\n"))
     shown = f'<span class="{marks[text]}">{first}</span>' if text in marks else first
     return shown + "".join(f'<br><span class="soft">{line}</span>' for line in rest)

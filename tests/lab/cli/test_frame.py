@@ -3,6 +3,7 @@
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -142,6 +143,16 @@ def test_an_error_is_red_on_a_terminal_without_no_color(monkeypatch, failing, no
     assert failing(DataError("it is not there."))(["data", "info", "pydocs"]) == 2
     assert ("\x1b[" in terminal.getvalue()) == colour
     assert terminal.getvalue().endswith(" it is not there.\n")
+
+
+def test_a_long_error_breaks_between_words_on_a_terminal(monkeypatch, failing):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    sentence = "wikitext-103 is not there: download it, or name the folder that holds its texts."
+    assert failing(DataError(sentence))(["data", "info", "pydocs"]) == 2
+    lines = re.sub(r"\x1b\[\d*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert " ".join(lines) == f"error: {sentence}"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_resume_needs_no_other_option_and_can_add_epochs(trained, capsys):
         (["eval", "none"], "none holds no run: it has no config.json."),
         (["generate", "none"], "none holds no run"),
         (["plot", "none"], "none holds no run"),
-        (["runs", "none"], "there is no folder none."),
+        (["runs", "none"], "there is no folder none: name one that holds runs"),
         (["demo", "--out", "tales"], "tales is not empty: give --out a new folder."),
     ],
 )
@@ -183,7 +183,7 @@ def test_plot_draws_a_picture(trained, capsys, tmp_path):
     assert capsys.readouterr().out == "c.png\n"
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plot", trained, "--value", "lss"]) == 2
-    assert "there is no curve of 'lss'" in capsys.readouterr().err
+    assert "unknown curve 'lss': did you mean 'loss'?" in capsys.readouterr().err
     assert main(["plot", trained, "--out", "c.xyz"]) == 2
     assert "c.xyz can't be drawn" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +26,13 @@ Masks = Literal["sampled", "enumerated", "complete"]
 the expectation over all masks of the only batch there is, so that nothing varies."""
 
 
+@cache
+def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The nodes and weights of Gauss and Legendre on [-1, 1]."""
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+    return nodes, weights
+
+
 @lru_cache(maxsize=4096)
 def t95(freedom: float) -> float:
     """Student's t with P(|T| ≤ t) = 0.95, by bisection; 1.96 for infinitely many degrees of freedom.
@@ -36,7 +43,7 @@ def t95(freedom: float) -> float:
         return 1.959963985
     if freedom <= 0.0:
         return math.inf
-    nodes, weights = np.polynomial.legendre.leggauss(200)
+    nodes, weights = _quadrature()
 
     def integral(end: float) -> float:
         angles = 0.5 * end * (nodes + 1.0)
@@ -85,6 +92,14 @@ class Estimate(NamedTuple):
         low, high = sorted((factor * self.low, factor * self.high)) if factor else (0.0, 0.0)
         error = None if self.stderr is None else abs(factor) * self.stderr
         return Estimate(factor * self.value, error, low, high)
+
+    @property
+    def interval(self) -> str:
+        """The 95 % interval for people; empty where the error is unknown."""
+        if self.stderr is None or math.isinf(self.low) or math.isinf(self.high):
+            return ""
+        low, high = (_rounded(end, self.stderr or abs(end) or 1.0) for end in (self.low, self.high))
+        return f"{low} to {high}"
 
     def __str__(self) -> str:
         if self.stderr is None:

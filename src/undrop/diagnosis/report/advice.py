@@ -44,10 +44,7 @@ def conclude(explicit: Explicit, implicit: Implicit | None, benefit: Benefit | N
 def _size(explicit: Explicit) -> Iterator[str]:
     r_drop, share = explicit.parts.r_drop, explicit.quadratic_share
     if r_drop.includes_zero:
-        yield (
-            f"{TOO_LITTLE} what dropout adds to the loss: R_drop = {r_drop} may be 0; give it more "
-            "batches or more seconds."
-        )
+        yield f"{TOO_LITTLE} what dropout adds to the loss: {_why_unknown(explicit)}."
         return
     verb = "adds" if r_drop.value > 0.0 else "takes off"
     amount = r_drop if r_drop.value > 0.0 else r_drop.scaled(-1.0)
@@ -64,6 +61,15 @@ def _size(explicit: Explicit) -> Iterator[str]:
     leader = _leader(explicit)
     if leader is not None:
         yield f"The largest part of it, {percent(leader[1])}, is at `{leader[0]}`."
+
+
+def _why_unknown(explicit: Explicit) -> str:
+    """Why R_drop may be 0, and the way out."""
+    r_drop, used, given = explicit.parts.r_drop, explicit.batches, explicit.batches_given
+    batches = "one batch" if used == 1 else f"{used} batches"
+    interval = f"95 % interval {r_drop.interval}" if r_drop.interval else "error unknown"
+    way_out = "more seconds" if used < given else "more batches or more seconds"
+    return f"R_drop = {r_drop} from {batches} ({interval}); give it {way_out}"
 
 
 def _leader(explicit: Explicit) -> tuple[str, Estimate] | None:
@@ -113,8 +119,8 @@ def advise(
         )
     elif explicit.parts.r_drop.includes_zero:
         sentences.append(
-            f"{TOO_LITTLE} anything about the explicit effect (R_drop = {explicit.parts.r_drop}): use "
-            "more batches or more seconds before you act on it."
+            f"{TOO_LITTLE} anything about the explicit effect (R_drop = {explicit.parts.r_drop}): "
+            "measure for longer, or on more batches, before you act on it."
         )
     else:
         sentences += _quadratic(explicit)
@@ -237,10 +243,8 @@ def _noise(implicit: Implicit) -> Iterator[str]:
     if kept.low > 1.0 / (1.0 + _SOME) and kept.high < 1.0 + _SOME:
         yield f"ξ_approx is as large as dropout's noise: its trace is {percent(kept)} of dropout's."
     elif kept.high < GOOD or kept.low > 1.0 / GOOD:
+        size = "smaller" if kept.high < GOOD else "larger"
         yield (
-            f"ξ_approx is not as large as dropout's noise: its trace is {percent(kept)} of dropout's; a "
+            f"ξ_approx is {size} than dropout's noise: its trace is {percent(kept)} of dropout's; a "
             "smaller p brings them together."
-            if kept.high < GOOD
-            else f"ξ_approx is larger than dropout's noise: its trace is {percent(kept)} of dropout's; "
-            "a smaller p brings them together."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError
 from undrop.files import read_json
-from undrop.report import Table, as_json, terminal_width
+from undrop.report import Table, as_json, terminal_width, wrap
 from undrop.report.frames import as_frame
 from undrop.report.html import fragment, paragraph
 
@@ -51,8 +50,11 @@ class Comparison:
     def conclusion(self) -> str:
         """One paragraph: what changed by more than its error."""
         certain = [change for change in self.changes if change.certain]
+        models = ""
+        if self.before != self.after:
+            models = f"The models differ: {self.before} before, {self.after} after. "
         if not certain:
-            return (
+            return models + (
                 "No figure changed by more than its error allows: the two are alike, or there is too "
                 "little data to say."
             )
@@ -60,7 +62,7 @@ class Comparison:
         named = [_described(change) for change in certain[:_NAMED]]
         many = len(certain)
         count = "One figure changed" if many == 1 else f"{many} figures changed"
-        return f"{count} by more than the error allows: {'; '.join(named)}."
+        return f"{models}{count} by more than the error allows: {'; '.join(named)}."
 
     def table(self) -> Table:
         """Every figure, with a star where the change is certain."""
@@ -86,7 +88,7 @@ class Comparison:
     def text(self, width: int | None = None) -> str:
         """The comparison for a terminal of that many columns; the terminal's own if None."""
         room = terminal_width() if width is None else width
-        lines = textwrap.wrap(self.conclusion, min(room, 100), break_long_words=False)
+        lines = wrap(self.conclusion, min(room, 100))
         note = "* the 95 % interval of the change leaves 0 out."
         return "\n".join([*lines, "", self.table().text(room), "", note])
 
@@ -167,10 +169,10 @@ def _figures(json: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
         yield f"p at {name}", Estimate.of(site["p"], 0.0)
         yield f"share of {name}", _estimate(site["share"])
     if implicit is not None:
-        yield "noise: trace, dropout", _estimate(implicit["trace_dropout"])
-        yield "noise: ξ_approx / dropout", _estimate(implicit["analytic_ratio"])
+        yield "trace of dropout's noise", _estimate(implicit["trace_dropout"])
+        yield "traces: ξ_approx / dropout", _estimate(implicit["analytic_ratio"])
         if implicit["batch_ratio"] is not None:
-            yield "noise: dropout / mini-batching", _estimate(implicit["batch_ratio"])
+            yield "traces: dropout / mini-batching", _estimate(implicit["batch_ratio"])
     if benefit is not None:
         for name, found in benefit["sites"].items():
             yield f"benefit of {name}", _estimate(found)

@@ -48,4 +48,5 @@ def _summary(diagnosis: Diagnosis) -> list[str]:
 
 
 def _tables(diagnosis: Diagnosis) -> list[str]:
-    return [table.html() for table in diagnosis.tables()]
+    """The rows of wide tables become cards on a narrow screen."""
+    return [table.html("cards" if len(table.heads) > 3 else "") for table in diagnosis.tables()]

@@ -59,7 +59,7 @@ def draw(diagnosis: Diagnosis, path: Path) -> None:
 
 def picture(diagnosis: Diagnosis, title: str, panel: Panel) -> str:
     """One panel as an ``<svg>`` element."""
-    figure = new_figure(7.0, 3.9)
+    figure = new_figure(5.6, 3.5)  # small: a phone shows it at this size
     with styled():
         panel(diagnosis, figure.add_subplot())
     return as_svg(figure, f"{title}; the figures are in the tables below")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from undrop.diagnosis.report.advice import signed
 from undrop.diagnosis.report.glossary import GLOSSARY
 from undrop.diagnosis.report.provenance import Provenance
 from undrop.intercept import Sites
-from undrop.report import Table, as_json, terminal_width
+from undrop.report import Table, as_json, terminal_width, wrap
 
 if TYPE_CHECKING:
     from undrop.diagnosis.report.comparison import Comparison
@@ -210,7 +209,7 @@ class Diagnosis:
 
     def origin(self) -> Table:
         """Date, versions, model, data and effort."""
-        return Table(("", ""), self.provenance.rows(), title="Where the numbers come from")
+        return Table(("what", "value"), self.provenance.rows(), title="Where the numbers come from")
 
     def __repr__(self) -> str:
         return self.text()
@@ -238,7 +237,7 @@ class Diagnosis:
 
 
 def _wrapped(text: str, room: int) -> list[str]:
-    return textwrap.wrap(text, min(room, _WIDEST), break_long_words=False, break_on_hyphens=False)
+    return wrap(text, min(room, _WIDEST))
 
 
 def _with_z(found: Estimate) -> tuple[str, str]:
@@ -268,11 +267,16 @@ def _traces(implicit: Implicit) -> Table:
         ("ξ_approx / dropout", str(implicit.analytic_ratio)),
         ("dropout / mini-batching", _or_dash(implicit.batch_ratio)),
         ("cosine of the diagonals, dropout and ξ_approx", str(implicit.cosine)),
-        (f"overlap of their leading {overlap.directions} directions", str(overlap.value)),
+        (_overlap_of(overlap.directions), str(overlap.value)),
         ("the most that this many samples can show", str(overlap.ceiling)),
         ("overlap by chance", f"{overlap.chance:.2g}"),
     ]
     return Table(("figure", "value"), rows, title="Implicit effect (gradient noise)")
+
+
+def _overlap_of(directions: int) -> str:
+    leading = "direction" if directions == 1 else f"{directions} directions"
+    return f"overlap of their leading {leading}"
 
 
 def _groups(implicit: Implicit) -> Table:

@@ -345,7 +345,7 @@ def _assumptions(found: Statistics, at: _Setting, chosen_in_advance: bool) -> It
         f"A = {at.norm:.4g} " + ("was given" if chosen_in_advance else "is the norm of W itself"),
     )
     yield Assumption(
-        "the examples are independent draws, and the features do not hang on their labels",
+        "the examples are independent draws, and the features do not depend on their labels",
         None,
         "features that a network learned on these very examples, or tokens of one text, are not",
     )

@@ -9,6 +9,7 @@ import traceback
 import typer
 
 from undrop.errors import StoppedError, UndropError
+from undrop.report import terminal_width, wrap
 
 __all__ = ["BAD_INPUT", "INTERRUPTED", "report"]
 
@@ -17,6 +18,8 @@ BAD_INPUT = 2
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C by the convention of shells: 128 + SIGINT."""
+
+_LABEL = "error:"
 
 # The base class of typer's errors about a command line, which has no public name in every version.
 _USAGE_ERROR: type[BaseException] = typer.BadParameter.__mro__[2]
@@ -33,7 +36,7 @@ def report(error: BaseException, *, debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if isinstance(error, StoppedError):  # the user asked for it: not an error
-        typer.echo(str(error), err=True)
+        _say(str(error))
         return INTERRUPTED
     sentence = _sentence(error)
     if sentence is None:
@@ -41,10 +44,17 @@ def report(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if sentence:
-        color = False if os.environ.get("NO_COLOR") else None  # None: color on a terminal only
-        label = typer.style("error:", fg="red", bold=True)
-        typer.echo(f"{label} {sentence}", err=True, color=color)
+        _say(f"{_LABEL} {sentence}")
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else BAD_INPUT
+
+
+def _say(text: str) -> None:
+    """Print on stderr, broken between words on a terminal, where the label of an error is red."""
+    if sys.stderr.isatty():
+        text = "\n".join(wrap(text, terminal_width(sys.stderr)))
+        if text.startswith(_LABEL) and not os.environ.get("NO_COLOR"):
+            text = typer.style(_LABEL, fg="red", bold=True) + text.removeprefix(_LABEL)
+    typer.echo(text, err=True)
 
 
 def _sentence(error: BaseException) -> str | None:

@@ -129,6 +129,11 @@ def _what_is_missing(run: Path | None, model: str | None) -> str:
             f"--data is for --model, and {run} is taken for a run: give a model as --model {run}, or "
             "leave out --data."
         )
+    if model is not None:
+        return (
+            f"--model {model} needs data to run on: add --data with a name of `undrop data list`, or "
+            "with your own (inputs, targets) pairs as MODULE:NAME or path/to/file.py:NAME."
+        )
     return "name what to look into: a RUN, or --model and --data."
 
 

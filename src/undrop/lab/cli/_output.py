@@ -10,9 +10,9 @@ from typing import Any
 
 import typer
 
-from undrop.report import Table, as_json, terminal_width
+from undrop.report import Table, as_json, terminal_width, wrap
 
-__all__ = ["check_outputs", "print_json", "print_names", "print_table", "working"]
+__all__ = ["check_outputs", "print_json", "print_names", "print_table", "print_text", "working"]
 
 
 def check_outputs(
@@ -54,6 +54,11 @@ def working(what: str) -> Iterator[None]:
 def print_json(value: Any) -> None:
     """Print a value as JSON on stdout."""
     typer.echo(json.dumps(as_json(value), indent=2, ensure_ascii=False))
+
+
+def print_text(text: str) -> None:
+    """Print prose on stdout, broken between words on a terminal."""
+    typer.echo("\n".join(wrap(text, terminal_width())))
 
 
 def print_table(

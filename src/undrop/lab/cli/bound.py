@@ -10,7 +10,7 @@ import typer
 
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._options import DataDir, Json
-from undrop.lab.cli._output import print_json, print_table, working
+from undrop.lab.cli._output import print_json, print_table, print_text, working
 
 if TYPE_CHECKING:
     from undrop.diagnosis import Bound
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @COMMANDS.register("bound")
 def bound(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The folders of runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The folders of runs.")],
     batches: Annotated[
         int, typer.Option(min=1, help="Windows of text to read from each split.")
     ] = 20,
@@ -49,8 +49,9 @@ def bound(
     print_table(heads, list(zip(_LABELS, *columns, strict=True)), numbers=heads[1:])
     typer.echo()
     for assumption in results[0].assumptions[:3]:
-        typer.echo(f"{assumption.what}: {_VERDICTS[assumption.holds]} ({assumption.why}).")
-    typer.echo(CONSTANTS)
+        what = assumption.what[0].upper() + assumption.what[1:]
+        print_text(f"{what}: {_VERDICTS[assumption.holds]} ({assumption.why}).")
+    print_text(CONSTANTS)
 
 
 _VERDICTS = {True: "holds", False: "FAILS", None: "can't be checked"}
@@ -60,10 +61,10 @@ _LABELS = (
     "θ",
     "μ(W), mean ‖Dℓ‖",
     "ν(W), mean tr D²ℓ",
-    "term: gradient",
-    "term: hessian",
-    "term: tail",
-    "term: ζ",
+    "term of the gradient",
+    "term of the Hessian",
+    "term of the tail",
+    "term of ζ",
     "sum (Theorem 3.1)",
     "sum with τ (Theorem B.1)",
     "min over β of G",

@@ -23,7 +23,7 @@ _COMPLETE = named("corpus", corpora)["autocompletion"]
 
 @COMMANDS.register("data list")
 def list_corpora(cache_dir: CacheDir = None, json: Json = False) -> None:
-    """List the corpora that have a name; any folder of text files works too."""
+    """List the corpora that have a name."""
     from undrop.lab.corpora.catalogue import CATALOGUE
     from undrop.lab.corpora.corpus import is_here
 
@@ -62,7 +62,9 @@ def list_corpora(cache_dir: CacheDir = None, json: Json = False) -> None:
 def get_corpora(
     names: Annotated[
         list[str],
-        typer.Argument(help="Names, or folders of text files.", autocompletion=_COMPLETE),
+        typer.Argument(
+            metavar="NAME", help="Names, or folders of text files.", autocompletion=_COMPLETE
+        ),
     ],
     data_dir: DataDir = None,
     cache_dir: CacheDir = None,

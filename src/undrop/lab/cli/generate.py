@@ -8,7 +8,7 @@ import typer
 
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._options import DataDir, RunFolderArgument
-from undrop.lab.cli._output import print_json, working
+from undrop.lab.cli._output import print_json, print_text, working
 
 
 @COMMANDS.register("generate")
@@ -50,4 +50,4 @@ def generate(
         print_json({"prompt": prompt, "seed": seed, "words": drawn})
         return
     text = " ".join([prompt, *("\n" if word == EOS else word for word in drawn)])
-    typer.echo(text.replace(" \n ", "\n").strip())
+    print_text(text.replace(" \n ", "\n").strip())

@@ -13,7 +13,7 @@ from undrop.lab.cli._output import check_outputs
 
 @COMMANDS.register("plot")
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="The folders of runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The folders of runs.")],
     value: Annotated[
         str, typer.Option(help="valid_ppl, test_ppl, train_ppl, loss, explicit, implicit, …")
     ] = "valid_ppl",

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,14 @@ class RunFolder:
             RunError: if no run was started here.
         """
         if not self._config.exists():
-            raise RunError(f"{self.path} holds no run: it has no config.json.")
+            raise RunError(f"{self.path} holds no run: it has no config.json.{self._guess()}")
         return read_json(self._config)
+
+    def _guess(self) -> str:
+        """A question that names the run beside this folder with the nearest name, if there is one."""
+        beside = [config.parent.name for config in self.path.parent.glob("*/config.json")]
+        near = get_close_matches(self.path.name, beside, n=1)
+        return f" Did you mean {self.path.parent / near[0]}?" if near else ""
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Save the result of the run."""

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from undrop.errors import OptionError, RunError
+from undrop.errors import RunError, UnknownNameError
+from undrop.report.figures import line_style, literal, new_figure, save, styled
 
 __all__ = ["curves"]
 
-_DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (7, 3)))
-_MARKERS = "os^Dv*PX"
 _LABELS = {
     "valid_ppl": "validation perplexity",
     "test_ppl": "test perplexity",
@@ -35,48 +34,39 @@ def curves(
         value: a key of the epoch records.
 
     Raises:
-        OptionError: if there is no such value.
-        RunError: if no epoch has the value, or matplotlib is missing.
+        OptionError: if there is no such value, or the suffix names no kind of picture.
+        RunError: if no epoch has the value.
+        MissingExtraError: if matplotlib is not installed.
     """
     if value not in _LABELS:
-        raise OptionError(f"there is no curve of {value!r}: use one of {', '.join(_LABELS)}.")
+        raise UnknownNameError("curve", value, _LABELS)
     points = {
         name: [(r["epoch"], r[value]) for r in records if r.get(value) is not None]
         for name, records in runs.items()
     }
     if not any(points.values()):
         raise RunError(f"there is nothing to plot: no epoch of these runs has {value}.")
-    figure, axes = _figure()
+    figure = new_figure(7.0, 4.5)
+    with styled():
+        _draw(figure.add_subplot(), points, value)
+    save(figure, path)
+
+
+def _draw(axes: Any, points: Mapping[str, Sequence[tuple[int, float]]], value: str) -> None:
     for place, (name, line) in enumerate(points.items()):
         axes.plot(
             [epoch for epoch, _ in line],
             [y for _, y in line],
-            label=name,
-            linestyle=_DASHES[place % len(_DASHES)],
-            marker=_MARKERS[place % len(_MARKERS)],
+            label=literal(name),
             markevery=max(1, len(line) // 10),
             markersize=5,
+            **line_style(place),
         )
     if value.endswith("_ppl"):
         _focus(axes, [y for line in points.values() for _, y in line])
     axes.set(xlabel="epoch", ylabel=_LABELS[value])
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise OptionError(f"{path} can't be saved: {error}.") from error
-
-
-def _figure() -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RunError("plots need matplotlib: pip install 'undrop[plot]'.") from error
-    figure = Figure(figsize=(7, 4.5))  # no pyplot: nothing global, no window, no leak
-    return figure, figure.add_subplot()
 
 
 def _focus(axes: Any, values: Sequence[float]) -> None:

@@ -77,7 +77,10 @@ def find_runs(root: str | Path) -> Iterator[RunFolder]:
     """
     root = Path(root)
     if not root.is_dir():
-        raise RunError(f"there is no folder {root}.")
+        raise RunError(
+            f"there is no folder {root}: name one that holds runs; `undrop train` makes runs/ where "
+            "it is started."
+        )
     for config in sorted(root.rglob("config.json")):
         yield RunFolder(config.parent)
 

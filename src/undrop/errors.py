@@ -11,7 +11,7 @@ class UndropError(Exception):
 
 
 class NoDropoutError(UndropError):
-    """The model was run and no active dropout was met."""
+    """The model ran and used no active dropout."""
 
 
 class EvalModeError(UndropError):
@@ -23,7 +23,7 @@ class UnsupportedDropoutError(UndropError):
 
 
 class GradientsDisabledError(UndropError):
-    """An objective was called where no gradient can be had."""
+    """An objective was called where gradients are disabled."""
 
 
 class TargetError(UndropError):
@@ -31,7 +31,7 @@ class TargetError(UndropError):
 
 
 class OutputError(UndropError):
-    """A model output in which the tensor that the loss is to see can't be found."""
+    """A model output without a tensor that the loss can use."""
 
 
 class NonFiniteError(UndropError):
@@ -39,11 +39,11 @@ class NonFiniteError(UndropError):
 
 
 class StepError(UndropError):
-    """A step whose gradient was taken before."""
+    """A second ``backward()`` on the same step."""
 
 
 class SiteSelectionError(UndropError):
-    """A pattern for choosing sites that matches none."""
+    """A pattern that matches no site."""
 
 
 class EngineError(UndropError):
@@ -51,11 +51,11 @@ class EngineError(UndropError):
 
 
 class RecomputationError(EngineError):
-    """Activation checkpointing of a kind whose second run can't be given the noise of the first."""
+    """Activation checkpointing whose recomputation can't repeat the noise of the first run."""
 
 
 class TorchVersionError(UndropError, ImportError):
-    """A torch that is older than undrop can work with."""
+    """A version of torch that is too old."""
 
 
 class OptionError(UndropError, ValueError):
@@ -63,13 +63,13 @@ class OptionError(UndropError, ValueError):
 
 
 class UnknownNameError(OptionError):
-    """A name that nothing has: the nearest one and all there are.
+    """An unknown name: the error suggests the nearest one and lists all.
 
     Args:
-        kind: what the name was to name, e.g. ``"corpus"``.
+        kind: what the name stands for, e.g. ``"corpus"``.
         name: the name that was given.
-        known: the names there are.
-        hint: what may be given besides them, as the end of a sentence.
+        known: the existing names.
+        hint: what else is accepted, as the end of a sentence.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
@@ -80,11 +80,11 @@ class UnknownNameError(OptionError):
 
 
 class MissingExtraError(UndropError, ImportError):
-    """A part of undrop that needs a package which comes with an extra.
+    """A missing optional dependency.
 
     Args:
         what: the part of undrop.
-        package: the package that is not there.
+        package: the missing package.
         extra: the extra it comes with.
     """
 
@@ -93,7 +93,7 @@ class MissingExtraError(UndropError, ImportError):
 
 
 class DataError(UndropError):
-    """A corpus that can't be found, fetched, read or kept."""
+    """Data that can't be found, downloaded, read or stored."""
 
 
 class ConfigError(OptionError):

@@ -20,11 +20,11 @@ def _rank() -> int:
 
 
 class Generators:
-    """One generator a device: the user's own, or one made where it is first needed.
+    """One generator per device: the user's own, or one that is made when it is first needed.
 
-    A generator of our own is seeded from torch's global one, so that ``torch.manual_seed`` decides. Of
-    several processes each gets noise of its own, even if all of them set the same seed: the examples
-    are not the same either.
+    A generator made here is seeded from torch's global one, so ``torch.manual_seed`` decides. With
+    several processes, each gets its own noise even if all set the same seed, because their examples
+    differ too.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -50,15 +50,15 @@ class Generators:
         return self._generators[device.type]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of every generator, by device, and the process that it is of."""
+        """The state of every generator, by device, and the number of this process."""
         states = {device: g.get_state() for device, g in self._generators.items()}
         return {**states, _RANK: torch.tensor(_rank())}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state.
+        """Resume from a saved state.
 
-        Some trainers keep the state of one process for all. From the state of another process we go on
-        with noise that hangs on it and is our own.
+        Some trainers save the state of one process for all of them. From the state of another
+        process, this one derives its own noise.
         """
         foreign = int(state.get(_RANK, torch.tensor(_rank()))) != _rank()
         for device, value in state.items():

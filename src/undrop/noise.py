@@ -108,18 +108,17 @@ def structured_dropout(
 ) -> Tensor:
     """Dropout with one mask entry for all indices of the dimensions ``shared``.
 
-    All of undrop's own dropout modules come down to this function, and it is what undrop
-    intercepts: a module that calls it has a noise site of the named ``kind`` and ``mask`` without
-    further ado.
+    All of undrop's own dropout modules call this function, and undrop intercepts it: a module that
+    calls it becomes a site of that ``kind`` and ``mask``.
 
     Args:
         h: the activation or weight.
         p: the probability q of an entry to be dropped.
         shared: dimensions along which one mask entry is shared, e.g. time for a locked mask.
         training: whether to drop at all, as in ``F.dropout``.
-        kind: what the site is called in ``undrop.sites``.
-        mask: the mask structure's name there.
-        label: what the site's name adds to the path of the module that calls.
+        kind: the site's kind in ``undrop.sites``.
+        mask: the name of its mask structure there.
+        label: what the site's name adds to the path of the calling module.
         per_example: False where all examples of a batch share the noise (weights, embedding rows).
     """
     if has_torch_function_unary(h):

@@ -13,7 +13,7 @@ __all__ = ["as_float", "check_increasing", "check_int", "check_probability", "ch
 
 
 def as_float(value: Any) -> float:
-    """``value`` as a float; NaN, which lies in no range, for what is not a number."""
+    """``value`` as a float; NaN, which is in no range, if it is not a number."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError):  # the last is a tensor's, of several numbers

@@ -61,7 +61,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """Return the tensor in main memory, contiguous, in storage that holds nothing else."""
+    """Return the tensor in main memory, contiguous, with its own storage."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()

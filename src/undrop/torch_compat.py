@@ -1,4 +1,4 @@
-"""Versions of torch and machines differ: what undrop has to know about them."""
+"""Differences between versions of torch and between machines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_version(found: str) -> None:
     """Refuse a torch that is too old.
 
     Raises:
-        TorchVersionError: naming the version that is installed and the oldest that will do.
+        TorchVersionError: naming the installed version and the oldest supported one.
     """
     if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
@@ -84,7 +84,7 @@ def portable_lstm() -> contextlib.AbstractContextManager[object]:
 
 
 class _PortableLSTM(TorchFunctionMode):
-    """Sends every LSTM by way of :func:`lstm`."""
+    """Replaces every LSTM call by :func:`lstm`."""
 
     def __torch_function__(
         self,

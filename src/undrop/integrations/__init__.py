@@ -1,9 +1,9 @@
-"""undrop in the trainers of others.
+"""undrop in the trainers of other libraries.
 
-Nothing here is imported by ``import undrop``: each module needs the extra that it is named after.
+``import undrop`` imports none of this: each module needs the extra with its name.
 
-- :mod:`undrop.integrations.transformers`: ``UndropTrainer``, and ``UndropMixin`` for a Trainer of
-  one's own.
+- :mod:`undrop.integrations.transformers`: ``UndropTrainer``, and ``UndropMixin`` for your own
+  Trainer.
 - :mod:`undrop.integrations.lightning`: ``UndropCallback``.
 
 Accelerate needs no module: ``accelerator.backward(step.total)``, and

@@ -43,9 +43,9 @@ class UndropCallback(Callback):
     """Logs ``undrop/loss``, ``undrop/explicit``, ``undrop/implicit``, and keeps the objective's state.
 
     The first step is reported in one line, and a ``training_step`` that does not use the objective is
-    an error. The state is part of Lightning's checkpoints, so that a resumed fit goes on with the noise
-    that it would have had; of several processes Lightning keeps the first one's state, and the others
-    go on with noise derived from it.
+    an error. The state is part of Lightning's checkpoints, so a resumed fit draws the noise that it
+    would have drawn without a break. Of several processes, Lightning saves the state of the first;
+    the others derive their noise from it.
 
     With a :class:`~undrop.Tuner` in the objective's place ``training_step`` calls ``tuner.step``, and
     ``undrop/p/SITE`` and ``undrop/benefit/SITE`` are logged too.
@@ -91,5 +91,5 @@ class UndropCallback(Callback):
         return self.objective.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the objective go on from a checkpoint."""
+        """Restore the objective's state from a checkpoint."""
         self.objective.load_state_dict(state_dict)

@@ -1,4 +1,4 @@
-"""The state of an objective or a tuner as one file, beside the checkpoint of whoever trains."""
+"""The state of an objective or a tuner as one file, beside a trainer's checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def save_state(objective: Objective | Tuner, path: Path) -> None:
 
 
 def load_state(objective: Objective | Tuner, path: Path) -> None:
-    """Let an objective go on from a saved state.
+    """Restore an objective's saved state.
 
     Raises:
         CheckpointError: if the file is not there, cut short or changed.

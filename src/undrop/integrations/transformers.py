@@ -73,8 +73,8 @@ class UndropMixin(_Base):
 
     The loss follows from the model's head (next token, masked token, class of a token or a sequence,
     or numbers). On the first batch it must agree with the Trainer's own ``compute_loss``, both
-    without noise: training never continues on another loss in silence. ``loss``, ``explicit`` and
-    ``implicit`` are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
+    without noise: training never continues silently with a different loss. ``loss``, ``explicit``
+    and ``implicit`` are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
 
     Over the micro-batches of an accumulated step the loss and the explicit part are means over all
     targets of the step, and so is the implicit part: each micro-batch draws its own noise, so its
@@ -167,7 +167,7 @@ class UndropMixin(_Base):
             check_attention(bare)
             self._undrop_task = self.undrop_task(bare, labels)
             self.objective.loss = self._undrop_task.loss
-            # Whoever overrides the task wants another loss than the Trainer's.
+            # A subclass that overrides the task wants a different loss.
             self._undrop_verified = type(self).undrop_task is not UndropMixin.undrop_task
         if not self._undrop_verified:
             self._undrop_verified = self._undrop_agrees(model, inputs, labels, self._undrop_task)
@@ -268,7 +268,7 @@ class UndropMixin(_Base):
         elif path.exists():
             load_state(self.objective, path)
         else:
-            _log.warning("undrop found no state in %s: its noise and its steps start again.", path)
+            _log.warning("undrop found no state in %s: its noise and step count start again.", path)
 
 
 class UndropTrainer(UndropMixin, Trainer):

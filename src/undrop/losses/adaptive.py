@@ -33,10 +33,11 @@ class AdaptiveSoftmax(FeatureLoss):
         head_bias: (shortlist + tails,), or None.
         tails: for each a projection (d_c, d) or None, a weight (words, d_c), a bias (words,) or None.
         cutoffs: the first word of each tail.
-        ignore_index: targets of this value take no part.
-        chunk: rows at a time; by default a number that suits the classes.
-        fisher: "exact" takes every tail for every row, which is the whole vocabulary's work;
-            "drawn" for each row one tail, drawn with probability π_c, which is unbiased.
+        ignore_index: targets of this value do not count.
+        chunk: rows at a time; None chooses by the number of classes.
+        fisher: "exact" sums over every tail for every row, which costs as much as the whole
+            vocabulary; "drawn" takes one tail for each row, drawn with probability π_c, which is
+            unbiased.
         generator: what the tails are drawn with.
     """
 

@@ -92,15 +92,15 @@ class Loss(ABC):
     """
 
     whole_output: bool = False
-    """Whether the loss receives all that the model returns instead, e.g. for several heads.
+    """Whether the loss receives everything that the model returns, e.g. for several heads.
 
     ``output`` is then whatever the model returns (a tuple, dict or object), and ``u`` has the same
     structure, with the tangent ∂/∂ε of every floating-point tensor in that tensor's place. The loss
-    ignores what stands in the place of other tensors. All tensors have the batch in ``dim``.
+    ignores the entries for other tensors. All tensors have the batch in ``dim``.
     """
 
     def parameters(self) -> Sequence[Tensor]:
-        """The weights within the loss, such as an output layer's; the model may have them as well."""
+        """The weights in the loss, such as those of an output layer; the model may share them."""
         return ()
 
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
@@ -216,7 +216,7 @@ class Loss(ABC):
         return self._sampled(output, target, generator)
 
     def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor | None:
-        """H^½ξ for every term and 0 for terms that take no part; None where H has no closed root.
+        """H^½ξ for every term, 0 for terms that do not count; None if H has no closed-form root.
 
         Unlike ``sampled`` it moves smoothly with the output. H^½ is any matrix A with A Aᵀ = H.
         """
@@ -234,7 +234,7 @@ class Loss(ABC):
 
 
 class ClosedForm(Loss):
-    """A loss with formulas that skip the entries without u: a subclass has ``_derivatives_of_part``."""
+    """A loss with formulas that skip the entries without u: see ``_derivatives_of_part``."""
 
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
         return self._derivatives_of_part(output, u, target, form, 0)

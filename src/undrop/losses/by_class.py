@@ -1,7 +1,7 @@
 """How uᵀHu splits over the classes of the output.
 
 With p = softmax(F) and v = u - Σ_k p_k u_k, class c carries p_c v_c² of uᵀHu = Σ p v²: dropout asks
-for stability where the model gives some probability and is not certain (the paper's p(1 - p)).
+for stable outputs where the model is uncertain (the paper's p(1 - p)).
 """
 
 from __future__ import annotations

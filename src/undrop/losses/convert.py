@@ -1,4 +1,4 @@
-"""From what a user passes as a loss to a ``Loss``."""
+"""Turn what a user passes as a loss into a ``Loss``."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class Generic(Loss):
 
     Args:
         function: the loss.
-        whole_output: whether the function takes all that the model returns; by default its attribute
-            ``whole_output``, or False.
+        whole_output: whether the function takes everything that the model returns; by default its
+            attribute ``whole_output``, or False.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Generic(Loss):
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
     def check(self, output: Any, target: Any) -> None:
-        """Nothing: only the function can say which targets fit."""
+        """Check nothing: only the function knows which targets fit."""
 
     def count(self, output: Any, target: Any) -> Tensor:
         """The rows of the (first) output (…, features), which the function averages over."""
@@ -189,7 +189,7 @@ class Generic(Loss):
         return here, (plus - 2.0 * here + minus) / s**2, (plus - minus) / (2.0 * s)
 
     def _choose(self, at: _Point, output: Any, target: Any) -> str:
-        """At the first call: reverse mode twice if torch can; else 0 if the loss is linear here."""
+        """Decide at the first call: reverse mode twice if torch can; else 0 if the loss is linear."""
         gradient = at.gradient()
         if any(g.requires_grad for g in gradient):
             try:

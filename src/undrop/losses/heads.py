@@ -78,7 +78,7 @@ def _each_token(model: Any, labels: Tensor, smoothing: float) -> Task:
 
 @HEADS.register("ForSequenceClassificationLoss")
 def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
-    """One class, several, or numbers: by ``problem_type``, or if that is None like Transformers."""
+    """One class, several, or numbers, by ``problem_type``; without it, as Transformers guesses."""
     problem = model.config.problem_type
     if problem is None and model.config.num_labels == 1:
         problem = "regression"
@@ -208,7 +208,7 @@ def _is_attention_dropout(name: str) -> bool:
 
 
 def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way_out: str) -> bool:
-    """Whether two losses of one batch agree; False if theirs is not a number, which decides nothing.
+    """Whether two losses of one batch agree; False if theirs is NaN, which decides nothing.
 
     Raises:
         OptionError: if they differ.

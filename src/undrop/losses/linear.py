@@ -27,9 +27,9 @@ class LinearCrossEntropy(FeatureLoss):
     Args:
         weight: W (classes, d), e.g. the embedding that the output layer is tied to.
         bias: b (classes,).
-        ignore_index: targets of this value take no part.
+        ignore_index: targets of this value do not count.
         label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C. H does not depend on it.
-        chunk: rows at a time; by default a number that suits the classes.
+        chunk: rows at a time; None chooses by the number of classes.
     """
 
     def __init__(

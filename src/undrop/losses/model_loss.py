@@ -30,11 +30,11 @@ __all__ = ["ModelLoss"]
 
 
 class ModelLoss(Loss):
-    """The loss of a model that has one which undrop knows (Transformers), else cross-entropy.
+    """A Transformers model's own loss, if undrop knows it; otherwise cross-entropy.
 
     For a Transformers model the targets are its ``labels``, as the model itself takes them: a causal
-    language model predicts the next label, a masked one the label in place. On the first batch the
-    model's own loss must agree, both without noise.
+    language model predicts the next label, a masked one the label in place. On the first batch it
+    must agree with the loss that the model reports, both without noise.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class ModelLoss(Loss):
         """Evaluate with this loss from now on.
 
         Raises:
-            OptionError: if another model, a step of which may not be over, needs another loss.
+            OptionError: if another model, whose step may still run, needs another loss.
         """
         other = None if self._user is None else self._user()
         if type(loss) is not type(self.current):
@@ -92,11 +92,11 @@ class ModelLoss(Loss):
         self._user = weakref.ref(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The loss alone: models are known anew in another process."""
+        """Only the loss: another process looks at its models again."""
         return {"current": self.current}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the loss over."""
+        """Restore the loss."""
         self.current = state["current"]
         self._forget()
 

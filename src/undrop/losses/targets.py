@@ -1,4 +1,4 @@
-"""Checks on targets that several losses share: shapes and types, and apart from these the values."""
+"""Checks of targets that several losses share: of shapes and types, and of values."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class AdaptiveEmbedding(nn.Module):
     """One table of rows per cluster: word w of cluster c is ``E_c[w] P_c``.
 
     The rows of cluster c have ``size // shrink**c`` numbers; without shrinking there are no P. The
-    first table ends with one row per tail, which no token looks up: they are what a tied head
-    picks the tail by, and being rows of that table makes the head's matrix one parameter.
+    first table ends with one row per tail, which no token looks up: a tied head chooses the tail by
+    them, and as rows of that table they make the head's matrix one parameter.
 
     Args:
         vocab_size: the number of words, sorted by falling frequency.
@@ -74,7 +74,7 @@ class AdaptiveEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens (…) as (…, d).
 
-        Every table looks all tokens up and its own are kept, so that no shape hangs on the data.
+        Every table looks up all tokens and keeps its own, so no shape depends on the data.
         """
         embedded: Tensor = self.tables[0](tokens.clamp(max=self.cutoffs[0] - 1))
         lasts = [end - 1 for end in self.cutoffs[1:]]
@@ -96,9 +96,9 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveHead(nn.Module):
-    """The adaptive softmax over an embedding's own rows; what it owns are the biases.
+    """The adaptive softmax over an embedding's own rows; it owns only the biases.
 
-    The embedding is handed over at each call, so that one parameter has one owner and one name in
+    Each call takes the embedding as an argument, so each parameter has one owner and one name in
     ``state_dict``.
 
     Args:

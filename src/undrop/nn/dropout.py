@@ -22,7 +22,7 @@ def _probability(p: float) -> float:
 
 
 def _replica(module: nn.Module) -> nn.Module:
-    """A second face of ``module`` that shares all it holds, and whose parameters can be swapped."""
+    """A shallow copy of ``module`` that shares everything and whose parameters can be replaced."""
     replica = module.__new__(type(module))
     replica.__dict__ = module.__dict__.copy()
     replica.__dict__["_parameters"] = module._parameters.copy()

@@ -1,4 +1,4 @@
-"""The paper's analytic regularizers in dropout's stead."""
+"""The paper's analytic regularizers, in place of dropout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Analytic(Objective):
             from the number of the step to a number makes a schedule.
         fraction: ρ, the share of the batch that carries noise: a step costs about 1 + ρ plain ones.
             The explicit part keeps its mean, the implicit one its covariance.
-        samples: draws of η a step; the explicit part is their mean, the implicit one keeps its
+        samples: draws of η per step; the explicit part is their mean, the implicit one keeps its
             covariance (their sum over sqrt(samples)).
         mask: "as-declared": entries share η as each dropout declares; "independent": each entry has
             its own, as in the paper.

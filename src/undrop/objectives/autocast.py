@@ -1,4 +1,4 @@
-"""The autocast state around a step, for those of its passes that run later."""
+"""The autocast state of a step, for its passes that run later."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["AutocastState"]
 class AutocastState:
     """Autocast as it is now, on the CPU and on the accelerator.
 
-    Later samples of noise run in ``backward()`` or when a part is read. That is mostly outside of
-    the ``with torch.autocast(…)`` of the step, and may be under ``torch.no_grad()``.
+    Further samples of noise run in ``backward()`` or when a part is read. That is usually outside
+    the step's ``with torch.autocast(…)``, and may be under ``torch.no_grad()``.
     """
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class AutocastState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Run what is within under that state, with gradients on."""
+        """Run the block under that state, with gradients enabled."""
         with (
             torch.inference_mode(False),
             ExitStack() as stack,
-        ):  # that switches gradients on as well
+        ):  # that enables gradients too
             for autocast in self._autocasts:
                 stack.enter_context(autocast)
             yield

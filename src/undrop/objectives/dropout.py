@@ -31,9 +31,9 @@ class Dropout(Objective):
     - "analytic" (Algorithm 4): adds sqrt(1 - 1/k)·∂ℓ/∂ε, the paper's ξ_approx, for ±1 noise.
 
     The masks are torch's own, from torch's global generator, so k = 1 is bit for bit the plain
-    dropout step; with a ``generator`` undrop draws them. ``step.output`` is the first sample's: that
-    is the hidden state which a recurrent model carries on (the paper does not say; its code carries
-    the last one).
+    dropout step; with a ``generator`` undrop draws them. ``step.output`` is the first sample's: a
+    recurrent model carries the hidden state of that sample on (the paper does not say which; its
+    code carries the last one).
 
     Args:
         k: the number of masks.
@@ -91,7 +91,7 @@ class Dropout(Objective):
             yield self._analytic(batch, math.sqrt(lost))
 
     def _sample(self, batch: Batch, part: str, factor: float) -> Evaluation:
-        """factor · ℓ(F(x; 1, η)) for a fresh mask."""
+        """factor · ℓ(F(x; 1, η)) for a new mask."""
         noise = None
         if self.own_masks:
             draw = Draw("dropout", "as-declared", Selection(), self.generators)

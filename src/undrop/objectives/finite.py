@@ -37,7 +37,7 @@ class FiniteCheck:
         """Take the parts of an evaluation.
 
         Raises:
-            NonFiniteError: naming the parts, the step and the first site that the trouble reaches.
+            NonFiniteError: naming the parts, the step and the first site with non-finite values.
         """
         names = ["total", *evaluation.parts]
         values = torch.stack(
@@ -66,7 +66,7 @@ class FiniteCheck:
 
 
 def _message(bad: list[str], step: int, batch: Batch) -> str:
-    """Say which part is not finite, and the first site that a non-finite activation reaches."""
+    """Name the part that is not finite, and the first site with a non-finite activation."""
     reached: list[str] = []
 
     def watch(site: Site, h: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Dropout masks with a probability of their own at each site."""
+"""Dropout masks with another probability at each site."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What others use in dropout's stead or beside it, as objectives like all the rest.
+"""Other regularizers, for comparison: R-Drop, Jacobian regularization and early dropout.
 
-R-Drop, Jacobian regularization and early dropout: for comparisons in one harness, at equal cost. What
-looks at the loss of moved weights is in ``moved_weights``.
+Those that evaluate the loss at moved weights are in ``moved_weights``.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class RDrop(Objective):
 
     ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)], half of the original's total, with its α as
     ``weight``. For a loss whose gradient is p - y the sum of both divergences is Dℓ[F₁]·u - Dℓ[F₂]·u
-    with u = F₁ - F₂, which every loss can tell.
+    with u = F₁ - F₂, which every loss can compute.
 
     Args:
         weight: α ≥ 0.

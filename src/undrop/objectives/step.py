@@ -38,7 +38,7 @@ class Step:
 
     @property
     def engine(self) -> str:
-        """The engine that computed the regularizers, and why that one; empty without any."""
+        """The engine that computed the regularizers and why it was chosen; empty without them."""
         return self._first.engine
 
     @property

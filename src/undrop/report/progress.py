@@ -42,7 +42,7 @@ class Bar:
         """Change the line.
 
         Args:
-            done: the part that is done, from 0 to 1; None if nobody knows.
+            done: the part that is done, from 0 to 1; None if unknown.
             fields: what else to show, the most important first.
             title: a new title.
         """
@@ -92,7 +92,7 @@ class Progress:
     ) -> None:
         self._console = console if console is not None else _stderr() if wanted else None
         self.drawn = wanted and self._console is not None and self._console.is_terminal
-        """Whether there is anything to see."""
+        """Whether anything is drawn."""
         self._keep = keep
         self._bars: list[Bar] = []
         self._live: Live | None = None
@@ -113,7 +113,7 @@ class Progress:
         self._console.print(text, highlight=False, soft_wrap=wrap, markup=False)
 
     def refresh(self, *, now: bool = False) -> None:
-        """Draw the bars if they have not been drawn for a moment."""
+        """Draw the bars, unless they were drawn less than 0.1 s ago."""
         if self._live is not None and (now or time.monotonic() - self._last >= _REFRESH):
             self._last = time.monotonic()
             self._live.update(self._picture(), refresh=True)
@@ -148,7 +148,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Take the bars away; closing twice is fine."""
+        """Remove the bars; closing twice is fine."""
         if self._live is not None:
             self.refresh(now=True)
             self._live.stop()

@@ -70,7 +70,7 @@ class Table:
         line per cell.
 
         Args:
-            width: the columns there are; those of the terminal if None.
+            width: the columns available; those of the terminal if None.
         """
         head, body = self.lines(terminal_width() if width is None else width)
         return "\n".join([*([self.title] if self.title else []), *head, *body])

@@ -1,4 +1,4 @@
-"""Whether dropout will help, where, and which p to start from: asked before a long training."""
+"""Whether dropout will help, where, and which p to start from, before a long training."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def advise(
     """Train a copy of the model for a while and say whether dropout helps, where, and at which p.
 
     The evidence is that of :class:`~undrop.Tuner`, which tunes p meanwhile, over the second half of
-    this short training. It can't see an overfitting that only a longer training brings.
+    this short training. It can't see overfitting that appears only in a longer training.
 
     Args:
         model: with dropout where you consider it; it is not changed.

@@ -48,7 +48,7 @@ class Signal(NamedTuple):
 
 @contextmanager
 def kept(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Put the weights back to the same bits in the end."""
+    """Restore the weights, bit for bit, at the end."""
     saved = [w.detach().clone() for w in weights]
     try:
         yield
@@ -62,7 +62,7 @@ def _put(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 class Look(NamedTuple):
-    """What a signal is taken of."""
+    """What to measure."""
 
     model: nn.Module
     loss: Loss

@@ -139,7 +139,7 @@ class Tuner:
         return self.objective(model, inputs, targets)
 
     def observe(self, model: nn.Module, inputs: Any) -> dict[str, float] | None:
-        """Count a step and adjust p if it is time; for loops that call the objective themselves.
+        """Count a step, and adjust p every ``interval`` steps; for loops that call the objective.
 
         Returns:
             ``p/SITE`` and ``benefit/SITE`` after a measurement, else None.
@@ -231,7 +231,7 @@ class Tuner:
         return Selection.exactly(weights)
 
     def _apply(self) -> None:
-        """Let training use the values."""
+        """Make training use the values."""
         self.objective.selection = self._selection()
         if isinstance(self.objective, Dropout):
             self.objective.site_p = self.probabilities

@@ -205,7 +205,7 @@ def test_saved_diagnoses_are_compared(found, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "is no diagnosis: give a file that undrop diagnose --save wrote"),
+        ("[]", "is not a diagnosis: give a file that undrop diagnose --save wrote"),
         ('{"explicit": {}}', "is a diagnosis in format 1, this version of undrop reads format 2"),
     ],
 )

@@ -58,13 +58,13 @@ class Check:
     quadratic_share: Estimate
     """½E[uᵀHu] / R_drop."""
     explicit: Estimate | None
-    """The objective's own explicit part, with its strength; None where it has none."""
+    """The objective's own explicit part, with its strength; None if it has none."""
     noise_ratio: Estimate | None
     """The trace of the objective's implicit noise over that of dropout's at the same sites.
 
     The objective's noise has its own site weights, mask structure and factor, as a mean over steps:
-    ``Dropout(k, noise="analytic")`` only puts back 1 - 1/k. None where there is no such noise: where
-    it is off, for k = 1, and for the expectations of the exact engine."""
+    ``Dropout(k, noise="analytic")`` only puts back 1 - 1/k. None without such noise: if it is off,
+    for k = 1, and with the exact engine, which computes expectations."""
     verdict: str
     """"good", "rough", "poor" or "unclear"."""
     draws: int
@@ -140,10 +140,10 @@ def check(
         objective: one with analytic terms: ``Analytic``, or ``Dropout(noise="analytic")``.
         model: the model it is for.
         batch: a pair (inputs, targets).
-        seconds: the time.
-        draws: the most masks; None leaves the limit to the time.
+        seconds: the time to spend.
+        draws: the largest number of masks; None uses all the time.
         generator: seeds the masks.
-        progress: whether to show a bar on stderr, where that is a terminal.
+        progress: whether to show a bar on stderr, if that is a terminal.
 
     Raises:
         OptionError: if the objective has no analytic terms.
@@ -194,7 +194,7 @@ def _noise_of(objective: Any) -> AnalyticNoise:
 
 
 def _copy_at_regularizing_step(objective: Objective, generators: Generators) -> Objective:
-    """A copy with a generator of its own, at a step that regularizes."""
+    """A copy with its own generator, at a step that regularizes."""
     copied = copy.copy(objective)
     copied.generators = generators
     copied.steps -= copied.steps % copied.interval
@@ -215,7 +215,7 @@ def _sample(
     explicit = None
     if getattr(objective, "explicit", None) is not None:
         step = objective(measured.model, batch.inputs, batch.targets)
-        objective.steps -= 1  # so that a schedule of the strength stays where it is
+        objective.steps -= 1  # so that a schedule of the strength does not advance
         explicit = step.parts.get("explicit", 0.0) / objective.interval
     traces: list[float | None] = [None, None]
     if noise is not None:
@@ -242,7 +242,7 @@ def _result(objective: Objective, samples: Samples[_Sample]) -> Check:
 
 
 def _verdict(share: Estimate) -> str:
-    """From where the 95 % interval of the share of ½E[uᵀHu] in R_drop lies."""
+    """The verdict from the 95 % interval of ½E[uᵀHu] / R_drop."""
 
     def within(part: float) -> bool:
         return share.low >= part and share.high <= 1.0 / part

@@ -54,28 +54,28 @@ def diagnose(
     Args:
         model: any module with dropout, in train or eval mode.
         batches: pairs (inputs, targets) of training data, such as a DataLoader.
-        validation: the same of other data: with it every site gets a benefit, the fall of the
+        validation: pairs from other data: with them every site gets a benefit, the fall of the
             validation loss that its explicit part causes.
         learning_rate: the benefit is per 1,000 steps of this size.
         weight_decay: the coefficient whose benefit is shown beside the sites'; None takes the one that
             pushes the weights as strongly as all dropout together.
         loss: as for an objective: None is cross-entropy on the model's output.
         implicit: whether to measure gradient noise as well.
-        seconds: the time to spend; more gives smaller errors. A minimum is measured in any case, and
-            where every mask can be enumerated it ends early.
-        draws: the most masks per batch; None uses all the time. With it, a generator and enough
-            seconds the figures are reproducible.
-        max_batches: the most batches to use, of training and of validation data.
+        seconds: the time to spend; more gives smaller errors. It takes longer if a minimum of
+            samples needs it, and ends early if every mask can be enumerated.
+        draws: the largest number of masks per batch; None uses all the time. With it, a generator
+            and enough seconds the figures are reproducible.
+        max_batches: the largest number of training and of validation batches to use.
         classes: the names of the output's classes.
         batch_dim: the dimension of targets that counts examples.
         generator: seeds the masks.
-        progress: whether to show a bar on stderr, where that is a terminal.
+        progress: whether to show a bar on stderr, if that is a terminal.
 
     Raises:
         DataError: if there are no batches, or they are not pairs.
         NoDropoutError: if the model has no active dropout.
         NonFiniteError: if a loss is not finite.
-        OutputError: if the model draws random numbers that can't be held still.
+        OutputError: if the model draws random numbers that can't be repeated.
     """
     _check(seconds, draws, max_batches, learning_rate, weight_decay)
     began = time.monotonic()
@@ -147,7 +147,7 @@ def _check_apart(
 def _budgets(
     wanted: Sequence[str], seconds: float, show: Callable[[float, str], None]
 ) -> Iterator[Budget]:
-    """One budget after the other; time that one leaves goes to the next."""
+    """One budget after another; the next one gets the time that is left."""
     began, done = time.monotonic(), 0.0
     whole = sum(_TIME[name] for name in wanted)
     for name in wanted:

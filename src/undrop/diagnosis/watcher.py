@@ -35,9 +35,9 @@ class Watcher:
     The explicit figures are those of Algorithm 3: one pass and one gradient with labels drawn from the
     model, for all sites at once and with the expectation over masks in closed form. The norm is that
     of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so at the default interval
-    watching costs 1 to 3 % (``benchmarks/watch.py`` measures it). Training is not touched: no gradient
-    is left behind and no random number is taken from its generators. Draws depend only on the seed and
-    the step, so a resumed run observes the same.
+    watching costs 1 to 3 % (``benchmarks/watch.py`` measures it). Training does not change: the
+    watcher leaves no gradients and draws nothing from training's generators. Draws depend only on
+    the seed and the step, so a resumed run observes the same.
 
     Args:
         loss: as for an objective.

@@ -40,7 +40,7 @@ def analytic_term(
     explicit: float = 0.0,
     implicit: float = 0.0,
 ) -> Tensor:
-    """explicit·uᵀHu + implicit·∂ℓ/∂ε for one draw of η, with a graph; running statistics stay.
+    """explicit·uᵀHu + implicit·∂ℓ/∂ε for one draw of η, with a graph; keeps running statistics.
 
     Args:
         model: in train mode.

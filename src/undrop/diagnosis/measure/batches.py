@@ -1,4 +1,4 @@
-"""The batches that a study is given."""
+"""The batches to measure on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
 
     Args:
         batches: pairs (inputs, targets).
-        limit: the most to take.
+        limit: the largest number to take.
         name: the argument that holds them, for errors.
 
     Raises:

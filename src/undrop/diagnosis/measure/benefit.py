@@ -52,7 +52,7 @@ def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 def validation_gradient(
     model: nn.Module, inputs: Any, targets: Any, loss: Loss, parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """∇L_val on one batch, with every dropout off; running statistics stay as they are."""
+    """∇L_val on one batch, with every dropout off; keeps running statistics."""
     with keep_statistics(model), Interception(model, no_noise):
         logits = logits_of(call(model, inputs))
     loss.check(logits, targets)
@@ -77,8 +77,8 @@ def site_gradient(
         model: in train mode.
         inputs: of a training batch.
         targets: of a training batch.
-        loss: the loss that is trained.
-        parameters: those that are trained.
+        loss: the training loss.
+        parameters: the trainable ones.
         site: the name of the site.
         strength: the factor of uᵀHu: ½ for dropout, an objective's own for ``Analytic``.
         generator: gives the random generator for a device.
@@ -163,7 +163,7 @@ def measure_benefit(
         weight_decay: λ; None takes the one whose push is as large as dropout's.
         strength: the factor of uᵀHu: ½ for dropout.
         engine: how u is computed.
-        draws: the most samples per site and training batch; None leaves the limit to the time.
+        draws: the largest number of samples per site and training batch; None uses all the time.
     """
     study = _Study(measured, validation, strength, AnalyticNoise(as_engine(engine)))
     batches = measured.batches
@@ -262,7 +262,7 @@ class _Study:
         )
 
     def _table(self, rows: dict[int, list[NDArray[np.float64]]]) -> NDArray[np.float64]:
-        """One row per training batch; one per draw where there is only one batch."""
+        """One row per training batch; one per draw if there is only one batch."""
         if len(rows) == 1:
             return np.stack(next(iter(rows.values())))
         return np.stack([np.mean(draws, axis=0) for draws in rows.values()])

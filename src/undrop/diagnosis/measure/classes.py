@@ -14,7 +14,7 @@ from undrop.losses import ByClass
 __all__ = ["ClassShare", "ClassShares"]
 
 TOP = 10
-"""The number of classes that are shown."""
+"""The number of classes to show."""
 
 
 class ClassShare(NamedTuple):
@@ -53,11 +53,11 @@ class _Sums:
 
 
 class ClassShares:
-    """Collects what the classes carry over masks and batches.
+    """Collects the shares of the classes over masks and batches.
 
     Args:
-        names: the names of the classes; their numbers where None.
-        masks: what an addition is of.
+        names: the names of the classes; None uses their numbers.
+        masks: what each added sample is.
     """
 
     def __init__(self, names: Sequence[str] | None = None, masks: Masks = "sampled") -> None:
@@ -76,7 +76,7 @@ class ClassShares:
         self._batches[batch].add(x)
 
     def top(self, count: int = TOP) -> list[ClassShare]:
-        """The classes that carry most; none where nothing was added."""
+        """The classes with the largest shares; none if nothing was added."""
         batches = list(self._batches.values())
         if self._diagonal is None or not sum(b.t for b in batches):
             return []

@@ -16,7 +16,7 @@ from undrop.intercept import Site
 __all__ = ["LIMIT", "Masks", "enumerable", "expected_loss"]
 
 LIMIT = 16
-"""The most mask entries whose every combination is evaluated."""
+"""The largest number of mask entries whose combinations are enumerated."""
 _STACK = 512  # masks evaluated at once
 
 
@@ -42,7 +42,7 @@ class Masks:
         return [(site, self._like[site.name]) for site in self.shapes]
 
     def like(self, noise: SiteNoise) -> SiteNoise:
-        """The noise in the dtype and on the device that each site has."""
+        """The noise in the dtype and on the device of each site."""
         return {name: value.to(self._like[name]) for name, value in noise.items()}
 
     def only(self, name: str) -> Masks:
@@ -89,10 +89,10 @@ def expected_loss(
 
 
 def enumerable(measured: MeasuredModel, batch: NumberedBatch, expanded: Expanded) -> Masks | None:
-    """The masks to enumerate for a batch; None where there are too many.
+    """The masks to enumerate for a batch; None if there are too many.
 
-    Where the loss is a sum over examples, each with noise of its own, its expectation needs only the
-    masks of one example at a time: then one mask for all examples stands for all combinations.
+    If the loss is a sum over examples, each with its own noise, its expectation needs only the
+    masks of one example: giving all examples the same mask then covers all combinations.
     """
     like = {site.name: leaf.detach() for site, leaf in expanded.found}
     joint = Masks({site: site.mask_shape for site, _ in expanded.found}, like)
@@ -126,11 +126,11 @@ def _examples(measured: MeasuredModel, batch: NumberedBatch) -> int | None:
 def _is_sum_over_examples(
     measured: MeasuredModel, batch: NumberedBatch, masks: Masks, tries: int = 3
 ) -> bool:
-    """Whether the loss is a sum over examples, each with noise of its own.
+    """Whether the loss is a sum over examples, each with its own noise.
 
     Then for two noises a and b that swap a subset of the examples to become c and d,
-    ℓ(a) + ℓ(b) = ℓ(c) + ℓ(d). The noises are continuous, so that no two entries are equal by chance,
-    and every try has another subset: a batch that is normalised as a whole does not pass.
+    ℓ(a) + ℓ(b) = ℓ(c) + ℓ(d). The noises are continuous, so no two entries are equal by chance, and
+    every trial uses another subset: a model that normalizes the whole batch does not pass.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = {site.name: shape for site, shape in masks.shapes.items()}

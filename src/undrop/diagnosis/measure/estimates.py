@@ -4,7 +4,7 @@ A figure is a mean over batches (weighted by their terms) of means over masks. I
 estimated in two ways: from the spread of the batches' means, which contains the noise of the masks as
 well, and from the spread of the masks within each batch. Each way gives an interval with Student's t
 for its own degrees of freedom; the wider one counts, since with few batches the first can be small by
-chance. The interval of a ratio is Fieller's, which stays honest where the denominator is uncertain.
+chance. The interval of a ratio is Fieller's, which is valid even if the denominator is uncertain.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["BatchMoments", "Estimate", "Samples", "linear", "percent", "ratio", 
 S = TypeVar("S")
 
 Masks = Literal["sampled", "enumerated", "complete"]
-"""Whether samples are of single masks; or expectations over all masks, so that only batches vary; or
-the expectation over all masks of the only batch there is, so that nothing varies."""
+"""What a sample is: one mask; an expectation over all masks, so only batches vary; or the
+expectation over all masks of the only batch, so nothing varies."""
 
 
 @cache
@@ -63,7 +63,7 @@ class Estimate(NamedTuple):
 
     value: float
     stderr: float | None
-    """One standard error; 0 for an exact figure, None where the samples do not say."""
+    """One standard error; 0 for an exact figure, None if the samples do not determine it."""
     low: float = -math.inf
     """The lower end of the 95 % interval; -∞ where the error is unknown."""
     high: float = math.inf
@@ -71,7 +71,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, value: float, stderr: float | None, freedom: float = math.inf) -> Estimate:
-        """The estimate with Student's interval for that many degrees of freedom."""
+        """The estimate with Student's interval for ``freedom`` degrees of freedom."""
         if stderr is None or math.isnan(stderr):
             return cls(value, None)
         half = t95(freedom) * stderr if stderr else 0.0
@@ -110,9 +110,8 @@ class Estimate(NamedTuple):
 
 
 def percent(share: Estimate, *, interval: bool = False) -> str:
-    """A share for people, with its standard error or its interval; a dash where it means nothing.
-
-    A share means nothing where it is not a number or its interval has no end.
+    """A share for people, with its standard error or its interval. It is a dash if the share is NaN
+    or its interval is unbounded.
     """
     if math.isnan(share.value):
         return "–"
@@ -157,7 +156,7 @@ class _Spread(NamedTuple):
 def linear(
     batches: Sequence[BatchMoments], coefficients: Sequence[float], masks: Masks = "sampled"
 ) -> Estimate:
-    """The weighted mean of Σ coefficient · figure; NaN where there are no samples."""
+    """The weighted mean of Σ coefficient · figure; NaN without samples."""
     if not batches:
         return Estimate(math.nan, None)
     c = np.asarray(coefficients, dtype=float)
@@ -211,7 +210,7 @@ def ratio_of(a: Estimate, b: Estimate) -> Estimate:
 
 
 def _fieller(a: float, b: float, aa: float, ab: float, bb: float) -> tuple[float, float]:
-    """All R with (a - R·b)² ≤ aa - 2R·ab + R²·bb; without end where b may be 0."""
+    """All R with (a - R·b)² ≤ aa - 2R·ab + R²·bb; unbounded if b may be 0."""
     square, middle, constant = b * b - bb, a * b - ab, a * a - aa
     if not square > 0.0:
         return -math.inf, math.inf

@@ -32,7 +32,7 @@ _TOLERANCE = 0.1  # between u and its difference; an op that is not differentiat
 
 
 class SecondOrder(NamedTuple):
-    """What a noise adds to the loss, up to second order; means over the loss's terms."""
+    """What noise adds to the loss, up to second order; means over the loss's terms."""
 
     directional: float
     """∂ℓ/∂ε = Dℓ·u, which has zero mean."""
@@ -56,7 +56,7 @@ class Expanded(Protocol):
     """A batch expanded at ε = 0."""
 
     found: list[tuple[Site, Tensor]]
-    """The sites that a pass meets, each with a tensor in the shape of its η."""
+    """The sites that a pass uses, each with a tensor of the shape of its η."""
     output: Tensor
     count: float
 
@@ -70,7 +70,7 @@ class Expanded(Protocol):
 
 
 class _AtZero:
-    """The batch at ε = 0, with leaves z in the shape of every η: what both ways share."""
+    """The batch at ε = 0, with a leaf z of the shape of every η: shared by both ways."""
 
     def __init__(self, measured: MeasuredModel, batch: NumberedBatch, field: ZeroLeaves) -> None:
         self.measured, self.batch = measured, batch
@@ -202,7 +202,7 @@ def _scaled(noise: SiteNoise, sign: float) -> dict[str, Tensor]:
 
 
 class Expander:
-    """Expands batches, with differences where an op of the model has no double backward.
+    """Expands batches, by differences if an op of the model has no double backward.
 
     Args:
         measured: the model that is measured.
@@ -212,7 +212,7 @@ class Expander:
         self._measured = measured
         self._tried = False
         self.blocked: str | None = None
-        """Why derivatives are differences; None where they are not."""
+        """Why derivatives are differences; None if they are not."""
 
     def __call__(self, batch: NumberedBatch) -> Expanded:
         """Expand a batch."""
@@ -230,7 +230,7 @@ class Expander:
         return Expansion(self._measured, batch)
 
     def _agrees(self, expansion: Expansion, batch: NumberedBatch) -> bool:
-        """Whether u agrees with a difference: some ops return zeros as second derivative, silently."""
+        """Whether u agrees with a difference: some ops silently return zero second derivatives."""
         if expansion.output.dtype not in (torch.float32, torch.float64):
             return True  # in half precision a difference is only rounding
         noise = self._measured.draw_masks(expansion.found)

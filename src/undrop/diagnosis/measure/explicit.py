@@ -1,7 +1,7 @@
 """The explicit effect: R_drop and its parts, over all sites, by site, and for other p.
 
 For other p the second-order terms follow from those at the model's own p, since they grow as
-σ² = q/(1-q) site by site; only R_drop is sampled anew.
+σ² = q/(1-q) site by site; only R_drop needs new samples.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ class Explicit:
     curve: list[Point]
     classes: list[ClassShare]
     exact: bool
-    """Whether every mask was enumerated: then errors are over batches alone."""
+    """Whether every mask was enumerated: then only batches contribute to errors."""
     batches: int
     """The number of batches that were measured."""
     batches_given: int
     masks: int
     differences: str | None
-    """Why second derivatives are differences; None where they are not."""
+    """Why second derivatives are differences; None if they are not."""
 
 
 class _Sample(NamedTuple):
-    """What one mask, or the expectation over masks, says of a batch."""
+    """One mask on a batch, or the expectation over masks."""
 
     every: MaskSample
     """With all sites."""
@@ -115,8 +115,8 @@ def measure_explicit(
 
     Args:
         measured: the model.
-        budget: the time; two masks of the first batch are drawn in any case.
-        draws: the most masks per batch; None leaves the limit to the time.
+        budget: the time; at least two masks of the first batch are drawn.
+        draws: the largest number of masks per batch; None uses all the time.
         names: the names of the classes.
     """
     expander = Expander(measured)
@@ -129,7 +129,7 @@ def measure_explicit(
 
 
 class _Study:
-    """What sampling and enumeration share: samples, and how they are read."""
+    """What sampling and enumeration share: the samples, and the result from them."""
 
     exact: bool
 
@@ -148,7 +148,7 @@ class _Study:
         ]
 
     def result(self) -> Explicit:
-        """Read the samples."""
+        """The result from the samples."""
         samples = self.samples
         return Explicit(
             parts=parts_of(samples, lambda s: s.every),
@@ -245,12 +245,12 @@ class _Sampled(_Study):
 
 
 class _Enumerated(_Study):
-    """By every mask there is; exact but for the choice of batches."""
+    """By every possible mask; exact except for the choice of batches."""
 
     exact = True
 
     def run(self, budget: Budget, draws: int | None) -> Explicit | None:
-        """Visit every batch once; None where one turns out to have too many masks."""
+        """Visit every batch once; None if one has too many masks."""
         for place, batch in enumerate(self.measured.batches):
             if place and budget.spent(place / len(self.measured.batches)):
                 break

@@ -53,7 +53,8 @@ class GradientNoise:
 
     Args:
         measured: the model.
-        made: how the analytic noise is made. Dropout's is that of the same sites, at its own strength.
+        made: how the analytic noise is made. Dropout's noise is at the same sites, with its own
+            strength.
         factor: of ∂ℓ/∂ε in the analytic noise.
     """
 
@@ -91,7 +92,7 @@ class GradientNoise:
         return gradient(term, self.parameters)
 
     def between(self, one: NumberedBatch, two: NumberedBatch) -> list[Tensor]:
-        """A sample of the noise of the choice of batch."""
+        """A sample of the noise from the choice of batch."""
         return _difference(self._gradient(one, FixedNoise({})), self._gradient(two, FixedNoise({})))
 
     def _masks(self) -> FreshMasks:
@@ -110,12 +111,12 @@ def _difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:
 class Sketch:
     """A linear map to few numbers that keeps inner products: the identity for small models.
 
-    A count sketch: every coordinate goes to a random place with a random sign. An inner product of
-    unit vectors comes out right but for an error of about 1/sqrt(places).
+    A count sketch: every coordinate goes to a random place with a random sign. Inner products of
+    unit vectors have an error of about 1/sqrt(places).
 
     Args:
         size: the number of coordinates.
-        places: the most numbers to keep.
+        places: the largest number of numbers to keep.
         device: where the gradients are.
     """
 

@@ -42,7 +42,8 @@ class Overlap(NamedTuple):
     value: Estimate
     """Of dropout's and ξ_approx's, from half of the samples each."""
     ceiling: Estimate
-    """Of dropout's from one half and from the other: the most that this many samples can show."""
+    """Of dropout's own, from two halves of its samples: the most that this number of samples can
+    show."""
     chance: float
     """Of two random spaces."""
     directions: int
@@ -98,8 +99,8 @@ def measure_implicit(
 
     Args:
         measured: the model.
-        budget: the time; four samples are drawn in any case.
-        draws: the most samples of each kind per batch; None leaves the limit to the time.
+        budget: the time; at least four samples are drawn.
+        draws: the largest number of samples of each kind per batch; None uses all the time.
     """
     study = _Study(measured)
     study.between_batches(budget)

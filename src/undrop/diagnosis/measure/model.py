@@ -1,4 +1,4 @@
-"""The model that is measured: its loss on a batch under any noise, with nothing left behind."""
+"""The model to measure: its loss on a batch under any noise, without side effects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from undrop.noise import sigma
 __all__ = ["FixedNoise", "FreshMasks", "MeasuredModel", "SiteNoise"]
 
 SiteNoise = Mapping[str, Tensor]
-"""σ·η by the name of its site; sites that are not in it carry no noise."""
+"""σ·η by the name of its site; other sites carry no noise."""
 
 
 class FixedNoise:
@@ -50,7 +50,7 @@ class FixedNoise:
 
 
 class FreshMasks(FixedNoise):
-    """Dropout with masks of our own, drawn where a pass first meets a site and the same from then on.
+    """Dropout with masks that are drawn when a pass first reaches a site, and kept from then on.
 
     Args:
         generators: give the random generator for a device.
@@ -83,7 +83,7 @@ def _mask(site: Site, like: Tensor, generators: Generators, factor: float = 1.0)
 
 
 class MeasuredModel:
-    """A model with its loss and batches. Measuring leaves nothing behind in the model.
+    """A model with its loss and batches. Measuring does not change the model.
 
     Args:
         model: any module with dropout.
@@ -132,7 +132,7 @@ class MeasuredModel:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Train mode with gradients; at the end all is as it was, random generators included.
+        """Train mode with gradients; the end restores everything, random generators included.
 
         Raises:
             OutputError: if two passes without noise disagree.
@@ -146,7 +146,7 @@ class MeasuredModel:
 
     @torch.no_grad()
     def _check_repeatable(self) -> None:
-        """Refuse a model whose own random numbers can't be held still."""
+        """Refuse a model whose own random numbers can't be repeated."""
         passes = [self.run(self.batches[0], FixedNoise({})) for _ in range(2)]
         tolerance = 1e-2 if passes[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
         one, two = (output.double().nan_to_num() for output in passes)
@@ -159,7 +159,8 @@ class MeasuredModel:
             )
 
     def restart_randomness(self) -> None:
-        """Let the next pass draw the same random numbers, dropout aside, as every other one."""
+        """Make the next pass draw the same random numbers as every other one, except for
+        dropout."""
         self._rng.restart()
 
     def run(
@@ -222,7 +223,7 @@ class MeasuredModel:
 
 
 def _seeded_from(generator: torch.Generator | None) -> torch.Generator | None:
-    """A generator of our own: the user's may be one that a pass of the model resets or draws from."""
+    """A separate generator: a pass of the model may reset the user's or draw from it."""
     if generator is None:
         return None
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)

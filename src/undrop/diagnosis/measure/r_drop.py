@@ -24,7 +24,7 @@ __all__ = ["MaskSample", "Parts", "RDrop", "measure_r_drop", "parts_of", "sample
 
 
 class MaskSample(NamedTuple):
-    """What one mask, or the expectation over masks, says of a batch."""
+    """One mask on a batch, or the expectation over masks."""
 
     r_drop: float
     half_quadratic: float
@@ -109,7 +109,7 @@ def measure_r_drop(
         loss: as for an objective.
         masks: the number of masks per batch.
         generator: seeds the masks.
-        max_batches: the most batches to take.
+        max_batches: the largest number of batches to take.
     """
     measured = MeasuredModel(model, collect(batches, max_batches), loss=loss, generator=generator)
     samples: Samples[MaskSample] = Samples()

@@ -18,7 +18,7 @@ def _silently(done: float, what: str) -> None:
 
 
 class Budget:
-    """Seconds that run out.
+    """A number of seconds to spend.
 
     Args:
         seconds: how many.
@@ -42,11 +42,11 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """The part of the time that is over."""
+        """The part of the time that has passed."""
         return (time.monotonic() - self._began) / self._seconds
 
     def spent(self, done: float = 0.0) -> bool:
-        """Whether the time is over; ``done`` is the part of the work, shown if it is the larger."""
+        """Whether the time is up; ``done`` is the part of the work, shown if it is the larger."""
         part = self.elapsed
         start, end = self._span
         self._show(start + (end - start) * min(max(part, done), 1.0), self._what)

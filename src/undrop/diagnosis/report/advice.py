@@ -16,7 +16,7 @@ from undrop.intercept import Sites
 __all__ = ["GOOD", "advise", "conclude", "signed"]
 
 GOOD = 0.8
-"""The share of R_drop that ½E[uᵀHu] has in the paper; from here on it counts as good."""
+"""The share of ½E[uᵀHu] in R_drop that the paper reports; a share this large is good."""
 _POOR = 0.5
 _NOTHING = 0.01  # a share that does not matter
 _SOME = 0.2  # a part that does
@@ -198,7 +198,7 @@ def _quadratic(explicit: Explicit) -> Iterator[str]:
 
 
 def _breakdown(curve: list[Point]) -> Iterator[str]:
-    """The p from which on second order misses much, if it holds below."""
+    """The smallest p at which second order misses much, if it is accurate below."""
     bad = [point for point in curve if _misses(point)]
     good = [point for point in curve if point.p < min((b.p for b in bad), default=0.0)]
     if bad and good:

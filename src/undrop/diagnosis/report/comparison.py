@@ -27,11 +27,11 @@ class Change(NamedTuple):
     before: Estimate | None
     after: Estimate | None
     difference: Estimate | None
-    """After less before, as if the two were independent; None where one has no such figure."""
+    """After minus before, as if the two were independent; None if one lacks the figure."""
 
     @property
     def certain(self) -> bool:
-        """Whether the 95 % interval of the difference leaves 0 out."""
+        """Whether the 95 % interval of the difference excludes 0."""
         found = self.difference
         return found is not None and found.stderr is not None and not found.includes_zero
 
@@ -86,10 +86,10 @@ class Comparison:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The comparison for a terminal of that many columns; the terminal's own if None."""
+        """The comparison for a terminal of ``width`` columns; None asks the terminal."""
         room = terminal_width() if width is None else width
         lines = wrap(self.conclusion, min(room, 100))
-        note = "* the 95 % interval of the change leaves 0 out."
+        note = "* the 95 % interval of the change excludes 0."
         return "\n".join([*lines, "", self.table().text(room), "", note])
 
     def _repr_html_(self) -> str:
@@ -127,7 +127,7 @@ def compare_files(before: str | Path, after: str | Path) -> Comparison:
     """Compare two files that ``Diagnosis.save`` wrote.
 
     Raises:
-        DataError: if one of them is no diagnosis.
+        DataError: if one of them is not a diagnosis.
         RunError: if one can't be read.
     """
     return compare(*(_read(Path(path)) for path in (before, after)))
@@ -138,7 +138,9 @@ def _read(path: Path) -> dict[str, Any]:
 
     found = read_json(path)
     if not isinstance(found, dict) or "explicit" not in found:
-        raise DataError(f"{path} is no diagnosis: give a file that undrop diagnose --save wrote.")
+        raise DataError(
+            f"{path} is not a diagnosis: give a file that undrop diagnose --save wrote."
+        )
     if found.get("format") != FORMAT:
         raise DataError(
             f"{path} is a diagnosis in format {found.get('format', 1)}, this version of undrop reads "

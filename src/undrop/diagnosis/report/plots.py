@@ -22,7 +22,7 @@ Panel = Callable[["Diagnosis", Any], None]
 
 
 def panels(diagnosis: Diagnosis) -> dict[str, Panel]:
-    """The panels that the diagnosis has figures for, by title."""
+    """The panels of this diagnosis, by title."""
     found: dict[str, Panel] = {
         "R_drop and its parts": _parts,
         "Share of ½E[uᵀHu] by site": _sites,

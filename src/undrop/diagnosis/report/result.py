@@ -51,7 +51,7 @@ class Diagnosis:
     sites: Sites
     explicit: Explicit
     implicit: Implicit | None
-    """None where it was not asked for."""
+    """None if it was not measured."""
     benefit: Benefit | None
     """None without validation batches."""
     conclusion: str
@@ -215,7 +215,7 @@ class Diagnosis:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The whole diagnosis for a terminal of that many columns; the terminal's own if None."""
+        """The whole diagnosis for a terminal of ``width`` columns; None asks the terminal."""
         room = terminal_width() if width is None else width
         lines = [f"What dropout does in {self.model}", "", *_wrapped(self.conclusion, room)]
         lines += ["", "What to do"]

@@ -1,4 +1,4 @@
-"""The paper's generalisation bound for a linear layer under cross-entropy, term by term.
+"""The paper's generalization bound for a linear layer under cross-entropy, term by term.
 
 For W (classes × features) on n examples, with μ(W) = E‖Dℓ‖₂, ν(W) = E tr D²ℓ over the training
 examples, A ≥ ‖Wᵀ‖₂,₁ = Σ_classes ‖row of W‖₂, κ = max‖x_i‖₂, θ = log³(n·c)·κ² and the loss cut off at B,
@@ -48,7 +48,7 @@ class Statistics(NamedTuple):
     loss: Estimate
     """The mean of min(ℓ, B), with its error over examples."""
     tail: float
-    """The largest ‖D tr D²ℓ‖ / tr D²ℓ that was met."""
+    """The largest ‖D tr D²ℓ‖ / tr D²ℓ of an example."""
     above: float
     """The share of examples with ℓ > B."""
 
@@ -98,15 +98,15 @@ class Curve(NamedTuple):
         return self.a * beta, self.b * grown, self.c / beta**2
 
     def slope(self, beta: float) -> float:
-        """G'(β), which only ever grows."""
+        """G'(β), which increases with β."""
         return self.a + self.b * self.s * math.expm1(self.s * beta) - 2.0 * self.c / beta**3
 
 
 def minimum_over_beta(curve: Curve) -> tuple[float, float]:
     """β* and G(β*): the zero of the growing G' by bisection in log β.
 
-    Where the loss has no gradient and no curvature left, or no feature is other than 0 (s = 0, and a
-    with it), the infimum 0 is at β = ∞.
+    If the loss has no gradient and no curvature, or every feature is 0 (s = a = 0), the infimum 0
+    is at β = ∞.
     """
     if curve.a == 0.0 and (curve.b == 0.0 or curve.s == 0.0):
         return math.inf, 0.0
@@ -119,11 +119,11 @@ def minimum_over_beta(curve: Curve) -> tuple[float, float]:
 
 
 class Assumption(NamedTuple):
-    """Something that the theorem asks for."""
+    """An assumption of the theorem."""
 
     what: str
     holds: bool | None
-    """None where the data can't tell."""
+    """None if the data can't show it."""
     why: str
 
 
@@ -222,16 +222,16 @@ def bound(
         labels: their classes (n,).
         bias: taken in as one more column of W, with a feature of 1.
         test: features and labels of other examples, to measure the gap.
-        truncation: B, where the loss is cut off; log(classes), the loss of a blind guess, unless
-            given. It must not be chosen by looking at the data.
+        truncation: B, at which the loss is cut off; by default log(classes), the loss of a uniform
+            guess. It must not be chosen from the data.
         delta: δ.
         alpha: α of Lemma B.2; 100 gives the theorems' factor 1.01.
         tau: τ of Theorem B.1.
-        norm_bound: A, chosen in advance; the norm itself unless given.
+        norm_bound: A, chosen in advance; by default the norm itself.
 
     Raises:
         OptionError: for shapes or options that do not fit.
-        TargetError: for labels that are no classes.
+        TargetError: for labels that are not classes.
     """
     if bias is not None:
         weight, features, test = _with_bias(weight, bias, features, test)
@@ -376,7 +376,8 @@ def _with_bias(
 
     if bias.shape != weight.shape[:1]:
         raise OptionError(
-            f"bias must have one number a class, {weight.shape[0]}, got shape {tuple(bias.shape)}."
+            f"bias must have one number per class, {weight.shape[0]}, got shape "
+            f"{tuple(bias.shape)}."
         )
     joined = torch.cat([weight, bias.unsqueeze(1).to(weight)], 1)
     return joined, extended(features), None if test is None else (extended(test[0]), test[1])

@@ -43,7 +43,7 @@ class _LastLinear(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Let every function pass, and take down the linear ones."""
+        """Call every function, and record the linear ones."""
         out = func(*args, **(kwargs or {}))
         if func is F.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
@@ -59,10 +59,10 @@ def last_layer(
     """The linear layer that makes a model's output, and its inputs in eval mode.
 
     Args:
-        model: a classifier whose output is that of a linear layer; a tied one will do.
+        model: a classifier whose output is that of a linear layer; tied weights are fine.
         batches: pairs (inputs, targets) with class indices as targets.
         ignore_index: targets of this value are left out.
-        max_batches: the most batches to take.
+        max_batches: the largest number of batches to take.
 
     Raises:
         OutputError: if the output is not that of a linear layer.

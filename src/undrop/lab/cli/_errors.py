@@ -14,7 +14,7 @@ from undrop.report import terminal_width, wrap
 __all__ = ["BAD_INPUT", "INTERRUPTED", "report"]
 
 BAD_INPUT = 2
-"""The exit code for everything that the user can put right."""
+"""The exit code for everything that the user can fix."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C by the convention of shells: 128 + SIGINT."""

@@ -127,7 +127,7 @@ def _line(text: str, options: str, name: str, same: str) -> str:
 
 
 def check_name(kind: str, name: str | None, names: Names, hint: str = "") -> None:
-    """Refuse a name that nothing has; None is none.
+    """Refuse an unknown name; None is fine.
 
     Raises:
         UnknownNameError: with the nearest name and all there are.

@@ -82,7 +82,7 @@ class TrainingProgress(Callback):
         self._progress.print(text)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.close()
 
 
@@ -128,7 +128,7 @@ class CampaignProgress(Listener):
 
     Args:
         progress: where to show it.
-        jobs: how many runs there are at a time.
+        jobs: the number of runs at a time.
     """
 
     def __init__(self, progress: Progress, jobs: int) -> None:

@@ -1,4 +1,4 @@
-"""Open what a command looks into: a model, batches and a loss, from a run or from names."""
+"""Open a model, batches and a loss for a command, from a run or from names."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def from_names(
     """Open a model and data by name: undrop's own, or your own as MODULE:NAME or FILE.py:NAME.
 
     Args:
-        model: a language model such as ``awd-lstm``, newly initialized; or a module of your own, or a
+        model: a language model such as ``awd-lstm``, newly initialized; or your own module, or a
             function that returns one.
         data: a corpus, for a language model; or your own batches (inputs, targets), or a function
             that returns them.
-        loss: a loss of your own; cross-entropy by default.
+        loss: your own loss; cross-entropy by default.
         data_dir: the folder of the corpus.
         batches: the number of windows of a corpus.
 

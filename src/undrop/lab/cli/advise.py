@@ -1,4 +1,4 @@
-"""Train for a short while and tell whether dropout helps, where, and which p to start from."""
+"""Train for a short while and say whether dropout helps, where, and which p to start from."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def bound(
     data_dir: DataDir = None,
     json: Json = False,
 ) -> None:
-    """Evaluate the bounds of Theorems 3.1 and B.1 for every run, side by side."""
+    """Evaluate the bounds of Theorems 4.1 and B.1 for every run, side by side."""
     from undrop.diagnosis.theorem.generalization import CONSTANTS
     from undrop.lab.train import RunFolder
 
@@ -65,7 +65,7 @@ _LABELS = (
     "term of the Hessian",
     "term of the tail",
     "term of ζ",
-    "sum (Theorem 3.1)",
+    "sum (Theorem 4.1)",
     "sum with τ (Theorem B.1)",
     "min over β of G",
     "sum < B: says more than ℓ ≤ B",

@@ -26,7 +26,7 @@ def generate(
     data_dir: DataDir = None,
     json: Annotated[bool, typer.Option("--json", help="Print the words as JSON.")] = False,
 ) -> None:
-    """Sample words one by one; every line of the text is printed on its own."""
+    """Sample words one by one and print them as text."""
     import torch
 
     from undrop.lab.corpora import EOS

@@ -9,5 +9,5 @@ from undrop.lab.cli._output import print_names
 
 @COMMANDS.register("presets")
 def presets(json: Json = False) -> None:
-    """List the presets of `undrop train --preset`; a .toml file of your own works too."""
+    """List the presets of `undrop train --preset`; your own .toml file works too."""
     print_names(_names.presets(), json=json)

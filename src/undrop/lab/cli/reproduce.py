@@ -64,7 +64,7 @@ def reproduce(
         bool, typer.Option("--step-costs", help="Only measure what a step of each method costs.")
     ] = False,
 ) -> None:
-    """Run the experiments that have no record yet, and keep every record as it comes."""
+    """Run the experiments that have no record yet, and save every record when its run ends."""
     from undrop.lab.reproduce import Plan, Records
     from undrop.lab.reproduce.tables import experiments_at
 

@@ -101,7 +101,7 @@ def choose(
 
 
 def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks: Callback) -> None:
-    """Train by a config, and print the summary."""
+    """Train with a config, and print the summary."""
     from undrop.lab.cli import _progress
     from undrop.lab.train import run
     from undrop.lab.train.distributed import is_main

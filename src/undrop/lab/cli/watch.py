@@ -1,4 +1,4 @@
-"""Train as `undrop train` does, and record what dropout does on the way."""
+"""Train as `undrop train` does, and record what dropout does meanwhile."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def watch(
 ) -> None:
     """Add ½E[uᵀHu], each site's share and ‖ξ_approx‖ to metrics.jsonl, as lines of kind "watch".
 
-    With --set train.loggers=tensorboard they go to TensorBoard too. The training itself is the same,
-    bit by bit, as without the measurements.
+    With --set train.loggers=tensorboard they go to TensorBoard too. The training itself is bit for
+    bit the same as without the measurements.
     """
     chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
     config = resolve(preset, chosen, settings or [], out, resume)

@@ -88,9 +88,9 @@ for title, model in models.items():
 
 # %%
 model = models["stochastic depth"].train()
-batches = [(images[rows], labels[rows]) for rows in train.split(50)]
-diagnosis = undrop.diagnose(model, batches, seconds=8)
-print(diagnosis)
+batches = [(images[rows], labels[rows]) for rows in train.split(15)]
+diagnosis = undrop.diagnose(model, batches, seconds=15, implicit=False)
+print(diagnosis.conclusion)
 
 # %%
 effects = diagnosis.explicit.sites

@@ -110,8 +110,9 @@ class Estimate(NamedTuple):
 
 
 def percent(share: Estimate, *, interval: bool = False) -> str:
-    """A share for people, with its standard error or its interval. It is a dash if the share is NaN
-    or its interval is unbounded.
+    """A share for people, with its standard error or its interval.
+
+    It is a dash if the share is NaN or its interval is unbounded.
     """
     if math.isnan(share.value):
         return "–"

@@ -159,8 +159,7 @@ class MeasuredModel:
             )
 
     def restart_randomness(self) -> None:
-        """Make the next pass draw the same random numbers as every other one, except for
-        dropout."""
+        """Make the next pass draw the same random numbers, dropout aside, as every other one."""
         self._rng.restart()
 
     def run(

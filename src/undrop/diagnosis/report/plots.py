@@ -119,9 +119,23 @@ def _curve(diagnosis: Diagnosis, axes: Any) -> None:
         axes.errorbar(p, values, yerr=errors, label=label, **_line(place))
     axes.axvline(max(site.p for site in diagnosis.sites), color="0.5", linewidth=1.0)
     if all(value > 0.0 for values in lines.values() for value in values):
-        axes.set_yscale("log")
+        _log_scale(axes, "y")
     axes.set(xlabel="largest p (all p scaled alike; the line is the model's own)", ylabel="loss")
     axes.legend()
+
+
+def _log_scale(axes: Any, which: str) -> None:
+    """A logarithmic axis with as many labels as it has room for."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    low, high = axis.get_view_interval()
+    decades = math.log10(high / low) if low > 0.0 else math.inf
+    marks = (1, 2, 3, 5, 7) if decades < 0.7 else (1, 2, 5) if decades < 1.7 else (1,)
+    axis.set_major_locator(LogLocator(subs=marks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _line(place: int) -> dict[str, Any]:
@@ -157,8 +171,7 @@ def _groups(diagnosis: Diagnosis, axes: Any) -> None:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     if any(group.trace_dropout.value > 0.0 for _, group in groups):
-        axes.set_xscale("log")
-        axes.tick_params(axis="x", which="minor", labelbottom=False)
+        _log_scale(axes, "x")
     axes.set_xlabel("trace of the gradient's covariance")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(kinds))
 
@@ -176,7 +189,7 @@ def _shrinking(diagnosis: Diagnosis, axes: Any) -> None:
     axes.plot(ks, [first / k for k in ks], color="0.6", linewidth=3.0, zorder=0, label="1/k")
     axes.set_xscale("log", base=2)
     if first > 0.0:
-        axes.set_yscale("log")
+        _log_scale(axes, "y")
     axes.set_xticks(ks, [str(k) for k in ks])
     axes.set(xlabel="k", ylabel="trace")
     axes.legend()

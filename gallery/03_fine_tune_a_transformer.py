@@ -11,6 +11,7 @@ import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    PrinterCallback,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -69,6 +70,7 @@ regularized = UndropTrainer(
     objective=undrop.Analytic(strength=undrop.TAYLOR),
 )
 for trainer in (plain, regularized):
+    trainer.remove_callback(PrinterCallback)  # the figure below shows the log
     trainer.train()
 
 # %%

@@ -205,7 +205,7 @@ def test_assumptions_are_checked_and_constants_are_said_to_be_unknown():
         ({"truncation": 0.0}, "truncation must be positive"),
         ({"delta": 1.0}, r"delta must lie in \(0, 1\)"),
         ({"norm_bound": 0.1}, "norm_bound must be at least"),
-        ({"bias": torch.zeros(3)}, "bias must have one number a class, 5"),
+        ({"bias": torch.zeros(3)}, "bias must have one number per class, 5"),
     ],
 )
 def test_bad_input_is_named(change, message):

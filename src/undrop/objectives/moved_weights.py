@@ -121,7 +121,7 @@ def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _moved(weights: Sequence[Tensor], by: Sequence[Tensor]) -> Iterator[None]:
-    """Move the weights for a while; they come back to the same bits."""
+    """Move the weights within a block; afterwards they have the same bits as before."""
     kept = [w.detach().clone() for w in weights]
     with torch.no_grad():
         torch._foreach_add_(list(weights), list(by))

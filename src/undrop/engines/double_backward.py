@@ -12,14 +12,20 @@ from torch import Tensor
 
 from undrop.intercept import Interception, Rule
 from undrop.intercept.attention import AttentionCall, written_out
+from undrop.intercept.flex import flex_written_out
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layers
 from undrop.kernels.cells import CELLS, run_direction
+from undrop.kernels.flex import FlexCall, flex_attention
 
 __all__ = ["TWICE_DIFFERENTIABLE"]
 
 
 def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
     return written_out(mode, AttentionCall(*args, **kwargs))
+
+
+def _flex_attention(mode: Interception, *args: Any) -> Any:
+    return flex_written_out(mode, FlexCall(*args))
 
 
 def _layer(call: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -56,6 +62,7 @@ def _recurrent(function: Callable[..., Any], mode: Interception, *args: Any) -> 
 
 TWICE_DIFFERENTIABLE: Mapping[Callable[..., Any], Rule] = {
     F.scaled_dot_product_attention: _attention,
+    flex_attention: _flex_attention,
     **{function: partial(_recurrent, function) for function in RECURRENT},
 }
 """Rules for an interception under which every fused function is written out."""

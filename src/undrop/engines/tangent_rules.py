@@ -19,6 +19,8 @@ from torch import Tensor
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.intercept import Interception, Rule
 from undrop.intercept.attention import AttentionCall, written_out
+from undrop.intercept.flex import flex_written_out
+from undrop.kernels.flex import FlexCall, flex_attention
 from undrop.registry import Registry
 
 __all__ = ["TANGENT_RULES", "has_tangent", "packed", "unpacked"]
@@ -27,7 +29,7 @@ TANGENT_RULES: Registry[Callable[..., Any], Rule] = Registry("tangent rule")
 """The functions that the tangent engine computes by its own rules."""
 
 for _function, _rule in TWICE_DIFFERENTIABLE.items():
-    if _function is not F.scaled_dot_product_attention:
+    if _function not in (F.scaled_dot_product_attention, flex_attention):
         TANGENT_RULES.register(_function)(_rule)  # recurrent layers, written out step by step
 
 
@@ -132,6 +134,12 @@ def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
     if call.dropout_p == 0.0 and not has_tangent(*tensors):
         return F.scaled_dot_product_attention(*args, **kwargs)
     return written_out(mode, call, partial(_softmax, torch.softmax, mode))
+
+
+@TANGENT_RULES.register(flex_attention)
+def _flex_attention(mode: Interception, *args: Any) -> Any:
+    """Written out, like the other attention."""
+    return flex_written_out(mode, FlexCall(*args), partial(_softmax, torch.softmax, mode))
 
 
 def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from undrop.intercept import (  # they register what they stand in for
     attention,
+    flex,
     functional,
     recurrent,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "preserve_model",
     "attention",
     "call",
+    "flex",
     "functional",
     "has_idle_dropout",
     "in_training",

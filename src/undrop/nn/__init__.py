@@ -1,5 +1,6 @@
-"""Dropout layers that torch lacks, and the adaptive softmax."""
+"""Dropouts that torch lacks, and the adaptive softmax."""
 
+from undrop.kernels.flex import flex_attention
 from undrop.nn.adaptive import AdaptiveEmbedding, AdaptiveHead
 from undrop.nn.dropout import EmbeddingDropout, LockedDropout, WeightDrop
 
@@ -9,4 +10,5 @@ __all__ = [
     "EmbeddingDropout",
     "LockedDropout",
     "WeightDrop",
+    "flex_attention",
 ]

@@ -1,0 +1,217 @@
+"""FlexAttention with dropout on its probabilities, which torch's own does not have.
+
+Dropout multiplies the attention probabilities p by factors m = 1 + ε·σ·η. A kernel never shows p, but
+with scores s and lse = log Σ exp(s) it gives the same result:
+
+    Σ_k p_k m_k v_k = exp(lse′ - lse) · flex_attention(score_mod = s + log m),   lse′ = log Σ m exp(s).
+
+m = 0 is a score of -inf, so a dropped key is a masked one. A negative m has no logarithm: NaN then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from undrop.errors import OptionError
+
+__all__ = ["FlexCall", "attend", "flex_attention", "in_kernel", "written_out"]
+
+
+class FlexCall(NamedTuple):
+    """The arguments of :func:`flex_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score_mod: Callable[..., Tensor] | None = None
+    block_mask: Any = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+    kernel_options: dict[str, Any] | None = None
+    return_aux: Any = None
+    dropout_p: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the attention probabilities."""
+        return (*self.query.shape[:-1], self.key.shape[-2])
+
+    def ones(self) -> Tensor:
+        """Ones in the shape of the probabilities, and at least in single precision."""
+        wide = torch.promote_types(self.query.dtype, torch.float32)
+        return torch.ones(self.shape, dtype=wide, device=self.query.device)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+    dropout_p: float = 0.0,
+) -> Any:
+    """``torch.nn.attention.flex_attention.flex_attention`` with ``dropout_p``, as in torch's SDPA.
+
+    Under undrop's objectives ``dropout_p`` makes an attention site. Without them it drops, in eval
+    mode too: pass ``self.p if self.training else 0.0``. The log-sum-exp that may be returned is that of
+    the scores without dropout.
+
+    The noise is one number per query and key, which is held in memory. On the CPU, where torch's
+    kernels have no gradient, the scores are written out.
+
+    Args:
+        query: (batch, heads, queries, width).
+        key: (batch, heads, keys, width).
+        value: (batch, heads, keys, width of the output).
+        score_mod: as torch's.
+        block_mask: as torch's.
+        scale: as torch's.
+        enable_gqa: as torch's.
+        return_lse: as torch's.
+        kernel_options: as torch's.
+        return_aux: as torch's.
+        dropout_p: the drop probability of every attention probability.
+    """
+    if not 0.0 <= dropout_p <= 1.0:
+        raise OptionError(f"dropout_p must lie in [0, 1], got {dropout_p}.")
+    call = FlexCall(
+        *(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse),
+        *(kernel_options, return_aux, dropout_p),
+    )
+    tensors = (query, key, value)
+    if has_torch_function(tensors):
+        arguments: Any = call  # the mode takes them all by position
+        return handle_torch_function(flex_attention, tensors, *arguments)
+    if dropout_p > 0.0:
+        return attend(call, F.dropout(call.ones(), dropout_p))
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return attend(call, None) if differentiated else _result(call, *_kernel(call, call.score_mod))
+
+
+def attend(call: FlexCall, factors: Tensor | None) -> Any:
+    """Σ_k p_k m_k v_k for the factors m of the probabilities; None is 1."""
+    path = written_out if call.query.device.type == "cpu" else in_kernel
+    return path(call, factors)
+
+
+def in_kernel(call: FlexCall, factors: Tensor | None) -> Any:
+    """By torch's kernels: one call for the log-sum-exp, and one with log m in the scores."""
+    out, lse, largest = _kernel(call, call.score_mod)
+    if factors is None:
+        return _result(call, out, lse, largest)
+    if factors.shape != call.shape:
+        raise ValueError(f"noise of shape {tuple(factors.shape)} for attention of {call.shape}")
+    score_mod, logs = call.score_mod or _same, factors.log()
+
+    def with_noise(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score_mod(score, b, h, q, k) + logs[b, h, q, k]
+
+    noisy, noisy_lse, _ = _kernel(call, with_noise)
+    empty = lse == -math.inf  # no key is allowed: the output is zero
+    gap = noisy_lse.masked_fill(empty, 0.0) - lse.masked_fill(empty, 0.0)
+    return _result(call, noisy * gap.exp().unsqueeze(-1).to(noisy.dtype), lse, largest)
+
+
+def written_out(
+    call: FlexCall,
+    factors: Tensor | None,
+    softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
+) -> Any:
+    """In plain operations, which every engine differentiates; torch does the same without a kernel."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (call.key, call.value))
+    scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale
+    wide = torch.promote_types(call.query.dtype, torch.float32)
+    scores = _modified(call, (call.query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale)
+    with torch.no_grad():
+        empty = (scores.detach() == -math.inf).all(-1, keepdim=True)
+    filled = scores.masked_fill(empty, 0.0)  # where no key is allowed; a row of -inf would make NaN
+    p = softmax(filled, -1).masked_fill(empty, 0.0)
+    if factors is not None:
+        p = p * factors
+    out = p.to(call.query.dtype) @ value
+    if not (call.return_lse or call.return_aux is not None):
+        return out
+    lse = filled.logsumexp(-1).masked_fill(empty.squeeze(-1), -math.inf)
+    return _result(call, out, lse, scores.amax(-1))
+
+
+def _modified(call: FlexCall, scores: Tensor) -> Tensor:
+    """The scores after ``score_mod``, -inf where ``block_mask`` does not allow them."""
+    if call.score_mod is None and call.block_mask is None:
+        return scores
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.nn.attention.flex_attention import create_mask
+
+    places = [torch.arange(n, device=scores.device) for n in scores.shape]
+    if call.score_mod is not None:
+        modify = call.score_mod
+        for dim in (3, 2, 1, 0):
+            places_in = tuple(0 if d == dim else None for d in range(4))
+            modify = torch.vmap(modify, in_dims=(0, *places_in))
+        with TransformGetItemToIndex():  # bias[b, h] with scalars that stand for many
+            scores = modify(scores, *places)
+    if call.block_mask is not None:
+        b, h, q, k = scores.shape
+        allowed = create_mask(call.block_mask.mask_mod, b, h, q, k, device=scores.device)
+        scores = scores.masked_fill(~allowed, -math.inf)
+    return scores
+
+
+def _same(score: Tensor, *places: Tensor) -> Tensor:
+    return score
+
+
+@cache
+def _takes_aux() -> bool:
+    """Whether torch's function has ``return_aux``, which took the place of ``return_lse``."""
+    from torch.nn.attention import flex_attention as module
+
+    return "return_aux" in inspect.signature(module.flex_attention).parameters
+
+
+def _kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[Any, Any, Any]:
+    """Torch's own output, log-sum-exp and largest scores, as far as they are asked for."""
+    from torch.nn.attention import flex_attention as module
+
+    attention: Any = module.flex_attention
+    arguments = (*call[:3], score_mod, *call[4:7])
+    noisy = call.dropout_p > 0.0
+    options = {"kernel_options": call.kernel_options}
+    if not _takes_aux():
+        found = attention(*arguments, return_lse=noisy or call.return_lse, **options)
+        return (*found, None) if isinstance(found, tuple) else (found, None, None)
+    asked = call.return_aux
+    lse = noisy or call.return_lse or (asked is not None and asked.lse)
+    largest = asked is not None and asked.max_scores
+    if not lse and not largest:
+        return attention(*arguments, **options), None, None
+    request = module.AuxRequest(lse=lse, max_scores=largest)
+    out, aux = attention(*arguments, return_aux=request, **options)
+    return out, aux.lse, aux.max_scores
+
+
+def _result(call: FlexCall, out: Tensor, lse: Tensor | None, largest: Tensor | None) -> Any:
+    """What torch's function returns for the arguments."""
+    if call.return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        asked = call.return_aux
+        return out, AuxOutput(lse if asked.lse else None, largest if asked.max_scores else None)
+    return (out, lse) if call.return_lse else out

@@ -1,0 +1,225 @@
+"""FlexAttention with dropout, against attention that is written out with a dropout in it."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+import undrop
+from engine_helpers import BOTH, evaluate, gradient, random_signs, relative
+from problems import D, Problem
+from undrop.engines import Antithetic, Exact, Reverse, Tangent
+from undrop.errors import OptionError
+from undrop.kernels.flex import FlexCall, in_kernel, written_out
+from undrop.losses import CrossEntropy
+from undrop.nn import flex_attention
+
+B, H, Q, W = 3, 2, 4, 4
+BIAS = torch.linspace(-1.0, 1.0, H * Q * Q, dtype=D).view(H, Q, Q)
+
+
+def biased(score, b, h, q, k):
+    return score + BIAS[h, q, k]
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def not_the_first(b, h, q, k):
+    """Allows the first query nothing at all."""
+    return q > k
+
+
+def reference(call: FlexCall, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Eager attention with factors on its probabilities, and its log-sum-exp."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (call.key, call.value))
+    scores = call.query @ key.transpose(-2, -1) * (call.scale or 1 / math.sqrt(W))
+    if call.score_mod is not None:
+        scores = scores + BIAS
+    if call.block_mask is not None:
+        q, k = torch.arange(Q)[:, None], torch.arange(Q)[None]
+        scores = scores.masked_fill(~call.block_mask.mask_mod(None, None, q, k), -math.inf)
+    p = torch.softmax(scores, -1).nan_to_num(0.0)
+    return (p * factors) @ value, scores.logsumexp(-1)
+
+
+CASES = {
+    "plain": {},
+    "score_mod": {"score_mod": biased},
+    "causal": {"mask": causal},
+    "empty row": {"mask": not_the_first, "score_mod": biased},
+    "scaled": {"scale": 0.3},
+    "grouped": {"heads": 1, "enable_gqa": True},
+}
+FACTORS = {
+    "signs": lambda shape: 1 + 0.3 * torch.randn(shape, dtype=D).sign(),
+    "dropout": lambda shape: F.dropout(torch.ones(shape, dtype=D), 0.6),
+}
+
+
+def made(mask=None, heads=H, **options) -> FlexCall:
+    if mask is not None:
+        options["block_mask"] = create_block_mask(mask, None, None, Q, Q, device="cpu")
+    sizes = ((B, H, Q, W), (B, heads, Q, W), (B, heads, Q, W))
+    tensors = (torch.randn(size, dtype=D, requires_grad=True) for size in sizes)
+    return FlexCall(*tensors, **options, dropout_p=0.1)
+
+
+@pytest.fixture
+def kernel_gradients(monkeypatch):
+    """Torch's eager kernel has a gradient on the CPU, which only its check of the device refuses."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+
+
+@pytest.mark.parametrize("path", [written_out, in_kernel])
+@pytest.mark.parametrize("noise", FACTORS)
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradient_are_those_of_eager_attention(case, noise, path, kernel_gradients):
+    call = made(**CASES[case])
+    factors = FACTORS[noise](call.shape)
+    factors[0, 0, 1] = 0.0 if noise == "dropout" else factors[0, 0, 1]  # a row that is all dropped
+    expected, _ = reference(call, factors)
+    found = path(call, factors)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(expected)
+    ours = torch.autograd.grad((found * weights).sum(), call[:3])
+    theirs = torch.autograd.grad((expected * weights).sum(), call[:3])
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_log_sum_exp_is_that_without_noise(kernel_gradients):
+    call = made(mask=causal)
+    factors = FACTORS["signs"](call.shape)
+    _, lse = reference(call, factors)
+    for path in (written_out, in_kernel):
+        torch.testing.assert_close(path(call._replace(return_lse=True), factors)[1], lse)
+        _, aux = path(call._replace(return_aux=AuxRequest(lse=True)), factors)
+        torch.testing.assert_close(aux.lse, lse)
+        assert aux.max_scores is None
+
+
+def test_a_negative_factor_is_never_used_in_silence():
+    call = made()
+    factors = FACTORS["signs"](call.shape)
+    factors[0, 0, 0, 0] = -0.5
+    with torch.no_grad():
+        call = call._replace(**{n: getattr(call, n).detach() for n in ("query", "key", "value")})
+        assert in_kernel(call, factors).isnan().any()
+        torch.testing.assert_close(written_out(call, factors), reference(call, factors)[0])
+
+
+def test_without_dropout_it_is_that_of_torch():
+    call = made(mask=causal, score_mod=biased)
+    q, k, v = (x.detach() for x in call[:3])
+    plain = torch_flex.flex_attention(q, k, v, biased, call.block_mask)
+    assert torch.equal(flex_attention(q, k, v, biased, call.block_mask), plain)
+    torch.testing.assert_close(flex_attention(*call[:3], biased, call.block_mask), plain)
+
+
+def test_it_drops_like_eager_attention():
+    call = made(mask=causal)
+    torch.manual_seed(1)
+    found = flex_attention(*call[:3], block_mask=call.block_mask, dropout_p=0.4)
+    torch.manual_seed(1)
+    factors = F.dropout(torch.ones(call.shape, dtype=D), 0.4)
+    torch.testing.assert_close(found, reference(call, factors)[0])
+    with pytest.raises(OptionError, match=r"dropout_p must lie in \[0, 1\], got 1.5"):
+        flex_attention(*call[:3], dropout_p=1.5)
+
+
+class Attention(nn.Module):
+    """Causal attention with a bias, then a classifier of every position."""
+
+    def __init__(self, flex: bool) -> None:
+        super().__init__()
+        self.flex = flex
+        self.qkv, self.out = nn.Linear(5, 3 * H * W), nn.Linear(H * W, 3)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (H, W)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        p = 0.3 if self.training else 0.0
+        if self.flex:
+            mask = create_block_mask(causal, len(x), None, Q, Q, device="cpu")
+            h = flex_attention(q, k, v, biased, mask, dropout_p=p)
+        else:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(W) + BIAS.to(x)
+            allowed = torch.ones(Q, Q, dtype=torch.bool).tril()
+            probabilities = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
+            h = F.dropout(probabilities, p, self.training) @ v
+        return self.out(self.drop(h.transpose(1, 2).flatten(2).tanh()))
+
+
+def twins() -> tuple[Problem, Problem]:
+    flex, eager = Attention(True).to(D), Attention(False).to(D)
+    eager.load_state_dict(flex.state_dict())
+    x, y = torch.randn(B, Q, 5, dtype=D), torch.randint(3, (B, Q))
+    return Problem(flex, x, y, CrossEntropy()), Problem(eager, x, y, CrossEntropy())
+
+
+def test_the_site_is_listed():
+    first, second = undrop.sites(Attention(True), torch.randn(B, Q, 5))
+    assert (first.name, first.kind, first.p, first.mask) == (
+        "attention",
+        "attention",
+        0.3,
+        "per probability",
+    )
+    assert first.shape == first.mask_shape == (B, H, Q, Q)
+    assert not first.active_in_eval
+    assert second.name == "drop"
+
+
+def evaluated(engine, problem):
+    draw = random_signs(problem, 3)
+    labels = torch.Generator().manual_seed(7)  # the reverse engine draws some
+    draw.generator = lambda device: labels
+    return evaluate(engine, problem, draw)
+
+
+@pytest.mark.parametrize("engine", [Antithetic, Tangent, Reverse, Exact])
+def test_every_engine_gives_what_eager_attention_gives(engine):
+    flex, eager = twins()
+    found, expected = evaluated(engine(), flex), evaluated(engine(), eager)
+    assert found.engine == expected.engine
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-9, atol=1e-12)
+    for name, value in expected.parts.items():
+        torch.testing.assert_close(found.parts[name], value, rtol=1e-8, atol=1e-12)
+    ours, theirs = gradient(found.total, flex.model), gradient(expected.total, eager.model)
+    assert relative(ours, theirs) < 1e-8
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.34])
+def test_one_stacked_pass_serves(fraction):
+    flex, _ = twins()
+    evaluation = evaluate(Antithetic(), flex, random_signs(flex, 3), BOTH, fraction=fraction)
+    assert evaluation.engine == "antithetic: one stacked pass"
+
+
+def test_the_kernel_serves_the_stacked_pass(kernel_gradients, monkeypatch):
+    """The way of a GPU, on torch's eager kernel."""
+    flex, _ = twins()
+    expected = evaluate(Antithetic(), flex, random_signs(flex, 3))
+    theirs = gradient(expected.total, flex.model)
+    monkeypatch.setattr("undrop.intercept.flex.attend", in_kernel)
+    found = evaluate(Antithetic(), flex, random_signs(flex, 3))
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-9, atol=1e-12)
+    assert relative(gradient(found.total, flex.model), theirs) < 1e-8
+
+
+def test_dropout_as_an_objective():
+    flex, eager = twins()
+    steps = []
+    for p in (flex, eager):
+        torch.manual_seed(5)
+        steps.append(undrop.Dropout(k=2, loss=p.loss)(p.model, p.inputs, p.targets))
+        steps[-1].backward()
+    assert steps[0].parts == pytest.approx(steps[1].parts, rel=1e-12)
+    for ours, theirs in zip(flex.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -1,6 +1,7 @@
 """FlexAttention with dropout, against attention that is written out with a dropout in it."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -133,6 +134,9 @@ def test_it_drops_like_eager_attention():
         flex_attention(*call[:3], dropout_p=1.5)
 
 
+MASK = create_block_mask(causal, None, None, Q, Q, device="cpu")
+
+
 class Attention(nn.Module):
     """Causal attention with a bias, then a classifier of every position."""
 
@@ -143,17 +147,19 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (H, W)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        p = 0.3 if self.training else 0.0
-        if self.flex:
-            mask = create_block_mask(causal, len(x), None, Q, Q, device="cpu")
-            h = flex_attention(q, k, v, biased, mask, dropout_p=p)
-        else:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(W) + BIAS.to(x)
-            allowed = torch.ones(Q, Q, dtype=torch.bool).tril()
-            probabilities = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
-            h = F.dropout(probabilities, p, self.training) @ v
+        q, k, v = (
+            part.reshape(len(x), Q, H, W).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        h = self.attend(q, k, v, 0.3 if self.training else 0.0)
         return self.out(self.drop(h.transpose(1, 2).flatten(2).tanh()))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+        if self.flex:
+            return flex_attention(q, k, v, biased, MASK, dropout_p=p)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(W) + BIAS.to(q)
+        allowed = torch.ones(Q, Q, dtype=torch.bool).tril()
+        probabilities = torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
+        return F.dropout(probabilities, p, self.training) @ v
 
 
 def twins() -> tuple[Problem, Problem]:
@@ -223,3 +229,51 @@ def test_dropout_as_an_objective():
     assert steps[0].parts == pytest.approx(steps[1].parts, rel=1e-12)
     for ours, theirs in zip(flex.model.parameters(), eager.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class Documents(nn.Module):
+    """Attention within documents, by a mask that depends on the example."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.qkv, self.out, self.inside = nn.Linear(2, 3), nn.Linear(1, 3), inside
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        documents = documents if self.inside else DOCUMENTS
+
+        def same(score, b, h, q, k):
+            return torch.where(documents[b, q] == documents[b, k], score, -math.inf)
+
+        return self.out(flex_attention(q, k, v, same, dropout_p=0.3).squeeze(1))
+
+
+DOCUMENTS = torch.tensor([[0, 0, 1], [0, 1, 1]])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_mask_by_example_is_stacked_or_found_out(inside):
+    """A tensor from outside has no rows for the stacked batch: two passes serve then."""
+    model, x, y = Documents(inside).to(D), torch.randn(2, 3, 2, dtype=D), torch.randint(3, (2, 3))
+    problem = Problem(model, (x, DOCUMENTS), y, CrossEntropy())
+    found = evaluate(Antithetic(1e-3), problem, random_signs(problem, 2))
+    assert found.engine.startswith(f"antithetic: {'one stacked pass' if inside else 'two passes'}")
+    expected = evaluate(Tangent(), problem, random_signs(problem, 2))
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_it_compiles_as_one_graph(monkeypatch, backend):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model, found = Attention(True), []
+    x, y = torch.randn(B, Q, 5), torch.randint(3, (B, Q))
+    for run in (model, torch.compile(model)):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        objective = undrop.Analytic(generator=torch.Generator().manual_seed(1))
+        objective(run, x, y).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        model.zero_grad()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from undrop.errors import NoDropoutError
+from undrop.intercept.adapters import adapter_hint
 from undrop.intercept.interception import Interception, no_noise
 from undrop.intercept.model_call import call
 from undrop.intercept.running_statistics import keep_buffers
@@ -81,7 +82,7 @@ def _nothing_found(model: nn.Module) -> str:
         if isinstance(module, nn.modules.dropout._DropoutNd)
     ]
     if not idle:
-        hint = "add one, e.g. nn.Dropout(0.1)"
+        hint = adapter_hint(model) or "add one, e.g. nn.Dropout(0.1)"
     else:
         hint = (
             f"it has {', '.join(idle[:3])}, but none was active in the pass: check p and its mode"

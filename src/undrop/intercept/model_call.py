@@ -53,6 +53,12 @@ def logits_of(output: Any) -> Tensor:
         logits = output[0]
     if isinstance(logits, Tensor):
         return logits
+    if getattr(output, "loss", None) is not None:
+        raise OutputError(
+            f"the model returned {type(output).__name__} with a loss but no logits, so that its output "
+            "layer is fused with its loss: switch that off (in Liger fused_linear_cross_entropy=False), "
+            "or return the features and pass loss=undrop.losses.LinearCrossEntropy(weight)."
+        )
     raise OutputError(
         f"the model returned {type(output).__name__}, in which undrop finds no tensor for the loss: "
         "return a tensor, a tuple whose first element is one, or something with `logits`."

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from undrop.errors import OptionError, TargetError
-from undrop.intercept import Interception, RngSnapshot, keep_statistics, logits_of, no_noise
+from undrop.intercept import (
+    Interception,
+    RngSnapshot,
+    call,
+    keep_statistics,
+    logits_of,
+    no_noise,
+)
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.base import ONES, Derivatives, Loss, Prepared
 from undrop.losses.by_class import ByClass
@@ -180,8 +187,10 @@ def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
             output = model(*inputs, labels=labels)
         else:
             output = model(inputs, labels=labels)
+        fused = isinstance(output, Mapping) and output.get("logits") is None
+        logits = logits_of(call(model, inputs) if fused else output)
     theirs = output["loss"] if isinstance(output, Mapping) else output[0]
-    ours = task.loss.value(logits_of(output).float(), task.targets(labels))
+    ours = task.loss.value(logits.float(), task.targets(labels))
     return check_same_loss(
         ours,
         theirs,

@@ -130,7 +130,7 @@ class Objective(ABC):
     def _checked(self, evaluation: Evaluation, batch: Batch) -> Evaluation:
         if not evaluation.total.requires_grad:
             raise _nothing_trained(batch.model)
-        self._finite.add(self.steps, evaluation, batch)
+        self._finite.add(self.steps, evaluation, batch, self)
         return evaluation
 
     def forward_and_loss(self, batch: Batch, action: SiteAction | None) -> tuple[Any, Tensor]:

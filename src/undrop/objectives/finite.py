@@ -1,19 +1,32 @@
-"""Finding parts of an objective that are not finite, without waiting for the device."""
+"""Reading the parts of every step, without waiting for the device: finite, and with an effect?"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from undrop.engines import Evaluation
 from undrop.errors import NonFiniteError
-from undrop.intercept import Batch, Interception, Site, keep_statistics
+from undrop.intercept import Batch, Interception, Site, Sites, is_sharded, keep_statistics
+from undrop.objectives.effect import EffectCheck, fingerprint
 
 __all__ = ["FiniteCheck"]
+
+
+class Trains(Protocol):
+    """What the checks ask an objective for."""
+
+    def trainable_parameters(self, model: nn.Module) -> list[Tensor]:
+        """The weights that it trains."""
+        ...
+
+    def sites(self, model: nn.Module, inputs: Any) -> Sites:
+        """The model's sites."""
+        ...
 
 
 class _Pending(NamedTuple):
@@ -32,37 +45,48 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
+        self._effect = EffectCheck()
 
-    def add(self, step: int, evaluation: Evaluation, batch: Batch) -> None:
+    def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Trains) -> None:
         """Take the parts of an evaluation.
 
         Raises:
             NonFiniteError: naming the parts, the step and the first site with non-finite values.
         """
-        names = ["total", *evaluation.parts]
-        values = torch.stack(
-            [x.detach().float() for x in (evaluation.total, *evaluation.parts.values())]
-        )
+        tensors = {"total": evaluation.total, **evaluation.parts}
+        if self._watched(evaluation, batch):
+            tensors["weights"] = fingerprint(objective.trainable_parameters(batch.model))
+        values = torch.stack([x.detach().float() for x in tensors.values()])
+        names = list(tensors)
         if values.device.type == "cpu":
-            self._look(_Pending(step, names, values, None), batch)
+            self._look(_Pending(step, names, values, None), batch, objective)
             return
         host = values.to("cpu", non_blocking=True)
         event = torch.get_device_module(values.device).Event()
         event.record()
         self._pending.append(_Pending(step, names, host, event))
         while self._pending and self._pending[0].arrived.query():
-            self._look(self._pending.popleft(), batch)
+            self._look(self._pending.popleft(), batch, objective)
 
-    def _look(self, pending: _Pending, batch: Batch) -> None:
-        values = pending.values.numpy().tolist()  # host memory: no operation of torch
-        if not math.isfinite(values[0]):
+    def _watched(self, evaluation: Evaluation, batch: Batch) -> bool:
+        """Whether it is not known yet that the regularizers have an effect."""
+        analytic = "loss" in evaluation.parts and len(evaluation.parts) > 1
+        return analytic and not self._effect.settled and not is_sharded(batch.model)
+
+    def _look(self, pending: _Pending, batch: Batch, objective: Trains) -> None:
+        numbers = pending.values.numpy().tolist()  # host memory: no operation of torch
+        values = dict(zip(pending.names, numbers, strict=True))
+        if not math.isfinite(values["total"]):
             bad = [
-                name
-                for name, value in zip(pending.names, values, strict=True)
-                if not math.isfinite(value) and name != "total"
+                n
+                for n, x in values.items()
+                if not math.isfinite(x) and n not in ("total", "weights")
             ]
             self._pending.clear()
             raise NonFiniteError(_message(bad, pending.step, batch))
+        if "weights" in values and not self._effect.settled:
+            sites = objective.sites(batch.model, batch.inputs).names
+            self._effect.add(values, values["weights"], type(batch.model).__name__, sites)
 
 
 def _message(bad: list[str], step: int, batch: Batch) -> str:

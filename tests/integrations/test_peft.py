@@ -1,0 +1,206 @@
+"""Adapters of PEFT: where their dropout is, on plain and on quantized base weights."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import undrop
+from engine_helpers import assert_mean
+from undrop.errors import EngineError, NoDropoutError
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+hf = pytest.importorskip("transformers", reason="transformers is not installed")
+
+IDS = torch.randint(1, 11, (4, 5), generator=torch.Generator().manual_seed(0))
+LORA = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+}
+
+
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        **{"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5},
+        **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+    )
+    return hf.LlamaForCausalLM(config).double()
+
+
+def adapted(model: nn.Module | None = None, dropout: float = 0.3, zero: bool = False, **options):
+    config = peft.LoraConfig(
+        **{"r": 2, "target_modules": ["q_proj", "down_proj"], "lora_dropout": dropout, **options}
+    )
+    model = peft.get_peft_model(base() if model is None else model, config).double().train()
+    if not zero:
+        torch.manual_seed(1)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.5)
+    return model
+
+
+def step(model, objective=None, **options):
+    objective = objective or undrop.Analytic(generator=torch.Generator().manual_seed(3), **options)
+    found = objective(model, {"input_ids": IDS, "labels": IDS})
+    found.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    model.zero_grad()
+    return found, gradient
+
+
+@pytest.mark.parametrize("kind", LORA)
+def test_lora_dropout_is_a_site_at_every_adapter(kind):
+    model = adapted(**LORA[kind])
+    sites = undrop.sites(model, {"input_ids": IDS})
+    assert [s.p for s in sites] == [0.3, 0.3]
+    assert [s.name.split(".")[-3:] for s in sites] == [
+        ["q_proj", "lora_dropout", "default"],
+        ["down_proj", "lora_dropout", "default"],
+    ]
+    found, gradient = step(model)
+    assert found.engine == "antithetic: one stacked pass"
+    assert found.parts["explicit"] > 0
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", LORA)
+def test_the_mean_explicit_part_is_the_exact_one(kind):
+    model, inputs = adapted(**LORA[kind]), {"input_ids": IDS, "labels": IDS}
+    exact = undrop.Analytic(engine="exact", implicit=False)(model, inputs).parts["explicit"]
+    one = undrop.Analytic(implicit=False, generator=torch.Generator().manual_seed(5))
+    draws = torch.tensor([one(model, inputs).parts["explicit"] for _ in range(150)])
+    assert_mean(draws, torch.tensor(exact))
+
+
+def test_without_lora_dropout_there_is_no_site():
+    with pytest.raises(NoDropoutError, match=r"lora_dropout = 0"):
+        undrop.sites(adapted(dropout=0.0), {"input_ids": IDS})
+
+
+def test_ia3_has_no_dropout():
+    config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    model = peft.get_peft_model(base(), config)
+    with pytest.raises(NoDropoutError, match="adapters of the kind IA3 have no dropout"):
+        undrop.sites(model, {"input_ids": IDS})
+
+
+def lines(caplog) -> list[str]:
+    return [r.message for r in caplog.records if "had no effect" in r.message]
+
+
+def test_one_step_with_b_zero_is_no_reason_to_warn(caplog):
+    model = adapted(zero=True)
+    objective = undrop.Analytic()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    parts = []
+    with caplog.at_level(logging.WARNING, "undrop"):
+        for _ in range(3):
+            found = objective(model, {"input_ids": IDS, "labels": IDS})
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            parts.append(found.parts["explicit"])
+    assert parts[0] < 1e-12 < parts[1]
+    assert not lines(caplog)
+
+
+def test_two_steps_without_an_effect_are_named_once(caplog):
+    """B stays 0, as if it were frozen, and something else is trained."""
+    model = adapted(zero=True)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("lora_A" in name or "norm" in name)
+    objective = undrop.Analytic()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    with caplog.at_level(logging.WARNING, "undrop"):
+        for _ in range(4):
+            objective(model, {"input_ids": IDS, "labels": IDS}).backward()
+            optimizer.step()
+    (line,) = lines(caplog)
+    assert "two successive steps (u = 0 at base_model" in line
+    assert "lora_dropout.default" in line
+
+
+def test_micro_batches_of_one_step_do_not_count(caplog):
+    model, objective = adapted(zero=True), undrop.Analytic()
+    with caplog.at_level(logging.WARNING, "undrop"):
+        for _ in range(3):
+            objective(model, {"input_ids": IDS, "labels": IDS}).backward()
+    assert not lines(caplog)
+
+
+class Dequantized(torch.autograd.Function):
+    """x Wᵀ with W = scale · codes, made anew in each pass: what 8-bit and 4-bit layers do."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        return x @ (codes.to(x) * scale.to(x)).t()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        codes, scale = ctx.saved_tensors
+        return grad @ (codes.to(grad) * scale.to(grad)), None, None
+
+
+class Quantized(nn.Linear):
+    """A stand-in for a quantized layer: integer codes, one scale per row, no gradient of its own."""
+
+    def __init__(self, linear: nn.Linear, bits: int) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        top = 2 ** (bits - 1) - 1
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / top
+        codes = (linear.weight.detach() / scale).round().to(torch.int8)
+        self.register_buffer("scale", scale)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Dequantized.apply(x, self.weight, self.scale)
+
+    def dequantized(self) -> Tensor:
+        return self.weight.to(self.scale) * self.scale
+
+
+def quantized(bits: int, plain: bool) -> nn.Module:
+    """A model whose linear layers are quantized, or have the weights that the codes stand for."""
+    model = base()
+    for layer in (model.model.layers[0].self_attn, model.model.layers[0].mlp):
+        for name, linear in list(layer.named_children()):
+            if isinstance(linear, nn.Linear):
+                found = Quantized(linear, bits)
+                if plain:
+                    linear.weight.data.copy_(found.dequantized())
+                else:
+                    setattr(layer, name, found)
+    return model
+
+
+def with_adapters(model: nn.Module, **options) -> nn.Module:
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.3, **options
+    )
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, config).train()
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn_like(weight, dtype=torch.float64) * 0.3
+    return model
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_on_quantized_weights_a_step_is_that_on_the_weights_they_stand_for(bits):
+    codes = with_adapters(quantized(bits, plain=False))
+    weights = with_adapters(quantized(bits, plain=True))
+    (found, ours), (expected, theirs) = step(codes), step(weights)
+    assert found.engine == expected.engine == "antithetic: one stacked pass"
+    assert found.parts == pytest.approx(expected.parts, rel=1e-9)
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
+
+
+def test_the_tangent_engine_refuses_a_quantized_layer_by_name():
+    with pytest.raises(EngineError, match=r"no proven rule for .*Dequantized"):
+        step(with_adapters(quantized(8, plain=False)), engine="tangent")

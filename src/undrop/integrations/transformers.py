@@ -10,7 +10,10 @@ Use it where you would use ``Trainer``; ``objective`` is any of undrop's and def
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from undrop.errors import MissingExtraError, OptionError, TargetError
+from undrop.integrations.policy import PolicyStep, StandIn, label_statistics
 from undrop.integrations.state import load_state, save_state
 from undrop.intercept import (
     Interception,
@@ -32,6 +36,7 @@ from undrop.intercept import (
 from undrop.losses import ModelLoss, Task
 from undrop.losses.heads import check_attention, check_same_loss, decoder_inputs, read_head
 from undrop.objectives import Analytic, Objective, Step
+from undrop.objectives.effect import has_no_effect
 from undrop.tuning import Tuner
 
 try:
@@ -66,6 +71,18 @@ class _Sums:
         """Their means over the steps since then; the sums start again at 0."""
         parts, self.parts = self.parts, {}
         return {name: value / max(1, step - self._since) for name, value in parts.items()}
+
+
+@contextmanager
+def _kept(trainer: Any) -> Iterator[None]:
+    """Put the metrics back that TRL's trainers collect in ``compute_loss``."""
+    names = [n for n in ("_metrics", "_total_train_tokens") if hasattr(trainer, n)]
+    before = {name: copy.deepcopy(getattr(trainer, name)) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(trainer, name, value)
 
 
 class UndropMixin(_Base):
@@ -106,7 +123,13 @@ class UndropMixin(_Base):
         self._undrop_verified = False
         self._undrop_sums = _Sums()
         self._undrop_reported = False
-        if self.compute_loss_func is not None:
+        self._undrop_policy_step: PolicyStep | None = None
+        if getattr(self.args, "disable_dropout", False) and self.objective.needs_dropout:
+            raise OptionError(
+                f"{type(self).__name__} has set every p to 0: pass disable_dropout=False. With "
+                "undrop.Analytic nothing is dropped, and log-probabilities stay reproducible."
+            )
+        if callable(self.compute_loss_func):  # TRL puts a string there
             raise OptionError(
                 "compute_loss_func sees only the model's output, and undrop needs the whole pass: "
                 "leave it out and override `undrop_task` to say which loss and targets to use."
@@ -139,7 +162,10 @@ class UndropMixin(_Base):
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
+        own = self._undrop_own_loss(model, inputs, num_items_in_batch)
         if not isinstance(inputs.get("labels"), Tensor):
+            if own is not None:
+                return self._undrop_on_policy(model, own)
             raise TargetError(
                 f"undrop's objective needs `labels` in the batch, got {', '.join(inputs)}."
             )
@@ -157,8 +183,52 @@ class UndropMixin(_Base):
             self._undrop_report(model, inputs, step)
         scale, logged = self._undrop_scales(step, targets, num_items_in_batch)
         self._undrop_sums.add(step.parts, logged, self.state.global_step)
+        if own is not None and hasattr(self, "_metrics"):  # TRL's own entropy, accuracy and tokens
+            own(StandIn(model, label_statistics(logits_of(step.output), labels), ""))
         total = step.total if scale == 1.0 else step.total * scale
         return (total, step.output) if return_outputs else total
+
+    def _undrop_own_loss(
+        self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
+    ) -> Callable[[Any], Tensor] | None:
+        """The loss of the Trainer behind this mixin as a function of the model; None for a plain one."""
+        compute = super().compute_loss
+        if getattr(compute, "__func__", None) is Trainer.compute_loss:
+            return None
+
+        def own(model_or_stand_in: Any) -> Tensor:
+            with Interception(unwrapped(model), no_noise):
+                found = compute(model_or_stand_in, dict(inputs), num_items_in_batch=count)
+            loss: Tensor = found[0] if isinstance(found, tuple) else found
+            return loss
+
+        return own
+
+    def _undrop_on_policy(self, model: nn.Module, own: Callable[[Any], Tensor]) -> Tensor:
+        """The objective on a loss of log-probabilities, such as that of DPO or GRPO."""
+        if self._undrop_policy_step is None:
+            if self._undrop_tune is not None or self.args.world_size > 1:
+                raise OptionError(
+                    f"undrop trains {type(self).__name__} in one process and without tune=: leave it "
+                    "out, or start a single process."
+                )
+            check_attention(self.accelerator.unwrap_model(model))
+            self._undrop_policy_step = PolicyStep(self.objective, type(self).__name__)
+        with self.accelerator.autocast():
+            step = self._undrop_policy_step(model, own)
+        if not self._undrop_reported:
+            self._undrop_report(model, None, step)
+        divided = self.compute_loss_func is None  # by the Trainer, after this
+        logged = 1.0 / self.current_gradient_accumulation_steps if divided else 1.0
+        self._undrop_sums.add(step.parts, logged, self.state.global_step)
+        return step.total
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Without noise: some trainers generate, and compute old log-probabilities, here."""
+        if not self.model.training:
+            return super()._prepare_inputs(inputs)
+        with Interception(unwrapped(self.model), no_noise):
+            return super()._prepare_inputs(inputs)
 
     def _undrop_prepared(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
         """The task of the model, found at the first step and compared with the Trainer's own loss."""
@@ -179,7 +249,7 @@ class UndropMixin(_Base):
         """Whether the task's loss is the Trainer's own; ask again for a batch without a target."""
         bare = self.accelerator.unwrap_model(model)
         quiet = Interception(unwrapped(model), no_noise)
-        with torch.no_grad(), RngSnapshot(), keep_statistics(model), quiet:
+        with torch.no_grad(), RngSnapshot(), keep_statistics(model), quiet, _kept(self):
             theirs = super().compute_loss(model, {**inputs, "labels": labels})
             logits = logits_of(call(model, decoder_inputs(bare, inputs, labels)))
         return check_same_loss(
@@ -219,16 +289,18 @@ class UndropMixin(_Base):
             share *= int(self.accelerator.num_processes)
         return share, share
 
-    def _undrop_report(self, model: nn.Module, inputs: dict[str, Any], step: Step) -> None:
+    def _undrop_report(self, model: nn.Module, inputs: dict[str, Any] | None, step: Step) -> None:
         """Log one line that says that undrop is active, and on what."""
         self._undrop_reported = True
         if not self.is_world_process_zero():
             return
-        found = (
-            f"{len(self.objective.sites(unwrapped(model), inputs))} sites"
-            if self.objective.needs_dropout
-            else "dropout off"
-        )
+        found = "dropout off"
+        if self.objective.needs_dropout:
+            policy = self._undrop_policy_step
+            asked = model if policy is None else policy.policy(model)
+            found = f"{len(self.objective.sites(unwrapped(asked), inputs))} sites"
+            if has_no_effect(step.parts):
+                found += ", no effect yet (LoRA starts with B = 0)"
         _log.warning(
             "undrop is active: %s on %s, %s, %s",
             type(self.objective).__name__,

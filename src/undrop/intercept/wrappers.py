@@ -12,7 +12,10 @@ from undrop.errors import OptionError
 
 __all__ = ["is_compiled", "is_sharded", "paths", "unwrapped"]
 
-_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_SEGMENTS = (
+    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
+    "_undrop_policy",
+)
 """Under these names wrappers hold what they wrap."""
 
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -48,7 +51,7 @@ def _not_a_module(thing: object) -> str:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether the user compiled the model, by ``torch.compile`` or in place."""
-    if "torch._dynamo" not in sys.modules:
+    if "torch._dynamo" not in sys.modules or not isinstance(model, nn.Module):
         return False
     return "_orig_mod" in model._modules or any(
         module._compiled_call_impl is not None or "_orig_mod" in module._modules

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["EffectCheck", "fingerprint"]
+__all__ = ["EffectCheck", "fingerprint", "has_no_effect"]
 
 _log = logging.getLogger("undrop")
 
@@ -39,7 +39,7 @@ class EffectCheck:
         self, parts: Mapping[str, float], weights: float, model: str, sites: Sequence[str]
     ) -> None:
         """Take the parts of a step, and the fingerprint of the weights that it was taken at."""
-        if not _no_effect(parts):
+        if not has_no_effect(parts):
             self.settled = True
         elif self._weights is None:
             self._weights = weights
@@ -55,7 +55,10 @@ class EffectCheck:
             )
 
 
-def _no_effect(parts: Mapping[str, float]) -> bool:
+def has_no_effect(parts: Mapping[str, float]) -> bool:
+    """Whether the regularizers of a step are 0, up to rounding."""
+    if not {"explicit", "implicit"} & parts.keys():
+        return False
     loss = abs(parts.get("loss", 0.0))
     explicit, implicit = abs(parts.get("explicit", 0.0)), abs(parts.get("implicit", 0.0))
     return explicit <= _EXPLICIT * loss and implicit <= _IMPLICIT * loss

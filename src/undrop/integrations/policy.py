@@ -1,0 +1,208 @@
+"""Losses of trainers that ask a model for log-probabilities: DPO, KTO, GRPO and their like.
+
+Such a loss is no function of one batch of logits. It calls the model, gets the log-probabilities of the
+labels (TRL's ``fused_lm_head``) or scores, and computes the rest by itself. So the trainer's own
+``compute_loss`` runs with a stand-in for the model, twice: the first time the stand-in notes what the
+model is asked for, and undrop computes that, F, and u = ∂F/∂ε. The second time it answers with F. The
+trainer's result is ℓ(F), which torch differentiates twice in F. Nothing here imports TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.errors import OptionError
+from undrop.intercept import Interception, logits_of, no_noise, tensors_in
+from undrop.losses.base import Derivatives
+from undrop.losses.generic import Generic
+from undrop.objectives import Objective, Step
+
+__all__ = ["Policy", "PolicyLoss", "PolicyStep", "StandIn", "label_statistics"]
+
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+"""What TRL's fused head returns for each token; a loss is differentiated in the first."""
+FLAGS = ("is_top1", "label_mask")
+
+
+class Asked(Exception):
+    """What the trainer asked the model for."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+class Policy(nn.Module):
+    """A model whose output is one tensor (examples, …, fields), so that all of it is stacked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._undrop_policy = model  # a name that paths of sites leave out
+        self.fields: tuple[str, ...] = ()
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """Log-probabilities and statistics of every token, or the scores of a model without them."""
+        output = self._undrop_policy(**inputs)
+        if getattr(output, "log_probs", None) is None:
+            self.fields = ("logits",)
+            return logits_of(output).unsqueeze(-1)
+        self.fields = tuple(name for name in FIELDS if output.get(name) is not None)
+        like = output.log_probs
+        return torch.stack([output[name].to(like.dtype) for name in self.fields], -1)
+
+    def answer(self, values: Tensor) -> SimpleNamespace:
+        """The output that ``values`` are made of; only its first field has a graph."""
+        found = dict.fromkeys((*FIELDS, "logits", "aux_loss", "loss"))
+        for i, name in enumerate(self.fields):
+            field = values[..., i]
+            found[name] = (
+                field if i == 0 else field.detach() > 0.5 if name in FLAGS else field.detach()
+            )
+        return SimpleNamespace(**found)
+
+
+class StandIn:
+    """What a trainer's ``compute_loss`` gets in the model's place.
+
+    Without gradients (for a reference, or an estimate of a divergence) it is the model, without noise.
+
+    Args:
+        model: the model.
+        answer: what to return with gradients; None raises :class:`Asked`.
+        whose: the trainer, for errors.
+    """
+
+    def __init__(self, model: nn.Module, answer: Any, whose: str) -> None:
+        self._model, self._answer, self._whose = model, answer, whose
+        self.calls = 0
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Answer, or raise ``Asked``."""
+        if not torch.is_grad_enabled():
+            with Interception(self._model, no_noise):
+                return self._model(*args, **inputs)
+        if args or inputs.get("output_router_logits"):
+            raise OptionError(
+                f"{self._whose} asks its model for router logits or passes inputs by position, which "
+                "undrop can't stand in for: use router_aux_loss_coef=0, or train without undrop."
+            )
+        if self._answer is None:
+            raise Asked(inputs)
+        self.calls += 1
+        if self.calls > 1:
+            raise OptionError(
+                f"the loss of {self._whose} calls the model more than once with gradients, and undrop "
+                "can stand in for one call: use a loss with one pass of the policy."
+            )
+        return self._answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class PolicyLoss(Generic):
+    """The trainer's loss as a function of what the policy returns.
+
+    H is the Hessian in the log-probabilities of the labels. For DPO, -log σ(β·margin), that is
+    β²σ(1-σ) along the margin. For losses with a ratio exp(log p - log p_old)·advantage it has the sign
+    of -advantage: there ``explicit="identity"``, which penalizes the variance of the log-probabilities,
+    or ``"loss-jacobian"`` is never negative.
+
+    The targets are the numbers of the examples, which say how a stacked pass has ordered them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._asked, whole_output=False)
+        self.ask: Callable[[Tensor], Tensor] | None = None
+
+    def _asked(self, values: Tensor, order: Tensor) -> Tensor:
+        assert self.ask is not None
+        return self.ask(values.index_select(0, order.argsort()))
+
+    def _derivatives_of_part(
+        self, output: Any, u: Any, target: Any, form: str, dim: int
+    ) -> Derivatives:
+        return super()._derivatives_of_part(output, _first_field(u), target, form, dim)
+
+    def count(self, output: Any, target: Any) -> Tensor:
+        """The number of log-probabilities."""
+        return super().count(output[..., 0].unsqueeze(-1), target)
+
+
+def _first_field(u: Tensor) -> Tensor:
+    """u of the log-probabilities, 0 for statistics, in which no loss is differentiated."""
+    keep = u.new_zeros(u.shape[-1])
+    keep[0] = 1.0
+    return torch.where(keep.bool(), u, 0.0)
+
+
+@torch.no_grad()
+def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
+    """What TRL's fused head returns, from logits; one example at a time, to save memory."""
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    mask = labels[:, 1:] != -100
+    for scores, label in zip(logits[:, :-1], labels[:, 1:].clamp(min=0), strict=True):
+        log_p = scores.float().log_softmax(-1)
+        chosen = log_p.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+        rows.append((chosen, -(log_p.exp() * log_p).sum(-1), log_p.argmax(-1) == label))
+    log_probs, entropy, is_top1 = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return SimpleNamespace(
+        log_probs=log_probs.masked_fill(~mask, 0.0),
+        entropy=entropy.masked_fill(~mask, 0.0),
+        is_top1=is_top1 & mask,
+        label_mask=mask,
+        aux_loss=None,
+    )
+
+
+class PolicyStep:
+    """An objective on a trainer's own loss: ``step(model, own_loss)``.
+
+    Args:
+        objective: the objective, whose loss becomes the trainer's.
+        whose: the trainer, for errors.
+    """
+
+    def __init__(self, objective: Objective, whose: str) -> None:
+        engine = getattr(objective, "engine", None)
+        if engine is not None and engine.name not in ("auto", "antithetic"):
+            raise OptionError(
+                f"the {engine.name} engine can't differentiate the fused output layer of {whose}: use "
+                "engine='antithetic'."
+            )
+        self.objective, self.whose, self.loss = objective, whose, PolicyLoss()
+        self._policy: Policy | None = None
+
+    def __call__(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> Step:
+        """Evaluate the objective; ``own_loss`` is the trainer's, a function of the model.
+
+        Raises:
+            OptionError: if it does not call the model once.
+        """
+        inputs = self._asked(model, own_loss)
+        policy = self.policy(model)
+        self.loss.ask = lambda values: own_loss(StandIn(model, policy.answer(values), self.whose))
+        self.objective.loss = self.loss
+        first = next(x for x in tensors_in(inputs))
+        return self.objective(policy, inputs, torch.arange(len(first), device=first.device))
+
+    def policy(self, model: nn.Module) -> Policy:
+        """The model as undrop sees it."""
+        if self._policy is None or self._policy._undrop_policy is not model:
+            self._policy = Policy(model)
+        return self._policy
+
+    def _asked(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> dict[str, Any]:
+        try:
+            own_loss(StandIn(model, None, self.whose))
+        except Asked as asked:
+            return asked.inputs
+        raise OptionError(
+            f"{self.whose} computes its loss without calling the model, so undrop can't ask for the "
+            "policy's log-probabilities: train with a loss of log-probabilities, or without undrop."
+        )

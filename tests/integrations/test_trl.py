@@ -10,6 +10,7 @@ from undrop.errors import OptionError
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+hf = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from integrations import trl_models  # noqa: E402
 from undrop.integrations.policy import label_statistics  # noqa: E402
@@ -219,10 +220,43 @@ def test_grpo_takes_steps_and_keeps_its_metrics(tmp_path):
     assert any(not torch.equal(v, before[k]) for k, v in trainer.model.state_dict().items())
 
 
-@pytest.mark.parametrize("options", [{"disable_dropout": True}])
-def test_dropout_that_the_trainer_switched_off_is_named(tmp_path, options):
+def scorer(p):
+    config = trl_models.model(p).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return hf.GPT2ForSequenceClassification(config)
+
+
+def kto(cls, p, folder, **extra):
+    rated = TEXTS.add_column("label", [True, False] * 4)
+    config = trl.KTOConfig(**trl_models.arguments(folder, max_length=16, disable_dropout=False))
+    models = trl_models.model(p), trl_models.model(p=0.0, seed=1)
+    return cls(*models, args=config, train_dataset=rated, **extra)
+
+
+def reward_model(cls, p, folder, **extra):
+    config = trl.RewardConfig(**trl_models.arguments(folder, max_length=16, disable_dropout=False))
+    return cls(scorer(p), args=config, train_dataset=PAIRS, **extra)
+
+
+@pytest.mark.parametrize(
+    ("make", "base"),
+    [(kto, trl.KTOTrainer), (reward_model, trl.RewardTrainer)],
+    ids=["kto", "reward"],
+)
+def test_other_losses_are_the_trainer_s_own(tmp_path, make, base):
+    words = {"processing_class": trl_models.tokenizer()}
+    plain = logs(make(base, 0.0, tmp_path, **words))
+    cls = type("Ours", (UndropMixin, base), {})
+    ours = logs(make(cls, 0.2, tmp_path, objective=seeded(exact_output=True), **words))
+    assert sums_up(ours[0])
+    assert ours[0]["undrop/explicit"] != 0  # KTO's loss is not convex, so it may be negative
+    assert ours[0]["undrop/loss"] == pytest.approx(plain[0]["loss"], rel=1e-4)
+
+
+def test_dropout_that_the_trainer_switched_off_is_named(tmp_path):
     with pytest.raises(OptionError, match="DPO has set every p to 0: pass disable_dropout=False"):
-        dpo(tmp_path, **options)
+        dpo(tmp_path, disable_dropout=True)
 
 
 def test_engines_that_differentiate_the_fused_head_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """A run that tunes p: what it sets aside, what it records, and that it resumes to the bit."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -88,6 +89,11 @@ def test_undrop_train_tune_sets_five_percent_aside(text, tmp_path, capsys):
     assert main(["train", "--data", str(text), *SMALL, "--tune", "--out", str(out)]) == 0
     assert json.loads((out / "config.json").read_text())["train"]["tune"] == 0.05
     assert records(out, "tune")
+    shown = capsys.readouterr().out
+    assert "benefit" in shown
+    assert "output_dropout" in shown
+    assert (out / "tuning.svg").exists() == (f"p over the steps: {out / 'tuning.svg'}" in shown)
+    assert len(list(out.glob("tuning.svg"))) == (find_spec("matplotlib") is not None)
 
 
 def test_undrop_advise_prints_a_row_for_each_site_and_a_verdict(text, tmp_path, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,19 +49,16 @@ def advise(
 
 def _advice(config: Config, share: float) -> Advice:
     from undrop.lab.cli._progress import progress_reporter
-    from undrop.lab.train import Callback, run
-    from undrop.tuning import Tuner, advise_from
+    from undrop.lab.train import run
+    from undrop.lab.train.tuning import KeepTuner
+    from undrop.tuning import advise_from
 
-    kept: list[Tuner] = []
-
-    class Keep(Callback):
-        def observe(self, trainer: Any, inputs: Any, targets: Any) -> None:
-            kept[:] = [trainer.tuner]
-
+    kept = KeepTuner()
     with tempfile.TemporaryDirectory() as folder:
         short = _shortened(config, share)
-        run(short, out=Path(folder) / "run", callbacks=[progress_reporter(), Keep()])
-    return advise_from(kept[0].history)
+        run(short, out=Path(folder) / "run", callbacks=[progress_reporter(), kept])
+    assert kept.tuner is not None
+    return advise_from(kept.tuner.history)
 
 
 def _shortened(config: Config, share: float) -> Config:

@@ -14,6 +14,7 @@ from undrop.lab.cli._output import print_json
 
 if TYPE_CHECKING:
     from undrop.lab.train import Callback, Config, Summary
+    from undrop.tuning import Tuner
 
 SHARE = 0.05
 """The share of the training text that ``--tune`` sets aside."""
@@ -105,9 +106,11 @@ def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks
     from undrop.lab.cli import _progress
     from undrop.lab.train import run
     from undrop.lab.train.distributed import is_main
+    from undrop.lab.train.tuning import KeepTuner
 
     out = out or RUNS / _name(config)
-    shown = [_progress.progress_reporter(), *callbacks]
+    kept = KeepTuner()
+    shown = [_progress.progress_reporter(), *callbacks, *([kept] if config.train.tune else [])]
     summary = run(config, out=out, resume=resume, callbacks=shown)
     if not is_main():
         return
@@ -115,6 +118,20 @@ def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks
         print_json({**summary.model_dump(), "out": str(out)})
     else:
         typer.echo(_ending(summary, out))
+        if kept.tuner is not None and kept.tuner.history.entries:
+            typer.echo(_tuned(kept.tuner, out))
+
+
+def _tuned(tuner: Tuner, out: Path) -> str:
+    """What was tuned, with p over the steps as a figure where matplotlib is installed."""
+    from undrop.errors import MissingExtraError
+
+    text = f"\n{tuner.table().text()}"
+    try:
+        tuner.history.save_figure(out / "tuning.svg")
+    except MissingExtraError:
+        return text
+    return f"{text}\n\np over the steps: {out / 'tuning.svg'}"
 
 
 def resolve(

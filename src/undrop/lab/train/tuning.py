@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from undrop.errors import ConfigError, DataError
 from undrop.lab.corpora.encode import Tokens
+from undrop.lab.train.callbacks import Callback
 from undrop.lab.train.config import Config
 from undrop.lab.train.distributed import World
 from undrop.objectives import Objective
 from undrop.tuning import Tuner
 
-__all__ = ["tuner_for"]
+if TYPE_CHECKING:
+    from undrop.lab.train.trainer import Trainer
+
+__all__ = ["KeepTuner", "tuner_for"]
+
+
+class KeepTuner(Callback):
+    """Keeps the tuner of a run, for what it found."""
+
+    tuner: Tuner | None = None
+
+    def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> None:
+        """Take it."""
+        self.tuner = trainer.tuner
 
 
 def tuner_for(

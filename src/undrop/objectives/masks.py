@@ -28,9 +28,9 @@ class SiteMasks:
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
         """Return h with a fresh mask, scaled by 1/(1-p)."""
-        site = replace(site, p=self.site_p.get(site.name, site.p))
+        p = self.site_p.get(site.name, site.p)
         if self.noise is not None:
-            return self.noise(site, h)
+            return self.noise(replace(site, p=p), h)
         if site.mask_shape == site.shape:
-            return F.dropout(h, site.p)
-        return h * F.dropout(h.new_ones(site.mask_shape), site.p)
+            return F.dropout(h, p)
+        return h * F.dropout(h.new_ones(site.mask_shape), p)

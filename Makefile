@@ -56,9 +56,8 @@ compat-newest: TORCH := torch
 compat-%: TORCH = torch==$*.*
 compat-%:  ## The core suite with another torch, as in compat-2.9
 	$(PYTHON) -m venv --clear .venv-compat-$*
-	.venv-compat-$*/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '.[workbench,test]'
-	.venv-compat-$*/bin/python -m pip uninstall --quiet --yes undrop
-	PYTHONPATH=src .venv-compat-$*/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" $(CORE)
+	.venv-compat-$*/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[workbench,test]'
+	.venv-compat-$*/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" $(CORE)
 	rm -rf .venv-compat-$*
 
 faults: $(STAMP)  ## The fault campaign: kills, full disks, bad bytes (hours)

@@ -50,7 +50,12 @@ class OnDevice(TorchFunctionMode):
 def _in_undrop() -> bool:
     """Whether the code that called torch is undrop's, but for its models, which users move."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and _passes_on(frame.f_code):
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
     return file.startswith(_LIBRARY) and not file.startswith(_MODELS)
+
+
+def _passes_on(code: Any) -> bool:
+    """Whether a function only hands on what its caller asked for."""
+    return code.co_filename.startswith(_TORCH) or code.co_name == "__torch_function__"

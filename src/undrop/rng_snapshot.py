@@ -37,6 +37,8 @@ class RngSnapshot:
         self._mps: Tensor | None = None
         if torch.backends.mps.is_available():
             self._mps = torch.mps.get_rng_state()
+        other = _other_device()
+        self._other: Tensor | None = None if other is None else other.get_rng_state()
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state(legacy=True)
         self._held = [_saved(each) for each in _held_by(model)] if model is not None else []
@@ -61,6 +63,8 @@ class RngSnapshot:
             torch.cuda.set_rng_state_all(self._cuda)
         if self._mps is not None and torch.backends.mps.is_available():
             torch.mps.set_rng_state(self._mps)
+        if self._other is not None:
+            _other_device().set_rng_state(self._other)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         for restore in self._held:
@@ -88,7 +92,7 @@ class RngSnapshot:
     def from_state_dict(cls, state: Mapping[str, Any]) -> RngSnapshot:
         """Return the snapshot that ``state_dict`` was called on."""
         snapshot = cls.__new__(cls)
-        snapshot._held = []
+        snapshot._held, snapshot._other = [], None
         snapshot._torch, snapshot._cuda, snapshot._mps = state["torch"], state["cuda"], state["mps"]
         python, numpy = state["python"], state["numpy"]
         internal = tuple(python["state"].tolist())
@@ -110,6 +114,16 @@ def derive_seed(base: int, *purpose: str | int) -> int:
     """Return a seed for one purpose that is independent of the seeds for all others."""
     text = "/".join(str(part) for part in (base, *purpose))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _other_device() -> Any:
+    """Return torch's module for an accelerator that is neither CUDA nor MPS; None without one."""
+    if not hasattr(torch, "accelerator"):  # before torch 2.6
+        return None
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type in ("cuda", "mps"):
+        return None
+    return torch.get_device_module(found)
 
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

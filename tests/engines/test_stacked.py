@@ -320,7 +320,7 @@ SOURCES = {
     "torch": lambda x: torch.rand(len(x), 1, dtype=D),
     "NumPy": lambda x: float(np.random.rand()),
     "Python": lambda x: random.random(),
-    "Gamma": lambda x: torch.distributions.Gamma(2.0, 1.0).sample(),
+    "Gamma": lambda x: torch.distributions.Gamma(2.0, 1.0).sample().clamp(max=2.0),
 }
 
 

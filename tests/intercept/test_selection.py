@@ -28,11 +28,6 @@ def test_the_last_pattern_that_matches_decides(patterns, weights):
     assert tuple(Selection(patterns).weight(name) for name in NAMES) == weights
 
 
-def test_the_same_sites_at_even_weights():
-    chosen = Selection({"*": 3.0, "encoder.*": 0.5, "encoder.1": 0.0}).evenly()
-    assert tuple(chosen.weight(name) for name in NAMES) == (1, 0, 1)
-
-
 @pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan"), "x", "1", None, [1.0]])
 def test_weights_have_a_range(weight):
     with pytest.raises(OptionError, match="site weights must be finite and not negative"):

@@ -1,4 +1,4 @@
-"""The fastest engine that is right for a model."""
+"""The fastest engine that is correct for a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Auto"]
 
 _log = logging.getLogger("undrop")
 _chosen: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
-"""By model: why one stacked pass is not right, and the name of the engine that is."""
+"""By model: why one stacked pass is not correct, and the engine to use instead."""
 
 
 @ENGINES.register("auto")

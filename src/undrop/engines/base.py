@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what it answers."""
+"""What an engine receives, and what it returns."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Evaluation:
     """Weighted and without a graph; they add up to the total."""
     make_output: Callable[[], Any]
     engine: str = ""
-    """The engine that computed it, and why that one."""
+    """The engine that computed it, and why it was chosen."""
     last: bool = False
     """Whether no evaluation follows."""
 
     @cached_property
     def output(self) -> Any:
-        """What the model returned, without noise, in the order of the batch; made when read."""
+        """What the model returned, without noise, in the order of the batch; computed when read."""
         return self.make_output()
 
 
@@ -97,7 +97,7 @@ def as_engine(engine: str | Engine) -> Engine:
 
 
 def refuse_sharded(engine: Engine, model: nn.Module) -> None:
-    """Raise for FSDP, which frees a parameter's memory before a second backward needs it.
+    """Raise for FSDP, which frees parameters before a second backward pass needs them.
 
     Raises:
         EngineError: naming the engine that works.
@@ -110,7 +110,7 @@ def refuse_sharded(engine: Engine, model: nn.Module) -> None:
 
 
 def refuse_fraction(engine: Engine, request: Request) -> None:
-    """Raise for ``fraction`` < 1 and ``exact_output`` where they save or change nothing.
+    """Raise for ``fraction`` < 1 and ``exact_output`` with an engine that does not use them.
 
     Raises:
         EngineError: naming the engine that has them.

@@ -20,7 +20,7 @@ _compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.We
 
 
 def compiled_pass(model: nn.Module) -> Callable[..., Any]:
-    """Return ``run_stacked``, compiled as one graph; eager, with one log line, where that fails.
+    """Return ``run_stacked``, compiled as one graph; eager, with one log line, if that fails.
 
     The mode that answers at each dropout is traced with the model, so that the graph holds the
     noise: it takes the noise as an input, and no graph is compiled twice for the same shapes.

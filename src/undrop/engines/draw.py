@@ -21,7 +21,7 @@ MASKS = ("as-declared", "independent")
 
 
 class Draw:
-    """σ·η by site: drawn when a site is first asked for, and the same from then on.
+    """σ·η by site: drawn when a site is first reached, and the same from then on.
 
     The noise lives only as long as some graph holds it. When activation checkpointing asks for it
     again in the backward pass, the same noise is drawn once more.
@@ -49,7 +49,7 @@ class Draw:
         self.selection = selection
         self.generator = generator
         self.asked = False
-        """Whether the pass has met any site."""
+        """Whether the pass has reached any site."""
         self._drawn: dict[str, TensorWeakRef] = {}
         self._states: dict[str, Tensor] = {}  # of the generator, before each site's draw
 
@@ -132,7 +132,7 @@ class ZeroLeaves:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The leaves, in the order in which a pass met their sites."""
+        """The leaves, in the order in which a pass reached their sites."""
         return list(self._leaves.values())
 
     @property

@@ -1,4 +1,4 @@
-"""The expectation itself, from full Jacobians: ground truth for tiny nets, nothing else."""
+"""The expectation itself, from full Jacobians: ground truth for tiny networks."""
 
 from __future__ import annotations
 

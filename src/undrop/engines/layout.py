@@ -61,7 +61,7 @@ class Rows:
 
     @classmethod
     def of_index(cls, layout: Layout, index: Tensor | None) -> Rows:
-        """Return rows that can stack a batch, and do nothing else; for compiled code."""
+        """Return rows that can only stack a batch, for compiled code."""
         rows = cls(layout, None)
         rows.order = rows.index = index
         return rows

@@ -1,9 +1,9 @@
-"""Which ops the tangent may go through.
+"""The ops that a tangent may pass through.
 
 In torch 2.13 the reverse pass through a forward-mode tangent is silently wrong for some ops (layer,
-batch and instance norm, ``linalg.solve``, …): that an op runs proves nothing. Each op listed here is
-held by a finite-difference test of reverse over forward in ``tests/engines/test_proven.py``; an op
-that is not listed is never trusted.
+batch and instance norm, ``linalg.solve``, …): an op that runs without an error can still be wrong.
+A test compares the reverse-over-forward derivative of each op listed here with finite differences
+(``tests/engines/test_proven.py``). An op that is not listed is never trusted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _POOLING = """max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_m
 PROVEN = frozenset(
     " ".join((_SHAPES, _ARITHMETIC, _ACTIVATIONS, _PRODUCTS, _REDUCTIONS, _POOLING)).split()
 )
-"""Names of aten ops whose reverse-over-forward derivative is proven right."""
+"""Names of aten ops whose reverse-over-forward derivative is proven correct."""
 
 
 CONSTANT = frozenset(
@@ -70,16 +70,16 @@ CONSTANT = frozenset(
         "new_empty_strided",
     ]
 )
-"""Names of aten ops that look at a tensor's shape and type alone: there the tangent ends."""
+"""Names of aten ops that use only a tensor's shape and type: the tangent ends there."""
 
-_CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent gets through it either
-_FUNCTION = "the autograd function"  # whose own rule for the tangent, if it has one, nobody proved
+_CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent passes through it either
+_FUNCTION = "the autograd function"  # its own rule for the tangent, if it has one, is not proven
 
 
 class TangentTrace(TorchDispatchMode):
-    """Watches which ops meet tensors that depend on a noise site, and the unproven one among them.
+    """Finds the first unproven op on tensors that depend on a site.
 
-    What is marked is a tensor's storage: what is written into a part of it is in every view of it.
+    It marks storages, not tensors: a value written into a part of a storage is in all its views.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class TangentTrace(TorchDispatchMode):
         return False
 
     def mark(self, tree: Any) -> None:
-        """Declare tensors to depend on a site."""
+        """Mark tensors as dependent on a site."""
         self._marked.update(_storages(tree))
 
     def touches(self, tree: Any) -> bool:
@@ -108,7 +108,7 @@ class TangentTrace(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the op; what comes of a marked tensor is marked."""
+        """Run the op, and mark the results of marked tensors."""
         name = func.overloadpacket.__name__
         touched = self.watching and name not in CONSTANT and self.touches((args, kwargs))
         out = func(*args, **(kwargs or {}))
@@ -119,7 +119,7 @@ class TangentTrace(TorchDispatchMode):
 
 
 def _variant(func: Any, args: tuple[Any, ...]) -> str:
-    """The op's name, with what sets apart a variant that the proof of its plain form does not cover."""
+    """The op's name, extended for variants that the proof of the plain op does not cover."""
     name: str = func.overloadpacket.__name__
     if name == "linalg_vector_norm" and len(args) > 1 and args[1] != 2:
         return f"{name} of order {args[1]}"
@@ -140,7 +140,7 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
 
 
 def _enclosing() -> str | None:
-    """What runs on the Python stack that no tangent gets through, whatever ops it is made of."""
+    """A function on the Python stack that no tangent passes through, whatever ops it uses."""
     if in_checkpoint():
         return _CHECKPOINTING
     function = enclosing_function()
@@ -148,10 +148,10 @@ def _enclosing() -> str | None:
 
 
 def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
-    """Return the first op on the tangent's way through the model that is not proven; None if all are.
+    """Return the first op that the tangent reaches and that is not proven; None if all are.
 
-    It takes one pass without gradients. The model may take another branch at every step, so the
-    answer is never kept.
+    It takes one pass without gradients. A model may take another branch at every step, so the
+    result is never cached.
     """
     if is_sharded(model):
         return "parameters sharded by FSDP"
@@ -165,7 +165,7 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
         return h
 
     def excused(rule: Rule) -> Rule:
-        """A function that has a rule of ours: what torch does inside it does not matter."""
+        """A function with an undrop rule: what torch does inside it does not matter."""
 
         def watched(mode: Interception, *args: Any, **kwargs: Any) -> Any:
             touched = trace.touches((args, kwargs))

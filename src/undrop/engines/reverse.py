@@ -27,7 +27,7 @@ class Reverse(Engine):
 
     With ŷ ~ p for every term and S = Σ ℓ_ŷ, the explicit part is Σ_j σ_j² (∂S/∂z_j)² / N: since the
     gradients of different terms have zero mean and are independent, the square of their sum has the
-    right mean also where terms share an η. Its *value* is unbiased; its gradient is not, since the
+    right mean even if terms share an η. Its *value* is unbiased; its gradient is not, since the
     sampling probabilities are not differentiated. The implicit part is Σ_j σ_j η_j ∂ℓ/∂z_j.
     """
 
@@ -43,7 +43,7 @@ class Reverse(Engine):
         c = request.coefficients
         loss = request.loss.twice_differentiable_value(logits, request.batch.targets)
         zero = torch.zeros_like(loss)
-        # From an output that is not finite no labels can be drawn; the caller sees a non-finite loss.
+        # Labels can't be drawn from a non-finite output; the caller sees a non-finite loss.
         sound = bool(c.quadratic) and bool(loss.detach().isfinite())
         explicit = self._explicit(request, action, logits) if sound else zero
         implicit = self._implicit(request, action, loss) if c.directional else zero

@@ -43,7 +43,7 @@ class NotStackable(Exception):
 
 
 class PlanChanged(Exception):
-    """The pass met other sites than the plan lists."""
+    """The pass used other sites than the plan lists."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SitePlan:
     """Where a site has the batch."""
 
     site: Site
-    """The site as the plain pass meets it, with B examples."""
+    """The site in a plain pass, with B examples."""
     dim: int | None
     """The dimension that holds the batch; None where all examples share the noise."""
     repeats: int
@@ -260,7 +260,7 @@ class StackedPass(Interception):
         return h * factors
 
     def site(self, *args: Any, **kwargs: Any) -> Site:
-        """Return the next site: rules that ask for one refuse it by its name."""
+        """Return the next site, for rules that refuse it by name."""
         return self.plan.sites[min(self.index, len(self.plan.sites) - 1)].site
 
     def batch_dim(self, x: Tensor) -> int | None:
@@ -307,7 +307,7 @@ def run_stacked(
     """Run a model on a stacked batch; ``inputs`` are stacked already unless the plan is late.
 
     Raises:
-        PlanChanged: if the pass meets other sites than the plan lists.
+        PlanChanged: if the pass uses other sites than the plan lists.
     """
     with StackedPass(model, plan, Rows.of_index(layout, index), noise) as mode:
         output = call(model, inputs)

@@ -1,7 +1,7 @@
-"""Finding out how a model runs on a stacked batch, and proving it before it is trusted.
+"""Find out how a model runs on a stacked batch, and prove it before use.
 
-Where the batch is, in which dimension of which tensor, is never guessed by size alone. Candidates are
-tried: the dimension of the batch, stacking at the first site or at the input, the order of flattened
+Sizes alone never decide which dimension of which tensor holds the batch. Candidates are tried: the
+dimension of the batch, stacking at the first site or at the input, the order of flattened
 dimensions. A candidate is right if the stacked pass agrees row by row with plain passes: its rows
 without noise with the plain output, its ± rows with two passes of the same examples alone, under the
 same noise. If none agrees, the examples interact, and the reason is kept.
@@ -66,7 +66,7 @@ class Question:
 
 @dataclass
 class Stacking:
-    """What is known of one model."""
+    """What is known about one model."""
 
     plans: dict[Question, Plan | str] = field(default_factory=dict)
     """A plan, or why there is none."""
@@ -96,7 +96,7 @@ def find_plan(
         fraction: ρ.
         batch_dim: the dimension of the batch in the targets; None to find it.
         exact_output: whether noisy examples have a row without noise as well.
-        again: forget what is known: the model has met other sites.
+        again: forget what is known, because the model used other sites.
 
     Raises:
         EngineError: if two passes without noise differ.
@@ -153,7 +153,7 @@ def _search(batch: Batch, question: Question, known: Stacking) -> Plan | str:
 
 
 class _Failed(Exception):
-    """A candidate that is not right."""
+    """A candidate that is wrong."""
 
 
 class _Prover:

@@ -34,8 +34,8 @@ _FORWARD_MODE = RLock()
 class Tangent(Engine):
     """u = ∂F/∂ε by forward mode.
 
-    Every op on the tangent's way must be proven (``proven.py``) or have a rule of ours
-    (``tangent_rules.py``): torch has ops whose gradient through a tangent is silently wrong.
+    Every op that the tangent reaches must be proven (``proven.py``) or have a rule
+    (``tangent_rules.py``): some gradients of torch through a tangent are silently wrong.
     """
 
     name = "tangent"
@@ -96,7 +96,7 @@ def _check_proof(request: Request, trail: int) -> None:
 
 @contextmanager
 def _forward_mode() -> Iterator[None]:
-    """Enter forward mode; torch has one for all threads, so they take turns."""
+    """Enter forward mode; torch has one for all threads, so they wait for each other."""
     with _FORWARD_MODE:
         if forward._current_level >= 0:
             raise EngineError(

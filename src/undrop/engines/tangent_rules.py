@@ -1,4 +1,4 @@
-"""Rules for functions on which torch's forward mode is missing or wrong.
+"""Rules for functions whose forward mode is missing in torch, or wrong.
 
 A rule splits dual numbers into primal and tangent, computes the result and its tangent in ordinary
 differentiable operations, and packs them again; the reverse pass through that is ordinary too. To
@@ -53,7 +53,7 @@ def has_tangent(*tensors: Tensor | None) -> bool:
 
 
 def _softmax_dim(x: Tensor, dim: int | None) -> int:
-    """Return the dimension; without one torch makes this choice, and warns of it."""
+    """Return the dimension; without one torch chooses this one, with a warning."""
     return dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
 
 

@@ -1,4 +1,4 @@
-"""Where noise enters: every dropout of any ``nn.Module``, found, named and driven unchanged."""
+"""Find, name and control every dropout of any ``nn.Module``, without changes to the model."""
 
 from undrop.intercept import (  # they register what they stand in for
     attention,

@@ -52,7 +52,7 @@ def probabilities(call: AttentionCall, softmax: Callable[[Tensor, int], Tensor])
     if bias is None:
         return softmax(scores, -1)
     empty = (bias == -math.inf).all(-1, keepdim=True)
-    # Where nothing is allowed the softmax is taken of zeros, not of -inf, lest NaN come back.
+    # If nothing is allowed, the softmax is of zeros: of -inf its gradient would be NaN.
     bias = bias.masked_fill(empty, 0.0)
     return softmax(scores + bias, -1).masked_fill(empty, 0.0)
 
@@ -75,7 +75,7 @@ def written_out(
     call: AttentionCall,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Tensor:
-    """softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η) V: the mask inside torch's fused one is invisible."""
+    """softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η) V: the mask inside torch's fused kernel is invisible."""
     call = spread(call)
     p = probabilities(call, softmax)
     if call.dropout_p > 0.0:
@@ -94,10 +94,10 @@ def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _without_overrides(function: types.FunctionType) -> types.FunctionType:
-    """A copy of a torch function that does its work instead of handing itself to a mode.
+    """A copy of a torch function that runs its body instead of dispatching to a mode.
 
-    Inside a mode's handler the mode is off, and entering it again to call the function itself would
-    only hand over the function once more. In the copy the calls *within* are seen.
+    Inside a mode's handler the mode is off. Entering it again and calling the function would only
+    dispatch the function once more. With the copy, the mode sees the calls *within* it.
     """
     blind = {
         name: (lambda *_: False)

@@ -1,14 +1,14 @@
 """Parts of a model that the backward pass runs a second time: activation checkpointing.
 
-A region under ``torch.utils.checkpoint`` keeps none of its activations. When the backward pass asks
-for one, the region is run again, in whatever thread that happens, and no interception is on: torch's
-own dropout would draw masks of its own there. So an interception has to find the regions it passes
-through and see to it that they are run again under one that answers as it did.
+A region under ``torch.utils.checkpoint`` keeps none of its activations. When the backward pass
+needs one, the region runs again, possibly in another thread, where no interception is active:
+torch's dropout would draw new masks there. So an interception finds the regions that it passes
+through, and makes sure that they run again under an interception with the same noise.
 
-What makes a region is its hooks on torch's stack of saved-tensor hooks, by which every way into
-non-reentrant checkpointing (``checkpoint``, ``checkpoint_sequential``, module wrappers, Transformers)
-takes the same road; from the hooks we get at the region's record, which holds the function that runs
-it again. The reentrant kind runs inside of an autograd function and leaves nothing to hold on to.
+A region shows by its hooks on torch's stack of saved-tensor hooks. All non-reentrant checkpointing
+(``checkpoint``, ``checkpoint_sequential``, module wrappers, Transformers) uses them, and they lead
+to the region's record, which holds the function that runs it again. The reentrant kind runs inside
+an autograd function and leaves no such record.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Region(Protocol):
 
 
 def regions() -> list[Region]:
-    """The checkpointed regions that are being run now, the innermost first.
+    """The checkpointed regions that are running now, the innermost first.
 
     Raises:
-        RecomputationError: if there is one and this torch does not let us find it.
+        RecomputationError: if there is one and this version of torch hides it.
     """
     if _autograd_top is None:
         if in_checkpoint():
@@ -54,7 +54,7 @@ def regions() -> list[Region]:
 
 
 def _top_hooks() -> _Hooks | None:
-    """The hooks that are asked for every tensor saved from now on."""
+    """The hooks for every tensor that is saved from now on."""
     hooks: _Hooks | None = _autograd_top(False) if _autograd_top is not None else None
     return hooks
 

@@ -1,4 +1,4 @@
-"""Finding every dropout of a model by running it once, and leaving it as it was."""
+"""Find every dropout of a model by running it, and leave it as it was."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LOOKING = RLock()  # held while a model is in another mode than the one its own
 
 
 def sites(model: nn.Module, inputs: Any) -> Sites:
-    """List every dropout that a forward pass of the model meets.
+    """List every dropout that a forward pass of the model uses.
 
     The model is run twice without gradients, in train mode with its dropout switched off, and in
-    eval mode to see which sites are active there. Its mode, its buffers and torch's random state are
-    put back. Dropouts with p = 0 are not sites.
+    eval mode to see which sites are active there. Its mode, its buffers and torch's random state
+    are restored. Dropouts with p = 0 are not sites.
 
     Args:
         model: any module.
@@ -40,7 +40,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
         ``active_in_eval``; it prints as a table.
 
     Raises:
-        NoDropoutError: if no active dropout is met.
+        NoDropoutError: if the pass uses no active dropout.
     """
     model = unwrapped(model)
     with _LOOKING, preserve_model(model):
@@ -55,7 +55,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
 
 def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:
-    """Return whether a pass meets dropout with p = 0, and none with p > 0."""
+    """Return whether a pass uses dropout with p = 0, and none with p > 0."""
     with preserve_model(model), torch.no_grad(), Interception(model, no_noise) as mode:
         call(model, inputs)
     return mode.idle and not mode.sites
@@ -92,7 +92,7 @@ def _nothing_found(model: nn.Module) -> str:
 
 @contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
-    """Put the mode of every module, all buffers and the global random state back in the end."""
+    """Restore the mode of every module, all buffers and the global random state at the end."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         with keep_buffers(model), RngSnapshot():

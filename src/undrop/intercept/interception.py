@@ -1,8 +1,8 @@
-"""Running a model unchanged, with undrop deciding what happens at every dropout it meets.
+"""Run a model unchanged, and decide what happens at every dropout.
 
 A ``TorchFunctionMode`` sees the dropout *functions* themselves, so a dropout is found wherever it is
-called from. Nothing in the model is touched: no hook, no patched function, no replaced module.
-Activation checkpointing runs parts of a model again in the backward pass; they meet the same answers
+called from. The model does not change: no hook, no patched function, no replaced module.
+Activation checkpointing runs parts of a model again in the backward pass; they get the same noise
 there. Leaving the ``with`` block ends the interception; other threads never see it.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["SITE_RULES", "Interception", "Rule", "SiteAction", "no_noise", "outs
 
 
 class SiteAction(Protocol):
-    """What happens to h at a site; the answer takes the place of the dropped h."""
+    """What happens to h at a site; its result replaces the dropped h."""
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
         """Return the new h."""
@@ -48,10 +48,10 @@ def no_noise(site: Site, h: Tensor) -> Tensor:
 
 
 Rule: TypeAlias = Callable[..., Any]
-"""Stands in for a torch function: ``rule(mode, *args, **kwargs)`` with the function's own arguments."""
+"""Replaces a torch function: ``rule(mode, *args, **kwargs)`` with the function's own arguments."""
 
 SITE_RULES: Registry[Callable[..., Any], Rule] = Registry("site rule")
-"""The functions that drop, and what stands in for each."""
+"""The functions that drop, and the rule for each."""
 
 RANDOM = frozenset(
     [
@@ -78,7 +78,7 @@ _depth = _Depth()
 
 @contextmanager
 def outside_interception() -> Iterator[None]:
-    """Hide what runs within from every interception that is active outside."""
+    """Hide a block from every interception that is active outside it."""
     _depth.value += 1
     try:
         yield
@@ -87,12 +87,12 @@ def outside_interception() -> Iterator[None]:
 
 
 class Interception(TorchFunctionMode):
-    """Within ``with Interception(model, action):`` every dropout of the model asks the action.
+    """Within ``with Interception(model, action):`` every dropout of the model calls the action.
 
     Args:
         model: the model that runs; its module paths name the sites.
         action: called with each site and its h.
-        rules: further functions to stand in for, an engine's own.
+        rules: an engine's rules for further functions.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Interception(TorchFunctionMode):
         self.drew = False
         """Whether the pass has drawn random numbers from torch's global generators."""
         self.idle = False
-        """Whether the pass has met a dropout with p = 0."""
+        """Whether the pass has used a dropout with p = 0."""
         self.trail = 0
         """A hash of all functions that the pass has called, in order."""
         self._rules = {**SITE_RULES, **(rules or {})}
@@ -206,7 +206,7 @@ class Interception(TorchFunctionMode):
         per_example: bool = True,
         label: str | None = None,
     ) -> Tensor:
-        """Return what the action makes of h at the site where the running module is now."""
+        """Return the action's result for h at the site of the running module."""
         site = self.site(
             h.shape, p, kind=kind, mask=mask, shared=shared, per_example=per_example, label=label
         )
@@ -223,7 +223,7 @@ class Interception(TorchFunctionMode):
         per_example: bool = True,
         label: str | None = None,
     ) -> Site:
-        """Record the site where the running module is now."""
+        """Record the site of the running module."""
         name, kind = self._name(kind, label)
         shape = tuple(shape)
         site = Site(name, kind, float(p), mask, shape, mask_shape(shape, shared), per_example)
@@ -246,8 +246,8 @@ class Interception(TorchFunctionMode):
     def running_module(self) -> nn.Module | None:
         """Return the innermost module of the model whose method is on the Python stack.
 
-        Reading the stack needs no hooks on the model, so there is nothing to put back, and it is
-        right in every thread and under every function transform.
+        Reading the stack needs no hooks on the model, so there is nothing to restore, and it works
+        in every thread and under every function transform.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:

@@ -1,4 +1,4 @@
-"""Calling a model on a batch, and finding what the loss sees in the result."""
+"""Call a model on a batch, and find the tensor for the loss in the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     """Whether the user compiled the model."""
 
     def forward(self) -> Any:
-        """Return all that the model returns for the inputs."""
+        """Return everything that the model returns for the inputs."""
         return call(self.model, self.inputs)
 
 

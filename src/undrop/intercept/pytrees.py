@@ -1,4 +1,4 @@
-"""The tensors in what a model takes and returns, whatever it keeps them in.
+"""The tensors in the inputs and outputs of a model, in containers of any class.
 
 Torch knows tuples, lists, dicts and the classes that were registered with it. An object of any other
 class holds what its attributes hold, or its items if it is a mapping of its own kind.
@@ -26,7 +26,7 @@ class _Place(NamedTuple):
 
 
 def _places(x: Any) -> list[_Place]:
-    """All places of an object that hold tensors; a module's are its own, not a batch's."""
+    """All places of an object that hold tensors; none for a module, whose tensors are not data."""
     if isinstance(x, nn.Module):
         return []
     slots = [name for c in type(x).__mro__ for name in _slots(c) if hasattr(x, name)]

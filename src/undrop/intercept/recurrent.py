@@ -18,7 +18,7 @@ RECURRENT: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_ta
 
 
 class RecurrentCall(NamedTuple):
-    """The arguments of ``torch.lstm`` and its kin, packed sequences included."""
+    """The arguments of ``torch.lstm`` and similar functions, packed sequences included."""
 
     function: Callable[..., Any]
     x: Tensor
@@ -57,7 +57,7 @@ class RecurrentCall(NamedTuple):
         return self.x.shape[0 if self.batch_first else 1]
 
     def run(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Let torch run it: the output and the final state.
+        """Run it in torch: the output and the final state.
 
         Raises:
             RuntimeError: if the state has another batch size than x. torch's functions do not check

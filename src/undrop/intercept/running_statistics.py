@@ -1,4 +1,4 @@
-"""Running statistics of normalisation layers: a step of several passes moves them once."""
+"""Running statistics of normalization layers: a step of several passes updates them once."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _find_norms(model: nn.Module) -> list[nn.Module]:
 
 
 class Statistics:
-    """A copy of the running statistics of a model's normalisation layers, to be put back."""
+    """A copy of the running statistics of a model's normalization layers, to restore."""
 
     def __init__(self, model: nn.Module) -> None:
         self._saved = [(b, b.clone()) for m in _norms(model) for b in m.buffers(recurse=False)]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore them."""
         with torch.no_grad():
             for buffer, value in self._saved:
                 buffer.copy_(value)
@@ -53,10 +53,10 @@ class Statistics:
 
 @contextmanager
 def keep_statistics(model: nn.Module) -> Iterator[None]:
-    """Let passes move copies of the running statistics, and leave the statistics themselves alone.
+    """Make passes update copies of the running statistics, not the statistics themselves.
 
-    A step of several passes is one step: its statistics move once, in the pass outside of this.
-    (Writing old values back would not do: the graph of the first pass holds on to the buffers.)
+    A step of several passes updates them once, in the pass outside this block. (Writing old values
+    back is not enough: the graph of the first pass holds the buffers.)
     """
     with _copied_buffers(_norms(model)):
         yield
@@ -78,6 +78,4 @@ def _copied_buffers(modules: list[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for m, buffers in zip(modules, originals, strict=True):
-            m._buffers.update(
-                buffers
-            )  # one that the pass registered stays: its module counts on it
+            m._buffers.update(buffers)  # one that the pass registered stays: its module needs it

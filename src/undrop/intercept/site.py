@@ -55,7 +55,7 @@ class Site:
 
 
 class Sites(Sequence[Site]):
-    """The noise sites of a model, in the order in which a forward pass meets them."""
+    """The noise sites of a model, in the order in which a forward pass uses them."""
 
     def __init__(self, sites: Iterable[Site]) -> None:
         self._sites = tuple(sites)
@@ -84,7 +84,7 @@ class Sites(Sequence[Site]):
         return tuple(site.name for site in self)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """One dictionary a site, for programs."""
+        """One dictionary per site, for programs."""
         return [asdict(site) for site in self]
 
     def table(self) -> list[tuple[str, ...]]:
@@ -156,12 +156,8 @@ class Selection:
                 return weight
         return 0.0
 
-    def evenly(self) -> Selection:
-        """The same sites, each with weight 1."""
-        return Selection({pattern: float(w > 0.0) for pattern, w in self.patterns.items()})
-
     def check(self, names: Sequence[str]) -> None:
-        """Raise where a pattern matches none of the names, or nothing is left.
+        """Raise if a pattern matches none of the names, or no site is left.
 
         Raises:
             SiteSelectionError: naming the pattern and the nearest site.

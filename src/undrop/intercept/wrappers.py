@@ -1,4 +1,4 @@
-"""What others wrap around a model or its parts: compiling, many processes, checkpointing."""
+"""Wrappers around a model or its parts: compilation, many processes, checkpointing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The module behind ``torch.compile``, whose compiled code hides its dropout from view.
 
     Raises:
-        OptionError: for what is no module, for ``nn.DataParallel``, whose threads no interception
+        OptionError: for what is not a module, for ``nn.DataParallel``, whose threads no interception
             reaches, and for a model in TorchScript, which runs no Python.
     """
     if not isinstance(model, nn.Module):

@@ -6,8 +6,9 @@ each tail has a softmax of its own. With Var the variance of the logits' tangent
     uᵀHu = Var_head + Σ_c π_c Var_c,
 
 the expectation over labels of the second derivative (the Fisher form; that of one label would have
-its own tail alone). It is a sum over every tail for every row. To draw one tail for each row, c with
-probability π_c, gives it without bias, gradient included, for the rows that the drawn tails have.
+its own tail alone). It is a sum over every tail for every row. Drawing one tail per row, c with
+probability π_c, gives an unbiased estimate, gradient included, at the cost of the drawn tails' rows
+only.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class AdaptiveOutput(Output):
         head: the layer of the shortlist, with one more class for each tail.
         tails: the layers of the tails.
         cutoffs: the first word of each tail.
-        chunk: rows at a time; None for a number that suits the classes.
+        chunk: rows at a time; None chooses by the number of classes.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where gradients are added; None for those that nobody needs."""
+    """Where gradients are added; None for those that are not needed."""
 
     features: Tensor | None
     tangent: Tensor | None

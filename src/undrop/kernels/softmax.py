@@ -293,7 +293,7 @@ def _at_once(rows: _Rows, c: Coefficients, gradients: tuple[Tensor, Tensor] | No
 class _Derivatives(torch.autograd.Function):
     """Means of ℓ, uᵀHu and ∂ℓ/∂ε.
 
-    The backward pass starts again from z and u: that costs less than to store p and v for it.
+    The backward pass starts again from z and u, which costs less than storing p and v.
     """
 
     @staticmethod

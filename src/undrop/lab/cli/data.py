@@ -101,7 +101,7 @@ def describe_corpus(
 ) -> None:
     """Show the tokens, words and files of a corpus."""
     check_corpus(name, data_dir)
-    from undrop.lab.corpora import UNK, load
+    from undrop.lab.corpora import load
 
     corpus = load(
         name,
@@ -118,6 +118,12 @@ def describe_corpus(
     if json:
         print_json(facts)
         return
+    _print_facts(corpus, facts)
+
+
+def _print_facts(corpus: Corpus, facts: dict[str, Any]) -> None:
+    from undrop.lab.corpora import UNK
+
     released = {True: "yes", False: "no", None: ""}
     print_table(
         ["split", "tokens", "words", UNK, "as released", "text"],

@@ -6,6 +6,8 @@
 # undrop finds it, measures it and can replace it like any other dropout.
 
 # %%
+import textwrap
+
 import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
@@ -90,7 +92,7 @@ for title, model in models.items():
 model = models["stochastic depth"].train()
 batches = [(images[rows], labels[rows]) for rows in train.split(15)]
 diagnosis = undrop.diagnose(model, batches, seconds=15, implicit=False)
-print(diagnosis.conclusion)
+print(textwrap.fill(diagnosis.conclusion, 100))
 
 # %%
 effects = diagnosis.explicit.sites

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RngSnapshot", "derive_seed", "seed_all"]
+__all__ = ["RngSnapshot", "derive_seed", "seed_all", "seed_current"]
 
 
 class RngSnapshot:
@@ -41,7 +41,29 @@ class RngSnapshot:
         self._other: Tensor | None = None if other is None else other.get_rng_state()
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state(legacy=True)
+        self._model = model
+        self._held_states = [] if model is None else [_state(each) for each in _held_by(model)]
         self._held = [_saved(each) for each in _held_by(model)] if model is not None else []
+
+    def moved(self) -> set[str]:
+        """Return which generators have drawn since: "torch", "python", "numpy" and "held"."""
+        now = RngSnapshot(self._model)
+        moved = set()
+        pairs = ((self._torch, now._torch), *zip(self._cuda, now._cuda, strict=False))
+        if not all(torch.equal(a, b) for a, b in pairs) or len(self._cuda) != len(now._cuda):
+            moved.add("torch")
+        if self._mps is not None and now._mps is not None and not torch.equal(self._mps, now._mps):
+            moved.add("torch")
+        if self._other is not None and now._other is not None:
+            moved |= set() if torch.equal(self._other, now._other) else {"torch"}
+        if self._python != now._python:
+            moved.add("python")
+        same = zip(self._numpy, now._numpy, strict=True)
+        if not all(np.array_equal(a, b) for a, b in same):
+            moved.add("numpy")
+        if self._model is not None and self._held_states != now._held_states:
+            moved.add("held")
+        return moved
 
     @classmethod
     def of(cls, model: nn.Module, noise: Callable[[torch.device], torch.Generator]) -> RngSnapshot:
@@ -92,7 +114,8 @@ class RngSnapshot:
     def from_state_dict(cls, state: Mapping[str, Any]) -> RngSnapshot:
         """Return the snapshot that ``state_dict`` was called on."""
         snapshot = cls.__new__(cls)
-        snapshot._held, snapshot._other = [], None
+        snapshot._held, snapshot._held_states = [], []
+        snapshot._model, snapshot._other = None, None
         snapshot._torch, snapshot._cuda, snapshot._mps = state["torch"], state["cuda"], state["mps"]
         python, numpy = state["python"], state["numpy"]
         internal = tuple(python["state"].tolist())
@@ -108,6 +131,17 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def seed_current(seed: int) -> None:
+    """Seed the global generators that exist by now; a snapshot can put them back."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def derive_seed(base: int, *purpose: str | int) -> int:
@@ -141,6 +175,18 @@ def _held_by(model: nn.Module) -> Iterator[Any]:
                 if isinstance(each, _KINDS) and id(each) not in seen:
                     seen.add(id(each))
                     yield each
+
+
+def _state(generator: Any) -> str:
+    """Return the state that a generator has now, as something to compare."""
+    if isinstance(generator, torch.Generator):
+        return str(generator.get_state().tolist())
+    if isinstance(generator, random.Random):
+        return str(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        name, keys, *rest = generator.get_state(legacy=True)
+        return str((name, keys.tolist(), rest))  # type: ignore[union-attr]
+    return str(generator.bit_generator.state)
 
 
 def _saved(generator: Any) -> Callable[[], Any]:

@@ -102,7 +102,7 @@ class Antithetic(Engine):
         inputs = batch.inputs
         if not plan.late:
             inputs = map_dims(rows.stacked, inputs, plan.input_dims)
-        run = compiled_pass(batch.model) if batch.compiled else run_stacked
+        run = compiled_pass(batch.model) if batch.compiled and not plan.aliased else run_stacked
         stacked = run(batch.model, plan, layout, rows.index, noise, inputs)
         logits = logits_of(stacked)
         u = rows.difference(logits, plan.logits_dim) * (0.5 / epsilon)

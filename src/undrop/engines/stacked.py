@@ -24,7 +24,9 @@ from undrop.engines.layout import Layout, Rows
 from undrop.engines.midpoint import MIDPOINT_RULES
 from undrop.intercept import SITE_RULES, Interception, Rule, Site, call, map_tensors
 from undrop.intercept.checkpointing import Region
+from undrop.intercept.hand_masks import MaskDraw
 from undrop.intercept.interception import _depth
+from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read, run_layers
 
 __all__ = [
@@ -99,6 +101,10 @@ class Plan:
     sites: tuple[SitePlan, ...]
     midpoints: bool = True
     """Whether kinked functions decide at the midpoint."""
+    draws: tuple[bool, ...] = ()
+    """For each random draw that a mask can be made of, whether it may become one."""
+    aliased: bool = False
+    """Whether a mask is used by the name of the tensor that it was drawn into."""
 
 
 def map_dims(
@@ -185,7 +191,8 @@ class StackedPass(Interception):
         self.stacked = not plan.late
         self._model = model
         self._rules = stacked_rules(plan.midpoints)
-        self._gradients = torch.is_grad_enabled()
+        self.gradients = torch.is_grad_enabled()
+        self.draw_index = 0
         self._compiled = torch.compiler.is_compiling()
         if not self._compiled:
             self._depth = _depth.value
@@ -205,6 +212,12 @@ class StackedPass(Interception):
     ) -> Any:
         """Call the rule of a function; split functions of block tensors into blocks."""
         rule = self._rules.get(func)
+        if types and (Mask in types or Uniform in types):
+            return self.on_random_value(func, args, kwargs or {})
+        if self._aliases and func not in SITE_RULES:
+            found = self.unaliased(func, args, kwargs or {})
+            if found is not None:
+                return self.on_random_value(func, *found)
         if types and BlockTensor in types and func not in RECURRENT:
             if func in SITE_RULES:
                 raise NotStackable(f"noise on a weight reaches {func.__name__}, which drops out")
@@ -217,16 +230,51 @@ class StackedPass(Interception):
             self._prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
 
+    def resume(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of tensors as if the model had called it."""
+        types = (BlockTensor,) if has_blocks((*args, *kwargs.values())) else ()
+        return self.__torch_function__(func, types, args, kwargs)
+
+    def next_draw(self) -> str | None:
+        """Return the next random draw of the plan by its number; None if it is no mask."""
+        index = self.draw_index
+        self.draw_index += 1
+        if index >= len(self.plan.draws):
+            raise PlanChanged
+        return str(index) if self.plan.draws[index] else None
+
+    def not_a_mask(self, key: str) -> None:
+        """The plain pass that the plan is found by decides this."""
+        raise PlanChanged
+
+    def met_mask(self, key: str, draw: MaskDraw) -> None:
+        """Only the plain pass notes it."""
+
+    def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
+        """The plan has the site."""
+        return {}
+
+    def chance(self, p: Any) -> float | None:
+        """Return the one probability that p is, from the plan where p is a tensor."""
+        if not isinstance(p, Tensor):
+            return float(p)
+        if self.index >= len(self.plan.sites):
+            return None
+        kept = 1.0 - self.plan.sites[self.index].site.p
+        return kept
+
     def blockwise(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of block tensors once per block."""
         return blockwise(func, args, kwargs, self.rows.layout.blocks, self.batch_dim)
 
     def _at_this_point(self) -> Callable[[], Interception]:
-        index, stacked = self.index, self.stacked
+        index, stacked, draws = self.index, self.stacked, self.draw_index
 
         def make() -> Interception:
             again = StackedPass(self._model, self.plan, self.rows, self.noise)
-            again.index, again.stacked = index, stacked
+            again.index, again.stacked, again.draw_index = index, stacked, draws
             return again
 
         return make

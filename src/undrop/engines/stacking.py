@@ -163,6 +163,8 @@ class _Prover:
         self.batch, self.question = batch, question
         self.rng = RngSnapshot(batch.model)
         self.sites: list[Site] = []
+        self.draws: tuple[bool, ...] = ()
+        self.aliased = False
         self.output: Any = None
 
     def run_plain(self) -> None:
@@ -176,7 +178,8 @@ class _Prover:
             self.rng.restart()
             with Interception(self.batch.model, no_noise) as mode:
                 outputs.append(self.batch.forward())
-            self.sites = mode.sites
+            self.sites, self.draws = mode.sites, tuple(mode.draws.values())
+            self.aliased = mode.aliased
         self.output = outputs[1]
         for a, b in zip(*(map(_plain, tensors_in(out)) for out in outputs), strict=True):
             if not torch.equal(a, b) and not _close(a, b):
@@ -258,6 +261,8 @@ class _Prover:
             last,
             input_dims=self.input_dims(self.batch.inputs, last.dim, size),
             target_dims=self.input_dims(self.batch.targets, last.dim, size),
+            draws=self.draws,
+            aliased=self.aliased,
         )
 
     def _proven(
@@ -280,6 +285,8 @@ class _Prover:
                 for s in self.sites
             ),
             midpoints=False,
+            draws=self.draws,
+            aliased=self.aliased,
         )
         plan, output = self._trial(draft, rows, reference)
         reference.check(self, plan, rows, output)

@@ -4,9 +4,16 @@ from undrop.intercept import (  # they register what they stand in for
     attention,
     flex,
     functional,
+    random_functions,
     recurrent,
 )
-from undrop.intercept.discovery import has_idle_dropout, in_training, preserve_model, sites
+from undrop.intercept.discovery import (
+    follow_masks,
+    has_idle_dropout,
+    in_training,
+    preserve_model,
+    sites,
+)
 from undrop.intercept.interception import (
     SITE_RULES,
     Interception,
@@ -19,6 +26,7 @@ from undrop.intercept.model_call import Batch, call, logits_of
 from undrop.intercept.pytrees import map_tensors, tensors_in
 from undrop.intercept.running_statistics import Statistics, keep_statistics
 from undrop.intercept.site import Selection, Site, Sites
+from undrop.intercept.unaccounted import Unaccounted
 from undrop.intercept.wrappers import is_compiled, is_sharded, unwrapped
 from undrop.rng_snapshot import RngSnapshot
 
@@ -33,12 +41,15 @@ __all__ = [
     "SiteAction",
     "Sites",
     "Statistics",
+    "Unaccounted",
     "no_noise",
     "outside_interception",
     "preserve_model",
+    "random_functions",
     "attention",
     "call",
     "flex",
+    "follow_masks",
     "functional",
     "has_idle_dropout",
     "in_training",

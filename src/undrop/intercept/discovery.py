@@ -10,16 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from undrop.errors import NoDropoutError
+from undrop.errors import NoDropoutError, UndropError
 from undrop.intercept.adapters import adapter_hint
+from undrop.intercept.hand_masks import not_masks
 from undrop.intercept.interception import Interception, no_noise
+from undrop.intercept.mask_proof import disproven
 from undrop.intercept.model_call import call
+from undrop.intercept.pytrees import tensors_in
+from undrop.intercept.random_values import NotAMask
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.intercept.site import Sites
-from undrop.intercept.wrappers import unwrapped
-from undrop.rng_snapshot import RngSnapshot
+from undrop.intercept.unaccounted import Unaccounted, unaccounted
+from undrop.intercept.wrappers import paths, unwrapped
+from undrop.rng_snapshot import RngSnapshot, seed_current
 
-__all__ = ["has_idle_dropout", "in_training", "preserve_model", "sites"]
+__all__ = ["follow_masks", "has_idle_dropout", "in_training", "preserve_model", "sites"]
 
 _LOOKING = RLock()  # held while a model is in another mode than the one its owner put it in
 
@@ -27,9 +32,10 @@ _LOOKING = RLock()  # held while a model is in another mode than the one its own
 def sites(model: nn.Module, inputs: Any) -> Sites:
     """List every dropout that a forward pass of the model uses.
 
-    The model is run twice without gradients, in train mode with its dropout switched off, and in
-    eval mode to see which sites are active there. Its mode, its buffers and torch's random state
-    are restored. Dropouts with p = 0 are not sites.
+    The model is run without gradients, in train mode with its dropout switched off, and in eval mode to
+    see which sites are active there. A model that makes random masks by hand is run twice more, to
+    prove that they are masks; one that draws other random numbers is run once more, to see where. Its
+    mode, its buffers and the random state are restored. Dropouts with p = 0 are not sites.
 
     Args:
         model: any module.
@@ -37,7 +43,8 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
     Returns:
         A sequence of records with ``name``, ``kind``, ``p``, ``mask``, ``shape`` and
-        ``active_in_eval``; it prints as a table.
+        ``active_in_eval``; it prints as a table. ``unaccounted`` lists the random numbers that belong to
+        no site.
 
     Raises:
         NoDropoutError: if the pass uses no active dropout.
@@ -46,18 +53,66 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
     with _LOOKING, preserve_model(model):
         if not model.training:
             model.train()
-        found = _met(model, inputs)
+        mode, others = _look(model, inputs)
         model.eval()
-        active = _met(model, inputs).names
-    if not found:
-        raise NoDropoutError(_nothing_found(model))
-    return found.flagged(active)
+        active = {site.name for site in _run(model, inputs).sites}
+    if not mode.sites:
+        raise NoDropoutError(_nothing_found(model, others))
+    return Sites(mode.sites, others).flagged(active)
+
+
+def follow_masks(model: nn.Module, inputs: Any) -> None:
+    """Find out which random draws of a model are masks, for the passes that follow."""
+    with _LOOKING, preserve_model(model):
+        _proven_pass(model, inputs)
+
+
+def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted]]:
+    """Run the model without noise, and name what it draws beside its sites."""
+    mode = _proven_pass(model, inputs)
+    seed_current(0)
+    before = RngSnapshot(model)
+    mode = _run(model, inputs)
+    moved = before.moved()
+    if not moved:
+        return mode, []
+    before.restart()
+    return mode, unaccounted(model, paths(model), lambda: _run(model, inputs), moved)
+
+
+def _proven_pass(model: nn.Module, inputs: Any) -> Interception:
+    """Run the model until every random mask that it makes by hand is proven, or known to be none."""
+    seed_current(0)  # the same branches for every seed
+    mode = _run(model, inputs)
+    while bad := disproven(model, inputs, mode.masks):
+        not_masks(model).update(bad)
+        mode = _run(model, inputs)
+    return mode
+
+
+def _run(model: nn.Module, inputs: Any) -> Interception:
+    """Run the model without noise. A draw that turns out to be no mask is one from the next try on."""
+    while True:
+        mode = Interception(model, no_noise)
+        mode.batch = next((len(x) for x in tensors_in(inputs) if x.dim()), None)
+        try:
+            with torch.no_grad(), mode:
+                call(model, inputs)
+            return mode
+        except NotAMask:
+            continue
+        except Exception as error:
+            followed = [key for key, mask in mode.draws.items() if mask]
+            if isinstance(error, UndropError) or not followed:
+                raise
+            # Perhaps code that takes real tensors alone has got a mask: let it be real.
+            not_masks(model).add(followed[-1])
 
 
 def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:
     """Return whether a pass uses dropout with p = 0, and none with p > 0."""
-    with preserve_model(model), torch.no_grad(), Interception(model, no_noise) as mode:
-        call(model, inputs)
+    with preserve_model(model):
+        mode = _run(model, inputs)
     return mode.idle and not mode.sites
 
 
@@ -69,19 +124,19 @@ def in_training(model: nn.Module) -> bool:
         return model.training
 
 
-def _met(model: nn.Module, inputs: Any) -> Sites:
-    with torch.no_grad(), Interception(model, no_noise) as mode:
-        call(model, inputs)
-    return Sites(mode.sites)
-
-
-def _nothing_found(model: nn.Module) -> str:
+def _nothing_found(model: nn.Module, others: list[Unaccounted]) -> str:
     idle = [
         f"{name or type(module).__name__!r} (p = {module.p:g})"
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.dropout._DropoutNd)
     ]
-    if not idle:
+    if others:
+        named = "; ".join(str(each) for each in others[:3])
+        hint = (
+            f"its random numbers are not multiplicative noise that undrop can follow ({named}): add "
+            "nn.Dropout, or name the function that drops with undrop.register_site"
+        )
+    elif not idle:
         hint = adapter_hint(model) or "add one, e.g. nn.Dropout(0.1)"
     else:
         hint = (
@@ -95,7 +150,7 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
     """Restore the mode of every module, all buffers and the global random state at the end."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with keep_buffers(model), RngSnapshot():
+        with keep_buffers(model), RngSnapshot(model):
             yield
     finally:
         for module, training in modes:

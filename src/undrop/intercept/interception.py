@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import local
 from types import FrameType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward
@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from undrop.errors import RecomputationError
 from undrop.intercept.checkpointing import Region, enclosing_function, regions
+from undrop.intercept.hand_masks import Given, HandMasks, MaskDraw, not_masks, structure
+from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
 from undrop.intercept.wrappers import paths
@@ -32,6 +34,9 @@ from undrop.noise import mask_shape
 from undrop.registry import Registry
 
 __all__ = ["SITE_RULES", "Interception", "Rule", "SiteAction", "no_noise", "outside_interception"]
+
+
+H = TypeVar("H")
 
 
 class SiteAction(Protocol):
@@ -67,6 +72,14 @@ RANDOM = frozenset(
 """Torch's functions that draw from a global generator, unless they are given one."""
 
 
+KINDS = {
+    "drop-path": ("droppath", "stochasticdepth"),
+    "drop-block": ("dropblock", "dropblock2d", "dropblockfast2d"),
+    "zoneout": ("zoneout",),
+}
+"""What the site of a hand-made mask is called, by the ends of names."""
+
+
 class _Depth(local):
     """How many ``outside_interception`` blocks this thread is in."""
 
@@ -86,13 +99,14 @@ def outside_interception() -> Iterator[None]:
         _depth.value -= 1
 
 
-class Interception(TorchFunctionMode):
+class Interception(HandMasks, TorchFunctionMode):
     """Within ``with Interception(model, action):`` every dropout of the model calls the action.
 
     Args:
         model: the model that runs; its module paths name the sites.
         action: called with each site and its h.
         rules: an engine's rules for further functions.
+        given: gives the real numbers of some random draws; for the proof of masks.
     """
 
     def __init__(
@@ -100,8 +114,9 @@ class Interception(TorchFunctionMode):
         model: nn.Module,
         action: SiteAction,
         rules: Mapping[Callable[..., Any], Rule] | None = None,
+        given: Given | None = None,
     ) -> None:
-        super().__init__()
+        TorchFunctionMode.__init__(self)
         self.action = action
         self.sites: list[Site] = []
         self.drew = False
@@ -115,7 +130,15 @@ class Interception(TorchFunctionMode):
         self._model = model
         self._names = paths(model)
         self._calls: Counter[str] = Counter()
-        self._gradients = torch.is_grad_enabled()
+        self.gradients = torch.is_grad_enabled()
+        self.draws: dict[str, bool] = {}
+        """For each random draw that a mask can be made of, whether it may become one."""
+        self.masks: dict[str, MaskDraw] = {}
+        """How draws became masks, by key."""
+        self.given = given
+        self.batch: int | None = None
+        """The number of examples, where it is known; it names the structure of hand-made masks."""
+        self._not_masks = not_masks(model)
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> Interception:
@@ -134,12 +157,78 @@ class Interception(TorchFunctionMode):
         """Call the rule of an intercepted function, and any other function itself."""
         rule = self._rules.get(func)
         self.trail = hash((self.trail, func))
+        if types and (Mask in types or Uniform in types):
+            return self.on_random_value(func, args, kwargs or {})
+        if self._aliases and func not in SITE_RULES:
+            found = self.unaliased(func, args, kwargs or {})
+            if found is not None:
+                return self.on_random_value(func, *found)
         if rule is None or _depth.value != self._depth:
             if func in RANDOM and (kwargs or {}).get("generator") is None:
                 self.drew = True
             return func(*args, **(kwargs or {}))
         self._prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        super().__exit__(*error)
+        self.settle(failed=error[0] is not None)
+
+    def resume(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of tensors as if the model had called it."""
+        return self.__torch_function__(func, (), args, kwargs)
+
+    def next_draw(self) -> str | None:
+        """Return the key of the draw that happens now; None if it is no mask."""
+        module = self.running_module()
+        path = "" if module is None else self._names[id(module)]
+        base = f"{path}.random" if path else "random"
+        self._calls[f"draw:{base}"] += 1
+        count = self._calls[f"draw:{base}"]
+        key = base if count == 1 else f"{base}#{count}"
+        self.draws[key] = key not in self._not_masks
+        return key if self.draws[key] else None
+
+    def not_a_mask(self, key: str) -> None:
+        """Remember that a draw is no mask."""
+        self._not_masks.add(key)
+
+    def met_mask(self, key: str, draw: MaskDraw) -> None:
+        """Note how a draw became a mask."""
+        self.masks[key] = draw._replace(site=self.sites[-1].name)
+
+    def chance(self, p: Any) -> float | None:
+        """Return the one probability that p is; None if it has several."""
+        if not isinstance(p, Tensor):
+            return float(p)
+        if p.requires_grad or not p.numel():
+            return None
+        low, high = (float(x) for x in p.aminmax())
+        return low if low == high else None
+
+    def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
+        """Return the kind, mask structure and label of a mask's site."""
+        words, per_example = structure(shape, self.batch)
+        kind = kind or self._hand_made_kind()
+        return {"kind": kind, "mask": words, "per_example": per_example, "label": kind}
+
+    def _hand_made_kind(self) -> str:
+        """Return what the functions and modules that make a mask call it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            for name in (frame.f_code.co_name, type(owner).__name__):
+                plain = name.replace("_", "").lower()
+                kind = next((k for k, words in KINDS.items() if plain.endswith(words)), None)
+                if kind is not None:
+                    return kind
+            if isinstance(owner, nn.Module) and id(owner) in self._names:
+                break
+            frame = frame.f_back
+        return "mask"
 
     def _prepare_recomputation(self) -> None:
         """Make sure that a checkpointed region runs again under the same interception.
@@ -148,7 +237,7 @@ class Interception(TorchFunctionMode):
             RecomputationError: if that is not possible.
         """
         if not torch.is_grad_enabled():
-            function = enclosing_function() if self._gradients else None
+            function = enclosing_function() if self.gradients else None
             if function is not None:
                 raise RecomputationError(
                     f"{self._where()} runs inside the autograd function {function}, whose backward "
@@ -180,7 +269,7 @@ class Interception(TorchFunctionMode):
         calls = Counter(self._calls)
 
         def make() -> Interception:
-            again = Interception(self._model, self.action, self._extra_rules)
+            again = Interception(self._model, self.action, self._extra_rules, self.given)
             again._calls = Counter(calls)
             return again
 
@@ -190,12 +279,12 @@ class Interception(TorchFunctionMode):
         module = self.running_module()
         return "the model" if module is None else f"{self._names[id(module)] or 'the model'!r}"
 
-    def off(self, h: Tensor, training: bool | None) -> Tensor:
+    def off(self, h: H, training: bool | None) -> H:
         """Return h at a dropout that does not drop: in eval mode, or with p = 0."""
         self.idle = self.idle or training is not False
         return h
 
-    def noisy(
+    def noisy(  # type: ignore[override]  # it names what a mask's site is made of
         self,
         h: Tensor,
         p: float,
@@ -233,7 +322,8 @@ class Interception(TorchFunctionMode):
     def _name(self, kind: str, label: str | None) -> tuple[str, str]:
         """Name the site by the running module; a dropout module needs no label beside its path."""
         module = self.running_module()
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        named = kind in KINDS and type(module).__name__.lower().endswith(KINDS[kind])
+        if named or isinstance(module, nn.modules.dropout._DropoutNd):
             label = None
         elif isinstance(module, nn.MultiheadAttention) and kind == "dropout":
             label = kind = "attention"

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, overload
 
 from undrop.errors import OptionError, SiteSelectionError, UnsupportedDropoutError
+from undrop.intercept.unaccounted import Unaccounted
 from undrop.noise import sigma
 from undrop.options import as_float
 from undrop.report import Table
@@ -55,10 +56,16 @@ class Site:
 
 
 class Sites(Sequence[Site]):
-    """The noise sites of a model, in the order in which a forward pass uses them."""
+    """The noise sites of a model, in the order in which a forward pass uses them.
 
-    def __init__(self, sites: Iterable[Site]) -> None:
+    Args:
+        sites: the sites.
+        unaccounted: random numbers of the pass that belong to no site.
+    """
+
+    def __init__(self, sites: Iterable[Site], unaccounted: Iterable[Unaccounted] = ()) -> None:
         self._sites = tuple(sites)
+        self.unaccounted = tuple(unaccounted)
 
     @overload
     def __getitem__(self, index: int) -> Site: ...
@@ -67,7 +74,7 @@ class Sites(Sequence[Site]):
     def __getitem__(self, index: int | slice) -> Site | Sites:
         """The site at a position, or a part of the table."""
         found = self._sites[index]
-        return found if isinstance(found, Site) else Sites(found)
+        return found if isinstance(found, Site) else Sites(found, self.unaccounted)
 
     def __len__(self) -> int:
         return len(self._sites)
@@ -96,18 +103,29 @@ class Sites(Sequence[Site]):
             rows.append((site.name, site.kind, f"{site.p:g}", site.mask, shape, in_eval))
         return rows
 
+    def unaccounted_table(self) -> list[tuple[str, ...]]:
+        """The headings, and a row of words for random numbers that belong to no site."""
+        rows: list[tuple[str, ...]] = [("module", "draws with", "calls", "where")]
+        rows += [
+            (u.module or "(model)", u.function, str(u.calls), u.where) for u in self.unaccounted
+        ]
+        return rows
+
     def __repr__(self) -> str:
-        """The table as text."""
-        rows = self.table()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
-        lines.insert(1, "  ".join("-" * w for w in widths))
-        return "\n".join(line.rstrip() for line in lines)
+        """The table as text, and what belongs to no site in a second one."""
+        text = _as_text(self.table())
+        if self.unaccounted:
+            text += f"\n\n{UNACCOUNTED}\n{_as_text(self.unaccounted_table())}"
+        return text
 
     def _repr_html_(self) -> str:
-        """The table in a notebook."""
+        """The tables in a notebook."""
         head, *rows = self.table()
-        return fragment(Table(head, rows, numbers={"p"}).html())
+        html = Table(head, rows, numbers={"p"}).html()
+        if self.unaccounted:
+            head, *rows = self.unaccounted_table()
+            html += f"<p>{UNACCOUNTED}</p>" + Table(head, rows, numbers={"calls"}).html()
+        return fragment(html)
 
     def to_frame(self) -> Any:
         """The sites as a pandas DataFrame, one row each.
@@ -120,7 +138,18 @@ class Sites(Sequence[Site]):
     def flagged(self, active: Iterable[str]) -> Sites:
         """The same sites, those named in ``active`` marked as active in eval mode."""
         names = set(active)
-        return Sites(replace(site, active_in_eval=site.name in names) for site in self)
+        flagged = (replace(site, active_in_eval=site.name in names) for site in self)
+        return Sites(flagged, self.unaccounted)
+
+
+UNACCOUNTED = "Random numbers that belong to no site; they are left as they are:"
+
+
+def _as_text(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 class Selection:

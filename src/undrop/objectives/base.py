@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from undrop.intercept import (
     SiteAction,
     Sites,
     Statistics,
+    follow_masks,
     has_idle_dropout,
     in_training,
     is_compiled,
@@ -39,6 +41,8 @@ from undrop.objectives.step import Step
 from undrop.torch_compat import eager, portable_lstm, untraced
 
 __all__ = ["Objective"]
+
+_log = logging.getLogger("undrop")
 
 
 class Objective(ABC):
@@ -69,6 +73,7 @@ class Objective(ABC):
         self.selection = Selection()
         self.steps = 0
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
+        self._followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._finite = FiniteCheck()
 
     @property
@@ -187,6 +192,7 @@ class Objective(ABC):
                 raise
             self.selection.check(found.names)
             self._sites[model] = found
+            _say_unaccounted(model, found)
         return self._sites[model]
 
     def _check(self, batch: Batch) -> None:
@@ -202,6 +208,9 @@ class Objective(ABC):
             )
         if self.needs_dropout:
             self.sites(batch.model, batch.inputs)
+        elif batch.model not in self._followed:
+            follow_masks(batch.model, batch.inputs)
+            self._followed.add(batch.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of steps and the state of every generator."""
@@ -211,6 +220,25 @@ class Objective(ABC):
         """Resume from a saved state."""
         self.steps = int(state["steps"])
         self.generators.load_state_dict(state["generators"])
+
+
+_said: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _say_unaccounted(model: nn.Module, found: Sites) -> None:
+    """Name, once for each model, the random numbers that stay as they are."""
+    if not found.unaccounted or model in _said:
+        return
+    _said.add(model)
+    named = "; ".join(str(each) for each in found.unaccounted[:3])
+    more = len(found.unaccounted) - 3
+    _log.warning(
+        "%s draws random numbers that belong to no dropout site, and they stay random: %s%s. "
+        "undrop.sites lists them.",
+        type(model).__name__,
+        named,
+        f"; and {more} more" if more > 0 else "",
+    )
 
 
 def _nothing_trained(model: nn.Module) -> GradientsDisabledError:

@@ -1,0 +1,391 @@
+"""What a function does with a random value: which steps lead to a mask, and which uses a mask has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from undrop.intercept.random_values import Mask, RandomValue, Uniform, leaves_of, replaced
+
+if TYPE_CHECKING:
+    from undrop.intercept.interception import Interception
+
+__all__ = ["META", "answer"]
+
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+
+_NAMES = {
+    "add": "add __add__ __radd__ add_ __iadd__",
+    "sub": "sub subtract __sub__ sub_ __isub__",
+    "rsub": "rsub __rsub__",
+    "mul": "mul multiply __mul__ __rmul__ mul_ __imul__",
+    "div": "div divide true_divide __truediv__ div_ __itruediv__ __div__ __idiv__",
+    "rdiv": "__rtruediv__ __rdiv__",
+    "neg": "neg negative __neg__ neg_",
+    "lt": "lt less __lt__ le less_equal __le__",
+    "gt": "gt greater __gt__ ge greater_equal __ge__",
+    "eq": "eq __eq__",
+    "ne": "ne not_equal __ne__",
+    "floor": "floor floor_ trunc",
+    "not": "logical_not bitwise_not __invert__ logical_not_",
+    "and": "logical_and bitwise_and __and__ __rand__ logical_and_ __iand__",
+    "or": "logical_or bitwise_or __or__ __ror__ logical_or_ __ior__",
+    "where": "where",
+    "fill": "masked_fill masked_fill_",
+    "set": "__setitem__",
+    "cast": "to type type_as float double half bfloat16 bool long int short byte char cpu cuda",
+    "meta": """size dim numel stride is_contiguous is_floating_point ndimension element_size is_complex
+        get_device __len__ nelement storage_offset""",
+    "item": "item",
+    "branch": "__bool__",
+    "move": """view reshape expand expand_as unsqueeze unsqueeze_ squeeze squeeze_ permute transpose t
+        movedim flatten unflatten repeat contiguous clone detach broadcast_to view_as reshape_as
+        swapaxes repeat_interleave tile flip narrow select pin_memory __getitem__ requires_grad_""",
+    "smooth": """sum mean sqrt rsqrt reciprocal pow square exp log log1p clamp_min clamp __pow__ __rpow__
+        __matmul__ __rmatmul__ matmul mm bmm cat stack concat lerp addcmul addcdiv copy_ where
+        index_select gather index_add scatter_add cumprod prod einsum avg_pool1d avg_pool2d avg_pool3d
+        linear conv1d conv2d conv3d interpolate softmax tanh sigmoid softplus""",
+}
+_TYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "long": torch.int64,
+    "int": torch.int32,
+    "short": torch.int16,
+    "byte": torch.uint8,
+    "char": torch.int8,
+}
+_LARGE = 1e3  # a value put in the place of dropped entries that stands for minus infinity
+
+_OPERATION: dict[Callable[..., Any], tuple[str, bool]] = {}
+"""The operation that a function is, and whether it works in place."""
+_CASTS: dict[Callable[..., Any], torch.dtype] = {}
+_POOLS: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {}
+
+
+def _collect() -> None:
+    for operation, names in _NAMES.items():
+        for name in names.split():
+            inplace = name.startswith("__i") and name != "__invert__"
+            inplace = inplace or (name.endswith("_") and not name.endswith("__"))
+            for owner in (Tensor, torch, F):
+                function = getattr(owner, name, None)
+                if function is not None:
+                    _OPERATION.setdefault(function, (operation, inplace))
+                    if owner is Tensor and name in _TYPES:
+                        _CASTS[function] = _TYPES[name]
+    for dims in (1, 2, 3):
+        average = getattr(F, f"avg_pool{dims}d")
+        for owner in (F, torch):
+            for name in (f"max_pool{dims}d", f"max_pool{dims}d_with_indices"):
+                function = getattr(owner, name, None)
+                if function is not None:
+                    _POOLS[function] = (dims, average)
+
+
+_collect()
+META = frozenset(
+    [
+        *(function for function, (operation, _) in _OPERATION.items() if operation == "meta"),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_cuda", "is_sparse")),
+    ]
+)
+"""Functions that ask for a tensor's shape, type and the like, and not for its values."""
+
+
+def answer(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Return what a function of random values becomes."""
+    operation, inplace = _OPERATION.get(func, ("", False))
+    if operation == "meta":
+        return func(args[0].like(), *args[1:], **kwargs)
+    args, kwargs = (replaced(tree, _latest) for tree in (args, kwargs))
+    if not any(isinstance(x, RandomValue) for x in leaves_of((args, kwargs))):
+        return mode.resume(func, args, kwargs)
+    draw = next((x for x in leaves_of((args, kwargs)) if isinstance(x, Uniform)), None)
+    if draw is not None:
+        found = _of_uniform(draw, operation, inplace, func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+        args, kwargs = (replaced(tree, _drawn) for tree in (args, kwargs))
+        if not any(isinstance(x, RandomValue) for x in leaves_of((args, kwargs))):
+            return mode.resume(func, args, kwargs)
+    mask = next(x for x in leaves_of((args, kwargs)) if isinstance(x, Mask))
+    with mask.gradients():
+        return _of_mask(mask, operation, inplace, func, args, kwargs)
+
+
+def _latest(x: Any) -> Any:
+    return x.became if isinstance(x, Uniform) and x.became is not None else x
+
+
+def _drawn(x: Any) -> Any:
+    return x.real() if isinstance(x, Uniform) else x
+
+
+def _of_uniform(
+    u: Uniform,
+    operation: str,
+    inplace: bool,
+    func: Callable[..., Any],
+    args: _Args,
+    kwargs: _Kwargs,
+) -> Any:
+    """Return the next step of a draw on its way to a mask; NotImplemented if this is none."""
+    if u.drawn is not None:
+        return NotImplemented
+    first = args[0] is u
+    if operation in ("move", "cast") and first and not inplace:
+        if not any(isinstance(x, RandomValue) for x in leaves_of((args[1:], kwargs))):
+            return u.after((func, args[1:], kwargs))
+        return NotImplemented
+    if operation == "item" and u.like().numel() == 1:
+        return u  # compared later, in Python
+    if operation == "neg":
+        return u.affine(-1.0, 0.0, inplace)
+    if operation == "floor":
+        found = _floored(u)
+        if inplace and found is not NotImplemented:
+            u.became = found
+        return found
+    other = _constant(args[1] if first else args[0]) if len(args) == 2 and not kwargs else None
+    if other is None:
+        return NotImplemented
+    if operation in ("lt", "gt"):
+        chance, threshold, below = u.split_at(other, (operation == "lt") == first)
+        return _mask(u, chance, threshold, below, torch.bool)
+    scale, shift = _affine(operation, first, other)
+    return NotImplemented if scale is None else u.affine(scale, shift, inplace)
+
+
+def _affine(operation: str, first: bool, c: float) -> tuple[float | None, float]:
+    """Return (a, b) with a·x + b the operation's result; a is None if it is not affine."""
+    if operation == "add":
+        return 1.0, c
+    if operation == "mul" and c:
+        return c, 0.0
+    if operation == "div" and first and c:
+        return 1.0 / c, 0.0
+    if operation in ("sub", "rsub"):
+        return (1.0, -c) if (operation == "sub") == first else (-1.0, c)
+    return None, 0.0
+
+
+def _constant(x: Any) -> float | None:
+    """Return the number that x is, if reading it takes no wait for a device."""
+    if isinstance(x, (int, float)):
+        return float(x)
+    plain = isinstance(x, Tensor) and not torch.compiler.is_compiling()
+    if plain and x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad:
+        return float(x)
+    return None
+
+
+def _floored(u: Uniform) -> Any:
+    """floor(keep + U) is 1 where U ≥ 1 - keep."""
+    if u.scale != 1.0 or not 0.0 <= u.shift <= 1.0:
+        return NotImplemented
+    return _mask(u, u.shift, 1.0 - u.shift, False, u.like().dtype)
+
+
+def _mask(u: Uniform, chance: float, threshold: float, below: bool, dtype: torch.dtype) -> Any:
+    if not 0.0 < chance < 1.0:
+        u.mode.off(None, True)
+        return u.moved(u.fill(chance)).to(dtype)
+    return u.mode.mask(
+        u.key, u.fill, chance, dtype=dtype, threshold=threshold, below=below, moved=u.moved
+    )
+
+
+def _of_mask(
+    m: Mask,
+    operation: str,
+    inplace: bool,
+    func: Callable[..., Any],
+    args: _Args,
+    kwargs: _Kwargs,
+) -> Any:
+    """Return what a function makes of a mask.
+
+    Raises:
+        NotAMask: if it is none of a mask's uses.
+    """
+    first = args and args[0] is m
+    if operation == "branch" and m.binary:
+        return m.mode.branch(m)
+    if operation == "move" and first and not inplace:
+        return m.derived(m.mode.resume(func, (m.value(), *args[1:]), kwargs))
+    if operation == "cast" and first:
+        return _cast(m, func, args, kwargs)
+    if func in _POOLS and first and m.binary:
+        return _any_in_window(m, func, *args[1:], **kwargs)
+    found = _of_zeros_and_ones(m, operation, args) if m.binary else NotImplemented
+    if found is NotImplemented and operation in ("where", "fill", "set") and m.binary:
+        return _chosen(m, operation, inplace, args, kwargs)
+    if found is NotImplemented and operation in _ARITHMETIC:
+        found = _computed(m, func, args, kwargs)
+    if found is NotImplemented:
+        raise m.refuse(getattr(func, "__name__", str(func)))
+    return m.become(found) if inplace and first and isinstance(found, Mask) else found
+
+
+_ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "rdiv", "neg", "smooth", "where"))
+
+
+def _of_zeros_and_ones(m: Mask, operation: str, args: _Args) -> Any:
+    """Return the mask that a logical function makes of zeros and ones."""
+    value, resume = m.value(), m.mode.resume
+    other = args[1] if len(args) > 1 and args[0] is m else args[0] if len(args) > 1 else None
+    opposite = operation == "not"
+    number = other if isinstance(other, (int, float)) else None
+    if operation in ("eq", "ne") and number in (0, 1):
+        opposite = (operation == "eq") == (number == 0)
+    elif operation in ("lt", "gt") and number is not None and 0.0 <= number <= 1.0:
+        opposite = (operation == "lt") == (args[0] is m)
+    elif operation == "rsub" or (operation == "sub" and args[0] is not m):
+        if number != 1:
+            return NotImplemented
+        opposite = True
+    elif operation == "floor" or (operation in ("and", "or", "mul") and other is m):
+        return m
+    elif operation in ("and", "or") and isinstance(other, (Mask, Tensor)):
+        b = other.value() if isinstance(other, Mask) else other.to(value.dtype)
+        both = resume(torch.mul, (value, b), {})
+        if operation == "and":
+            return m.derived(both)
+        return m.derived(resume(torch.sub, (resume(torch.add, (value, b), {}), both), {}))
+    elif operation != "not":
+        return NotImplemented
+    dtype = torch.bool if operation in ("eq", "ne", "lt", "gt") else m.dtype
+    if not opposite:
+        return m.derived(value, dtype)
+    made = m.derived(resume(torch.rsub, (value, 1.0), {}), dtype)
+    made.likely = not m.likely
+    return made
+
+
+def _cast(m: Mask, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Mask:
+    """Return the mask in another type or on another device; its value stays a float."""
+    wanted = _CASTS.get(func)
+    device = None
+    for x in (*args[1:], *kwargs.values()):
+        if isinstance(x, torch.dtype):
+            wanted = x
+        elif isinstance(x, (Tensor, Mask)):
+            wanted, device = x.dtype, x.device if func is not Tensor.type_as else None
+        elif isinstance(x, (str, torch.device)):
+            if func is Tensor.type:
+                raise m.refuse("Tensor.type with a name")
+            device = x
+    if func is Tensor.cpu:
+        device = "cpu"
+    if func is Tensor.cuda:
+        device = device or "cuda"
+    dtype = wanted or m.dtype
+    keep = dtype if dtype.is_floating_point else None
+    how = {k: v for k, v in (("dtype", keep), ("device", device)) if v is not None}
+    value = m.mode.resume(Tensor.to, (m.value(),), how) if how else m.value()
+    if not m.binary and keep is None:
+        raise m.refuse("a cast to whole numbers")
+    return m.derived(value, dtype)
+
+
+def _any_in_window(
+    m: Mask,
+    func: Callable[..., Any],
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Mask:
+    """Max pooling of zeros and ones is 1 - Π(1 - m) over each window, which is smooth (DropBlock)."""
+    dims, average = _POOLS[func]
+    if dilation not in (1, (1,) * dims, [1] * dims) or return_indices:
+        raise m.refuse("max pooling with dilation or indices")
+    sizes = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
+    count = 1
+    for size in sizes:
+        count *= size
+    resume = m.mode.resume
+    logs = resume(torch.log1p, (resume(torch.neg, (m.value(),), {}),), {})
+    pooled = resume(average, (logs, kernel_size, stride, padding, ceil_mode), {})
+    none = resume(torch.exp, (resume(torch.mul, (pooled, float(count)), {}),), {})
+    return m.derived(resume(torch.rsub, (none, 1.0), {}))
+
+
+def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs) -> Any:
+    """where(m, a, b) = b + m·(a - b), and the ways to write it."""
+    if kwargs or len(args) != 3:
+        raise m.refuse(operation)
+    resume = m.mode.resume
+    if operation == "where":
+        condition, a, b = args
+    else:
+        b, condition, a = args
+    target = b
+    if condition is not m or any(isinstance(x, RandomValue) for x in (a, b)):
+        raise m.refuse(operation)
+    for x in (a, b):
+        if isinstance(x, (int, float)) and not abs(x) < _LARGE:
+            raise m.refuse(f"a choice between a value and {x:g}")
+    value = m.value()
+    if operation == "set":
+        for _ in range(target.dim() - value.dim()):
+            value = resume(torch.unsqueeze, (value, -1), {})
+    floating = next((x for x in (a, b) if isinstance(x, Tensor)), value)
+    if not floating.is_floating_point():
+        raise m.refuse("a choice between whole numbers")
+    value = resume(Tensor.to, (value,), {"dtype": floating.dtype})
+    if isinstance(b, (int, float)) and b == 0:
+        out = resume(torch.mul, (a, value), {})
+    else:
+        other = b.clone() if inplace or operation == "set" else b
+        step = resume(torch.sub, (a, other), {}) if isinstance(a, Tensor) or a else -other
+        out = resume(torch.add, (other, resume(torch.mul, (value, step), {})), {})
+    if inplace or operation == "set":
+        return resume(Tensor.copy_, (target, out), {})
+    return out
+
+
+def _computed(m: Mask, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Return a smooth function of the soft value; of masks and constants alone it is tracked on."""
+    leaves = leaves_of((args, kwargs))
+    floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    dtype = floats[0].dtype if floats else torch.get_default_dtype()
+
+    def soft(x: Any) -> Any:
+        if not isinstance(x, Mask):
+            return x
+        value = x.value()
+        return value if x.dtype.is_floating_point else value.to(dtype)
+
+    given, given_kwargs = replaced(args, soft), replaced(kwargs, soft)
+    tracked = not any(isinstance(x, Tensor) for x in leaves)
+    if isinstance(args[0], Mask) and func in _OUT_OF_PLACE:
+        func, tracked = _OUT_OF_PLACE[func], True
+    out = m.mode.resume(func, given, given_kwargs)
+    return m.derived(out, out.dtype, binary=False) if tracked else out
+
+
+_OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
+    getattr(Tensor, name): function
+    for function, names in (
+        (torch.add, ("add_", "__iadd__")),
+        (torch.sub, ("sub_", "__isub__")),
+        (torch.mul, ("mul_", "__imul__")),
+        (torch.div, ("div_", "__itruediv__", "__idiv__")),
+        (torch.neg, ("neg_",)),
+    )
+    for name in names
+    if hasattr(Tensor, name)
+}

@@ -1,0 +1,263 @@
+"""What a model holds while it makes a random mask by hand.
+
+A mask of zeros and ones is a site: with keep probability k it is m = k·(1 + ε·σ·η) in the mask's own
+shape, whatever it is multiplied with and however it is scaled. A model makes one in steps, such as
+``(keep + torch.rand(shape)).floor_()`` or ``torch.rand(shape) < p``. Between the steps it holds a
+:class:`Uniform`, numbers that nobody has looked at yet, and then a :class:`Mask`. Both answer as
+tensors do. A step that fits no mask gets real random numbers, and the draw is not a site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from undrop.errors import UnsupportedDropoutError
+
+if TYPE_CHECKING:
+    from undrop.intercept.interception import Interception
+
+__all__ = ["Mask", "NotAMask", "RandomValue", "Uniform", "leaves_of", "replaced"]
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function that moves entries or casts them, with its further arguments."""
+
+
+class NotAMask(UnsupportedDropoutError):
+    """A mask was used in a way that multiplicative noise has no part in."""
+
+
+class RandomValue:
+    """Stands for a random tensor in a pass; every function of it asks its interception."""
+
+    def __init__(self, mode: Interception, key: str) -> None:
+        self.mode = mode
+        self.key = key
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer where the interception itself is off, such as within one of its rules."""
+        owner = next(x for x in leaves_of((args, kwargs or {})) if isinstance(x, RandomValue))
+        return owner.mode.on_random_value(func, args, kwargs or {})
+
+    def like(self) -> Tensor:
+        """Return a tensor of the same shape, type and device."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a tensor has under that name."""
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        return getattr(self.like(), name)
+
+    def __len__(self) -> int:
+        return len(self.like())
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __float__(self) -> float:
+        return float(self.mode.on_random_value(Tensor.__float__, (self,), {}))
+
+    def __int__(self) -> int:
+        return int(self.mode.on_random_value(Tensor.__int__, (self,), {}))
+
+    def __bool__(self) -> bool:
+        return bool(self.mode.on_random_value(Tensor.__bool__, (self,), {}))
+
+
+class Uniform(RandomValue):
+    """a·U + b with U uniform on (0, 1), not drawn yet.
+
+    Args:
+        mode: the interception.
+        key: the name of the draw.
+        fill: returns a tensor with that value in the shape, type and device of the draw.
+        draw: draws U.
+        scale: a.
+        shift: b.
+    """
+
+    def __init__(
+        self,
+        mode: Interception,
+        key: str,
+        fill: Callable[[float], Tensor],
+        draw: Callable[[], Tensor],
+        scale: float = 1.0,
+        shift: float = 0.0,
+    ) -> None:
+        super().__init__(mode, key)
+        self.fill, self.draw = fill, draw
+        self.scale, self.shift = scale, shift
+        self.steps: list[Step] = []
+        self.drawn: Tensor | None = None
+        self.target: Tensor | None = None
+        """The tensor that was drawn in place."""
+        self.became: Any = None
+        """What an in-place function has made of it."""
+
+    def like(self) -> Tensor:
+        """Return zeros in its place, or the numbers themselves once they are drawn."""
+        if self.became is not None:
+            return self.became.like() if isinstance(self.became, Mask) else self.became
+        return self.moved(self.fill(0.0)) if self.drawn is None else self.drawn
+
+    def moved(self, x: Tensor) -> Tensor:
+        """Return x after the steps that the draw has gone through."""
+        for function, args, kwargs in self.steps:
+            x = self.mode.resume(function, (x, *args), kwargs)
+        return x
+
+    def real(self) -> Tensor:
+        """Draw the numbers: from now on this is an ordinary tensor, and no site."""
+        if self.drawn is None:
+            self.mode.drew = True
+            drawn = self.draw() * self.scale + self.shift
+            if self.target is not None:
+                drawn = self.target.copy_(drawn)
+                self.mode.forget(drawn)
+            self.drawn = self.moved(drawn)
+        return self.drawn
+
+    def affine(self, scale: float, shift: float, inplace: bool) -> Uniform:
+        """Return scale·x + shift, in place or not."""
+        made = self if inplace else Uniform(self.mode, self.key, self.fill, self.draw)
+        made.steps = self.steps
+        made.scale, made.shift = scale * self.scale, scale * self.shift + shift
+        return made
+
+    def after(self, step: Step) -> Uniform:
+        """Return the draw after one more step."""
+        made = self.affine(1.0, 0.0, False)
+        made.steps = [*self.steps, step]
+        return made
+
+    def split_at(self, value: float, below: bool) -> tuple[float, float, bool]:
+        """Return P(x < value) or P(x > value), and as which event of U: (P, threshold, below)."""
+        threshold = (value - self.shift) / self.scale
+        below = below if self.scale > 0.0 else not below
+        share = min(max(threshold, 0.0), 1.0)
+        return (share if below else 1.0 - share), threshold, below
+
+
+class Mask(RandomValue):
+    """A random mask m = k·(1 + ε·σ·η), or what a smooth function makes of masks alone.
+
+    Args:
+        mode: the interception.
+        key: the name of the draw.
+        make: returns the soft value; called when it is first needed.
+        dtype: the type that the model sees.
+        binary: whether the mask proper is 0 or 1 everywhere.
+        likely: whether the event is the more probable one, for a branch.
+    """
+
+    def __init__(
+        self,
+        mode: Interception,
+        key: str,
+        make: Callable[[str | None], Tensor],
+        dtype: torch.dtype,
+        *,
+        binary: bool = True,
+        likely: bool = True,
+    ) -> None:
+        super().__init__(mode, key)
+        self.make: Callable[[str | None], Tensor] | None = make
+        self.dtype = dtype
+        self.binary, self.likely = binary, likely
+        self._value: Tensor | None = None
+
+    def value(self, kind: str | None = None) -> Tensor:
+        """Return the soft value."""
+        if self._value is None:
+            assert self.make is not None
+            self._value = self.make(kind)
+            self.make = None
+        return self._value
+
+    def like(self) -> Tensor:
+        """Return a tensor of the same shape, type and device."""
+        value = self.value()
+        return value if value.dtype == self.dtype else value.detach().to(self.dtype)
+
+    def derived(
+        self, value: Tensor, dtype: torch.dtype | None = None, binary: bool | None = None
+    ) -> Mask:
+        """Return another mask that is made of this one."""
+        return Mask(
+            self.mode,
+            self.key,
+            lambda _: value,
+            dtype or self.dtype,
+            binary=self.binary if binary is None else binary,
+            likely=self.likely,
+        )
+
+    def become(self, other: Mask) -> Mask:
+        """Take the value of another mask: an in-place function."""
+        self._value, self.make = other.value(), None
+        self.binary, self.likely = other.binary, other.likely
+        return self
+
+    def refuse(self, use: str) -> NotAMask:
+        """Return the error for a use that no mask has; from now on the draw is not a site."""
+        self.mode.not_a_mask(self.key)
+        return NotAMask(
+            f"the random mask at {self.key!r} is used in {use}, where undrop can't put noise in its "
+            "place: it is no site from now on, so repeat the call."
+        )
+
+    def gradients(self) -> AbstractContextManager[Any]:
+        """Record a graph where the pass has gradients: models make masks under no_grad."""
+        return torch.set_grad_enabled(self.mode.gradients or torch.is_grad_enabled())
+
+
+def _method(name: str) -> Callable[..., Any]:
+    function = getattr(Tensor, name)
+
+    def method(self: RandomValue, *args: Any, **kwargs: Any) -> Any:
+        return handle_torch_function(function, (self,), self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+_OPERATORS = """add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv
+    rfloordiv mod pow rpow neg abs invert and rand iand or ror ior xor rxor matmul rmatmul lt le gt ge
+    eq ne getitem setitem"""
+
+for _name in (
+    *(f"__{name}__" for name in _OPERATORS.split()),
+    *(n for n in dir(Tensor) if not n.startswith("_") and callable(getattr(Tensor, n))),
+):
+    if hasattr(Tensor, _name):
+        setattr(RandomValue, _name, _method(_name))
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return what the arguments of a function hold, lists and dictionaries included."""
+    if isinstance(tree, (list, tuple)):
+        return [leaf for each in tree for leaf in leaves_of(each)]
+    if isinstance(tree, dict):
+        return [leaf for each in tree.values() for leaf in leaves_of(each)]
+    return [tree]
+
+
+def replaced(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return arguments with ``function`` applied to each of them."""
+    if isinstance(tree, list):
+        return [replaced(each, function) for each in tree]
+    if isinstance(tree, tuple):
+        return tuple([replaced(each, function) for each in tree])
+    if isinstance(tree, dict):
+        return {key: replaced(each, function) for key, each in tree.items()}
+    return function(tree)

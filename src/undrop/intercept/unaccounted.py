@@ -1,0 +1,187 @@
+"""Random numbers that no site accounts for: which module draws them, with what, and in which line."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Unaccounted", "unaccounted"]
+
+_OWN = str(Path(__file__).resolve().parent.parent)
+_TORCH = str(Path(torch.__file__).resolve().parent)
+
+
+class Unaccounted(NamedTuple):
+    """Random numbers in a training pass that no site accounts for."""
+
+    module: str
+    """The path of the module that draws them; "" for the model itself."""
+    function: str
+    """What draws them."""
+    where: str
+    """The file and line of the call."""
+    calls: int
+    """How often a pass draws them there."""
+
+    def __str__(self) -> str:
+        """Name it in a sentence."""
+        return f"{self.function} in {self.module or 'the model'!r}" + (
+            f" at {self.where}" if self.where else ""
+        )
+
+
+def unaccounted(
+    model: nn.Module, names: dict[int, str], run: Callable[[], Any], moved: set[str]
+) -> list[Unaccounted]:
+    """Return what a pass draws beside its sites.
+
+    Args:
+        model: the model.
+        names: the path of each module by its id.
+        run: runs the model without noise.
+        moved: which generators are known to draw; see ``RngSnapshot.moved``.
+    """
+    found: list[Unaccounted] = []
+    ops = RandomOps(names)
+    with python_draws(names, found), ops:
+        run()
+    found = [*ops.found, *found]
+    if "torch" in moved and not ops.found:
+        found.append(Unaccounted("", "torch's generator, by an unknown kernel", "", 1))
+    if "held" in moved and not ops.found:
+        found.append(Unaccounted("", "a generator that the model holds", "", 1))
+    return found
+
+
+class RandomOps(TorchDispatchMode):
+    """Notes every operation of a pass that draws random numbers, whatever code it is called from."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self._calls: Counter[tuple[str, str, str]] = Counter()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: to keep its compiler out of here torch would load it first."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation."""
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
+            name = func.overloadpacket.__name__
+            self._calls[(_module(self._names), name, _where())] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def found(self) -> list[Unaccounted]:
+        """What was noted, in the order of the first calls."""
+        return [Unaccounted(*key, calls) for key, calls in self._calls.items()]
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operation draws with these arguments: attention kernels may have no dropout."""
+    schema = func._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    for name in ("dropout_p", "dropout", "p"):
+        if name in given and isinstance(given[name], (int, float)):
+            inactive = (0.0, 1.0) if "bernoulli" in func.name() else (0.0,)
+            return given[name] not in inactive
+    return given.get("train", given.get("training", True)) is not False
+
+
+def _module(names: dict[int, str]) -> str:
+    """Return the path of the innermost module whose method is on the Python stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            return names[id(owner)]
+        frame = frame.f_back
+    return ""
+
+
+def _where() -> str:
+    """Return the file and line of the innermost call that is neither torch's nor undrop's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OWN, _TORCH, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+_STATES: dict[str, Callable[[], Any]] = {
+    "Python's random": random.getstate,
+    "NumPy's random": lambda: _numpy_state(),
+}
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return (name, keys.tobytes(), *rest)  # type: ignore[union-attr]
+
+
+@contextmanager
+def python_draws(names: dict[int, str], found: list[Unaccounted]) -> Iterator[None]:
+    """Add to ``found`` what a pass draws from Python's and NumPy's generators, by innermost module.
+
+    Args:
+        names: the path of each module by its id.
+        found: the list.
+    """
+    stack: list[nn.Module] = []
+    last = {source: state() for source, state in _STATES.items()}
+    calls: Counter[tuple[str, str, str]] = Counter()
+
+    def look() -> None:
+        for source, state in _STATES.items():
+            now = state()
+            if now != last[source]:
+                last[source] = now
+                owner = stack[-1] if stack else None
+                calls[(names.get(id(owner), ""), source, _home(owner))] += 1
+
+    def begin(module: nn.Module, args: Any) -> None:
+        look()
+        stack.append(module)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        look()
+        while stack and stack.pop() is not module:
+            pass
+
+    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
+    try:
+        yield
+        look()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found += [Unaccounted(*key, count) for key, count in calls.items()]
+
+
+def _home(module: nn.Module | None) -> str:
+    forward = None if module is None else inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

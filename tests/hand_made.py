@@ -1,0 +1,212 @@
+"""Small nets that drop by hand, each with the same mask written another way."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+P = 0.1
+
+
+def drop_path(x, p, training):
+    """As Transformers writes it: a floor of keep + U, in place."""
+    if p == 0.0 or not training:
+        return x
+    keep = 1 - p
+    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+    mask = keep + torch.rand(shape, dtype=x.dtype, device=x.device)
+    mask.floor_()
+    return x.div(keep) * mask
+
+
+class DropPath(nn.Module):
+    def __init__(self, p=P):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return drop_path(x, self.p, self.training)
+
+
+class TimmDropPath(DropPath):
+    """As timm writes it: Bernoulli numbers, scaled in place."""
+
+    def forward(self, x):
+        mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(1 - self.p)
+        mask.div_(1 - self.p)
+        return x * mask
+
+
+class NamedTensor(DropPath):
+    """The tensor that is drawn into is used by its own name."""
+
+    def forward(self, x):
+        mask = x.new_empty(len(x), 1, 1)
+        mask.bernoulli_(1 - self.p)
+        return x * mask / (1 - self.p)
+
+
+class PerBatch(DropPath):
+    """torchvision's stochastic depth in mode "batch"."""
+
+    def forward(self, x):
+        noise = torch.empty([1] * x.ndim, dtype=x.dtype, device=x.device)
+        return x * noise.bernoulli_(1 - self.p).div_(1 - self.p)
+
+
+class Branch(DropPath):
+    """A residual branch that is kept or not."""
+
+    def forward(self, x):
+        return x * (torch.rand(()) >= self.p) / (1 - self.p)
+
+
+class Tokens(DropPath):
+    """Whole tokens."""
+
+    def forward(self, x):
+        dropped = torch.rand(x.shape[:2], device=x.device) < self.p
+        return x.masked_fill(dropped.unsqueeze(-1), 0.0)
+
+
+class Chosen(DropPath):
+    """Entries, chosen by ``where``."""
+
+    def forward(self, x):
+        return torch.where(torch.rand_like(x) > self.p, x, torch.zeros_like(x)) / (1 - self.p)
+
+
+class Written(DropPath):
+    """Entries that a mask as an index sets to zero."""
+
+    def forward(self, x):
+        x = x.clone()
+        x[torch.rand(x.shape[:2]) < self.p] = 0.0
+        return x
+
+
+class Zoneout(DropPath):
+    """An entry keeps its old value: the mask is used twice."""
+
+    def forward(self, x):
+        old = torch.roll(x, 1, 1)
+        mask = torch.empty_like(x).uniform_().lt(self.p).to(x.dtype)
+        return mask * old + (1 - mask) * x
+
+
+class Distribution(DropPath):
+    def forward(self, x):
+        keep = torch.distributions.Bernoulli(1 - self.p)
+        return x * keep.sample((len(x), 1, 1)).to(x) / (1 - self.p)
+
+
+class RankDropout(DropPath):
+    """Rows of a weight, divided by their mean, as PEFT does it for LoHa and LoKr."""
+
+    def __init__(self, p=P):
+        super().__init__(p)
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x):
+        weight = self.weight
+        drop = (torch.rand(weight.size(0)) > self.p).to(weight.dtype)
+        drop = drop.view(-1, 1)
+        drop /= drop.mean()
+        weight = weight * drop
+        return F.linear(x, weight)
+
+
+class EmbeddingRows(DropPath):
+    """Rows of a table, as AWD-LSTM does it."""
+
+    def __init__(self, p=P):
+        super().__init__(p)
+        self.table = nn.Parameter(torch.randn(5, 8) / 2)
+
+    def forward(self, x):
+        table = self.table
+        mask = table.new_empty((table.size(0), 1)).bernoulli_(1 - self.p).expand_as(table)
+        return x + F.embedding(torch.arange(x.shape[1]) % 5, table * mask / (1 - self.p))
+
+
+class DropBlock(DropPath):
+    """Blocks of an image, as timm does it, here along the tokens."""
+
+    def forward(self, x):
+        x = x.transpose(1, 2)
+        with torch.no_grad():
+            dropped = torch.empty(len(x), 1, x.shape[2], dtype=x.dtype).bernoulli_(self.p / 3)
+            dropped = F.max_pool1d(dropped, kernel_size=3, stride=1, padding=1)
+            keep = 1.0 - dropped
+            keep.mul_((keep.numel() / keep.sum().add(1e-7)).to(x.dtype))
+        return (x * keep).transpose(1, 2)
+
+
+class Residual(nn.Module):
+    """Two residual blocks; ``drop`` acts on what they add."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.drops = nn.ModuleList([drop(), drop()])
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        for block, drop in zip(self.blocks, self.drops, strict=True):
+            h = h + drop(torch.tanh(block(h)))
+        return self.last(h.mean(1))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, scale=1.0):
+        return (x + scale * torch.tanh(self.linear(x)), None)
+
+
+class LayerDrop(nn.Module):
+    """Layers that are skipped, as BART and Wav2Vec2 do it."""
+
+    def __init__(self, p=P, skip="continue"):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layerdrop, self.skip = p, skip
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        for layer in self.layers:
+            chance = torch.rand([])
+            if self.skip == "continue":
+                if self.training and chance < self.layerdrop:
+                    continue
+                h = layer(h)[0]
+            else:
+                skipped = self.training and chance.item() < self.layerdrop
+                if not skipped:
+                    h = layer(h)[0]
+                if skipped:
+                    assert h is not None
+        return self.last(h.mean(1))
+
+
+KINDS = {
+    "drop path": (lambda: Residual(DropPath), "per example"),
+    "timm's drop path": (lambda: Residual(TimmDropPath), "per example"),
+    "a named tensor": (lambda: Residual(NamedTensor), "per example"),
+    "per batch": (lambda: Residual(PerBatch), "per batch"),
+    "branch": (lambda: Residual(Branch), "per batch"),
+    "tokens": (lambda: Residual(Tokens), "independent"),
+    "where": (lambda: Residual(Chosen), "independent"),
+    "index": (lambda: Residual(Written), "independent"),
+    "zoneout": (lambda: Residual(Zoneout), "independent"),
+    "distribution": (lambda: Residual(Distribution), "per example"),
+    "rank dropout": (lambda: Residual(RankDropout), "shared by all examples"),
+    "embedding rows": (lambda: Residual(EmbeddingRows), "shared by all examples"),
+    "DropBlock": (lambda: Residual(DropBlock), "per feature"),
+    "LayerDrop": (LayerDrop, "per batch"),
+    "LayerDrop by item": (lambda: LayerDrop(skip="item"), "per batch"),
+}
+"""A net of each kind, and its mask structure."""

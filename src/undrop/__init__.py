@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from undrop.diagnosis import diagnose as diagnose
     from undrop.intercept import Site as Site
     from undrop.intercept import Sites as Sites
+    from undrop.intercept import register_site as register_site
     from undrop.intercept import sites as sites
     from undrop.losses import MSE as MSE
     from undrop.losses import BCEWithLogits as BCEWithLogits
@@ -43,7 +44,7 @@ _HOMES = {
     # losses: what the output tangent becomes
     "undrop.losses": ("BCEWithLogits", "CrossEntropy", "Loss", "MSE"),
     # sites: where noise enters
-    "undrop.intercept": ("Site", "Sites", "sites"),
+    "undrop.intercept": ("Site", "Sites", "register_site", "sites"),
     # diagnosis: what dropout does in a model
     "undrop.diagnosis": ("Watcher", "bound", "check", "diagnose"),
     # tuning: which p, found within one run

@@ -24,6 +24,7 @@ from undrop.intercept.interception import (
 )
 from undrop.intercept.model_call import Batch, call, logits_of
 from undrop.intercept.pytrees import map_tensors, tensors_in
+from undrop.intercept.registering import register_site
 from undrop.intercept.running_statistics import Statistics, keep_statistics
 from undrop.intercept.site import Selection, Site, Sites
 from undrop.intercept.unaccounted import Unaccounted
@@ -59,6 +60,7 @@ __all__ = [
     "logits_of",
     "map_tensors",
     "recurrent",
+    "register_site",
     "sites",
     "tensors_in",
     "unwrapped",

@@ -160,8 +160,9 @@ class HandMasks:
                 return moved(self.resume(torch.rsub, (soft, 1.0), {}) if flipped else soft)
 
         likely = chance > 0.5 or (chance == 0.5 and not below)
-        made = Mask(self, key, make, dtype, likely=likely)  # type: ignore[arg-type]
-        if dtype != torch.bool or fill(0.0).numel() != 1:
+        like = moved(fill(0.0)) if dtype == torch.bool else None
+        made = Mask(self, key, make, dtype, likely=likely, like=like)  # type: ignore[arg-type]
+        if like is None or like.numel() != 1:
             made.value()  # a single bool may be a branch, which has another kind
         return made
 

@@ -64,13 +64,13 @@ class RandomValue:
         return id(self)
 
     def __float__(self) -> float:
-        return float(self.mode.on_random_value(Tensor.__float__, (self,), {}))
+        return float(_method("__float__")(self))
 
     def __int__(self) -> int:
-        return int(self.mode.on_random_value(Tensor.__int__, (self,), {}))
+        return int(_method("__int__")(self))
 
     def __bool__(self) -> bool:
-        return bool(self.mode.on_random_value(Tensor.__bool__, (self,), {}))
+        return bool(_method("__bool__")(self))
 
 
 class Uniform(RandomValue):
@@ -158,6 +158,7 @@ class Mask(RandomValue):
         dtype: the type that the model sees.
         binary: whether the mask proper is 0 or 1 everywhere.
         likely: whether the event is the more probable one, for a branch.
+        like: a tensor of the same shape and device, for as long as the value is not made.
     """
 
     def __init__(
@@ -169,8 +170,10 @@ class Mask(RandomValue):
         *,
         binary: bool = True,
         likely: bool = True,
+        like: Tensor | None = None,
     ) -> None:
         super().__init__(mode, key)
+        self._like = like
         self.make: Callable[[str | None], Tensor] | None = make
         self.dtype = dtype
         self.binary, self.likely = binary, likely
@@ -186,7 +189,7 @@ class Mask(RandomValue):
 
     def like(self) -> Tensor:
         """Return a tensor of the same shape, type and device."""
-        value = self.value()
+        value = self._like if self._value is None and self._like is not None else self.value()
         return value if value.dtype == self.dtype else value.detach().to(self.dtype)
 
     def derived(

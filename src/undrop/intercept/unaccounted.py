@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Unaccounted", "unaccounted"]
 
-_OWN = str(Path(__file__).resolve().parent.parent)
-_TORCH = str(Path(torch.__file__).resolve().parent)
+_OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), "<")
 
 
 class Unaccounted(NamedTuple):
@@ -125,7 +124,7 @@ def _where() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_OWN, _TORCH, "<")):
+        if not file.startswith(_OURS):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -94,7 +94,7 @@ def test_figures_go_to_tensorboard_too(text, tmp_path):
 
 
 def test_sites_lists_every_dropout(run, capsys):
-    found = answer(capsys, "sites", run)
+    found = answer(capsys, "sites", run)["sites"]
     assert [site["name"] for site in found] == [
         *("input_dropout", "layers.0.weight_hh_l0", "hidden_dropouts.0"),
         *("layers.1.weight_hh_l0", "output_dropout"),
@@ -212,7 +212,7 @@ def test_your_own_model_as_module_and_name(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     own = ["--model", "mine:net", "--data", "mine:batches"]
-    assert [site["name"] for site in answer(capsys, "sites", *own)] == ["1"]
+    assert [site["name"] for site in answer(capsys, "sites", *own)["sites"]] == ["1"]
     found = answer(capsys, "diagnose", *own, "--seconds", 1, "--no-implicit")
     assert found["implicit"] is None
     assert found["explicit"]["exact"]
@@ -239,7 +239,7 @@ def test_your_own_model_in_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     own = ["--model", "code/my_net.py:net", "--data", str(folder / "my_net.py:batches")]
-    assert [site["p"] for site in answer(capsys, "sites", *own)] == [0.25]
+    assert [site["p"] for site in answer(capsys, "sites", *own)["sites"]] == [0.25]
     own[1] = "code/my_net.py:nett"
     assert "did you mean code/my_net.py:net?" in refused(capsys, "sites", *own)
     own[1] = "code/nothing.py:net"

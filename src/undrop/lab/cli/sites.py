@@ -28,10 +28,15 @@ def list_sites(
     source = open_source(run, model, data, loss, data_dir, 1)
     from undrop.diagnosis.measure.batches import collect
     from undrop.intercept import sites
+    from undrop.intercept.site import UNACCOUNTED
 
     found = sites(source.model, collect(source.batches, 1)[0].inputs)
     if json:
-        print_json(found)
+        print_json({"sites": found, "unaccounted": found.unaccounted})
         return
     head, *rows = found.table()
     print_table(head, rows, numbers={"p"})
+    if found.unaccounted:
+        print(f"\n{UNACCOUNTED}")
+        head, *rows = found.unaccounted_table()
+        print_table(head, rows, numbers={"calls"})

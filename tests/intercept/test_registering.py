@@ -1,0 +1,60 @@
+"""A function or a module that undrop can't see through is declared as a site in one line."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import undrop
+from undrop.errors import NoDropoutError, OptionError
+
+
+def hidden(h, p):
+    return h * torch.from_numpy(np.random.binomial(1, 1 - p, h.shape)).to(h) / (1 - p)
+
+
+class Net(nn.Module):
+    def __init__(self, drop):
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(4, 8), nn.Linear(8, 3), drop
+
+    def forward(self, x):
+        return self.last(self.drop(torch.tanh(self.first(x)), 0.3))
+
+
+X, Y = torch.randn(6, 4), torch.randint(3, (6,))
+
+
+def test_noise_from_numpy_is_named_and_not_taken_for_no_dropout():
+    with pytest.raises(NoDropoutError, match=r"NumPy's random in 'the model'.*register_site"):
+        undrop.sites(Net(hidden), X)
+
+
+def test_a_declared_function_is_a_site():
+    net = Net(undrop.register_site(hidden, p="p", shared=(1,), mask="per example"))
+    (site,) = undrop.sites(net, X)
+    assert (site.p, site.mask_shape, site.mask) == (0.3, (6, 1), "per example")
+    step = undrop.Analytic()(net, X, Y)
+    assert step.engine == "antithetic: one stacked pass"
+    assert step.parts["explicit"] > 0.0
+
+
+def test_a_declared_class_is_a_site_and_drops_as_before():
+    @undrop.register_site(p="rate")
+    class Hidden(nn.Module):
+        rate = 0.4
+
+        def forward(self, h, _):
+            return hidden(h, self.rate) if self.training else h
+
+    net = Net(Hidden())
+    (site,) = undrop.sites(net, X)
+    assert (site.name, site.p, site.active_in_eval) == ("drop", 0.4, False)
+    assert not torch.equal(net(X), net(X))
+
+
+def test_what_can_not_be_declared_is_refused():
+    with pytest.raises(OptionError, match="has no argument 'q'"):
+        undrop.register_site(hidden, p="q")
+    with pytest.raises(OptionError, match="takes a function or a module class"):
+        undrop.register_site(nn.Dropout(), p=0.1)

@@ -1,0 +1,123 @@
+"""Random numbers that are no dropout are named, with module and line, and stay random."""
+
+import logging
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import undrop
+from undrop.errors import NoDropoutError
+
+
+@torch.jit.script
+def scripted(x):
+    return torch.dropout(x, 0.5, True)
+
+
+def patches(x):
+    return x[:, torch.rand(x.shape[1]).argsort()]
+
+
+def removed(x):
+    keep = torch.rand(len(x), x.shape[1]) >= 0.5
+    return torch.stack([row[k].sum() for row, k in zip(x, keep, strict=True)])[:, None] + x
+
+
+def masked_scores(x):
+    return x.masked_fill(torch.rand_like(x) < 0.3, -1e9).softmax(-1)
+
+
+OTHERS = {
+    "an order": (patches, "rand"),
+    "a removal": (removed, "rand"),
+    "scores": (masked_scores, "rand"),
+    "jitter": (lambda x: x * torch.empty_like(x).uniform_(0.9, 1.1), "uniform_"),
+    "Gaussian noise": (lambda x: x + torch.randn_like(x), "randn"),
+    "TorchScript": (scripted, "bernoulli"),
+    "an aten call": (lambda x: torch.ops.aten.dropout(x, 0.5, True), "bernoulli"),
+    "Python": (lambda x: x if random.random() < 0.5 else 2 * x, "Python's random"),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, own, dropout=True):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.own, self.dropout = own, nn.Dropout(0.2 if dropout else 0.0)
+
+    def forward(self, x):
+        return self.last(self.dropout(self.own(torch.tanh(self.first(x)))))
+
+
+X, Y = torch.randn(6, 4), torch.randint(3, (6,))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_it_is_named_and_the_list_is_the_same_for_every_seed(name):
+    own, function = OTHERS[name]
+    net = Net(own)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        found = undrop.sites(net, X)
+        assert found.names == ("dropout",)
+        (other,) = found.unaccounted
+        assert function in other.function
+        assert other.calls == 1
+        assert "test_unaccounted.py:" in other.where
+    assert "belong to no site" in repr(found)
+    assert "belong to no site" in found._repr_html_()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_with_nothing_else_gets_an_error_that_names_it(name):
+    own, function = OTHERS[name]
+    with pytest.raises(NoDropoutError, match=f"{function}.*register_site"):
+        undrop.sites(Net(own, dropout=False), X)
+
+
+def test_an_objective_logs_it_once(caplog):
+    net = Net(patches)
+    with caplog.at_level(logging.WARNING, "undrop"):
+        for _ in range(2):
+            undrop.Analytic()(net, X, Y)
+    (line,) = [r.message for r in caplog.records if "belong to no dropout site" in r.message]
+    assert "test_unaccounted.py" in line
+
+
+def test_a_branch_that_no_module_follows_is_named():
+    def skipped(x):
+        return x + torch.sin(x) if torch.rand([]) >= 0.1 else x
+
+    found = undrop.sites(Net(skipped), X)
+    assert found.names == ("dropout",)
+    assert [other.function for other in found.unaccounted] == ["rand"]
+
+
+def test_a_branch_around_more_than_a_layer_is_named():
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            if torch.rand([]) < 0.1:
+                return x
+            return x + torch.sin(self.norm(x))
+
+    found = undrop.sites(Net(Skipping()), X)
+    assert found.names == ("dropout",)
+    assert [other.module for other in found.unaccounted] == ["own"]
+
+
+def test_without_regularization_masks_are_at_their_mean_and_the_rest_is_random():
+    class Both(nn.Module):
+        def forward(self, x):
+            return patches(x * (torch.rand(len(x), 1) < 0.8))
+
+    net = Net(Both())
+    step = undrop.NoRegularization()(net, X, Y)
+    step.backward()
+    assert step.total.isfinite()

@@ -140,6 +140,9 @@ def seed_current(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
+    other = _other_device()
+    if other is not None:
+        other.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 

@@ -33,17 +33,17 @@ def table(printed: str) -> dict[str, str]:
     return {row.split()[0]: row for row in rows}
 
 
-def test_every_example_is_here():
+def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES.glob("*.py")} == SMALL.keys()
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_it_fits_on_a_screen(name):
+def test_an_example_is_short(name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 84
 
 
 @pytest.mark.parametrize("name", sorted(SMALL.keys() - PARALLEL))
-def test_it_runs(name, monkeypatch, capsys):
+def test_an_example_runs_and_prints_its_table(name, monkeypatch, capsys):
     pytest.importorskip(NEEDS.get(name, "torch"))
     monkeypatch.setattr(sys, "argv", [name, *SMALL[name]])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")

@@ -57,7 +57,7 @@ def test_a_dropped_entry_is_zero_in_every_precision(dtype):
 
 
 @pytest.mark.parametrize("noise", NOISES)
-def test_a_scale_multiplies(noise):
+def test_noise_is_multiplied_by_its_scale(noise):
     one, three = (
         draw(noise, (50,), 0.3, scale=scale, like=LIKE, generator=new_generator(0))
         for scale in (1.0, 3.0)

@@ -30,18 +30,18 @@ def check(name, loss, form, mask):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NETS)
-def test_the_expectation_is_that_of_brute_force(name, form, mask):
+def test_the_expectation_matches_brute_force_on_every_network(name, form, mask):
     check(name, "cross-entropy", form, mask)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_so_it_is_for_every_loss(loss, form):
+def test_the_expectation_matches_brute_force_for_every_loss_and_form(loss, form):
     check("lstm" if loss == "generic" else "mlp", loss, form, "as-declared")
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_the_net_written_out_is_the_net(name):
+def test_the_reference_network_computes_what_the_model_does(name):
     p = problem(name)
     w = {key: value.detach() for key, value in p.model.named_parameters()}
     net = NETS[name]

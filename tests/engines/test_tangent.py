@@ -46,14 +46,14 @@ def test_over_all_signs_it_is_exact():
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_over_a_design_of_signs_it_is_exact(name, mask):
+def test_the_tangent_engine_is_exact_over_a_design_of_signs(name, mask):
     p = problem(name)
     assert_is_exact(p, design(p, mask), mask=mask)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("loss", ["smoothed", "bce", "mse", "generic"])
-def test_so_it_is_for_every_loss_and_form(loss, form):
+def test_the_tangent_engine_is_exact_over_a_design_of_signs_for_every_loss_and_form(loss, form):
     p = problem("mlp", loss)
     assert_is_exact(p, design(p), form)
 

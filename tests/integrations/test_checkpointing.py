@@ -123,7 +123,7 @@ def test_gradients_and_statistics_are_those_without_checkpointing(name, run):
 
 @pytest.mark.parametrize("name", ["reverse", "exact", "none", "jacobian", "r-drop", "sam"])
 @pytest.mark.parametrize("run", [each, nested], ids=lambda run: run.__name__)
-def test_every_engine_and_objective(name, run):
+def test_checkpointing_does_not_change_the_gradient_of_any_engine_or_objective(name, run):
     assert_same(net(run), name)
 
 
@@ -145,7 +145,7 @@ def test_torch_keeps_its_own_masks_where_dropout_is_its_own():
     torch.testing.assert_close(got[:parameters], expected[:parameters])
 
 
-def test_module_wrapper():
+def test_a_checkpoint_wrapper_does_not_change_the_gradient():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         CheckpointImpl,
         checkpoint_wrapper,

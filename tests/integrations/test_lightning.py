@@ -96,7 +96,7 @@ def test_validation_is_untouched():
     torch.testing.assert_close(fit.callback_metrics["valid"], expected.detach())
 
 
-def test_mixed_precision():
+def test_a_step_in_mixed_precision_is_close_to_one_in_float32():
     losses = []
     for precision in ("32-true", "bf16-mixed"):
         fit = trainer(max_steps=1, precision=precision)

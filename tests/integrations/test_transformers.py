@@ -157,7 +157,7 @@ def test_models_that_take_no_count_of_targets(tmp_path):
 
 @pytest.mark.portable
 @pytest.mark.parametrize("engine", ["tangent", "antithetic"])
-def test_half_precision(tmp_path, engine):
+def test_a_step_in_bfloat16_is_close_to_one_in_float32(tmp_path, engine):
     full = trained(tmp_path, "bert-sequence", seeded(engine=engine), max_steps=1)
     half = trained(tmp_path, "bert-sequence", seeded(engine=engine), max_steps=1, bf16=True)
     assert next(half.model.parameters()).dtype == torch.float32
@@ -283,11 +283,11 @@ class Mine(UndropMixin, hf.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_mixin_with_outputs(tmp_path):
+def test_a_trainer_of_your_own_can_return_outputs(tmp_path):
     assert trained(tmp_path, cls=Mine).seen == (4, 3, 7)
 
 
-def test_other_objectives(tmp_path, caplog):
+def test_the_trainer_takes_any_objective(tmp_path, caplog):
     for objective in (undrop.NoRegularization(), undrop.Dropout(2), undrop.L2(0.01)):
         trainer = trained(tmp_path, objective=objective, max_steps=1)
         assert "undrop/loss" in trainer.state.log_history[0]

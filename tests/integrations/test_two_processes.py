@@ -33,7 +33,7 @@ def test_gradients_equal_those_of_one_process(found, wrapper, case):
 
 
 @pytest.mark.parametrize("engine", ["tangent", "reverse"])
-def test_other_engines_under_ddp(found, engine):
+def test_the_other_engines_have_the_same_gradient_under_ddp(found, engine):
     assert found[f"ddp {engine}"] < 1e-14
 
 
@@ -60,7 +60,7 @@ def test_each_process_has_noise_of_its_own(found):
     }
 
 
-def test_names_without_wrappers():
+def test_site_names_do_not_contain_wrappers():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = Net(lambda: nn.Identity(), checkpointed=False)

@@ -136,7 +136,7 @@ def test_every_kind_is_found(kind):
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_multi_head_attention(weights):
+def test_multi_head_attention_has_one_site(weights):
     attention = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
     model = Calls(lambda self, x: self.attention(x, x, x, need_weights=weights)[0])
     model.attention = attention
@@ -219,7 +219,7 @@ def test_what_drops_in_eval_mode_is_flagged():
     assert [(s.name, s.active_in_eval) for s in found] == [("0", False), ("1.attention", True)]
 
 
-def test_the_table():
+def test_the_sites_print_as_a_table():
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.25), LockedDropout(0.1))
     assert str(undrop.sites(model, X)).splitlines() == [
         "name  kind     p     mask              shape  in eval",

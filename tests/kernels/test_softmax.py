@@ -63,7 +63,7 @@ def test_values_and_gradients_match_autograd(form, smoothing, ignored):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradcheck(form):
+def test_the_derivatives_of_softmax_pass_gradcheck(form):
     logits, u, target = problem(shape=(3,), classes=5, ignored=1)
     assert torch.autograd.gradcheck(
         lambda z, t: cross_entropy_derivatives(z, t, target, label_smoothing=0.1, form=form),
@@ -87,7 +87,7 @@ def test_combined_is_the_weighted_sum(form, scale):
     torch.testing.assert_close(got, torch.autograd.grad(scale * want, (logits, u)))
 
 
-def test_many_blocks_are_one(monkeypatch):
+def test_the_result_does_not_depend_on_the_size_of_blocks(monkeypatch):
     logits, u, target = problem(shape=(11,), ignored=3)
     whole = cross_entropy_combined(logits, u, target, (1.0, 0.5, 1.0))
     grads = torch.autograd.grad(whole[0], (logits, u))

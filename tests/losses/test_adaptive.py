@@ -86,7 +86,7 @@ def assert_same_gradients(got, want, inputs, weights):
 
 
 @pytest.mark.parametrize("ignored", [0, 2])
-def test_value_and_its_gradients(ignored):
+def test_the_adaptive_value_and_its_gradients_match_plain_operations(ignored):
     features, _, layers, target = problem(ignored=ignored)
     got = adaptive(layers).value(features, target)
     want = CrossEntropy().value(log_probabilities(features, layers), target)
@@ -121,7 +121,7 @@ def test_value_can_be_differentiated_twice():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_derivatives_and_their_gradients(form):
+def test_the_adaptive_derivatives_and_their_gradients_match_plain_operations(form):
     features, u, layers, target = problem()
     got = adaptive(layers).derivatives(features, u, target, form)
     want = reference(features, u, layers, target, form)
@@ -147,7 +147,7 @@ def test_combined_is_the_weighted_sum(form, scale):
     torch.testing.assert_close(grads, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_gradcheck():
+def test_the_adaptive_loss_passes_gradcheck():
     features, u, layers, target = problem((5,), ignored=1)
     inputs = [features, u, *parameters(layers)]
 

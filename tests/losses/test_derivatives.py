@@ -60,7 +60,7 @@ def given(request):
     return name, *case(name, leading)
 
 
-def test_the_value_is_torchs(given):
+def test_the_value_equals_torchs_loss(given):
     name, loss, output, _, target = given
     expected = REFERENCES[name](output, target)
     for value in (loss.value(output, target), loss.twice_differentiable_value(output, target)):
@@ -81,7 +81,7 @@ def test_the_derivatives_are_those_of_the_value_along_u(given):
     torch.testing.assert_close(found.quadratic, u.flatten() @ curvature @ u.flatten())
 
 
-def test_the_other_forms(given):
+def test_the_identity_and_loss_jacobian_forms_match_their_definition(given):
     _, loss, output, u, target = given
     identity = loss.derivatives(output, u, target, "identity")
     n = loss.count(output, target)
@@ -95,7 +95,7 @@ def test_the_other_forms(given):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_their_gradients_are_right(given, form):
+def test_the_derivatives_pass_gradcheck(given, form):
     _, loss, output, u, target = given
     torch.autograd.gradcheck(lambda f, u: loss.derivatives(f, u, target, form), (output, u))
 

@@ -49,7 +49,7 @@ def test_a_head_that_is_fused_for_labels_alone_is_trained_on_its_logits():
     assert found == expected
 
 
-def test_a_model_without_logits_is_told_what_to_switch_off():
+def test_the_error_for_a_model_without_logits_names_the_setting_to_change():
     with pytest.raises(
         OutputError,
         match=r"with a loss but no logits, .* fused_linear_cross_entropy=False\), or return the "

@@ -167,7 +167,7 @@ def test_differences_of_a_loss_in_float32_are_close_to_those_in_float64(function
 
 @pytest.mark.parametrize("engine", ["tangent", "antithetic", "exact"])
 @pytest.mark.parametrize("explicit", ["hessian", None])
-def test_training_with_ctc(engine, explicit):
+def test_ctc_can_be_trained_with_any_engine(engine, explicit):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 5)).double()
     objective = undrop.Analytic(loss=ctc, engine=engine, explicit=explicit)

@@ -198,7 +198,7 @@ def test_without_problem_type_one_number_is_regression():
     assert isinstance(read_head(classifier(num_labels=1), torch.tensor([0.5])).loss, MSE)
 
 
-def test_label_smoothing():
+def test_label_smoothing_is_for_class_labels_only():
     task = read_head(classifier(), torch.tensor([1]), 0.1)
     assert task.loss.label_smoothing == 0.1
     with pytest.raises(OptionError, match=r"label_smoothing_factor is for class labels.*MSE"):

@@ -33,7 +33,7 @@ def losses(weight, bias, **options):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("ignored", [0, 2])
-def test_value_and_its_gradients(smoothing, ignored):
+def test_the_fused_value_and_its_gradients_match_the_plain_loss(smoothing, ignored):
     features, _, weight, bias, target = problem(ignored=ignored)
     fused, plain = losses(weight, bias, label_smoothing=smoothing)
     got = fused.value(features, target)
@@ -65,7 +65,7 @@ def test_value_can_be_differentiated_twice():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_derivatives_and_their_gradients(form, with_bias):
+def test_the_fused_derivatives_and_their_gradients_match_the_plain_loss(form, with_bias):
     features, u, weight, bias, target = problem()
     bias = bias if with_bias else None
     fused, plain = losses(weight, bias, label_smoothing=0.1)
@@ -105,7 +105,7 @@ def test_combined_is_the_weighted_sum(form, scale):
 
 
 @pytest.mark.parametrize("form", ["hessian", "identity"])
-def test_gradcheck(form):
+def test_the_fused_loss_passes_gradcheck(form):
     *inputs, target = problem((4,), ignored=1)
     assert torch.autograd.gradcheck(
         lambda f, u, w, b: tuple(losses(w, b)[0].derivatives(f, u, target, form)), inputs

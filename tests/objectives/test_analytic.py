@@ -90,7 +90,7 @@ def test_an_interval_regularizes_now_and_then_and_as_much_the_more(engine):
     assert found[1]["loss"] == pytest.approx(every["loss"], rel=1e-3)  # antithetic: to O(ε₀²)
 
 
-def test_a_mask_of_ones_own_is_not_the_declared_one():
+def test_independent_masks_differ_from_declared_ones():
     p = problem("lstm")
     declared, independent = (
         step(p, engine="exact", mask=mask).parts["explicit"]

@@ -137,12 +137,12 @@ def test_a_drop_probability_of_zero_is_the_plain_loss(objective, later):
     assert parts.get("explicit", 0.0) == parts.get("implicit", 0.0) == 0.0
 
 
-def test_eval_mode(objective):
+def test_a_model_in_eval_mode_is_refused(objective):
     message = r"Net is in eval mode, where its dropout is off: call model.train\(\) first"
     refused(objective, EvalModeError, message, Net().eval())
 
 
-def test_p_of_one(objective):
+def test_p_of_1_is_refused_where_sigma_is_needed(objective):
     message = r"the dropout at 'dropout' has p = 1: undrop needs 0 < p < 1"
     model = Net(nn.Dropout(1.0))
     torch_masks = type(objective) is undrop.Dropout and not objective.own_masks
@@ -154,12 +154,12 @@ def test_p_of_one(objective):
 
 
 @pytest.mark.parametrize("kind", [nn.AlphaDropout, nn.FeatureAlphaDropout])
-def test_alpha_dropout(objective, kind):
+def test_alpha_dropout_is_refused(objective, kind):
     message = r"alpha dropout at 'dropout' is not multiplicative zero-mean noise.*use nn.Dropout"
     refused(objective, UnsupportedDropoutError, message, Net(kind(0.2)))
 
 
-def test_gradients_switched_off(objective):
+def test_a_step_without_gradients_is_refused(objective):
     message = r"needs gradients: call it outside of torch.no_grad\(\) and torch.inference_mode\(\)"
     with torch.no_grad():
         refused(objective, GradientsDisabledError, message, Net())
@@ -167,13 +167,13 @@ def test_gradients_switched_off(objective):
         refused(objective, GradientsDisabledError, message, Net())
 
 
-def test_nothing_to_train(objective):
+def test_a_model_without_trainable_parameters_is_refused(objective):
     message = r"no parameter of Net requires a gradient: set requires_grad_\(True\)"
     refused(objective, GradientsDisabledError, message, Net().requires_grad_(False))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_nothing_to_train_with_a_loss_of_ones_own(engine):
+def test_a_model_without_trainable_parameters_is_refused_for_your_own_loss_too(engine):
     objective = undrop.Analytic(
         engine=engine, explicit="identity", loss=lambda f, y: f.square().sum(-1).mean()
     )
@@ -206,7 +206,7 @@ def test_an_output_without_a_tensor(objective, end, got):
 @pytest.mark.parametrize(
     "end", [lambda y: {"logits": y}, lambda y: (y, "state"), lambda y: [y], lambda y: y]
 )
-def test_outputs_with_one(objective, end):
+def test_an_output_with_one_tensor_for_the_loss_is_accepted(objective, end):
     step = objective(Net(end=end), X, Y)
     assert step.total.isfinite()
 

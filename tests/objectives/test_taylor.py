@@ -45,7 +45,7 @@ def half_of_exact(p):
     return 0.5 * evaluate(Exact(), p, seeded(0), EXPLICIT).total.item()
 
 
-def test_where_the_loss_is_quadratic_in_the_noise_there_is_nothing_else():
+def test_second_order_is_exact_if_the_loss_is_quadratic_in_the_noise():
     p = narrow(0.3, torch.randn(2, 3, dtype=D), MSE())
     assert gap_over_all_masks(p) == pytest.approx(half_of_exact(p), rel=1e-9)
 

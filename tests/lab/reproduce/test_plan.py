@@ -20,7 +20,7 @@ def test_experiments_share_their_runs(records):
     assert len({run.key for run in together}) == len(together)
 
 
-def test_cheapest_first(records):
+def test_the_cheapest_runs_come_first(records):
     costs = [run.cost for run in Plan(["averaging-noise"], "smoke", 3).needed(records)]
     assert costs == sorted(costs)
 

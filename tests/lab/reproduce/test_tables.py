@@ -64,7 +64,7 @@ def test_an_experiment_that_a_scale_does_not_have_is_named():
         ("qrnn", "qrnn", "drop-4", 32.74),
     ],
 )
-def test_numbers_of_the_paper(experiment, setting, method, value):
+def test_the_tables_hold_the_numbers_of_the_paper(experiment, setting, method, value):
     number = tables.paper_number(experiment, setting, method)
     assert number.value == value
     assert number.where

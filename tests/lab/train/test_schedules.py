@@ -16,12 +16,12 @@ def test_the_constant_schedule_with_warmup():
     assert at({"name": "constant"}) == 1.0
 
 
-def test_the_step_schedule():
+def test_the_step_schedule_drops_at_each_milestone():
     schedule = {"name": "step", "milestones": [2, 5], "factor": 0.1}
     assert [at(schedule, epoch=e) for e in (0, 1.99, 2.0, 5.5)] == pytest.approx([1, 1, 0.1, 0.01])
 
 
-def test_the_cosine_schedule():
+def test_the_cosine_schedule_follows_its_formula():
     assert at({"name": "cosine"}, done=0.0) == 1.0
     assert at({"name": "cosine"}, done=0.25) == pytest.approx(0.5 + 0.5 * math.sqrt(0.5))
     assert at({"name": "cosine"}, done=1.0) == pytest.approx(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,8 +66,8 @@ def _shortened(config: Config, share: float) -> Config:
     """The same training, for a share of its steps and long enough to measure."""
     data, train = config.data, config.train
     text = (1.0 - train.tune) * len(config.load_corpus().train)
-    planned = train.max_steps or train.epochs * text / (data.batch_size * data.length)
-    steps = max(round(share * planned), _SHORTEST)
-    epochs = max(train.epochs, steps)  # the number of steps ends the training
+    per_epoch = text / (data.batch_size * data.length)
+    steps = max(round(share * (train.max_steps or train.epochs * per_epoch)), _SHORTEST)
+    epochs = math.ceil(1.1 * steps / per_epoch) + 1  # enough: the number of steps ends the training
     limits = {"max_steps": steps, "epochs": epochs, "patience": None}
     return config.model_copy(update={"train": train.model_copy(update=limits)})

@@ -4,6 +4,7 @@ import random
 import numpy as np
 import torch
 
+from device import DEVICE
 from undrop.rng_snapshot import RngSnapshot, derive_seed, seed_all
 from undrop.tensor_files import pack, unpack
 
@@ -41,3 +42,10 @@ def test_seeding_and_derived_seeds_are_reproducible_and_independent():
     assert draws() == first
     assert derive_seed(1, "noise", 0) == derive_seed(1, "noise", 0)
     assert len({derive_seed(1, "noise", rank) for rank in range(100)}) == 100
+
+
+def test_random_numbers_of_the_device_are_restored():
+    snapshot = RngSnapshot()
+    first = torch.rand(3, device=DEVICE)
+    snapshot.restart()
+    assert torch.equal(torch.rand(3, device=DEVICE), first)

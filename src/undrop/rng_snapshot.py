@@ -155,10 +155,8 @@ def derive_seed(base: int, *purpose: str | int) -> int:
 
 def _other_device() -> Any:
     """Return torch's module for an accelerator that is neither CUDA nor MPS; None without one."""
-    if not hasattr(torch, "accelerator"):  # before torch 2.6
-        return None
     found = torch.accelerator.current_accelerator()
-    if found is None or found.type in ("cuda", "mps"):
+    if found is None or found.type in ("cpu", "cuda", "mps"):
         return None
     return torch.get_device_module(found)
 

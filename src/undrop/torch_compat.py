@@ -19,8 +19,8 @@ from undrop.errors import TorchVersionError
 
 __all__ = ["OLDEST", "check_version", "compiled", "eager", "lstm", "portable_lstm", "untraced"]
 
-OLDEST = (2, 5)
-"""The first version of torch that all tests of the library pass with."""
+OLDEST = (2, 6)
+"""The first version of torch that has ``torch.compiler.set_stance``, which :func:`eager` needs."""
 
 _log = logging.getLogger("undrop")
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import jvp
 
-from device import new_generator
+from device import DEVICE, new_generator
 from dispatch import LargestTensor
 from undrop.errors import OptionError, OutputError, TargetError
 from undrop.losses.adaptive import AdaptiveSoftmax
@@ -178,7 +178,7 @@ def test_drawn_tails_are_unbiased_with_their_gradient():
 
 def test_drawn_tails_are_the_same_in_the_backward():
     features, u, layers, target = problem((4,), ignored=0)
-    loss = adaptive(layers, fisher="drawn", generator=torch.Generator())
+    loss = adaptive(layers, fisher="drawn", generator=torch.Generator(DEVICE))
 
     def gradient(quadratic):
         loss.generator.manual_seed(3)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, hessian
 
-from device import new_generator
+from device import DEVICE, new_generator
 from problems import LOSSES, softened
 from undrop.errors import OptionError
 from undrop.losses import FORMS, CrossEntropy, Generic, LinearCrossEntropy
@@ -198,7 +198,7 @@ def test_a_label_that_is_drawn_may_be_the_ignored_one(make):
     torch.manual_seed(0)
     w, f = torch.randn(4, 3, dtype=D), torch.randn(3, dtype=D)
     output = f.expand(n, 3).clone().requires_grad_()
-    total = make(w).sampled(output, torch.zeros(n).long(), "hessian", torch.Generator())
+    total = make(w).sampled(output, torch.zeros(n).long(), "hessian", torch.Generator(DEVICE))
     (g,) = torch.autograd.grad(total, output)
     products = g.unsqueeze(-1) * g.unsqueeze(-2)
     p = (w @ f).softmax(0)

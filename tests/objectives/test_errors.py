@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import undrop
-from device import new_generator
+from device import DEVICE, new_generator
 from undrop.errors import (
     EvalModeError,
     GradientsDisabledError,
@@ -28,7 +28,7 @@ ENGINES = ("tangent", "antithetic", "reverse", "exact")
 WITH_DROPOUT = {
     "dropout": undrop.Dropout,
     "drop-k": lambda: undrop.Dropout(3),
-    "drop-k own masks": lambda: undrop.Dropout(2, generator=torch.Generator()),
+    "drop-k own masks": lambda: undrop.Dropout(2, generator=torch.Generator(DEVICE)),
     "drop-k resampled": lambda: undrop.Dropout(2, noise="resampled"),
     "drop-k analytic": lambda: undrop.Dropout(2, noise="analytic"),
     "analytic": undrop.Analytic,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import undrop
-from device import new_generator
+from device import DEVICE, new_generator
 from problems import problem
 from undrop.errors import StepError
 from undrop.losses import LinearCrossEntropy
@@ -281,7 +281,7 @@ def peak_of_saved(objective, p):
 @pytest.mark.parametrize("name", ["mlp", "lstm", "transformer"])
 def test_memory_does_not_grow_with_samples(name, make):
     p = problem(name)
-    one, many = (peak_of_saved(make(k, generator=torch.Generator()), p) for k in (1, 8))
+    one, many = (peak_of_saved(make(k, generator=torch.Generator(DEVICE)), p) for k in (1, 8))
     assert 0 < many <= 1.05 * one
 
 

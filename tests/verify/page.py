@@ -38,8 +38,9 @@ def write(path: Path, report: dict[str, Any]) -> None:
         body.append(html.heading(title))
         part = report[name]
         body += _error(part) if "error" in part else _SECTIONS[name](part)
-    device = report["machine"]["device"]
-    html.write(path, html.page(f"undrop on {device}: {report['machine']['name']}", *body))
+    found = report["machine"]
+    title = f"undrop on {found['device']}: {found['gpu'] or found['cpu']}"
+    html.write(path, html.page(title, *body))
 
 
 def _error(part: dict[str, Any]) -> list[str]:

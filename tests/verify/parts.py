@@ -43,11 +43,9 @@ SETTINGS = ["data.limit_tokens=10000", "train.epochs=2"]
 
 def machine(device: str) -> dict[str, Any]:
     """Return what the machine is, and the versions on it."""
-    name = _cpu()
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
     capability = torch.backends.cpu.get_cpu_capability()
-    found = {**describe(device), "name": name, "cpu": _cpu(), "cpu_capability": capability}
+    found = {**describe(device), "gpu": gpu, "cpu": _cpu(), "cpu_capability": capability}
     return {"machine": found, "versions": {**versions(), "cuda": torch.version.cuda}}
 
 

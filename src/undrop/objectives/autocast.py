@@ -50,8 +50,7 @@ def _devices() -> tuple[str, ...]:
         kinds.append("cuda")
     if torch.backends.mps.is_available():
         kinds.append("mps")
-    if hasattr(torch, "accelerator"):  # since torch 2.6
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type not in kinds:
-            kinds.append(accelerator.type)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type not in ("cpu", "cuda", "mps"):
+        kinds.append(accelerator.type)
     return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))

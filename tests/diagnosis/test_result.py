@@ -332,8 +332,8 @@ def test_benefits_become_actions():
     found = diagnosed(model_with_shares(1.0))
     helps, harms = Estimate.of(0.012, 0.002), Estimate.of(-0.03, 0.01)
     advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
-    assert advice[0].startswith("Raise p at `a`: +0.0120 ± 0.002 ")
-    assert advice[1].startswith("Dropout at `b` is in the way: lower p (-0.030 ± 0.01,")
+    assert advice[0].startswith("Try a larger p at `a`: +0.0120 ± 0.002 ")
+    assert advice[1].startswith("Dropout at `b` is in the way: try a smaller p (-0.030 ± 0.01,")
     assert advice[2] == "No evidence either way at `c`: too few batches."
     assert not any("Weight decay" in sentence for sentence in advice)
 

@@ -100,9 +100,9 @@ def _benefit_sentence(benefit: Benefit) -> str:
     if total.includes_zero:
         return f"{TOO_LITTLE} whether it helps on the validation data (benefit {signed(total)} {_PER})."
     if total.value > 0.0:
-        return f"It helps: its explicit part lowers the validation loss by {total} {_PER}."
+        return f"At these weights it helps: its explicit part lowers the validation loss by {total} {_PER}."
     raised = total.scaled(-1.0)
-    return f"It is in the way: its explicit part raises the validation loss by {raised} {_PER}."
+    return f"At these weights it is in the way: its explicit part raises the validation loss by {raised} {_PER}."
 
 
 def advise(
@@ -149,13 +149,13 @@ def _benefits(benefit: Benefit) -> Iterator[str]:
     for name, found in ordered:
         if found.low > 0.0:
             yield (
-                f"Raise p at `{name}`: {signed(found)} (the fall of the validation loss {_PER} that "
+                f"Try a larger p at `{name}`: {signed(found)} (the fall of the validation loss {_PER} that "
                 "it causes now)."
             )
     for name, found in reversed(ordered):
         if found.high < 0.0:
             yield (
-                f"Dropout at `{name}` is in the way: lower p ({signed(found)}, a rise of the "
+                f"Dropout at `{name}` is in the way: try a smaller p ({signed(found)}, a rise of the "
                 f"validation loss {_PER})."
             )
     unknown = [f"`{name}`" for name, found in ordered if found.includes_zero]

@@ -35,7 +35,8 @@ EXACT = "Every mask was enumerated: ± is one standard error over batches alone.
 ONE_BATCH = "There is one batch: figures and errors are for that batch."
 BENEFIT = (
     "The benefit is to first order, for plain gradient steps from these weights, and of the explicit "
-    "part alone: it says nothing about the noise, nor about many steps ahead."
+    "part alone: it says nothing about the noise, nor about many steps ahead. In tests its sign did not "
+    "predict what retraining without a site does: compare two runs before you keep a change."
 )
 
 

@@ -99,10 +99,10 @@ def _benefit_sentence(benefit: Benefit) -> str:
     total = benefit.every_site
     if total.includes_zero:
         return f"{TOO_LITTLE} whether it helps on the validation data (benefit {signed(total)} {_PER})."
-    if total.value > 0.0:
-        return f"At these weights it helps: its explicit part lowers the validation loss by {total} {_PER}."
-    raised = total.scaled(-1.0)
-    return f"At these weights it is in the way: its explicit part raises the validation loss by {raised} {_PER}."
+    helps = total.value > 0.0
+    says, verb = ("helps", "lowers") if helps else ("is in the way", "raises")
+    amount = total if helps else total.scaled(-1.0)
+    return f"At these weights it {says}: its explicit part {verb} the validation loss by {amount} {_PER}."
 
 
 def advise(
@@ -149,8 +149,8 @@ def _benefits(benefit: Benefit) -> Iterator[str]:
     for name, found in ordered:
         if found.low > 0.0:
             yield (
-                f"Try a larger p at `{name}`: {signed(found)} (the fall of the validation loss {_PER} that "
-                "it causes now)."
+                f"Try a larger p at `{name}`: {signed(found)} (the fall of the validation loss {_PER} "
+                "that it causes now)."
             )
     for name, found in reversed(ordered):
         if found.high < 0.0:

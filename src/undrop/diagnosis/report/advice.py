@@ -101,8 +101,8 @@ def _benefit_sentence(benefit: Benefit) -> str:
         return f"{TOO_LITTLE} whether it helps on the validation data (benefit {signed(total)} {_PER})."
     helps = total.value > 0.0
     says, verb = ("helps", "lowers") if helps else ("is in the way", "raises")
-    amount = total if helps else total.scaled(-1.0)
-    return f"At these weights it {says}: its explicit part {verb} the validation loss by {amount} {_PER}."
+    by = f"by {total if helps else total.scaled(-1.0)} {_PER}"
+    return f"At these weights it {says}: its explicit part {verb} the validation loss {by}."
 
 
 def advise(

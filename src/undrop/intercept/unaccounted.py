@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import random
 import sys
 from collections import Counter
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Unaccounted", "unaccounted"]
 
-_OURS = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), "<")
+_OURS = (f"{Path(__file__).parent.parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<")
 
 
 class Unaccounted(NamedTuple):

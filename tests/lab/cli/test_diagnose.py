@@ -303,7 +303,7 @@ def test_a_name_in_the_wrong_place_gets_the_right_one(
 def test_sites_of_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path))
     found = answer(capsys, "sites", "--model", "awd-lstm", "--data", text)
-    assert len(found) == 7
+    assert len(found["sites"]) == 7
 
 
 def test_commands_have_the_defaults_of_the_functions():

@@ -8,7 +8,7 @@ import pytest
 
 from fake_records import fake_record
 from undrop.lab.reproduce import Plan, Records, experiment
-from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, UNDECIDED, decide, verdicts
+from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, NOT_RUN, UNDECIDED, decide, verdicts
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.statistics import Interval
 from undrop.lab.reproduce.tables import Claim
@@ -38,7 +38,7 @@ def test_a_claim_is_decided_by_the_whole_interval(asked, low, high, verdict):
 
 def test_one_seed_leaves_a_claim_undecided():
     assert decide(claim(above=1.0), Interval(2.0, 2.0, 2.0, 1)) == UNDECIDED
-    assert decide(claim(above=1.0), None) == UNDECIDED
+    assert decide(claim(above=1.0), None) == NOT_RUN
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_verdicts_of_an_experiment(results):
     assert matches.asked == "0.98 – 1.02"
 
 
-def test_a_claim_about_missing_runs_is_undecided_and_has_the_papers_number(results):
+def test_a_claim_about_missing_runs_is_not_run_and_has_the_papers_number(results):
     identity = verdicts(experiment("loss-hessian"), results)[0]
-    assert (identity.verdict, identity.seeds, identity.estimate) == (UNDECIDED, 0, None)
+    assert (identity.verdict, identity.seeds, identity.estimate) == (NOT_RUN, 0, None)
     assert identity.paper == pytest.approx(108.76 / 84.52)
 
 

@@ -11,11 +11,12 @@ from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.statistics import Interval, paired_ratio, seeds_needed
 from undrop.lab.reproduce.tables import Claim, Experiment, method, paper_number
 
-__all__ = ["DOES_NOT_HOLD", "HOLDS", "UNDECIDED", "Verdict", "decide", "verdicts"]
+__all__ = ["DOES_NOT_HOLD", "HOLDS", "NOT_RUN", "UNDECIDED", "Verdict", "decide", "verdicts"]
 
 HOLDS = "holds"
 DOES_NOT_HOLD = "does not hold at this scale"
 UNDECIDED = "undecided"
+NOT_RUN = "not run"
 
 _FEWEST = 2
 """With fewer seeds nothing is decided: one value has no spread."""
@@ -28,7 +29,7 @@ class Verdict:
     Attributes:
         claim: the sentence.
         experiment: the experiment that tests it.
-        verdict: one of :data:`HOLDS`, :data:`DOES_NOT_HOLD` and :data:`UNDECIDED`.
+        verdict: one of :data:`HOLDS`, :data:`DOES_NOT_HOLD`, :data:`UNDECIDED` and :data:`NOT_RUN`.
         seeds: the number of seeds behind it.
         estimate: the ratio that the claim is about; None before anything is run.
         low: the lower end of its 95 % interval.
@@ -57,7 +58,9 @@ class Verdict:
 
 def decide(claim: Claim, interval: Interval | None) -> str:
     """Return whether a claim holds: if the whole interval lies where it asks, not if none does."""
-    if interval is None or interval.seeds < _FEWEST:
+    if interval is None:
+        return NOT_RUN
+    if interval.seeds < _FEWEST:
         return UNDECIDED
     if claim.above < interval.low and interval.high < claim.below:
         return HOLDS
@@ -89,7 +92,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         paper=_paper_ratio(experiment, claim),
         measured=_measured(claim, experiment.settings),
         asked=_asked(claim),
-        reason="" if verdict == HOLDS else claim.reasons.get(results.plan.scale, ""),
+        reason="" if verdict in (HOLDS, NOT_RUN) else claim.reasons.get(results.plan.scale, ""),
         needed=None if open_ is None else seeds_needed(open_, claim.above, claim.below),
     )
 

@@ -14,6 +14,8 @@ from undrop.lab.train import Callback, Config, merge, train_interleaved
 
 __all__ = ["measure_step_costs"]
 
+_STEPS = 25
+"""Steps of an epoch, where the setting limits its text."""
 _EPOCHS = 8
 _WARMUP = 2
 """Epochs that are not counted: engines prove themselves in the first steps of a model."""
@@ -39,8 +41,11 @@ def measure_step_costs(
         epochs: how many epochs to count, after two to warm up.
     """
     timed = {m.name: m for m in (tables.method(REFERENCE), *methods)}
+    data = setting.settings["data"]
+    text = _STEPS * data["batch_size"] * data["length"]
+    share = min(1.0, text / data["limit_tokens"]) if "limit_tokens" in data else 1.0
     overlay = {
-        "data": {"dir": data_dir, "eval_tokens": 1_000},
+        "data": {"dir": data_dir, "eval_tokens": 1_000, "fraction": share},
         "train": {"epochs": epochs + _WARMUP, "test": "end", "train_perplexity": False},
     }
     configs = {

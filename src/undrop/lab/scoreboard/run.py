@@ -19,7 +19,7 @@ from undrop.lab.scoreboard.data import Data, batches
 from undrop.lab.scoreboard.tasks import TASKS, Task
 from undrop.lab.train.environment import machine, versions
 from undrop.losses import Loss
-from undrop.objectives import Analytic, Dropout, NoRegularization, Objective
+from undrop.objectives import Analytic, Dropout
 from undrop.tuning import Tuner
 
 __all__ = ["Spec", "execute"]
@@ -63,7 +63,7 @@ def execute(spec: Spec, root: str) -> dict[str, Any]:
     task = TASKS[spec.task]
     data = task.data(Path(root), spec.seed)
     torch.manual_seed(1_000 + spec.seed)
-    model = task.model(Path(root), spec.p).train()
+    model = task.model(Path(root), 0.0 if spec.kind == "none" else spec.p).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=spec.decay)
     backward = _backward(spec, task, model, task.loss(), data)
@@ -133,7 +133,7 @@ def _logits(output: Any) -> Tensor:
 
 def _backward(spec: Spec, task: Task, model: nn.Module, loss: Loss, data: Data) -> Backward:
     """Return what a step does before the optimizer's."""
-    if spec.kind == "dropout":  # PyTorch's own dropout and loss: what dropout costs
+    if spec.kind in ("none", "dropout"):  # PyTorch's own step: what others are compared with
 
         def plain(inputs: Tensor, targets: Tensor) -> None:
             loss.value(_logits(model(inputs)), targets).backward()
@@ -144,15 +144,9 @@ def _backward(spec: Spec, task: Task, model: nn.Module, loss: Loss, data: Data) 
         held = batches(data, "validation", task.batch, shuffled)
         step: Callable[..., Any] = Tuner(Dropout(loss=loss), held, interval=10).step
     else:
-        step = _objective(spec, task, loss, data)
+        step = Analytic(loss=loss, fraction=task.fraction, batch_dim=data.dim)
 
     def regularized(inputs: Tensor, targets: Tensor) -> None:
         step(model, inputs, targets).backward()
 
     return regularized
-
-
-def _objective(spec: Spec, task: Task, loss: Loss, data: Data) -> Objective:
-    if spec.kind == "none":
-        return NoRegularization(loss=loss)
-    return Analytic(loss=loss, fraction=task.fraction, batch_dim=data.dim)

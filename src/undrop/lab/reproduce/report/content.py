@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from undrop.lab.reproduce import tables
-from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, UNDECIDED, Verdict, verdicts
+from undrop.lab.reproduce.claims import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    NOT_RUN,
+    UNDECIDED,
+    Verdict,
+    verdicts,
+)
 from undrop.lab.reproduce.measures import MEASURES, REFERENCE
 from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.results import Results
@@ -81,8 +88,8 @@ def _summary(every: Sequence[Verdict], used: Sequence[Record]) -> str:
     seeds = max((verdict.seeds for verdict in every), default=0)
     return (
         f"{len(every)} claims: {counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this "
-        f"scale, {counts[UNDECIDED]} are undecided. {len(used)} runs, up to {seeds} seeds per method, "
-        f"{hours:.1f} hours of one core."
+        f"scale, {counts[UNDECIDED]} are undecided, {counts[NOT_RUN]} are not run. {len(used)} runs, up "
+        f"to {seeds} seeds per method, {hours:.1f} hours of one core."
     )
 
 

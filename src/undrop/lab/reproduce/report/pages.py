@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, UNDECIDED, Verdict
+from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, NOT_RUN, UNDECIDED, Verdict
 from undrop.lab.reproduce.report.content import Content, Section, number
 from undrop.report import Table, html
 
 __all__ = ["as_html", "as_markdown"]
 
-_MARKS = {HOLDS: "good", DOES_NOT_HOLD: "bad", UNDECIDED: "open"}
+_MARKS = {HOLDS: "good", DOES_NOT_HOLD: "bad", UNDECIDED: "open", NOT_RUN: "open"}
 _HOW = (
     "A ratio is the geometric mean over seeds, paired by seed, with Student's interval. A claim holds "
     "if the whole interval lies where the claim asks. For an undecided claim, the last column says how "

@@ -69,12 +69,13 @@ def _differences(axes: Axes, section: Section, results: Results) -> None:
         if row.method == REFERENCE or not pairs:
             continue
         length = min(len(record.curve.epoch) for pair in pairs for record in pair)
+        late = slice(length // 3, length)  # the first epochs would flatten everything that matters
         own, plain = (
-            np.asarray([record.curve.valid_ppl[:length] for record in side])
+            np.asarray([record.curve.valid_ppl[late] for record in side])
             for side in zip(*pairs, strict=True)
         )
         percent = 100.0 * (own / plain - 1.0)
-        color, epochs = _color(row, section.rows, index), pairs[0][0].curve.epoch[:length]
+        color, epochs = _color(row, section.rows, index), pairs[0][0].curve.epoch[late]
         axes.plot(epochs, percent.mean(0), lw=1.4, color=color, label=mathtext(row.label))
         axes.fill_between(epochs, percent.min(0), percent.max(0), color=color, alpha=0.18, lw=0)
     axes.axhline(0.0, color="black", lw=0.8)
@@ -176,7 +177,7 @@ def _bars(section: Section, results: Results) -> Figure:
     axes.set_yticks(range(len(rows)), [mathtext(name) for name in names])
     axes.invert_yaxis()
     label = mathtext(MEASURES[section.experiment.measure].label)
-    axes.set_xlabel(f"{label}, mean and 95 % interval over seeds")
+    figure.supxlabel(f"{label}, mean and 95 % interval over seeds", fontsize=9)
     return figure
 
 

@@ -75,7 +75,10 @@ def test_reproduce_runs_once_and_report_summarizes(here, capsys):
         (["reproduce", "--executor", "slurm"], "unknown executor 'slurm': there are local, ray."),
         (["report", "nowhere", "--scale", "small"], "nowhere has no records: run `undrop"),
         (["report", "nowhere"], "there is no folder nowhere: `undrop reproduce` writes one."),
-        (["report", "."], ". is not named after a scale: add --scale (smoke, small, medium, paper)."),
+        (
+            ["report", "."],
+            ". is not named after a scale: add --scale (smoke, small, medium, paper).",
+        ),
     ],
 )
 def test_errors_of_reproduce_and_report_are_one_sentence(here, capsys, words, message):

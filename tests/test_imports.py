@@ -110,3 +110,12 @@ def test_a_step_does_not_load_torch_s_compiler():
         "print('torch._dynamo' in sys.modules)"
     )
     assert run(step) == ["False"]
+
+
+def test_no_module_needs_a_module_that_windows_lacks():
+    """Only inside of functions, where a machine without it can be answered."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not {"fcntl", "resource", "pwd", "grp", "termios"} & set(names), path

@@ -21,6 +21,9 @@ from undrop.lab.bench.subjects import check_named, subject
 
 __all__ = ["Row", "bench"]
 
+_LEAST = 0.02
+"""The least time, in seconds, that is measured at once; shorter steps are repeated."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -55,7 +58,7 @@ def bench(
 
     Whatever slows the machine down slows the neighbours in a round alike, so the ratios hold. Before
     each timed step comes a plain step that is not timed: no method pays for the caches and the memory
-    that another one left behind.
+    that another one left behind. A step that takes less than 20 ms is timed several times in a row.
 
     Args:
         model: a name of ``SUBJECTS``.
@@ -79,13 +82,18 @@ def bench(
     what = subject(model, size, device)
     steps = {name: _finished(method(what), device) for name, method in methods.items()}
     times: dict[str, list[float]] = {name: [] for name in names}
+    repeats = 1
     for turn in range(rounds + 1):
         for name, step in steps.items():
-            _timed(steps[BASELINE], what.model)
-            seconds = _timed(step, what.model)
+            plain = _timed(steps[BASELINE], what.model)
+            seconds = _timed(step, what.model, repeats)
             if turn > 0:
                 times[name].append(seconds)
             tick(name)
+        if turn == 0:
+            repeats = max(1, round(_LEAST / plain))
+            gc.freeze()  # else the collections take longer than the steps
+    gc.unfreeze()
     order = [name for name in METHODS if name in names]
     return [_row(name, times[name], times[BASELINE], peaks[name]) for name in order]
 
@@ -106,12 +114,14 @@ def _quantile(ordered: list[float], q: float) -> float:
     return float(torch.quantile(torch.tensor(ordered, dtype=torch.float64), q))
 
 
-def _timed(step: Callable[[], None], model: nn.Module) -> float:
-    model.zero_grad(set_to_none=True)
+def _timed(step: Callable[[], None], model: nn.Module, repeats: int = 1) -> float:
+    """Return the mean time of ``repeats`` steps."""
     gc.collect()
     start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    for _ in range(repeats):
+        model.zero_grad(set_to_none=True)
+        step()
+    return (time.perf_counter() - start) / repeats
 
 
 def _finished(step: Callable[[], None], device: str) -> Callable[[], None]:

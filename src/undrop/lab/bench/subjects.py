@@ -167,3 +167,9 @@ def gpt_256(size: str) -> Subject:
 def gpt_128_compiled(size: str) -> Subject:
     """The same as gpt-128, compiled; so is its dropout step."""
     return _gpt(128, compiled=True)
+
+
+@SUBJECTS.register("gpt-256-compiled")
+def gpt_256_compiled(size: str) -> Subject:
+    """The same as gpt-256, compiled; so is its dropout step."""
+    return _gpt(256, compiled=True)

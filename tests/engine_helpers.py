@@ -35,10 +35,10 @@ class Fixed(Draw):
     def sigma_eta(self, site: Site, h: Tensor) -> Tensor:
         return self.given(site).to(h) * self.scale(site)
 
-    def eta(self, site, dtype, device):
-        return self.given(site).to(dtype)
+    def eta(self, site, dtype, device, scale):
+        return self.given(site).to(dtype) * scale
 
-    def eta_of_rows(self, sites, widths, rows):
+    def eta_of_rows(self, sites, widths, rows, scale):
         parts = []
         for s in sites:
             eta = self.given(s.site).to(s.dtype)
@@ -52,7 +52,7 @@ class Fixed(Draw):
                 eta = eta.unflatten(0, sizes)
                 eta = eta.transpose(0, 1) if s.time_major else eta
             parts.append(rows.noisy(eta, 0).flatten(1))
-        return torch.cat(parts, 1).clone()
+        return torch.cat(parts, 1) * scale
 
 
 def seeded(seed: int, mask: str = "as-declared", noise: str = "sign") -> Draw:

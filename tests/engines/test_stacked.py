@@ -16,7 +16,7 @@ from engine_helpers import BOTH, EXPLICIT, evaluate, gradient, random_signs, rel
 from problems import D, Problem
 from undrop.engines import Antithetic, Tangent
 from undrop.errors import EngineError
-from undrop.lab.models import AWDLSTM
+from undrop.lab.models import AWDLSTM, GPT
 from undrop.losses import CrossEntropy
 
 ONE_PASS = "antithetic: one stacked pass"
@@ -399,9 +399,14 @@ def a_part(model):
     return model
 
 
+def a_method(model):
+    model.forward = torch.compile(model.forward)
+    return model
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fraction", [1.0, 0.25])
-@pytest.mark.parametrize("how", [wrapped, in_place, a_part])
+@pytest.mark.parametrize("how", [wrapped, in_place, a_part, a_method])
 def test_a_compiled_model_has_the_gradients_of_the_eager_one(monkeypatch, how, fraction, backend):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", partial(compiler, backend=backend))
@@ -417,6 +422,57 @@ def test_a_compiled_model_has_the_gradients_of_the_eager_one(monkeypatch, how, f
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_transformer_compiles_whole_and_once_per_shape(monkeypatch, caplog):
+    """With attention, a head of its own, time first and two lengths: one graph for each."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+    def run(compiled, lengths):
+        torch.manual_seed(0)
+        under = GPT(20, size=8, layers=2, heads=2, context=8)
+        model = torch.compile(under) if compiled else under
+        generator = torch.Generator().manual_seed(1)
+        objective = undrop.Analytic(loss=under.loss(), batch_dim=1, generator=generator)
+        tokens = torch.randint(20, (9, 4), generator=torch.Generator().manual_seed(2))
+        for length in lengths:
+            inputs = {"tokens": tokens[:length], "logits": False}
+            objective(model, inputs, tokens[1 : length + 1]).backward()
+        return torch.cat([q.grad.flatten() for q in under.parameters() if q.grad is not None])
+
+    lengths = [8, 6, 8, 6, 8, 8]
+    wanted = run(False, lengths)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.testing.assert_close(run(True, lengths), wanted, rtol=1e-5, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert "without torch.compile" not in caplog.text
+
+
+class Unfollowed(nn.Module):
+    """A model that torch.compile can't follow as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.inner(x)
+
+
+def test_a_model_that_does_not_compile_whole_runs_eagerly_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 8), torch.randint(4, (16,))
+    wanted = gradients(*(2 * [net()]), x, y)
+    torch.manual_seed(0)
+    under = Unfollowed()
+    torch._dynamo.reset()
+    found = gradients(torch.compile(under), under, x, y)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert caplog.text.count("undrop runs Unfollowed without torch.compile") == 1
 
 
 def test_compile_around_the_step_keeps_the_regularizers():

@@ -95,7 +95,9 @@ class Antithetic(Engine):
     def _one_pass(self, request: Request, plan: Plan) -> Evaluation:
         """Run the model once on [without noise; +ε₀; -ε₀]."""
         batch, draw = request.batch, request.draw
-        layout = layout_of(batch, plan.dim, request.fraction, request.exact_output)
+        layout = layout_of(
+            batch, plan.dim, request.fraction, request.exact_output, plan.shares_noise
+        )
         rows = Rows.drawn(layout, draw.generator(plan.sites[0].device))
         epsilon = self._epsilon(batch.model, max(draw.scale(s.site) for s in plan.sites))
         noise = stacked_noise(plan, draw, rows, epsilon)
@@ -105,19 +107,19 @@ class Antithetic(Engine):
         run = compiled_pass(batch.model) if batch.compiled and not plan.aliased else run_stacked
         stacked = run(batch.model, plan, layout, rows.index, noise, inputs)
         logits = logits_of(stacked)
-        u = rows.difference(logits, plan.logits_dim) * (0.5 / epsilon)
-        f = rows.merged(logits, plan.logits_dim)
+        parts = layout.split(logits, plan.logits_dim)
+        u = (parts.plus - parts.minus) * (0.5 / epsilon)
+        f = rows.merged_parts(parts, plan.logits_dim)
         targets = map_dims(rows.ordered, batch.targets, plan.target_dims)
         request.loss.check(f, targets)
-        total, parts = _combined(
-            request, f, u, targets, plan.logits_dim, layout.noisy / layout.batch
-        )
+        rho = layout.noisy / layout.batch
+        total, values = _combined(request, f, u, targets, plan.logits_dim, rho)
 
         def output() -> Any:
             merged = map_dims(rows.merged, stacked, plan.output_dims)
             return map_dims(rows.restored, merged, plan.output_dims)
 
-        return Evaluation(total, parts, output, "antithetic: one stacked pass")
+        return Evaluation(total, values, output, "antithetic: one stacked pass")
 
     def _two_passes(self, request: Request, reason: str) -> Evaluation:
         """Run the model at +ε₀ and at -ε₀."""

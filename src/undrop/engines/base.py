@@ -128,4 +128,8 @@ def weighted_parts(
     """Return the parts by name, each times its coefficient; those of coefficient 0 are left out."""
     names = ("loss", "explicit", "implicit")
     values = zip(names, coefficients, (loss, explicit, implicit), strict=True)
-    return {name: c * value.detach() for name, c, value in values if isinstance(c, Tensor) or c}
+    return {
+        name: value.detach() if isinstance(c, float) and c == 1.0 else c * value.detach()
+        for name, c, value in values
+        if isinstance(c, Tensor) or c
+    }

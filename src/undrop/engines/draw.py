@@ -90,21 +90,30 @@ class Draw:
             generator=generator,
         )
 
-    def eta(self, site: Site, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draw η for a site that all examples share."""
-        return self._eta(self.shape(site), site.p, dtype, device)
+    def eta(self, site: Site, dtype: torch.dtype, device: torch.device, scale: float) -> Tensor:
+        """Draw scale·η for a site that all examples share."""
+        return self._eta(self.shape(site), site.p, dtype, device, scale)
 
-    def eta_of_rows(self, sites: Sequence[Any], widths: Sequence[int], rows: Any) -> Tensor:
-        """Draw η for the noisy examples of a stacked batch, all sites at once: (r, Σ widths)."""
-        wide = max(sites, key=lambda s: torch.finfo(s.dtype).bits)
+    def eta_of_rows(
+        self, sites: Sequence[Any], widths: Sequence[int], rows: Any, scale: float
+    ) -> Tensor:
+        """Draw scale·η for the noisy examples of a stacked batch, all sites at once: (r, Σ widths)."""
+        wide = max(sites, key=lambda s: s.dtype.itemsize)
         shape = (rows.layout.noisy, sum(widths))
-        return self._eta(shape, wide.site.p, wide.dtype, wide.device)
+        return self._eta(shape, wide.site.p, wide.dtype, wide.device, scale)
 
     def _eta(
-        self, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device
+        self,
+        shape: Sequence[int],
+        p: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        scale: float = 1.0,
     ) -> Tensor:
         like = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return draw_noise(self.noise, shape, p, like=like, generator=self.generator(device))
+        return draw_noise(
+            self.noise, shape, p, like=like, scale=scale, generator=self.generator(device)
+        )
 
 
 class ScaledNoise:

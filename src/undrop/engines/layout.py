@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Rows"]
+__all__ = ["Layout", "Rows", "Split"]
 
 
 @dataclass(frozen=True)
@@ -20,27 +21,65 @@ class Layout:
     """r, the number of examples that carry noise."""
     exact_output: bool = False
     """Whether the examples that carry noise have a row without noise as well."""
+    shared: bool = False
+    """Whether all examples share some noise, as DropConnect has it, so that a block is a call.
+
+    Then the rows without noise of their own are shared out over the other two blocks, and see the
+    weights of these: [half of them; +ε₀] and [-ε₀; the other half]. Their error is of O(ε₀) with a
+    mean of O(ε₀²), and two calls cost less than three.
+    """
+    plain: int = field(init=False)
+    """The number of rows without noise."""
+    total: int = field(init=False)
+    """The number of all rows."""
+    sizes: tuple[int, ...] = field(init=False)
+    """The rows with the same noise that follow each other; none is 0."""
+    blocks: tuple[int, ...] = field(init=False)
+    """The rows that see the same weights: without noise (if there are any), with +ε₀, with -ε₀."""
+
+    def __post_init__(self) -> None:
+        r = self.noisy
+        plain = self.batch if self.exact_output else self.batch - r
+        last = plain // 2 if self.shared and not self.exact_output else 0
+        sizes = (plain - last, r, r, last)
+        if last:
+            blocks: tuple[int, ...] = (plain - last + r, r + last)
+        elif self.shared and plain and not self.exact_output:
+            blocks = (plain + r, r)
+        else:
+            blocks = (plain, r, r) if plain else (r, r)
+        for name, value in (
+            ("plain", plain),
+            ("total", plain + 2 * r),
+            ("sizes", tuple(n for n in sizes if n)),
+            ("blocks", blocks),
+        ):
+            object.__setattr__(self, name, value)
 
     @property
-    def plain(self) -> int:
-        """The number of rows without noise; they come first."""
-        return self.batch if self.exact_output else self.batch - self.noisy
+    def first(self) -> int:
+        """The number of rows without noise before those with noise."""
+        return self.sizes[0] if self.plain else 0
 
-    @property
-    def total(self) -> int:
-        """The number of all rows."""
-        return self.plain + 2 * self.noisy
+    def split(self, x: Tensor, dim: int, repeats: int = 1) -> Split:
+        """Split x into rows that have the same noise; each row is ``repeats`` entries."""
+        sizes = self.sizes if repeats == 1 else tuple(n * repeats for n in self.sizes)
+        parts = torch.split_with_sizes(x, sizes, dim)
+        if not self.plain:
+            return Split((), *parts, ())
+        before, plus, minus, *after = parts
+        return Split((before,), plus, minus, tuple(after))
 
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The sizes of the blocks that are not empty."""
-        sizes = (self.plain, self.noisy, self.noisy)
-        return sizes if self.plain else sizes[1:]
 
-    def split(self, x: Tensor, dim: int, repeats: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows without noise, with +ε₀ and with -ε₀; each row is ``repeats`` entries."""
-        p, r = self.plain * repeats, self.noisy * repeats
-        return x.narrow(dim, 0, p), x.narrow(dim, p, r), x.narrow(dim, p + r, r)
+class Split(NamedTuple):
+    """A stacked tensor in parts."""
+
+    before: tuple[Tensor, ...]
+    """The rows without noise, if there are any."""
+    plus: Tensor
+    minus: Tensor
+    after: tuple[Tensor, ...]
+    """Further rows without noise, if there are any."""
 
 
 class Rows:
@@ -56,8 +95,9 @@ class Rows:
         self.order = order
         self.index: Tensor | None = None
         if order is not None:
-            noisy = order[layout.batch - layout.noisy :]
-            self.index = torch.cat((order[: layout.plain], noisy, noisy))
+            noisy, others = order[layout.batch - layout.noisy :], order[: layout.plain]
+            first = layout.first
+            self.index = torch.cat((others[:first], noisy, noisy, others[first:]))
 
     @classmethod
     def of_index(cls, layout: Layout, index: Tensor | None) -> Rows:
@@ -77,7 +117,7 @@ class Rows:
     def stacked(self, x: Tensor, dim: int) -> Tensor:
         """Return x (B rows along ``dim``) as a stacked batch."""
         if self.index is None:
-            return torch.cat((x,) * len(self.layout.blocks), dim)
+            return torch.cat((x,) * len(self.layout.sizes), dim)
         return x.index_select(dim, self.index.to(x.device))
 
     def ordered(self, x: Tensor, dim: int) -> Tensor:
@@ -91,16 +131,15 @@ class Rows:
 
     def merged(self, x: Tensor, dim: int) -> Tensor:
         """Return the noise-free value of a stacked x to O(ε₀²), examples with noise last."""
-        plain, plus, minus = self.layout.split(x, dim)
-        if self.layout.exact_output:
-            return plain
-        middle = (plus + minus) * 0.5 if x.is_floating_point() else plus
-        return torch.cat((plain, middle), dim) if plain.shape[dim] else middle
+        return self.merged_parts(self.layout.split(x, dim), dim)
 
-    def difference(self, x: Tensor, dim: int) -> Tensor:
-        """Return x₊ - x₋."""
-        _, plus, minus = self.layout.split(x, dim)
-        return plus - minus
+    def merged_parts(self, parts: Split, dim: int) -> Tensor:
+        """Return ``merged`` of a tensor that is split already."""
+        before, plus, minus, after = parts
+        if self.layout.exact_output:
+            return before[0]
+        middle = (plus + minus) * 0.5 if plus.is_floating_point() else plus
+        return torch.cat((*before, *after, middle), dim) if before else middle
 
     def restored(self, x: Tensor, dim: int) -> Tensor:
         """Return x, examples with noise last, in the order of the batch."""

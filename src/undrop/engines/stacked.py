@@ -106,6 +106,11 @@ class Plan:
     aliased: bool = False
     """Whether a mask is used by the name of the tensor that it was drawn into."""
 
+    @property
+    def shares_noise(self) -> bool:
+        """Whether all examples share the noise of some site."""
+        return any(s.dim is None for s in self.sites)
+
 
 def map_dims(
     function: Callable[[Tensor, int], Tensor], tree: Any, dims: Sequence[int | None]
@@ -135,7 +140,7 @@ def stacked_noise(plan: Plan, draw: Draw, rows: Rows, epsilon: float) -> list[An
             noise[i] = factors
     for i, s in enumerate(plan.sites):
         if scales[i] and s.dim is None:
-            noise[i] = draw.eta(s.site, s.dtype, s.device) * (epsilon * scales[i])
+            noise[i] = draw.eta(s.site, s.dtype, s.device, epsilon * scales[i])
     return noise
 
 
@@ -146,22 +151,28 @@ def _factors(
     rests = [plan.sites[i].rest(draw) for i in own]
     widths = [math.prod(rest) for rest in rests]
     layout = rows.layout
-    eta = draw.eta_of_rows([plan.sites[i] for i in own], widths, rows)
-    same = {epsilon * scales[i] for i in own}
-    if len(same) == 1:
-        eta.mul_(same.pop())
-    else:
-        for part, i in zip(eta.split(widths, 1), own, strict=True):
-            part.mul_(epsilon * scales[i])
-    for part, i in zip(eta.split(widths, 1), own, strict=True):
+    scaled = [epsilon * scales[i] for i in own]
+    same = len(set(scaled)) == 1
+    eta = draw.eta_of_rows([plan.sites[i] for i in own], widths, rows, scaled[0] if same else 1.0)
+    if not same:
+        for part, scale in zip(eta.split(widths, 1), scaled, strict=True):
+            part.mul_(scale)
+    for place, i in enumerate(own):
         s = plan.sites[i]
         if s.repeats == 1 and s.eta_shape(draw)[s.dim or 0] == 1 < layout.batch:
+            part = eta.split(widths, 1)[place]
             part.copy_(part[:1].expand_as(part))  # the mask is shared by all examples
-    ones = (eta.new_ones(()).expand(layout.plain, eta.shape[1]),) if layout.plain else ()
-    factors = torch.cat((*ones, 1.0 + eta, 1.0 - eta))
+    factors = eta.new_empty((layout.total, eta.shape[1]))
+    before, plus, minus, after = layout.split(factors, 0)
+    for ones in (*before, *after):
+        ones.fill_(1.0)
+    torch.add(eta, 1.0, out=plus)
+    torch.sub(plus, eta, alpha=2.0, out=minus)
     return [
         plan.sites[i].placed(part, rest)
-        for part, i, rest in zip(factors.split(widths, 1), own, rests, strict=True)
+        for part, i, rest in zip(
+            torch.split_with_sizes(factors, widths, 1), own, rests, strict=True
+        )
     ]
 
 
@@ -223,6 +234,8 @@ class StackedPass(Interception):
                 raise NotStackable(f"noise on a weight reaches {func.__name__}, which drops out")
             return self.blockwise(func, *args, **(kwargs or {}))
         if rule is None:
+            if func is Tensor.unflatten:  # torch.compile can't follow this one within a mode
+                func = torch.unflatten
             return func(*args, **(kwargs or {}))
         if not self._compiled:
             if _depth.value != self._depth:
@@ -301,7 +314,7 @@ class StackedPass(Interception):
         if s.dim is None:
             moved = h * noise.to(h)
             blocks = (h + moved, h - moved)
-            return BlockTensor.of((h, *blocks) if self.rows.layout.plain else blocks)
+            return BlockTensor.of((h, *blocks) if len(self.rows.layout.blocks) == 3 else blocks)
         if h.shape[s.dim] != self.rows.layout.total * s.repeats:
             raise PlanChanged
         factors: Tensor = noise.to(h)
@@ -338,10 +351,9 @@ class StackedPass(Interception):
         return x
 
     def _averaged(self, x: Tensor, dim: int, repeats: int) -> Tensor:
-        plain, plus, minus = self.rows.layout.split(x, dim, repeats)
+        before, plus, minus, after = self.rows.layout.split(x, dim, repeats)
         middle = (plus + minus).mul_(0.5)
-        parts = (plain, middle, middle) if self.rows.layout.plain else (middle, middle)
-        return torch.cat(parts, dim)
+        return torch.cat((*before, middle, middle, *after), dim)
 
 
 def run_stacked(
@@ -404,7 +416,7 @@ def _batch_norm(
     layout = mode.rows.layout
     if layout.plain:
         raise NotStackable("batch norm in train mode mixes the examples of a batch")
-    _, plus, minus = layout.split(input, 0, len(input) // layout.total)
+    _, plus, minus, _ = layout.split(input, 0, len(input) // layout.total)
     first = F.batch_norm(plus, running_mean, running_var, *tail)
     mean, var = (None if s is None else s.clone() for s in (running_mean, running_var))
     return torch.cat((first, F.batch_norm(minus, mean, var, *tail)))

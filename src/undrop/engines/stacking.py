@@ -125,13 +125,15 @@ def _modes(model: nn.Module) -> tuple[bool, ...]:
     return tuple(module.training for module in model.modules())
 
 
-def layout_of(batch: Batch, dim: int, fraction: float, exact_output: bool) -> Layout:
+def layout_of(
+    batch: Batch, dim: int, fraction: float, exact_output: bool, shared: bool = False
+) -> Layout:
     """Return the layout for the batch in dimension ``dim`` of the first target (or input)."""
     target = next(tensors_in(batch.targets), None)
     if target is None:
         target = next(tensors_in(batch.inputs))
     size = target.shape[dim]
-    return Layout(size, max(1, round(fraction * size)), exact_output)
+    return Layout(size, max(1, round(fraction * size)), exact_output, shared)
 
 
 def _search(batch: Batch, question: Question, known: Stacking) -> Plan | str:
@@ -432,9 +434,9 @@ class _Reference:
         for stacked, plain, up, down, dim in leaves:
             if dim is None or not stacked.is_floating_point():
                 continue
-            others, plus, minus = rows.layout.split(stacked, dim)
+            others, plus, minus, _ = rows.layout.split(stacked, dim)
             same = rows.ordered(plain, dim).narrow(dim, 0, rows.layout.plain)
-            pairs = ((others, same), (plus, up), (minus, down))
+            pairs = (*((x, same) for x in others), (plus, up), (minus, down))
             if not all(a.shape == b.shape and _close(a, b) for a, b in pairs):
                 raise _Failed
             scale = float(_plain(up).abs().max()) if up.numel() else 0.0

@@ -50,6 +50,8 @@ def regions() -> list[Region]:
                 f"{torch.__version__}: turn it off, or install a later torch."
             )
         return []
+    if _top_hooks() is None:
+        return []
     return [_region(hooks) for hooks in _all_hooks() if _is_checkpoint(hooks)]
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from threading import local
 from types import FrameType
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -89,13 +88,13 @@ class _Depth(local):
 _depth = _Depth()
 
 
-@contextmanager
-def outside_interception() -> Iterator[None]:
+class outside_interception:
     """Hide a block from every interception that is active outside it."""
-    _depth.value += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _depth.value += 1
+
+    def __exit__(self, *_: object) -> None:
         _depth.value -= 1
 
 

@@ -168,6 +168,7 @@ class Selection:
         elif not isinstance(patterns, Mapping):
             patterns = dict.fromkeys(_words(patterns), 1.0)
         self.patterns: dict[str, float] = {p: as_float(patterns[p]) for p in _words(patterns)}
+        self._weights: dict[str, float] = {}
         bad = [p for p, w in self.patterns.items() if not 0.0 <= w < float("inf")]
         if bad:
             weights = {p: patterns[p] for p in bad}
@@ -180,10 +181,10 @@ class Selection:
 
     def weight(self, name: str) -> float:
         """The factor on σ² at the site of that name; 0 where it is not chosen."""
-        for pattern, weight in reversed(self.patterns.items()):
-            if fnmatchcase(name, pattern):
-                return weight
-        return 0.0
+        if name not in self._weights:  # every step asks for every site
+            matching = (w for p, w in reversed(self.patterns.items()) if fnmatchcase(name, p))
+            self._weights[name] = next(matching, 0.0)
+        return self._weights[name]
 
     def check(self, names: Sequence[str]) -> None:
         """Raise if a pattern matches none of the names, or no site is left.

@@ -54,9 +54,16 @@ def is_compiled(model: nn.Module) -> bool:
     if "torch._dynamo" not in sys.modules or not isinstance(model, nn.Module):
         return False
     return "_orig_mod" in model._modules or any(
-        module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or any(map(_is_compiled_method, vars(module).values()))
+        or _is_compiled_method(type(module).forward)
         for module in model.modules()
     )
+
+
+def _is_compiled_method(value: object) -> bool:
+    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
 
 
 def paths(model: nn.Module) -> dict[int, str]:

@@ -61,7 +61,13 @@ class Coefficients(NamedTuple):
     def total(self, means: Tensor) -> Tensor:
         """The total, from the means of ℓ, uᵀHu and ∂ℓ/∂ε (3,)."""
         loss, quadratic, directional = means.unbind()
-        return self.loss * loss + self.quadratic * quadratic + self.directional * directional
+        total = loss * self.loss
+        for c, mean in ((self.quadratic, quadratic), (self.directional, directional)):
+            if isinstance(c, Tensor):
+                total = total + c * mean
+            elif c:
+                total = torch.add(total, mean, alpha=c)
+        return total
 
 
 class Rule(NamedTuple):
@@ -130,9 +136,9 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def row_weights(target: Tensor, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The class of each row (0 where ignored), and the row's weight in the mean over N targets."""
-    keep = target != ignore_index
-    weight = keep.to(dtype)
-    return target.masked_fill(~keep, 0), weight / weight.sum().clamp(min=1.0)
+    ignored = target == ignore_index
+    weight = ignored.logical_not().to(dtype)
+    return target.masked_fill(ignored, 0), weight / weight.sum().clamp_(min=1.0)
 
 
 def _softmax(z: Tensor, p: Tensor) -> Tensor:
@@ -256,37 +262,32 @@ def _sweep(
 _FEW = 1 << 15  # entries of logits for which the number of calls is what costs
 
 
-def _at_once(rows: _Rows, c: Coefficients, gradients: tuple[Tensor, Tensor] | None) -> Tensor:
-    """What ``_sweep`` computes for the Hessian, in as few calls as possible; for few logits."""
-    ignored = (rows.weight == 0.0).unsqueeze(-1)
-    plain = len(rows.z) - len(rows.u)
-    target, weight = rows.target.unsqueeze(-1), rows.weight
+def _at_once(rows: _Rows, c: Any, gradients: tuple[Tensor, Tensor] | None) -> Tensor:
+    """What ``_sweep`` computes for the Hessian, in as few calls as possible; for few logits.
+
+    The coefficients c are numbers.
+    """
+    target, w = rows.target.unsqueeze(-1), rows.weight.unsqueeze(-1)
+    ignored = w == 0.0
     log_p = torch.log_softmax(rows.z.masked_fill(ignored, 0.0), -1)
-    u = rows.u.masked_fill(ignored[plain:], 0.0)
     p = log_p.exp()
-    of_u = p[plain:]
-    mean = (of_u * u).sum(-1, keepdim=True)
-    v = u - mean
-    pv = of_u * v
-    quadratic = (pv * v).sum(-1)
-    directional = mean - u.gather(-1, target[plain:])
-    means = torch.stack(
-        (
-            -(log_p.gather(-1, target).squeeze(-1) * weight).sum(),
-            (quadratic * weight[plain:]).sum(),
-            (directional.squeeze(-1) * weight[plain:]).sum(),
-        )
-    )
+    first = (p * w).scatter_add_(-1, target, -w)  # w(p - t): dℓ/dz, and d(∂ℓ/∂ε)/du
+    loss = (log_p.gather(-1, target) * w).sum()
+    plain = len(rows.z) - len(rows.u)
+    w_u, p_u, first_u = (x[plain:] if plain else x for x in (w, p, first))
+    u = rows.u.masked_fill(ignored[plain:] if plain else ignored, 0.0)
+    v = u - (p_u * u).sum(-1, keepdim=True)
+    wpv = p_u * w_u * v
+    wpvv = wpv * v
+    quadratic = wpvv.sum(-1, keepdim=True)  # of each row, times its weight
+    means = torch.stack((loss.neg_(), quadratic.sum(), (first_u * u).sum()))
     if gradients is not None:
         dz, du = gradients
-        w = weight[plain:].unsqueeze(-1)
-        second = (pv * v).addcmul_(of_u, quadratic.unsqueeze(-1), value=-1.0).mul_(c.quadratic)
-        second.add_(pv, alpha=c.directional).mul_(w)  # type: ignore[arg-type]
-        torch.sub(p, torch.zeros_like(p).scatter_(-1, target, 1.0), out=dz)  # p - 1_y
-        torch.mul(pv, 2.0 * c.quadratic, out=du)
-        du.add_(dz[plain:], alpha=c.directional).mul_(w)  # type: ignore[arg-type]
-        dz.mul_(weight.unsqueeze(-1) * c.loss)
-        dz[plain:].add_(second)
+        torch.mul(first, c.loss, out=dz)
+        dz_u = dz[plain:] if plain else dz
+        dz_u.add_(wpvv.addcmul_(p_u, quadratic, value=-1.0), alpha=c.quadratic)
+        dz_u.add_(wpv, alpha=c.directional)
+        torch.mul(wpv, 2.0 * c.quadratic, out=du).add_(first_u, alpha=c.directional)
     return means
 
 
@@ -327,7 +328,8 @@ class _Combined(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             gradients = torch.empty_like(z), torch.empty_like(u)
             ctx.save_for_backward(*gradients)
-        if z.numel() <= _FEW and rule.form == "hessian" and not rule.smoothing:
+        few = z.numel() <= _FEW and rule.form == "hessian" and not rule.smoothing
+        if few and not any(isinstance(c, Tensor) for c in coefficients):
             means = _at_once(rows, coefficients, gradients)
         else:
             of_rows = None if gradients is None else coefficients.times(weight)
@@ -348,8 +350,11 @@ class _Combined(torch.autograd.Function):
 def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> _Rows:
     """As rows in the working type, with their weights."""
     dtype = working_dtype(logits.dtype)
-    z, tangent = (x.reshape(-1, logits.shape[-1]).to(dtype) for x in (logits, u))
-    return _Rows(z, tangent, *row_weights(target.reshape(-1), ignore_index, dtype))
+    if logits.dim() != 2:
+        logits, u = (x.reshape(-1, logits.shape[-1]) for x in (logits, u))
+        target = target.reshape(-1)
+    z, tangent = logits.to(dtype), u.to(dtype)
+    return _Rows(z, tangent, *row_weights(target, ignore_index, dtype))
 
 
 def cross_entropy_derivatives(

@@ -55,8 +55,9 @@ class CrossEntropy(ClosedForm):
 
     def classes_last(self, output: Tensor) -> Tensor:
         """The output, or its tangent, with the classes in the last dimension."""
-        alone = output.dim() <= 1  # one example without a batch
-        return output if alone else output.movedim(self.class_dim, -1)
+        dims = output.dim()  # 1: one example without a batch
+        last = dims <= 1 or self.class_dim == -1 or self.class_dim == dims - 1
+        return output if last else output.movedim(self.class_dim, -1)
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of targets that are not ignored."""
@@ -93,8 +94,10 @@ class CrossEntropy(ClosedForm):
             dim, class_dim = dim % output.dim(), self.class_dim % output.dim()
             batch = dim - (class_dim < dim)
             logits, tangent, target = (x.movedim(batch, 0) for x in (logits, tangent, target))
-        logits, tangent = (x.reshape(-1, logits.shape[-1]) for x in (logits, tangent))
-        return logits, tangent, target.reshape(-1).long()
+        if logits.dim() != 2:
+            logits, tangent = (x.reshape(-1, logits.shape[-1]) for x in (logits, tangent))
+            target = target.reshape(-1)
+        return logits, tangent, target.long()
 
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int

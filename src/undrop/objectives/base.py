@@ -118,6 +118,8 @@ class Objective(ABC):
                 statistics.restore()
                 raise
         self.steps += 1
+        if first.last:
+            return Step(first)
         return Step(first, self._later(evaluations, batch, AutocastState()))
 
     def _later(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,7 @@ class _Pending(NamedTuple):
     names: list[str]
     values: Tensor  # on the host, once ``arrived`` has happened
     arrived: Any
+    parts: Mapping[str, Tensor]
 
 
 class FiniteCheck:
@@ -53,18 +55,19 @@ class FiniteCheck:
         Raises:
             NonFiniteError: naming the parts, the step and the first site with non-finite values.
         """
-        tensors = {"total": evaluation.total, **evaluation.parts}
+        tensors = {"total": evaluation.total}
         if self._watched(evaluation, batch):
-            tensors["weights"] = fingerprint(objective.trainable_parameters(batch.model))
+            weights = fingerprint(objective.trainable_parameters(batch.model))
+            tensors |= {**evaluation.parts, "weights": weights}
         values = torch.stack([x.detach().float() for x in tensors.values()])
-        names = list(tensors)
+        names, parts = list(tensors), evaluation.parts
         if values.device.type == "cpu":
-            self._look(_Pending(step, names, values, None), batch, objective)
+            self._look(_Pending(step, names, values, None, parts), batch, objective)
             return
         host = values.to("cpu", non_blocking=True)
         event = torch.get_device_module(values.device).Event()
         event.record()
-        self._pending.append(_Pending(step, names, host, event))
+        self._pending.append(_Pending(step, names, host, event, parts))
         while self._pending and self._pending[0].arrived.query():
             self._look(self._pending.popleft(), batch, objective)
 
@@ -77,11 +80,7 @@ class FiniteCheck:
         numbers = pending.values.numpy().tolist()  # host memory: no operation of torch
         values = dict(zip(pending.names, numbers, strict=True))
         if not math.isfinite(values["total"]):
-            bad = [
-                n
-                for n, x in values.items()
-                if not math.isfinite(x) and n not in ("total", "weights")
-            ]
+            bad = [name for name, x in pending.parts.items() if not math.isfinite(float(x))]
             self._pending.clear()
             raise NonFiniteError(_message(bad, pending.step, batch))
         if "weights" in values and not self._effect.settled:

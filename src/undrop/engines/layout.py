@@ -66,7 +66,7 @@ class Layout:
         sizes = self.sizes if repeats == 1 else tuple(n * repeats for n in self.sizes)
         parts = torch.split_with_sizes(x, sizes, dim)
         if not self.plain:
-            return Split((), *parts, ())
+            return Split((), parts[0], parts[1], ())
         before, plus, minus, *after = parts
         return Split((before,), plus, minus, tuple(after))
 
@@ -95,9 +95,9 @@ class Rows:
         self.order = order
         self.index: Tensor | None = None
         if order is not None:
-            noisy, others = order[layout.batch - layout.noisy :], order[: layout.plain]
-            first = layout.first
-            self.index = torch.cat((others[:first], noisy, noisy, others[first:]))
+            noisy, first = order[layout.batch - layout.noisy :], layout.first
+            last = (order[first : layout.plain],) if first < layout.plain else ()
+            self.index = torch.cat((order[:first], noisy, noisy, *last))
 
     @classmethod
     def of_index(cls, layout: Layout, index: Tensor | None) -> Rows:

@@ -93,7 +93,8 @@ class CrossEntropy(ClosedForm):
         if u.shape != output.shape:  # then the batch comes first
             dim, class_dim = dim % output.dim(), self.class_dim % output.dim()
             batch = dim - (class_dim < dim)
-            logits, tangent, target = (x.movedim(batch, 0) for x in (logits, tangent, target))
+            if batch:
+                logits, tangent, target = (x.movedim(batch, 0) for x in (logits, tangent, target))
         if logits.dim() != 2:
             logits, tangent = (x.reshape(-1, logits.shape[-1]) for x in (logits, tangent))
             target = target.reshape(-1)

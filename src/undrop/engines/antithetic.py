@@ -107,9 +107,7 @@ class Antithetic(Engine):
         run = compiled_pass(batch.model) if batch.compiled and not plan.aliased else run_stacked
         stacked = run(batch.model, plan, layout, rows.index, noise, inputs)
         logits = logits_of(stacked)
-        parts = layout.split(logits, plan.logits_dim)
-        u = (parts.plus - parts.minus) * (0.5 / epsilon)
-        f = rows.merged_parts(parts, plan.logits_dim)
+        f, u = rows.output_and_tangent(logits, plan.logits_dim, 0.5 / epsilon)
         targets = map_dims(rows.ordered, batch.targets, plan.target_dims)
         request.loss.check(f, targets)
         rho = layout.noisy / layout.batch

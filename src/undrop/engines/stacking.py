@@ -101,9 +101,11 @@ def find_plan(
     Raises:
         EngineError: if two passes without noise differ.
     """
-    known = _KNOWN.setdefault(batch.model, Stacking())
-    shapes = tuple(tuple(t.shape) for t in tensors_in((batch.inputs, batch.targets)))
-    device = next((t.device.type for t in tensors_in(batch.inputs)), "cpu")
+    known = _KNOWN.get(batch.model)
+    if known is None:
+        known = _KNOWN[batch.model] = Stacking()
+    held = [*tensors_in(batch.inputs), *tensors_in(batch.targets)]
+    shapes, device = tuple(t.shape for t in held), held[0].device.type if held else "cpu"
     question = Question(
         fraction, batch_dim, exact_output, shapes, torch.is_autocast_enabled(device)
     )

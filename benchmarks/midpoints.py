@@ -1,0 +1,75 @@
+"""Which trains better on ReLU nets: midpoint branches, or each sign on its own branch?
+
+Both rows of a stacked pass take the branch of their midpoint at every kink, so that the gradient is
+the tangent engine's. Plain ±ε₀ also contains, smoothed over ε₀, the jumps of u where a unit crosses
+its kink. This trains the same net with either on 300 handwritten digits, with the same seeds, and
+prints the test loss and error, and their paired differences.
+
+    python benchmarks/midpoints.py
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+
+import undrop
+from undrop.engines import Antithetic, stacking
+from undrop.lab.models import MLP
+
+EPOCHS, BATCH, TRAINED = 60, 30, 300
+
+
+def train(seed: int, epsilon: float, *, midpoints: bool) -> tuple[float, float]:
+    """Return the loss and the error in % on the digits that were not trained on."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32) / 16.0, torch.tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    train_rows, test_rows = order[:TRAINED], order[TRAINED:]
+    torch.manual_seed(seed)
+    model = MLP((64, 64, 64, 10), dropout=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    objective = undrop.Analytic(engine=Antithetic(epsilon), strength=undrop.TAYLOR)
+    fits = stacking._Prover._midpoints_fit
+    if not midpoints:
+        stacking._Prover._midpoints_fit = lambda *_: False  # type: ignore[method-assign]
+    try:
+        for _ in range(EPOCHS):
+            for rows in train_rows[torch.randperm(TRAINED)].split(BATCH):
+                optimizer.zero_grad()
+                objective(model, x[rows], y[rows]).backward()
+                optimizer.step()
+    finally:
+        stacking._Prover._midpoints_fit = fits  # type: ignore[method-assign]
+    model.eval()
+    with torch.no_grad():
+        logits = model(x[test_rows])
+    wrong = logits.argmax(1) != y[test_rows]
+    return float(F.cross_entropy(logits, y[test_rows])), 100.0 * float(wrong.float().mean())
+
+
+def main(seeds: int = 10) -> None:
+    """Print means, and the paired difference plain - midpoint with its standard error."""
+    for epsilon in (0.05, 0.25):
+        rows = [
+            [train(seed, epsilon, midpoints=on) for seed in range(seeds)] for on in (True, False)
+        ]
+        for i, measure in enumerate(("loss", "error %")):
+            middle, plain = ([run[i] for run in runs] for runs in rows)
+            paired = [b - a for a, b in zip(middle, plain, strict=True)]
+            error = statistics.stdev(paired) / math.sqrt(seeds)
+            print(
+                f"ε₀ = {epsilon:<5} {measure:<8} midpoint {statistics.mean(middle):.4f}  "
+                f"plain {statistics.mean(plain):.4f}  difference {statistics.mean(paired):+.4f} "
+                f"± {error:.4f}"
+            )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*(int(a) for a in sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,19 @@ class Generators:
             seed = int(torch.randint(2**62, ())) ^ _rank()
             self._generators[device.type] = torch.Generator(device).manual_seed(seed)
         return self._generators[device.type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The states of the generators, whether or not torch can pickle a generator."""
+        states = {device: g.get_state() for device, g in self._generators.items()}
+        return {"given": self._given is not None, "states": states}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make generators with the saved states."""
+        self._generators = {}
+        for device, value in state["states"].items():
+            self._generators[device] = torch.Generator(device)
+            self._generators[device].set_state(value)
+        self._given = next(iter(self._generators.values())) if state["given"] else None
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state of every generator, by device, and the number of this process."""

@@ -1,5 +1,7 @@
 """The exact engine against full Jacobians and Hessians of nets written out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.func import grad
@@ -56,3 +58,10 @@ def test_its_parts_are_the_loss_the_expectation_and_no_noise(name):
     found = evaluate(Exact(), p, seeded(0), BOTH)
     assert float(found.parts["implicit"]) == 0.0
     assert float(sum(found.parts.values())) == pytest.approx(found.total.item(), rel=1e-12)
+
+
+def test_an_empty_batch_has_nothing_to_regularize():
+    p = problem("mlp")
+    p = replace(p, inputs=p.inputs[:0], targets=p.targets[:0])
+    found = evaluate(Exact(), p, seeded(0), BOTH)
+    assert float(found.parts["explicit"]) == 0.0

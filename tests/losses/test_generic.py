@@ -246,3 +246,17 @@ def test_a_single_number_as_output():
     loss = Generic(lambda output, y: (output - y).square())
     found = loss.derivatives(f, u, torch.tensor(0.5, dtype=D))
     torch.testing.assert_close(found.quadratic, 2 * u.square())
+
+
+def test_a_loss_that_expects_the_whole_tuple_is_told_what_it_receives():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.last = nn.Dropout(0.3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(self.drop(x)), x
+
+    objective = undrop.Analytic(loss=lambda output, y: F.cross_entropy(output[0], y))
+    with pytest.raises(TargetError, match=r"first tensor that the model returns; set whole_output"):
+        objective(Two(), torch.randn(6, 4), torch.randint(3, (6,)))

@@ -209,7 +209,8 @@ def half(enabled=True):
 def test_later_samples_have_the_autocast_of_the_first(several, enabled, way):
     p = problem("mlp")
     model, x, objective = p.model.float(), p.inputs.float(), several()
-    objective(model, x, p.targets).backward()  # what is done once per model
+    with half(enabled):
+        objective(model, x, p.targets).backward()  # what is done once per model
     seen = []
     model[-1].register_forward_hook(lambda module, x, output: seen.append(output.dtype))
     with half(enabled):

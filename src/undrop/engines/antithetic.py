@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from undrop.engines.base import (
 )
 from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
+from undrop.engines.kinks import measure_kinks
 from undrop.engines.layout import Rows
+from undrop.engines.proving import NO_DROPOUT, layout_of
 from undrop.engines.stacked import (
     NotStackable,
     Plan,
@@ -29,14 +32,13 @@ from undrop.engines.stacked import (
     run_stacked,
     stacked_noise,
 )
-from undrop.engines.stacking import NO_DROPOUT, find_plan, layout_of
+from undrop.engines.stacking import Beginning, find_plan, still_right
 from undrop.errors import EngineError, NoDropoutError, OptionError
 from undrop.intercept import (
     Interception,
     RngSnapshot,
-    Statistics,
-    keep_statistics,
-    logits_of,
+    copied_buffers,
+    keep_buffers,
     map_tensors,
 )
 from undrop.losses import Coefficients
@@ -73,42 +75,70 @@ class Antithetic(Engine):
         plan, reason = self.plan(request)
         if plan is None:
             return self._two_passes(request, reason)
-        statistics = Statistics(request.batch.model)
+        beginning = Beginning(request.batch.model)
         try:
-            return self._one_pass(request, plan)
+            found, trail = self._one_pass(request, plan)
+            if self._still_right(request, trail, beginning.rng):
+                measure_kinks(request, partial(self._total, plan))
+                return found
         except (PlanChanged, NotStackable, RuntimeError, IndexError, ValueError):
-            # The model took another branch: another plan may fit, else two passes name the error.
-            statistics.restore()
-            plan, reason = self.plan(request, again=True)
-        return self._two_passes(request, reason) if plan is None else self._one_pass(request, plan)
+            pass
+        # The model took another branch: another plan may fit, else two passes name the error.
+        beginning.restore()
+        plan, reason = self.plan(request, again=True)
+        if plan is None:
+            return self._two_passes(request, reason)
+        found, trail = self._one_pass(request, plan)
+        self._still_right(request, trail, beginning.rng)  # proven a moment ago
+        return found
+
+    def _total(self, plan: Plan, request: Request, factor: float) -> Tensor:
+        return self._one_pass(request, plan, factor)[0].total
 
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
         """Return how the model is stacked, or None and the reason."""
-        return find_plan(
+        plan, reason = find_plan(
             request.batch,
             request.fraction,
             request.batch_dim,
             exact_output=request.exact_output,
             again=again,
         )
+        if plan is not None and request.loss.whole_output and None in plan.output_dims:
+            return None, "the loss sees an output without the batch"
+        return plan, reason
 
-    def _one_pass(self, request: Request, plan: Plan) -> Evaluation:
-        """Run the model once on [without noise; +ε₀; -ε₀]."""
+    def _still_right(self, request: Request, trail: int, rng: RngSnapshot | None) -> bool:
+        return still_right(
+            request.batch,
+            request.fraction,
+            request.batch_dim,
+            exact_output=request.exact_output,
+            trail=trail,
+            rng=rng,
+        )
+
+    def _one_pass(
+        self, request: Request, plan: Plan, factor: float = 1.0
+    ) -> tuple[Evaluation, int]:
+        """Run the model once on [without noise; +ε₀; -ε₀], with ε₀ times ``factor``.
+
+        Returns:
+            The evaluation, and a hash of the functions that the model called.
+        """
         batch, draw = request.batch, request.draw
         layout = layout_of(
             batch, plan.dim, request.fraction, request.exact_output, plan.shares_noise
         )
         rows = Rows.drawn(layout, draw.generator(plan.sites[0].device))
-        epsilon = self._epsilon(batch.model, max(draw.scale(s.site) for s in plan.sites))
+        epsilon = self._epsilon(batch.model, max(draw.scale(s.site) for s in plan.sites)) * factor
         noise = stacked_noise(plan, draw, rows, epsilon)
         inputs = batch.inputs
         if not plan.late:
             inputs = map_dims(rows.stacked, inputs, plan.input_dims)
         run = compiled_pass(batch.model) if batch.compiled and not plan.aliased else run_stacked
-        stacked = run(batch.model, plan, layout, rows.index, noise, inputs)
-        logits = logits_of(stacked)
-        f, u = rows.output_and_tangent(logits, plan.logits_dim, 0.5 / epsilon)
-        targets = map_dims(rows.ordered, batch.targets, plan.target_dims)
+        stacked, trail = run(batch.model, plan, layout, rows.index, noise, inputs)
+        f, u, targets = _seen(request, plan, rows, stacked, 0.5 / epsilon)
         request.loss.check(f, targets)
         rho = layout.noisy / layout.batch
         total, values = _combined(request, f, u, targets, plan.logits_dim, rho)
@@ -117,7 +147,7 @@ class Antithetic(Engine):
             merged = map_dims(rows.merged, stacked, plan.output_dims)
             return map_dims(rows.restored, merged, plan.output_dims)
 
-        return Evaluation(total, values, output, "antithetic: one stacked pass")
+        return Evaluation(total, values, output, "antithetic: one stacked pass"), trail
 
     def _two_passes(self, request: Request, reason: str) -> Evaluation:
         """Run the model at +ε₀ and at -ε₀."""
@@ -137,17 +167,18 @@ class Antithetic(Engine):
         _say_once(batch.model, reason)
         epsilon = self._epsilon(batch.model, None)
         rng = RngSnapshot.of(batch.model, draw.generator)
-        with Interception(batch.model, ScaledNoise(draw, epsilon)) as first:
+        buffers = copied_buffers(batch.model)
+        with Interception(batch.model, ScaledNoise(draw, epsilon)):
             up, plus = request.run()
-        if first.drew:
+        if rng.moved():
             rng.restart()
         with (
-            keep_statistics(batch.model),
+            keep_buffers(batch.model, buffers),
             Interception(batch.model, ScaledNoise(draw, -epsilon)),
         ):
             down, minus = request.run()
-        u = (plus - minus) * (0.5 / epsilon)
-        f = (plus + minus) * 0.5
+        u = map_tensors(lambda a, b: (a - b) * (0.5 / epsilon), plus, minus)
+        f = map_tensors(midpoint, plus, minus)
         c = request.coefficients
         total, parts = request.loss.combined(f, u, batch.targets, request.form, c)
         return Evaluation(
@@ -163,8 +194,33 @@ class Antithetic(Engine):
         return epsilon / max(1.0, sigma or 1.0)
 
 
+def _seen(
+    request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
+) -> tuple[Any, Any, Any]:
+    """Return F and u as the loss sees them, and the targets in their order.
+
+    A loss that depends on the order of the examples (weights in a closure, neighbours) gets them in
+    that of the batch, with u = 0 where there is no noise. Else the examples with noise come last.
+    """
+    loss, targets = request.loss, request.batch.targets
+    whole = loss.whole_output
+    dims = plan.output_dims if whole else (plan.logits_dim,)
+
+    def tangent(x: Tensor, dim: int) -> Tensor:
+        return rows.output_and_tangent(x, dim, factor)[1] if x.is_floating_point() else x
+
+    tree = loss.sees(stacked)
+    if isinstance(tree, Tensor):
+        f, u = rows.output_and_tangent(tree, dims[0] or 0, factor)
+    else:
+        f, u = map_dims(rows.merged, tree, dims), map_dims(tangent, tree, dims)
+    if loss.in_any_order:
+        return f, u, map_dims(rows.ordered, targets, plan.target_dims)
+    return map_dims(rows.restored, f, dims), map_dims(rows.spread, u, dims), targets
+
+
 def _combined(
-    request: Request, f: Tensor, u: Tensor, targets: Any, dim: int, rho: float
+    request: Request, f: Any, u: Any, targets: Any, dim: int, rho: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the total and its parts, with u = 0 for the examples without noise.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from undrop.engines.draw import Draw
 from undrop.errors import EngineError, NoDropoutError
-from undrop.intercept import Batch, is_sharded, logits_of
+from undrop.intercept import Batch, is_sharded
 from undrop.losses import Coefficients, Loss
 from undrop.registry import Registry
 
@@ -36,14 +36,14 @@ class Request:
     exact_output: bool = False
     """Whether ℓ is evaluated at the output without noise, not at the midpoint of ±ε₀."""
 
-    def run(self) -> tuple[Any, Tensor]:
-        """Run the model: all it returns, and the tensor in it that the loss sees, checked."""
+    def run(self) -> tuple[Any, Any]:
+        """Run the model: all it returns, and what the loss sees of it, checked."""
         output = self.batch.forward()
         if not self.draw.asked:
             raise NoDropoutError(no_dropout_met(self.batch.model))
-        logits = logits_of(output)
-        self.loss.check(logits, self.batch.targets)
-        return output, logits
+        seen = self.loss.sees(output)
+        self.loss.check(seen, self.batch.targets)
+        return output, seen
 
 
 def no_dropout_met(model: nn.Module) -> str:
@@ -119,6 +119,18 @@ def refuse_fraction(engine: Engine, request: Request) -> None:
         raise EngineError(
             f"fraction < 1 is for the antithetic engine, got the {engine.name} engine: use "
             "engine='antithetic', or fraction=1."
+        )
+
+
+def refuse_whole_output(engine: Engine, request: Request) -> None:
+    """Raise for a loss of several outputs.
+
+    Raises:
+        EngineError: naming the engines that have them.
+    """
+    if request.loss.whole_output:
+        raise EngineError(
+            f"the {engine.name} engine takes a loss of one output: use engine='antithetic' or 'tangent'."
         )
 
 

@@ -33,10 +33,13 @@ def compiled_pass(model: nn.Module) -> Callable[..., Any]:
 def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(model: nn.Module, *args: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException
+        from torch._dynamo.utils import counters
 
         try:
             with compiled():
-                return run(model, *args)
+                output, _ = run(model, *args)
+            # Another branch, or another value that it depends on, makes another graph.
+            return output, int(counters["stats"]["unique_graphs"])
         except (PlanChanged, NotStackable):
             raise
         except TorchDynamoException as error:

@@ -12,6 +12,7 @@ from undrop.engines.base import (
     Request,
     refuse_fraction,
     refuse_sharded,
+    refuse_whole_output,
     weighted_parts,
 )
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
@@ -34,6 +35,7 @@ class Exact(Engine):
         """The weighted total, differentiable once more in the parameters."""
         refuse_sharded(self, request.batch.model)
         refuse_fraction(self, request)
+        refuse_whole_output(self, request)
         action = ZeroLeaves(request.draw)
         with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
             output, logits = request.run()
@@ -57,7 +59,9 @@ class Exact(Engine):
             )
             for entry in logits.flatten()
         ]
-        explicit = torch.zeros_like(logits[..., 0].sum())
+        if not rows:  # an empty batch
+            return logits.sum()
+        explicit = torch.zeros_like(logits.sum())
         for index, site in enumerate(action.sites):
             jacobian = torch.stack(
                 [row[index].flatten() for row in rows]

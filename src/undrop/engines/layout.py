@@ -145,6 +145,14 @@ class Rows:
         middle = (plus + minus) * 0.5 if plus.is_floating_point() else plus
         return torch.cat((*before, *after, middle), dim) if before else middle
 
+    def spread(self, x: Tensor, dim: int) -> Tensor:
+        """Return x (r rows) in the places of the examples that carry noise, and 0 in the others."""
+        if self.order is None:
+            return x
+        shape = list(x.shape)
+        shape[dim] = self.layout.batch - self.layout.noisy
+        return self.restored(torch.cat((x.new_zeros(shape), x), dim), dim)
+
     def restored(self, x: Tensor, dim: int) -> Tensor:
         """Return x, examples with noise last, in the order of the batch."""
         if self.order is None:

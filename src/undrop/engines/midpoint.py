@@ -75,6 +75,43 @@ def _prelu(mode: HasMidpoint, input: Tensor, weight: Tensor) -> Tensor:
     return torch.where(mode.midpoint(input) > 0, input, weight * input)
 
 
+@MIDPOINT_RULES.register(F.elu)
+def _elu(mode: HasMidpoint, input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    return _written(input, _half_exponential(mode, input, 1.0, alpha, 1.0), inplace)
+
+
+@MIDPOINT_RULES.register(F.celu, torch.celu)
+def _celu(mode: HasMidpoint, input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    return _written(input, _half_exponential(mode, input, 1.0, alpha, 1.0 / alpha), inplace)
+
+
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+
+
+@MIDPOINT_RULES.register(F.selu, torch.selu)
+def _selu(mode: HasMidpoint, input: Tensor, inplace: bool = False) -> Tensor:
+    y = _half_exponential(mode, input, _SELU_SCALE, _SELU_SCALE * _SELU_ALPHA, 1.0)
+    return _written(input, y, inplace)
+
+
+def _half_exponential(
+    mode: HasMidpoint, x: Tensor, slope: float, alpha: float, rate: float
+) -> Tensor:
+    """slope·x above 0 and alpha·(exp(rate·x) - 1) below, where the midpoint decides."""
+    above = mode.midpoint(x) > 0
+    low = alpha * torch.expm1(rate * torch.where(above, 0.0, x))  # no overflow in what is not used
+    return torch.where(above, slope * x, low)
+
+
+for _function, _rule in (
+    (F.leaky_relu_, _leaky_relu),
+    (F.elu_, _elu),
+    (F.celu_, _celu),
+    (F.selu_, _selu),
+):
+    MIDPOINT_RULES.register(_function)(partial(_rule, inplace=True))
+
+
 def _bounded(x: Tensor, m: Tensor, low: Any, high: Any) -> Tensor:
     """Return x clamped to [low, high], where m decides which of the three it is."""
     y = x if low is None else torch.where(m < low, low, x)
@@ -115,6 +152,12 @@ def _threshold(
     return _written(input, torch.where(mode.midpoint(input) > threshold, input, value), inplace)
 
 
+MIDPOINT_RULES.register(getattr(F, "threshold_"))(  # noqa: B009 (torch's stubs lack it)
+    partial(_threshold, inplace=True)
+)
+MIDPOINT_RULES.register(torch.threshold)(_threshold)
+
+
 @MIDPOINT_RULES.register(torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)
 def _clamp(mode: HasMidpoint, input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     return _bounded(input, mode.midpoint(input), min, max)
@@ -148,6 +191,8 @@ def _hardshrink(mode: HasMidpoint, input: Tensor, lambd: float = 0.5) -> Tensor:
 
 @MIDPOINT_RULES.register(torch.abs, Tensor.abs, Tensor.__abs__)
 def _abs(mode: HasMidpoint, input: Tensor) -> Tensor:
+    if input.is_complex():
+        return torch.abs(input)
     return input * mode.midpoint(input).sign()
 
 
@@ -179,8 +224,9 @@ def _larger(smaller: bool, mode: HasMidpoint, input: Tensor, other: Tensor) -> T
     return torch.where(a <= b if smaller else a >= b, input, other)
 
 
-MIDPOINT_RULES.register(torch.maximum, Tensor.maximum)(partial(_larger, False))
-MIDPOINT_RULES.register(torch.minimum, Tensor.minimum)(partial(_larger, True))
+for _owner in (torch, Tensor):
+    MIDPOINT_RULES.register(_owner.maximum, _owner.fmax)(partial(_larger, False))
+    MIDPOINT_RULES.register(_owner.minimum, _owner.fmin)(partial(_larger, True))
 
 
 def _chosen(
@@ -209,7 +255,7 @@ def _position(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     return int(args[place]) if len(args) > place else -1
 
 
-for _name in ("max", "min", "sort", "topk", "kthvalue", "cummax", "cummin"):
+for _name in ("max", "min", "sort", "topk", "kthvalue", "cummax", "cummin", "median", "nanmedian"):
     for _owner in (torch, Tensor):
         MIDPOINT_RULES.register(getattr(_owner, _name))(partial(_chosen, getattr(_owner, _name)))
 

@@ -24,7 +24,7 @@ from undrop.intercept import (
     Site,
     call,
     is_sharded,
-    keep_statistics,
+    keep_buffers,
 )
 from undrop.intercept.checkpointing import enclosing_function, in_checkpoint
 
@@ -182,13 +182,16 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
 
     rules = {function: excused(rule) for function, rule in TANGENT_RULES.items()}
     with (
-        RngSnapshot(),
+        RngSnapshot(model),
         torch.no_grad(),
-        keep_statistics(model),
+        keep_buffers(model),
         trace,
         Interception(model, mark, rules),
     ):
-        call(model, inputs)
+        try:
+            call(model, inputs)
+        except NotImplementedError:  # a tensor without memory, as torch.vmap has them
+            return "torch.func's transforms"
     blocked = next((op for op in trace.ops if op not in PROVEN), None)
     if blocked is not None and not blocked.startswith((_CHECKPOINTING, _FUNCTION)):
         blocked = f"aten::{blocked}"

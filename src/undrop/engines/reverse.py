@@ -12,6 +12,7 @@ from undrop.engines.base import (
     Request,
     refuse_fraction,
     refuse_sharded,
+    refuse_whole_output,
     weighted_parts,
 )
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
@@ -37,6 +38,7 @@ class Reverse(Engine):
         """The weighted total; its backward pass is a double backward of the model."""
         refuse_sharded(self, request.batch.model)
         refuse_fraction(self, request)
+        refuse_whole_output(self, request)
         action = ZeroLeaves(request.draw)
         with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
             output, logits = request.run()

@@ -23,7 +23,7 @@ from undrop.engines.draw import Draw
 from undrop.engines.layout import Layout, Rows
 from undrop.engines.midpoint import MIDPOINT_RULES
 from undrop.intercept import SITE_RULES, Interception, Rule, Site, call, map_tensors
-from undrop.intercept.checkpointing import Region
+from undrop.intercept.checkpointing import Region, enclosing_function
 from undrop.intercept.hand_masks import MaskDraw
 from undrop.intercept.interception import _depth
 from undrop.intercept.random_values import Mask, Uniform
@@ -86,7 +86,7 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model runs on a stacked batch; found and proven by ``stacking.py``."""
+    """How a model runs on a stacked batch; found and proven by ``proving.py``."""
 
     dim: int
     """The dimension of the batch in the targets, and in other tensors where it fits."""
@@ -176,6 +176,10 @@ def _factors(
     ]
 
 
+_LOOKS = frozenset(("__get__", "__len__", "size", "dim", "numel"))
+"""The names of functions that look at a tensor's shape or type: another one is no other branch."""
+
+
 class StackedPass(Interception):
     """Runs a model on a stacked batch. The n-th dropout that it meets is the n-th site of the plan.
 
@@ -199,6 +203,7 @@ class StackedPass(Interception):
         self.plan, self.rows, self.noise = plan, rows, noise
         self.index = 0
         self.idle = self.drew = False
+        self.trail = 0
         self.stacked = not plan.late
         self._model = model
         self._rules = stacked_rules(plan.midpoints)
@@ -223,6 +228,8 @@ class StackedPass(Interception):
     ) -> Any:
         """Call the rule of a function; split functions of block tensors into blocks."""
         rule = self._rules.get(func)
+        if not self._compiled and getattr(func, "__name__", "") not in _LOOKS:
+            self.trail = hash((self.trail, func))
         if types and (Mask in types or Uniform in types):
             return self.on_random_value(func, args, kwargs or {})
         if self._aliases and func not in SITE_RULES:
@@ -240,7 +247,10 @@ class StackedPass(Interception):
         if not self._compiled:
             if _depth.value != self._depth:
                 return func(*args, **(kwargs or {}))
-            self._prepare_recomputation()
+            if torch.is_grad_enabled() or func in SITE_RULES:
+                self._prepare_recomputation()
+            elif self.gradients and enclosing_function() is not None:
+                return func(*args, **(kwargs or {}))  # an autograd function has its own backward
         return rule(self, *args, **(kwargs or {}))
 
     def resume(
@@ -363,8 +373,11 @@ def run_stacked(
     index: Tensor | None,
     noise: list[Any],
     inputs: Any,
-) -> Any:
+) -> tuple[Any, int]:
     """Run a model on a stacked batch; ``inputs`` are stacked already unless the plan is late.
+
+    Returns:
+        What the model returns, and a hash of the functions that it called (0 in compiled code).
 
     Raises:
         PlanChanged: if the pass uses other sites than the plan lists.
@@ -373,7 +386,7 @@ def run_stacked(
         output = call(model, inputs)
     if mode.index != len(plan.sites):
         raise PlanChanged
-    return output
+    return output, mode.trail
 
 
 def _recurrent(function: Callable[..., Any], mode: StackedPass, *args: Any) -> Any:

@@ -48,12 +48,11 @@ class Tangent(Engine):
         with _forward_mode():
             with Interception(request.batch.model, DualNoise(request.draw), TANGENT_RULES) as mode:
                 dual_output, dual = request.run()
-            logits, tangent = unpacked(dual)
-            u = torch.zeros_like(logits) if tangent is None else tangent
+            seen, u = map_tensors(_primal, dual), map_tensors(_tangent, dual)
             output = map_tensors(_primal, dual_output)
         _check_proof(request, hash((mode.trail, *(site.name for site in mode.sites))))
         c = request.coefficients
-        total, parts = request.loss.combined(logits, u, request.batch.targets, request.form, c)
+        total, parts = request.loss.combined(seen, u, request.batch.targets, request.form, c)
         return Evaluation(total, weighted_parts(c, *parts), lambda: output, self.name)
 
 
@@ -105,6 +104,13 @@ def _forward_mode() -> Iterator[None]:
             )
         with forward.dual_level():
             yield
+
+
+def _tangent(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return x
+    primal, tangent = unpacked(x)
+    return torch.zeros_like(primal) if tangent is None else tangent
 
 
 def _primal(x: Tensor) -> Tensor:

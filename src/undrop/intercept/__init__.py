@@ -25,7 +25,12 @@ from undrop.intercept.interception import (
 from undrop.intercept.model_call import Batch, call, logits_of
 from undrop.intercept.pytrees import map_tensors, tensors_in
 from undrop.intercept.registering import register_site
-from undrop.intercept.running_statistics import Statistics, keep_statistics
+from undrop.intercept.running_statistics import (
+    Statistics,
+    copied_buffers,
+    keep_buffers,
+    keep_statistics,
+)
 from undrop.intercept.site import Selection, Site, Sites
 from undrop.intercept.unaccounted import Unaccounted
 from undrop.intercept.wrappers import is_compiled, is_sharded, unwrapped
@@ -49,6 +54,7 @@ __all__ = [
     "random_functions",
     "attention",
     "call",
+    "copied_buffers",
     "flex",
     "follow_masks",
     "functional",
@@ -56,6 +62,7 @@ __all__ = [
     "in_training",
     "is_compiled",
     "is_sharded",
+    "keep_buffers",
     "keep_statistics",
     "logits_of",
     "map_tensors",

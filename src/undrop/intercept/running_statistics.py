@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Statistics", "keep_buffers", "keep_statistics"]
+__all__ = ["Statistics", "copied_buffers", "keep_buffers", "keep_statistics"]
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
@@ -62,19 +62,32 @@ def keep_statistics(model: nn.Module) -> Iterator[None]:
         yield
 
 
+Buffers = list[dict[str, Tensor]]
+
+
+def copied_buffers(model: nn.Module) -> Buffers:
+    """Return a copy of every buffer, module by module."""
+    return _copies(list(model.modules()))
+
+
 @contextmanager
-def keep_buffers(model: nn.Module) -> Iterator[None]:
-    """The same for every buffer of the model."""
-    with _copied_buffers(list(model.modules())):
+def keep_buffers(model: nn.Module, values: Buffers | None = None) -> Iterator[None]:
+    """The same for every buffer of the model; passes start from ``values`` if they are given."""
+    with _copied_buffers(list(model.modules()), values):
         yield
 
 
+def _copies(modules: list[nn.Module]) -> Buffers:
+    return [{k: b.clone() for k, b in m._buffers.items() if b is not None} for m in modules]
+
+
 @contextmanager
-def _copied_buffers(modules: list[nn.Module]) -> Iterator[None]:
+def _copied_buffers(modules: list[nn.Module], values: Buffers | None = None) -> Iterator[None]:
     originals = [dict(m._buffers) for m in modules]
+    copies = _copies(modules) if values is None else values
     try:
-        for m in modules:
-            m._buffers.update({k: b.clone() for k, b in m._buffers.items() if b is not None})
+        for m, copy in zip(modules, copies, strict=True):
+            m._buffers.update(copy)
         yield
     finally:
         for m, buffers in zip(modules, originals, strict=True):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.errors import EngineError, OptionError
+from undrop.intercept.model_call import logits_of
 from undrop.kernels.softmax import Coefficients, working_dtype
 from undrop.losses.by_class import ByClass
 from undrop.registry import Registry
@@ -98,6 +99,12 @@ class Loss(ABC):
     structure, with the tangent ∂/∂ε of every floating-point tensor in that tensor's place. The loss
     ignores the entries for other tensors. All tensors have the batch in ``dim``.
     """
+    in_any_order: bool = False
+    """Whether the loss stays the same if examples and targets are permuted alike."""
+
+    def sees(self, output: Any) -> Any:
+        """Return what the loss receives of all that the model returns."""
+        return output if self.whole_output else logits_of(output)
 
     def parameters(self) -> Sequence[Tensor]:
         """The weights in the loss, such as those of an output layer; the model may share them."""
@@ -235,6 +242,8 @@ class Loss(ABC):
 
 class ClosedForm(Loss):
     """A loss with formulas that skip the entries without u: see ``_derivatives_of_part``."""
+
+    in_any_order = True
 
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
         return self._derivatives_of_part(output, u, target, form, 0)

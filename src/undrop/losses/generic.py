@@ -83,7 +83,9 @@ class Generic(Loss):
         """
         try:
             value = self.function(output, target)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise self._failed(output, target, error) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TargetError(

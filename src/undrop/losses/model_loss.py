@@ -107,6 +107,11 @@ class ModelLoss(Loss):
         self.current = state["current"]
         self._forget()
 
+    @property
+    def in_any_order(self) -> bool:  # type: ignore[override]
+        """As for the loss."""
+        return self.current.in_any_order
+
     def parameters(self) -> Sequence[Tensor]:
         """Those of the loss."""
         return self.current.parameters()

@@ -27,7 +27,6 @@ from undrop.intercept import (
     in_training,
     is_compiled,
     keep_statistics,
-    logits_of,
     no_noise,
     outside_interception,
     sites,
@@ -37,6 +36,7 @@ from undrop.intercept import (
 from undrop.losses import Loss, as_loss
 from undrop.objectives.autocast import AutocastState
 from undrop.objectives.finite import FiniteCheck
+from undrop.objectives.heads import look_at_heads
 from undrop.objectives.step import Step
 from undrop.torch_compat import eager, portable_lstm, untraced
 
@@ -72,9 +72,23 @@ class Objective(ABC):
         self.generators = Generators(generator)
         self.selection = Selection()
         self.steps = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without any knowledge of models."""
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
         self._followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._finite = FiniteCheck()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is known about models: another process looks at them anew."""
+        known = ("_sites", "_followed", "_finite")
+        return {k: v for k, v in self.__dict__.items() if k not in known}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the options and the generators over."""
+        self.__dict__.update(state)
+        self._forget()
 
     @property
     def implicit_factor(self) -> float | None:
@@ -114,6 +128,7 @@ class Objective(ABC):
             statistics = Statistics(batch.model)
             try:
                 first = self._checked(next(evaluations), batch)
+                look_at_heads(batch.model, first)
             except BaseException:
                 statistics.restore()
                 raise
@@ -144,9 +159,9 @@ class Objective(ABC):
         """Run one pass: all that the model returns, and the loss. Without action torch drops."""
         with portable_lstm() if action is None else Interception(batch.model, action):
             output = batch.forward()
-        logits = logits_of(output)
-        self.loss.check(logits, batch.targets)
-        return output, self.loss.value(logits, batch.targets)
+        seen = self.loss.sees(output)
+        self.loss.check(seen, batch.targets)
+        return output, self.loss.value(seen, batch.targets)
 
     def evaluated(self, engine: Engine, request: Request) -> Evaluation:
         """Return what the engine computes; where every dropout has p = 0, the plain loss.

@@ -22,6 +22,8 @@ from undrop.intercept import (
     RngSnapshot,
     Site,
     SiteAction,
+    copied_buffers,
+    keep_buffers,
     keep_statistics,
     logits_of,
     map_tensors,
@@ -123,11 +125,12 @@ class Jacobian(Objective):
             raise OptionError(f"there is no site {self.site!r}: there are {', '.join(names)}.")
         shift = _Shift(self.site or names[0], self.step, self.generators)
         rng = RngSnapshot.of(batch.model, self.generators)
-        with Interception(batch.model, partial(shift, 1.0)) as first:
+        buffers = copied_buffers(batch.model)
+        with Interception(batch.model, partial(shift, 1.0)):
             output = batch.forward()
-        if first.drew:
+        if rng.moved():
             rng.restart()
-        with keep_statistics(batch.model), Interception(batch.model, partial(shift, -1.0)):
+        with keep_buffers(batch.model, buffers), Interception(batch.model, partial(shift, -1.0)):
             other = batch.forward()
         plus, minus = logits_of(output), logits_of(other)
         self.loss.check(plus, batch.targets)

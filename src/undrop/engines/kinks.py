@@ -1,0 +1,80 @@
+"""Measuring once for each model whether a kink without a rule biases the gradient.
+
+The rules in ``midpoint.py`` decide at the midpoint of both signs. What has no rule (a kernel of its own,
+TorchScript, a function nobody thought of) decides for each sign, and a unit that changes its branch
+between them adds O(1/ε₀) to the gradient of u. A smooth function's gradient is the same for a smaller
+ε₀, up to O(ε₀²); that of a kinked one is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from undrop.engines.base import Request
+from undrop.intercept import is_sharded, preserve_model, tensors_in
+from undrop.losses import Coefficients
+
+__all__ = ["measure_kinks"]
+
+_log = logging.getLogger("undrop")
+_LIMIT = 0.1
+_measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> None:
+    """Compare the gradient of the regularizers at ε₀ and ε₀/8, and log it if they differ.
+
+    Args:
+        request: the step.
+        run: returns the total of a request, with ε₀ times a factor.
+    """
+    model, c = request.batch.model, request.coefficients
+    if model in _measured or is_sharded(model) or _is_half(model):
+        return
+    _measured.add(model)
+    batch = request.batch._replace(compiled=False)
+    alone = replace(
+        request, batch=batch, coefficients=Coefficients(0.0, c.quadratic, c.directional)
+    )
+    device = next((t.device for t in tensors_in(batch.inputs)), torch.device("cpu"))
+    generator = request.draw.generator(device)
+    state = generator.get_state()
+    found = []
+    for factor in (1.0, 0.125):
+        generator.set_state(state)
+        with preserve_model(model):
+            found.append(_gradient(run(alone, factor), model))
+    generator.set_state(state)
+    size = found[1].norm()
+    off = float((found[0] - found[1]).norm() / size) if size > 0 else 0.0
+    if off > _LIMIT:
+        _log.warning(
+            "the gradient of the regularizers of %s changes by %.0f %% with a smaller ε₀: it has a "
+            "function with a kink or a jump that undrop has no rule for. Use engine='tangent', or "
+            "register a rule for it in undrop.engines.midpoint.MIDPOINT_RULES.",
+            type(model).__name__,
+            100 * off,
+        )
+
+
+def _gradient(total: Tensor, model: nn.Module) -> Tensor:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not total.requires_grad or not parameters:
+        return torch.zeros(1)
+    grads = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in grads])
+
+
+def _is_half(model: nn.Module) -> bool:
+    """Return whether rounding hides the difference."""
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return True
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return half or torch.is_autocast_enabled(weight.device.type)

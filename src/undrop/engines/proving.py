@@ -1,0 +1,339 @@
+"""Proving that a model runs on a stacked batch as on a plain one.
+
+Candidates are tried: the dimension of the batch, stacking at the first site or at the input, the order
+of flattened dimensions. A candidate is right if the stacked pass agrees row by row with plain passes:
+its rows without noise with the plain output, its ± rows with two passes of the same examples alone,
+under the same noise. If none agrees, the examples interact, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.engines.layout import Layout, Rows
+from undrop.engines.stacked import (
+    NotStackable,
+    Plan,
+    PlanChanged,
+    SitePlan,
+    map_dims,
+)
+from undrop.engines.trial import (
+    Failed,
+    Reference,
+    Trial,
+    buffers_of,
+    close,
+    dim_of,
+    grown,
+    without_nan,
+)
+from undrop.errors import EngineError, UndropError
+from undrop.intercept import (
+    Batch,
+    Interception,
+    Site,
+    call,
+    keep_buffers,
+    logits_of,
+    no_noise,
+    tensors_in,
+)
+from undrop.rng_snapshot import RngSnapshot
+
+__all__ = ["NO_DROPOUT", "Prover", "Question", "layout_of"]
+
+NO_DROPOUT = "it meets no dropout"
+_RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan depends on, beside the model."""
+
+    fraction: float
+    batch_dim: int | None
+    exact_output: bool
+    shapes: tuple[Any, ...]
+    autocast: bool
+
+
+def layout_of(
+    batch: Batch, dim: int, fraction: float, exact_output: bool, shared: bool = False
+) -> Layout:
+    """Return the layout for the batch in dimension ``dim`` of the first target (or input)."""
+    target = next(tensors_in(batch.targets), None)
+    if target is None:
+        target = next(tensors_in(batch.inputs))
+    size = target.shape[dim]
+    return Layout(size, max(1, round(fraction * size)), exact_output, shared)
+
+
+_ORDER = 2  # the seed of the order in which a proof takes the examples
+
+
+class Prover:
+    """Runs the passes that a proof compares: all from the same state of every generator and buffer.
+
+    They run without autocast: whether examples interact does not depend on the precision, and float32
+    shows it best.
+    """
+
+    def __init__(self, batch: Batch, question: Question) -> None:
+        self.batch, self.question = batch, question
+        self.rng = RngSnapshot(batch.model)
+        self.sites: list[Site] = []
+        self.output: Any = None
+        self.buffers: dict[str, Tensor] = {}
+        """The model's buffers after a plain pass."""
+        self.moving: tuple[str, ...] = ()
+        """Those that the pass changed."""
+        self.random = False
+        """Whether the model draws random numbers that are not dropout."""
+        self.draws: tuple[bool, ...] = ()
+        self.aliased = False
+
+    @contextmanager
+    def running(self, mode: Interception) -> Iterator[None]:
+        """Begin a pass from the state in which all passes begin, and leave the buffers alone."""
+        self.rng.restart()
+        device = next((t.device.type for t in tensors_in(self.batch.inputs)), "cpu")
+        with keep_buffers(self.batch.model), torch.autocast(device, enabled=False), mode:
+            yield
+
+    @contextmanager
+    def without_zeros(self) -> Iterator[None]:
+        """Put random numbers in the place of parameters that are all zero.
+
+        A gate that starts at 0 hides what it opens: the output is right, its gradient is not.
+        """
+        generator = torch.Generator().manual_seed(0)
+        modules = list(self.batch.model.modules())
+        originals = [dict(module._parameters) for module in modules]
+        awake: dict[int, nn.Parameter] = {}
+        for p in self.batch.model.parameters():
+            if p.requires_grad and p.is_floating_point() and not p.any():
+                fan_in = p.numel() // len(p) if p.dim() else 1
+                values = torch.randn(p.shape, generator=generator) / max(fan_in, 1) ** 0.5
+                awake[id(p)] = nn.Parameter(values.to(p))
+        try:
+            for module, parameters in zip(modules, originals, strict=True):
+                module._parameters.update(
+                    {name: awake.get(id(p), p) for name, p in parameters.items() if p is not None}
+                )
+            yield
+        finally:
+            for module, parameters in zip(modules, originals, strict=True):
+                module._parameters.update(parameters)
+
+    def run_plain(self, times: int = 2) -> None:
+        """Run the model without noise.
+
+        Raises:
+            EngineError: if two outputs differ.
+        """
+        outputs = []
+        before = buffers_of(self.batch.model)
+        for _ in range(times):
+            mode = Interception(self.batch.model, no_noise)
+            with self.running(mode):
+                outputs.append(self.batch.forward())
+                self.buffers = buffers_of(self.batch.model)
+                self.random = bool(self.rng.moved())
+            self.sites, self.draws = mode.sites, tuple(mode.draws.values())
+            self.aliased = mode.aliased
+        self.output = outputs[-1]
+        self.moving = tuple(
+            name for name, old in before.items() if not torch.equal(self.buffers[name], old)
+        )
+        for a, b in zip(
+            *(map(without_nan, tensors_in(out)) for out in (outputs[0], outputs[-1])), strict=True
+        ):
+            if not torch.equal(a, b) and not close(a, b):
+                raise EngineError(
+                    f"two passes of {type(self.batch.model).__name__} without noise differ, so it "
+                    "draws random numbers that undrop can't hold still, or keeps something from one "
+                    "call to the next: draw from torch's, NumPy's or Python's global generators, and "
+                    "keep state in buffers."
+                )
+
+    def looked_up(self, last: Plan) -> Plan:
+        """Return the last plan with the sites of the new shapes, without a proof."""
+        plan, _ = self._trial(self._candidate(last), self._rows(last.dim), None)
+        return replace(plan, midpoints=last.midpoints)
+
+    def proven_again(self, last: Plan) -> Plan | None:
+        """Return the last plan, proven for this batch; None if it is not right here."""
+        try:
+            rows = self._rows(last.dim)
+            reference = Reference(self, rows, last.dim)
+            plan, output = self._trial(self._candidate(last), rows, reference)
+            reference.check(self, plan, rows, output)
+            fits = last.midpoints and self._midpoints_fit(plan, rows, reference, output)
+        except (Failed, PlanChanged, NotStackable, UndropError, *_RUNTIME):
+            return None
+        return replace(plan, midpoints=fits) if fits == last.midpoints else None
+
+    def search(self, last: Plan | None, late_allowed: bool) -> Plan:
+        """Return the first candidate that agrees with plain passes.
+
+        Raises:
+            NotStackable: if none does.
+        """
+        if not self.sites:
+            raise NotStackable(NO_DROPOUT)
+        reason, second_best = "its examples interact", None
+        for dim in self._dims(last):
+            try:
+                rows = self._rows(dim)
+                reference = Reference(self, rows, dim)
+            except (Failed, UndropError, *_RUNTIME):
+                continue
+            orders = (False, True) if reference.flattened else (False,)
+            lates = self._lates(last) if late_allowed else (False,)
+            for time_major, late in product(orders, lates):
+                try:
+                    plan = self._proven(dim, late, time_major, rows, reference)
+                except NotStackable as named:
+                    reason = str(named)
+                except (Failed, PlanChanged, *_RUNTIME):
+                    continue
+                else:
+                    if not _shares_masks(plan, rows.layout.batch):
+                        return plan
+                    second_best = second_best or plan
+        if second_best is None:
+            raise NotStackable(reason)
+        return second_best
+
+    def _dims(self, last: Plan | None) -> Iterator[int]:
+        if self.question.batch_dim is not None:
+            yield self.question.batch_dim
+            return
+        target = next(tensors_in(self.batch.targets), None)
+        dims = target.dim() if target is not None else 1
+        first = [last.dim] if last is not None and last.dim < dims else []
+        yield from dict.fromkeys([*first, *range(min(dims, 3))])
+
+    def _lates(self, last: Plan | None) -> tuple[bool, ...]:
+        return (False, True) if last is not None and not last.late else (True, False)
+
+    def _rows(self, dim: int) -> Rows:
+        q = self.question
+        try:
+            layout = layout_of(self.batch, dim, q.fraction, q.exact_output)
+        except (IndexError, StopIteration) as error:
+            raise Failed from error
+        if layout.noisy == layout.batch:
+            return Rows(layout, None)
+        # An order in which no pair or group of neighbours stays together.
+        order = torch.rand(layout.batch, generator=torch.Generator().manual_seed(_ORDER)).argsort()
+        device = next((t.device for t in tensors_in(self.batch.inputs)), order.device)
+        return Rows(layout, order.to(device))
+
+    def input_dims(self, tree: Any, dim: int, size: int) -> tuple[int | None, ...]:
+        """Return where each tensor has the batch: in ``dim``, or in the only dimension of its size."""
+        return tuple(dim_of(x.shape, dim, size) for x in tensors_in(tree))
+
+    def _candidate(self, last: Plan) -> Plan:
+        size = self._rows(last.dim).layout.batch
+        places = last.sites if len(last.sites) == len(self.sites) else ()
+        majors = [s.time_major for s in places] or [False] * len(self.sites)
+        return replace(
+            last,
+            midpoints=False,
+            sites=self._sites(majors),
+            input_dims=self.input_dims(self.batch.inputs, last.dim, size),
+            target_dims=self.input_dims(self.batch.targets, last.dim, size),
+            draws=self.draws,
+            aliased=self.aliased,
+        )
+
+    def _sites(self, time_major: list[bool]) -> tuple[SitePlan, ...]:
+        return tuple(
+            SitePlan(s, None, 1, major, torch.float32, torch.device("cpu"))
+            for s, major in zip(self.sites, time_major, strict=True)
+        )
+
+    def _proven(
+        self, dim: int, late: bool, time_major: bool, rows: Rows, reference: Reference
+    ) -> Plan:
+        size = rows.layout.batch
+        inputs = self.input_dims(self.batch.inputs, dim, size)
+        targets = self.input_dims(self.batch.targets, dim, size)
+        if all(d is None for d in inputs):
+            raise Failed
+        draft = Plan(
+            dim=dim,
+            late=late,
+            input_dims=inputs,
+            target_dims=targets,
+            output_dims=(),
+            logits_dim=0,
+            sites=self._sites([time_major] * len(self.sites)),
+            midpoints=False,
+            draws=self.draws,
+            aliased=self.aliased,
+        )
+        plan, output = self._trial(draft, rows, reference)
+        reference.check(self, plan, rows, output)
+        return replace(plan, midpoints=self._midpoints_fit(plan, rows, reference, output))
+
+    def _midpoints_fit(self, plan: Plan, rows: Rows, reference: Reference, output: Any) -> bool:
+        """Return whether midpoints are found where they are: decisions there are those of the pass.
+
+        At ε₀ they change the output by O(ε₀) where a function has kinks, and by more where it jumps
+        (a mask of the largest entries). Jumps become rare at a tiny ε₀, a wrong midpoint stays wrong.
+        """
+
+        def run(midpoints: bool) -> Any:
+            return self._trial(replace(plan, midpoints=midpoints), rows, reference)[1]
+
+        def agree(one: Any, other: Any) -> bool:
+            a, b = (logits_of(x).double() for x in (one, other))
+            spread = (b - b.mean()).square().mean().sqrt()
+            return bool((a - b).square().mean().sqrt() <= 2 * reference.epsilon * spread + 1e-6)
+
+        try:
+            if agree(run(True), output):
+                return True
+            with reference.tiny():
+                return agree(run(True), run(False))
+        except (PlanChanged, NotStackable, *_RUNTIME):
+            return False
+
+    def _trial(self, draft: Plan, rows: Rows, reference: Reference | None) -> tuple[Plan, Any]:
+        """Run one stacked pass that looks up where each site has the batch."""
+        mode = Trial(self.batch.model, draft, rows, reference)
+        inputs = self.batch.inputs
+        if not draft.late:
+            inputs = map_dims(rows.stacked, inputs, draft.input_dims)
+        with self.running(mode):
+            output = call(self.batch.model, inputs)
+            if reference is not None:
+                reference.check_buffers(self, buffers_of(self.batch.model))
+        if mode.index != len(draft.sites) or not mode.stacked:
+            raise Failed
+        if draft.late and any(s.dim is None for s in mode.found):
+            raise Failed  # something computed before the first site is used after it
+        dims = tuple(
+            grown(a.shape, b.shape, rows.layout)
+            for a, b in zip(tensors_in(self.output), tensors_in(output), strict=True)
+        )
+        logits = grown(logits_of(self.output).shape, logits_of(output).shape, rows.layout)
+        if logits is None:
+            raise Failed
+        plan = replace(draft, output_dims=dims, logits_dim=logits, sites=tuple(mode.found))
+        return plan, output
+
+
+def _shares_masks(plan: Plan, batch: int) -> bool:
+    """Return whether examples share a mask along the batch, as steps of time share a locked one."""
+    return any(s.dim is not None and s.site.mask_shape[s.dim] == 1 < batch for s in plan.sites)

@@ -1,0 +1,224 @@
+"""The passes that a proof compares: two plain ones with noise, and one over the stacked batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from undrop.engines.blocks import BlockTensor
+from undrop.engines.layout import Layout, Rows
+from undrop.engines.stacked import NotStackable, Plan, PlanChanged, SitePlan, StackedPass, map_dims
+from undrop.intercept import Interception, Site, call, tensors_in
+from undrop.noise import draw as draw_noise
+
+if TYPE_CHECKING:
+    from undrop.engines.proving import Prover
+
+__all__ = ["Failed", "Reference", "Trial", "buffers_of", "close", "dim_of", "grown", "without_nan"]
+
+_EPSILON = 0.05
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_HALF = 5e-2
+
+
+class Failed(Exception):
+    """A candidate that is not right."""
+
+
+class Trial(StackedPass):
+    """A stacked pass that finds each site's batch dimension while it runs."""
+
+    def __init__(
+        self, model: nn.Module, draft: Plan, rows: Rows, reference: Reference | None
+    ) -> None:
+        super().__init__(model, draft, rows, ())
+        self.reference = reference
+        self.found: list[SitePlan] = []
+
+    def noisy(self, h: Tensor, p: float, **_: Any) -> Tensor:
+        """Find the batch in h, and apply the noise of the reference passes."""
+        if self.index >= len(self.plan.sites):
+            raise PlanChanged
+        s = self.plan.sites[self.index]
+        layout, shape = self.rows.layout, s.site.shape
+        if not self.stacked:
+            dim = dim_of(h.shape, self.plan.dim, layout.batch)
+            if tuple(h.shape) != shape or dim is None:
+                raise Failed
+            h = self.rows.stacked(h, dim)
+            self.stacked = True
+        dim = grown(shape, h.shape, layout, flattened=True)
+        repeats = 1 if dim is None else shape[dim] // layout.batch
+        s = replace(s, dim=dim, repeats=repeats, dtype=h.dtype, device=h.device)
+        self.found.append(s)
+        self.index += 1
+        if self.reference is None:
+            return h
+        noise = self.reference.noise[self.index - 1].to(h)
+        if dim is None:
+            blocks = (h + h * noise, h - h * noise)
+            return BlockTensor.of((h, *blocks) if layout.plain else blocks)
+        return h * _stacked_factors(noise, s, layout)
+
+
+def _stacked_factors(noise: Tensor, s: SitePlan, layout: Layout) -> Tensor:
+    """Return [1; 1 + noise; 1 - noise] for noise in the shape of η with r examples."""
+    assert s.dim is not None
+    if noise.shape[s.dim] == 1 < layout.noisy:  # the mask is shared by all examples
+        noise = noise.expand(*noise.shape[: s.dim], layout.noisy, *noise.shape[s.dim + 1 :])
+    rows = noise.movedim(s.dim, 0)
+    if s.repeats > 1:
+        sizes = (s.repeats, layout.noisy) if s.time_major else (layout.noisy, s.repeats)
+        rows = rows.unflatten(0, sizes)
+        rows = rows.transpose(0, 1) if s.time_major else rows
+    ones = rows.new_ones(()).expand(layout.plain, *rows.shape[1:])
+    stacked = torch.cat((ones, 1 + rows, 1 - rows))
+    rest = tuple(stacked.shape[1:])
+    return s.placed(stacked.flatten(1), rest)
+
+
+class Reference:
+    """Two plain passes of the noisy examples alone, at +ε₀ and -ε₀ with the same noise."""
+
+    def __init__(self, prover: Prover, rows: Rows, dim: int) -> None:
+        batch, layout = prover.batch, rows.layout
+        self.noise: list[Tensor] = []
+        self.generator = torch.Generator().manual_seed(0)
+        self.flattened = False
+        self.epsilon = _EPSILON / max(1.0, *(s.sigma for s in prover.sites))
+        inputs = batch.inputs
+        if rows.order is not None:
+            dims = prover.input_dims(inputs, dim, layout.batch)
+            inputs = map_dims(rows.noisy, inputs, dims)
+        self.outputs = []
+        for sign in (1.0, -1.0):
+            self._sign, self._index = sign, 0
+            with prover.running(Interception(batch.model, self)):
+                self.outputs.append(call(batch.model, inputs))
+        self.flattened = any(
+            n % layout.batch == 0 and n > layout.batch for s in prover.sites for n in s.shape
+        )
+
+    def __call__(self, site: Site, h: Tensor) -> Tensor:
+        """Return h ⊙ (1 ± ε₀·σ·η) with the same η for both signs."""
+        if self._index == len(self.noise):
+            like = torch.empty((), dtype=torch.promote_types(h.dtype, torch.float32))
+            eta = draw_noise("sign", site.mask_shape, site.p, like=like, generator=self.generator)
+            self.noise.append(eta * (self.epsilon * site.sigma))
+        noise = self.noise[self._index]
+        self._index += 1
+        if tuple(noise.shape) != site.mask_shape:
+            raise Failed
+        return torch.addcmul(h, h, noise.to(h), value=self._sign)
+
+    @contextmanager
+    def tiny(self) -> Iterator[None]:
+        """Make the noise 1,000 times smaller."""
+        noise = self.noise
+        self.noise = [1e-3 * each for each in noise]
+        try:
+            yield
+        finally:
+            self.noise = noise
+
+    def check(self, prover: Prover, plan: Plan, rows: Rows, output: Any) -> None:
+        """Compare a stacked output with the plain ones.
+
+        Raises:
+            Failed: if they differ by more than rounding.
+        """
+        trees = (output, prover.output, *self.outputs)
+        leaves = zip(*(tensors_in(tree) for tree in trees), plan.output_dims, strict=True)
+        for stacked, plain, up, down, dim in leaves:
+            if dim is None:
+                if not close(stacked, plain, 3 * self.epsilon):
+                    raise NotStackable("an output without the batch depends on all examples")
+                continue
+            if not stacked.is_floating_point():
+                continue
+            others, plus, minus, _ = rows.layout.split(stacked, dim)
+            same = rows.ordered(plain, dim).narrow(dim, 0, rows.layout.plain)
+            pairs = (*((x, same) for x in others), (plus, up), (minus, down))
+            if not all(a.shape == b.shape and close(a, b) for a, b in pairs):
+                raise Failed
+            scale = float(without_nan(up).abs().max()) if up.numel() else 0.0
+            if not close(plus - minus, up - down, 2e-2, 100 * _rounding(up.dtype) * scale):
+                raise Failed
+
+    def check_buffers(self, prover: Prover, after: dict[str, Tensor]) -> None:
+        """Compare the buffers after a stacked pass with those after a plain one.
+
+        Raises:
+            NotStackable: if one of them counts the rows.
+        """
+        for name, plain in prover.buffers.items():
+            if name not in after or not close(after[name], plain, 3 * self.epsilon, 1e-6):
+                raise NotStackable(f"its buffer {name!r} depends on all examples")
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all buffers but those of normalization layers, which have a rule."""
+    norms = nn.modules.batchnorm._NormBase
+    return {
+        f"{path}.{name}".lstrip("."): buffer.clone()
+        for path, module in model.named_modules()
+        if not isinstance(module, norms)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+
+
+def dim_of(shape: torch.Size, dim: int, size: int) -> int | None:
+    """Return ``dim`` if it has that size, else the only dimension that has."""
+    if len(shape) > dim and shape[dim] == size:
+        return dim
+    found = [d for d, n in enumerate(shape) if n == size]
+    return found[0] if len(found) == 1 else None
+
+
+def grown(
+    before: tuple[int, ...], after: torch.Size, layout: Layout, *, flattened: bool = False
+) -> int | None:
+    """Return the dimension that grew from B to B + r entries; None if none did.
+
+    Raises:
+        Failed: if the shapes differ in another way.
+    """
+    if len(before) != len(after):
+        raise Failed
+    changed = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
+    if not changed:
+        return None
+    (dim, *more) = changed
+    repeats = before[dim] // layout.batch
+    fits = before[dim] == repeats * layout.batch and after[dim] == repeats * layout.total
+    if more or not fits or (repeats != 1 and not flattened):
+        raise Failed
+    return dim
+
+
+def without_nan(x: Tensor) -> Tensor:
+    """Return x without a graph and with numbers in the place of NaN."""
+    return x.detach() if not x.is_floating_point() else torch.nan_to_num(x.detach())
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def close(a: Tensor, b: Tensor, tolerance: float | None = None, floor: float = 0.0) -> bool:
+    """Return whether a and b agree to rounding, relative to the largest entry of b."""
+    if a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return bool((a == b).all())
+    if not a.numel():
+        return True
+    tolerance = _TOLERANCE.get(a.dtype, _HALF) if tolerance is None else tolerance
+    a, b = without_nan(a).double(), without_nan(b).double()
+    limit = tolerance * b.abs().max()
+    return bool((a - b).abs().max() <= limit + floor)

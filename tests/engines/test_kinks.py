@@ -1,0 +1,111 @@
+"""Functions with kinks or jumps: the gradient is right, or the user is told that it is not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine_helpers import BOTH, evaluate, gradient, random_signs, relative
+from problems import D, Problem
+from undrop.engines import Antithetic, ScaledNoise
+from undrop.intercept import Interception, call
+from undrop.losses import CrossEntropy
+
+TOLD = "changes by"
+
+
+class Kinked(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.one, self.drop, self.two = nn.Linear(8, 24), nn.Dropout(0.3), nn.Linear(24, 24)
+        self.last, self.way = nn.Linear(24, 3), way
+        self.to(D)
+
+    def forward(self, x):
+        return self.last(self.way(self.two(self.drop(self.one(x)))))
+
+
+def in_place(function, *args):
+    def way(h):
+        h = h.clone()
+        function(h, *args)
+        return h
+
+    return way
+
+
+@torch.jit.script
+def scripted(h: torch.Tensor) -> torch.Tensor:
+    return torch.relu(h)
+
+
+class OwnReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (ctx.saved_tensors[0] > 0)
+
+
+def largest(h):
+    return h * torch.zeros_like(h).scatter(-1, h.topk(5, -1).indices, 1.0)
+
+
+RIGHT = {
+    "relu": F.relu,
+    "selu": F.selu,
+    "elu": lambda h: F.elu(h, 3.0),
+    "celu": lambda h: F.celu(h, 0.3),
+    "selu_": in_place(F.selu_),
+    "elu_": in_place(F.elu_, 3.0),
+    "leaky_relu_": in_place(F.leaky_relu_, 0.2),
+    "threshold_": in_place(F.threshold_, 0.1, 0.0),
+    "fmax": lambda h: torch.fmax(h, h.roll(1, -1)),
+    "median": lambda h: h.unflatten(-1, (8, 3)).median(-1).values.repeat(1, 3),
+    "a mask of the largest": largest,
+    "a window": lambda h: h * ((h > -0.5) & (h < 0.5)),
+    "floor": lambda h: h - h.floor(),
+    "straight-through rounding": lambda h: h + (h.round() - h).detach(),
+    "tanh": torch.tanh,
+}
+TOLD_OF = {
+    "TorchScript": scripted,
+    "an autograd function": OwnReLU.apply,
+    "aten": torch.ops.aten.relu,
+    "quantile": lambda h: h.unflatten(-1, (8, 3)).quantile(0.5, -1).repeat(1, 3),
+    "bucketize": lambda h: h * torch.bucketize(h.detach(), torch.tensor([0.0], dtype=D)),
+    "norm of order 1": lambda h: F.normalize(h, p=1, dim=-1) * 8,
+}
+
+
+def error_of_the_gradient(way):
+    """‖found - wanted‖ / ‖wanted‖ at ε₀ = 0.05, where wanted is from plain passes at ±1e-7."""
+    torch.manual_seed(1)
+    p = Problem(Kinked(way), torch.randn(24, 8, dtype=D), torch.randint(3, (24,)), CrossEntropy())
+    draw, outputs, h = random_signs(p, 1), [], 1e-7
+    for epsilon in (0.0, h, -h):
+        with Interception(p.model, ScaledNoise(draw, epsilon)):
+            outputs.append(call(p.model, p.inputs))
+    f, plus, minus = outputs
+    total, _ = p.loss.combined(f, (plus - minus) / (2 * h), p.targets, "hessian", BOTH)
+    wanted = gradient(total, p.model)
+    found = evaluate(Antithetic(0.05), p, draw, BOTH)
+    assert found.engine == "antithetic: one stacked pass"
+    return relative(gradient(found.total, p.model), wanted)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_functions_with_a_rule_have_the_right_gradient(name, caplog):
+    assert error_of_the_gradient(RIGHT[name]) < 0.02
+    assert not [m for m in caplog.messages if TOLD in m]
+
+
+@pytest.mark.parametrize("name", TOLD_OF)
+def test_of_functions_without_a_rule_the_user_is_told(name, caplog):
+    assert error_of_the_gradient(TOLD_OF[name]) > 0.05
+    (message,) = [m for m in caplog.messages if TOLD in m]
+    assert "a function with a kink or a jump that undrop has no rule for" in message
+    assert "Use engine='tangent', or register a rule" in message

@@ -79,7 +79,7 @@ def _differences(axes: Axes, section: Section, results: Results) -> None:
         axes.plot(epochs, percent.mean(0), lw=1.4, color=color, label=mathtext(row.label))
         axes.fill_between(epochs, percent.min(0), percent.max(0), color=color, alpha=0.18, lw=0)
     axes.axhline(0.0, color="black", lw=0.8)
-    axes.set_xlabel(_AXES["epoch"])
+    _count_epochs(axes)
     axes.set_ylabel(mathtext("percent above Drop₁ in the same epoch"))
 
 
@@ -124,12 +124,16 @@ def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
         ends.append(ys.mean(0).min())
     if ends:
         axes.set_ylim(min(ends) * 0.95, _top(y, ends))
+    _count_epochs(axes)
+    axes.set_ylabel(_AXES[y])
+    axes.legend(fontsize=8)
+
+
+def _count_epochs(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(_AXES["epoch"])
-    axes.set_ylabel(_AXES[y])
-    axes.legend(fontsize=8)
 
 
 def _top(y: str, ends: Sequence[float]) -> float:

@@ -42,6 +42,8 @@ METHODS = {
     "dropout-decay": Method("dropout + decay", "dropout", dropped=True, decayed=True),
     "analytic": Method("Analytic", "analytic", dropped=True),
     "analytic-decay": Method("Analytic + decay", "analytic", dropped=True, decayed=True),
+    "analytic-quarter-step": Method("Analytic, ε₀ = 1/4", "analytic:0.25", dropped=True),
+    "analytic-whole-step": Method("Analytic, ε₀ = 1", "analytic:1", dropped=True),
     "tuner": Method("tuner (dropout)", "tuner"),
 }
 """The methods by name."""

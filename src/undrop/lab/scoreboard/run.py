@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from undrop.engines.antithetic import Antithetic
 from undrop.lab.reproduce.worker import commit, single_threaded
 from undrop.lab.scoreboard.data import Data, batches
 from undrop.lab.scoreboard.tasks import TASKS, Task
@@ -36,7 +37,8 @@ class Spec:
 
     Attributes:
         task: its name.
-        kind: "none", "dropout", "analytic" or "tuner".
+        kind: "none", "dropout", "analytic", "analytic:ε₀" with another step than the engine's, or
+            "tuner".
         p: the dropout probability that the model declares.
         decay: the weight decay.
         seed: of the data, the weights and the noise.
@@ -144,7 +146,9 @@ def _backward(spec: Spec, task: Task, model: nn.Module, loss: Loss, data: Data) 
         held = batches(data, "validation", task.batch, shuffled)
         step: Callable[..., Any] = Tuner(Dropout(loss=loss), held, interval=10).step
     else:
-        step = Analytic(loss=loss, fraction=task.fraction, batch_dim=data.dim)
+        epsilon = spec.kind.partition(":")[2]
+        engine = Antithetic(float(epsilon)) if epsilon else "auto"
+        step = Analytic(loss=loss, engine=engine, fraction=task.fraction, batch_dim=data.dim)
 
     def regularized(inputs: Tensor, targets: Tensor) -> None:
         step(model, inputs, targets).backward()

@@ -27,8 +27,8 @@ A difference is to tuned dropout on the same seed; below 0 is better. Its interv
 widened so that all intervals of this page hold at once with 95 % (Bonferroni). Equal time: a method \
 whose step takes longer than dropout's has fewer epochs, by processor seconds measured during the \
 search, with the same cosine to zero. The tuner has no search: its one run is compared with the best of \
-dropout's. ε₀ is the step over which the engine takes u, 0.05 unless it is named: a larger one sees more \
-of the function than its derivative."""
+dropout's. ε₀ is the step over which the engine takes u, 0.05 unless it is named: a larger one sees \
+more of the function than its derivative."""
 
 
 def write_board(folder: Path, out: Path, seeds: int | None = None) -> Path:

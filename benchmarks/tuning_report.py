@@ -226,7 +226,8 @@ def main() -> None:
         print("\n".join(lines), end="\n\n")
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, rest = text.split(begin)
-        text = f"{before}{begin}{chr(10).join(lines)}\n{end}{rest.split(end)[1]}"
+        filled = "\n".join(["", *lines, "", end])
+        text = f"{before}{begin}{filled}{rest.split(end)[1]}"
     if options.write:
         page.write_text(text)
 

@@ -79,7 +79,8 @@ class Antithetic(Engine):
         try:
             found, trail = self._one_pass(request, plan)
             if self._still_right(request, trail, beginning.rng):
-                measure_kinks(request, partial(self._total, plan))
+                if not request.loss.counts_calls:
+                    measure_kinks(request, partial(self._total, plan))
                 return found
         except (PlanChanged, NotStackable, RuntimeError, IndexError, ValueError):
             pass

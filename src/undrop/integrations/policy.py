@@ -116,6 +116,8 @@ class PolicyLoss(Generic):
     The targets are the numbers of the examples, which say how a stacked pass has ordered them.
     """
 
+    counts_calls = True
+
     def __init__(self) -> None:
         super().__init__(self._asked, whole_output=False)
         self.ask: Callable[[Tensor], Tensor] | None = None

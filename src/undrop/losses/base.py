@@ -101,6 +101,8 @@ class Loss(ABC):
     """
     in_any_order: bool = False
     """Whether the loss stays the same if examples and targets are permuted alike."""
+    counts_calls: bool = False
+    """Whether a call leaves a trace, such as a trainer's metrics: undrop then calls it once a step."""
 
     def sees(self, output: Any) -> Any:
         """Return what the loss receives of all that the model returns."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from undrop.errors import TargetError
+from undrop.errors import TargetError, UndropError
 from undrop.intercept.pytrees import map_tensors, tensors_in
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.base import ONES, Derivatives, Loss, number, padded, precise
@@ -83,7 +83,7 @@ class Generic(Loss):
         """
         try:
             value = self.function(output, target)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, UndropError):
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise self._failed(output, target, error) from error

@@ -18,6 +18,8 @@ _EXPLICIT, _IMPLICIT = 1e-10, 1e-5
 
 def fingerprint(parameters: Sequence[Tensor]) -> Tensor:
     """One number that changes with the weights."""
+    if not parameters:  # only the inputs are trained
+        return torch.zeros(())
     norms = torch._foreach_norm([p.detach() for p in parameters], 1)
     return torch.stack([norm.double() for norm in norms]).sum()
 

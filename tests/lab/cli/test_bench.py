@@ -25,7 +25,8 @@ def test_bench_methods_keep_their_names():
     assert tuple(METHODS) == NAMES
 
 
-def test_bench_writes_json_and_a_plot(tmp_path, capsys):
+def test_bench_writes_json_and_a_plot(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # slow steps have wide numbers, which would break names
     figures, picture = tmp_path / "out.json", tmp_path / "out.png"
     command = ["bench", "--model", "mlp", "--size", "small", "--rounds", "2", "--no-memory"]
     code = main([*command, "--json", str(figures), "--plot", str(picture)])

@@ -121,3 +121,33 @@ def test_without_regularization_masks_are_at_their_mean_and_the_rest_is_random()
     step = undrop.NoRegularization()(net, X, Y)
     step.backward()
     assert step.total.isfinite()
+
+
+class Sometimes(nn.Module):
+    def forward(self, x):
+        if torch.rand([]) < 0.5:
+            x = x + torch.sin(x) * (torch.rand(x.shape[1]) < 0.8)
+        return x
+
+
+def test_a_branch_with_even_chances_before_a_layer_is_no_layer_drop():
+    found = undrop.sites(Net(Sometimes()), X)
+    assert "own.layer-drop" not in found.names
+    assert ("own", "rand") in [(other.module, other.function) for other in found.unaccounted]
+
+
+def test_a_site_behind_a_branch_that_stays_random_is_listed():
+    net = Net(nn.Sequential(*(Sometimes() for _ in range(4))))
+    found = undrop.sites(net, X)
+    assert set(found.names) == {"dropout", *(f"own.{i}.mask" for i in range(4))}
+
+
+def test_the_line_of_a_package_whose_name_begins_like_torch_is_shown():
+    utils = pytest.importorskip("torch_geometric.utils", reason="torch_geometric is not installed")
+
+    def dropped(x):
+        edges, _ = utils.dropout_edge(torch.randint(6, (2, 12)), p=0.5)
+        return x + edges.shape[1]
+
+    found = undrop.sites(Net(dropped), X)
+    assert any("torch_geometric" in other.where for other in found.unaccounted)

@@ -34,8 +34,9 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
     The model is run without gradients, in train mode with its dropout switched off, and in eval mode to
     see which sites are active there. A model that makes random masks by hand is run twice more, to
-    prove that they are masks; one that draws other random numbers is run once more, to see where. Its
-    mode, its buffers and the random state are restored. Dropouts with p = 0 are not sites.
+    prove that they are masks; one that draws other random numbers is run a few times more, to see
+    where, and what they hide. Its mode, its buffers and the random state are restored. Dropouts with
+    p = 0 are not sites.
 
     Args:
         model: any module.
@@ -77,12 +78,22 @@ def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted
     if not moved:
         return mode, []
     before.restart()
-    return mode, unaccounted(model, paths(model), lambda: _run(model, inputs), moved)
+    others = unaccounted(model, paths(model), lambda: _run(model, inputs), moved)
+    _add_hidden_sites(model, inputs, mode)
+    return mode, others
 
 
-def _proven_pass(model: nn.Module, inputs: Any) -> Interception:
+def _add_hidden_sites(model: nn.Module, inputs: Any, mode: Interception) -> None:
+    """Add the sites that a branch which stays random has skipped, from passes with other seeds."""
+    for number in range(1, 4):
+        names = {site.name for site in mode.sites}
+        other = _proven_pass(model, inputs, number)
+        mode.sites += [site for site in other.sites if site.name not in names]
+
+
+def _proven_pass(model: nn.Module, inputs: Any, number: int = 0) -> Interception:
     """Run the model until every random mask that it makes by hand is proven, or known to be none."""
-    seed_current(0)  # the same branches for every seed
+    seed_current(number)  # the same branches for every seed
     mode = _run(model, inputs)
     while bad := disproven(model, inputs, mode.masks):
         not_masks(model).update(bad)

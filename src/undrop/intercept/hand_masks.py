@@ -149,7 +149,8 @@ class HandMasks:
         moved: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Mask:
         """Return the mask that is 1 with probability ``chance``: the site of h = keep·ones."""
-        flipped = chance < 0.5
+        likely = chance > 0.5 or (chance == 0.5 and not below)
+        flipped = not likely  # so that the proof of a branch tries the other one
         p = round(chance if flipped else 1.0 - chance, 12)
 
         def make(kind: str | None) -> Tensor:
@@ -159,7 +160,6 @@ class HandMasks:
                 self.met_mask(key, MaskDraw("", threshold, below, flipped))
                 return moved(self.resume(torch.rsub, (soft, 1.0), {}) if flipped else soft)
 
-        likely = chance > 0.5 or (chance == 0.5 and not below)
         like = moved(fill(0.0)) if dtype == torch.bool else None
         made = Mask(self, key, make, dtype, likely=likely, like=like)  # type: ignore[arg-type]
         if like is None or like.numel() != 1:

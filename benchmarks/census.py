@@ -1,0 +1,267 @@
+"""Count the random draws of a training pass in every model family of four libraries.
+
+    python benchmarks/census.py run                 # resumes; results/census.jsonl
+    python benchmarks/census.py run --only pyg peft
+    python benchmarks/census.py page                # writes docs/census.md
+
+A family is a model file of timm, a model type of Transformers, a method of PEFT, or a layer, model or
+dropping function of PyG. Each is built at a tiny size without a download and runs in train mode with
+all its drop probabilities at 0.1. Every draw of the pass must belong to a site, or be named in the
+second table of ``undrop.sites``. Two checks look for what is missed:
+
+- by place: each module that draws in the plain pass has as many sites and named draws there;
+- by effect: without noise, and with the named draws held still, two passes with different seeds of
+  torch, NumPy and Python return the same numbers. Constant parameters are made random first, so that
+  no branch is closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from census_families import LIBRARIES, Built, NotBuilt, run
+from census_page import write_page
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import undrop
+from undrop.errors import NoDropoutError, UndropError
+from undrop.intercept import Interception, Sites, call, no_noise, preserve_model, tensors_in
+from undrop.intercept.unaccounted import RandomOps, Unaccounted, python_draws
+from undrop.intercept.wrappers import paths
+
+RESULTS = Path(__file__).parents[1] / "results" / "census.jsonl"
+SECONDS = 20
+MEMORY = 8 << 30
+
+
+def seed(number: int) -> None:
+    """Seed torch, NumPy and Python."""
+    torch.manual_seed(number)
+    np.random.seed(number)  # models draw from it
+    random.seed(number)
+
+
+def open_branches(model: nn.Module) -> None:
+    """Make constant parameters random: behind a factor of 0 no draw has an effect."""
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.is_floating_point() and value.numel() > 1:
+                low, high = value.aminmax()
+                if not bool((high - low).abs() > 1e-4):
+                    value.nan_to_num_().add_(0.1 * torch.randn_like(value))
+
+
+def plain_draws(built: Built) -> list[Unaccounted]:
+    """What a plain training pass draws, by module."""
+    names = paths(built.model)
+    found: list[Unaccounted] = []
+    ops = RandomOps(names)
+    seed(0)
+    with preserve_model(built.model), python_draws(names, found), ops:
+        run(built)
+    return [*ops.found, *found]
+
+
+class AlsoDropping(nn.Module):
+    """A model with a dropout of no effect: ``undrop.sites`` lists named draws beside sites alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.extra = model, nn.Dropout(0.5)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        self.extra(torch.ones(1))
+        return self.model(*args, **kwargs)
+
+
+def found_sites(built: Built) -> Sites:
+    """The sites of a model and what belongs to none, also if it has no site."""
+    try:
+        return undrop.sites(built.model, built.inputs)
+    except NoDropoutError:
+        found = undrop.sites(AlsoDropping(built.model), built.inputs)
+        named = [
+            u._replace(module=u.module.removeprefix("model").lstrip(".")) for u in found.unaccounted
+        ]
+        return Sites([], named)
+
+
+def missed_by_place(draws: list[Unaccounted], found: Sites, model: nn.Module) -> dict[str, int]:
+    """How many draws of each module neither a site nor the second table accounts for."""
+    modules = set(paths(model).values())
+    known: Counter[str] = Counter()
+    for site in found:
+        path = site.name.partition("#")[0]
+        while path not in modules:
+            path = path.rpartition(".")[0]
+        known[path] += 1
+    for other in found.unaccounted:
+        known[other.module] += other.calls
+    drawn: Counter[str] = Counter()
+    for draw in draws:
+        drawn[draw.module] += draw.calls
+    return {path: n - known[path] for path, n in drawn.items() if n > known[path]}
+
+
+class Holding(TorchDispatchMode):
+    """Gives the named operations the same numbers in every pass, and no other."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation."""
+        name = func.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded not in func.tags or name not in self._names:
+            return func(*args, **(kwargs or {}))
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.set_rng_state(state)
+
+
+def quiet_pass(built: Built, number: int, named: set[str]) -> list[Tensor]:
+    """The output without noise, from a seed, with the named draws held still."""
+    mode = Interception(built.model, no_noise)
+    mode.batch = next((len(x) for x in tensors_in(built.inputs) if x.dim()), None)
+    seed(number)
+    if "Python's random" in named:
+        random.seed(1)
+    if "NumPy's random" in named:
+        np.random.seed(1)
+    with preserve_model(built.model), torch.no_grad(), Holding(named), mode:
+        output = call(built.model, built.inputs)
+    return [x.detach().clone() for x in tensors_in(output) if isinstance(x, Tensor)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether two outputs are equal, NaN to NaN."""
+    return len(a) == len(b) and all(
+        x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def examined(library: str, family: str) -> dict[str, Any]:
+    """One family of the census."""
+    seed(0)
+    try:
+        built = LIBRARIES[library][1](family)
+    except NotBuilt as error:
+        return {"status": "not built", "why": str(error)}
+    open_branches(built.model)
+    row: dict[str, Any] = {"status": "built", "model": type(built.model).__name__}
+    draws = plain_draws(built)
+    row["draws"] = sum(d.calls for d in draws)
+    try:
+        found = found_sites(built)
+    except UndropError as error:
+        return {**row, "status": "refused", "why": str(error)[:200]}
+    row |= {"sites": len(found), "kinds": dict(Counter(s.kind for s in found))}
+    row["named"] = sum(u.calls for u in found.unaccounted)
+    row["who"] = sorted({f"{u.function} at {place(u.where)}" for u in found.unaccounted})
+    row["missed"] = missed_by_place(draws, found, built.model)
+    seeds = {1: quiet_pass(built, 1, set())}
+    named = {u.function for u in found.unaccounted}
+    seeds[2], again = quiet_pass(built, 2, named), quiet_pass(built, 3, named)
+    row["finite"] = all(bool(x.isfinite().all()) for x in again if x.is_floating_point())
+    row["silent"] = not same(seeds[2], again) or (not named and not same(seeds[1], again))
+    return row
+
+
+def place(where: str) -> str:
+    """The file of a call, without the folders above its package."""
+    file = where.rpartition(":")[0]
+    return file.rpartition("site-packages/")[2] if "site-packages/" in file else Path(file).name
+
+
+def in_child(library: str, family: str) -> dict[str, Any]:
+    """Examine a family in a process of its own, within a time limit."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        signal.alarm(SECONDS)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        try:
+            row = examined(library, family)
+        except BaseException as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            why = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
+            row = {"status": "failed", "why": " ".join(why.split())[:240]}
+        os.write(write, json.dumps(row).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        return dict(json.loads(text))
+    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    return {"status": "not built", "why": "time limit" if slow else "out of memory or killed"}
+
+
+def rows() -> dict[tuple[str, str], dict[str, Any]]:
+    """The results so far; the last of a family counts."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {(row["library"], row["family"]): row for row in found}
+
+
+def census(libraries: list[str], again: list[str], part: tuple[int, int], minutes: float) -> None:
+    """Examine what has no result yet."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    end = time.monotonic() + 60 * minutes
+    todo = [(lib, family) for lib in libraries for family in LIBRARIES[lib][0]()]
+    done = {key for key, row in rows().items() if row["status"] not in again}
+    todo = [key for i, key in enumerate(todo) if key not in done and i % part[1] == part[0]]
+    for i, (library, family) in enumerate(todo):
+        if time.monotonic() > end:
+            break
+        row = {"library": library, "family": family, **in_child(library, family)}
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        told = {k: v for k, v in row.items() if k not in ("library", "family", "kinds")}
+        print(f"{i + 1}/{len(todo)} {library} {family}: {told}", flush=True)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("--only", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES))
+    parser.add_argument("--again", nargs="+", default=[], help="statuses to examine again")
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), help="k n: every n-th, from k")
+    parser.add_argument("--minutes", type=float, default=600.0)
+    options = parser.parse_args()
+    if options.what == "run":
+        census(options.only, options.again, tuple(options.part), options.minutes)
+    else:
+        write_page(list(rows().values()), {lib: len(LIBRARIES[lib][0]()) for lib in LIBRARIES})
+
+
+if __name__ == "__main__":
+    main()

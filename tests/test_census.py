@@ -1,0 +1,85 @@
+"""The census sees what a pass draws, and a draw that nothing accounts for."""
+
+import importlib
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from undrop.intercept import Sites
+
+BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+
+
+@pytest.fixture
+def census(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("census")
+
+
+FAMILIES = {
+    ("timm", "vision_transformer"): ({"drop-path", "dropout"}, ""),
+    ("transformers", "wav2vec2"): ({"layer-drop", "attention", "dropout"}, "NumPy's random"),
+    ("peft", "LOHA"): ({"mask"}, "rand"),
+    ("pyg", "utils.dropout_edge"): ({"dropout"}, "rand"),
+}
+
+
+@pytest.mark.parametrize(("library", "family"), FAMILIES)
+def test_nothing_is_missed(census, library, family):
+    package = {"pyg": "torch_geometric"}.get(library, library)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    row = census.examined(library, family)
+    kinds, named = FAMILIES[(library, family)]
+    assert row["status"] == "built"
+    assert set(row["kinds"]) == kinds
+    assert row["draws"] > 0
+    assert row["missed"] == {}
+    assert not row["silent"]
+    assert bool(row["named"]) == bool(named)
+    assert all(who.startswith(named) for who in row["who"])
+
+
+class Own(nn.Module):
+    """A model with a dropout, and draws of two generators that undrop names."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(x) + torch.randn(()) + random.random()
+
+
+def built(census):
+    return census.Built(Own(), torch.ones(3, 4))
+
+
+def test_a_draw_that_is_not_named_is_missed_by_place(census):
+    model = built(census)
+    draws = census.plain_draws(model)
+    found = census.found_sites(model)
+    assert sum(draw.calls for draw in draws) == 3
+    assert census.missed_by_place(draws, found, model.model) == {}
+    assert census.missed_by_place(draws, Sites(found, found.unaccounted[:1]), model.model) == {
+        "": 1
+    }
+    assert census.missed_by_place(draws, Sites([], found.unaccounted), model.model) == {"drop": 1}
+
+
+@pytest.mark.parametrize("hidden", ["randn", "Python's random"])
+def test_a_draw_that_is_not_named_is_seen_by_its_effect(census, hidden):
+    model = built(census)
+    named = {other.function for other in census.found_sites(model).unaccounted}
+    assert named == {"randn", "Python's random"}
+
+    def agree(held):
+        passes = [census.quiet_pass(model, number, held) for number in (2, 3)]
+        return census.same(*passes)
+
+    assert agree(named)
+    assert not agree(named - {hidden})

@@ -168,8 +168,9 @@ def examined(library: str, family: str) -> dict[str, Any]:
     seed(0)
     try:
         built = LIBRARIES[library][1](family)
-    except NotBuilt as error:
-        return {"status": "not built", "why": str(error)}
+    except Exception as error:
+        known = str(error) if isinstance(error, NotBuilt) else f"{type(error).__name__}: {error}"
+        return {"status": "not built", "why": " ".join(known.split())[:90]}
     open_branches(built.model)
     row: dict[str, Any] = {"status": "built", "model": type(built.model).__name__}
     draws = plain_draws(built)

@@ -98,7 +98,7 @@ def verdict(rows: list[Row], ran: list[Row]) -> list[str]:
     void = [row["family"] for row in ran if not row["finite"]]
     if void:
         lines.append(f"- not finite, so checked by place alone: {', '.join(void)}")
-    return [*(lines or ["Nothing is missed, silent, refused or failed."]), ""]
+    return [*(lines or ["In the families that ran, nothing is missed, silent or refused."]), ""]
 
 
 def kinds(ran: list[Row]) -> list[str]:

@@ -6,10 +6,20 @@ import pytest
 import torch
 
 import undrop
-from engine_helpers import BOTH, EXPLICIT, Fixed, design, evaluate, gradient, random_signs, relative
+from engine_helpers import (
+    BOTH,
+    EXPLICIT,
+    IMPLICIT,
+    Fixed,
+    design,
+    evaluate,
+    gradient,
+    random_signs,
+    relative,
+)
 from hand_made import KINDS, P
 from problems import D, Problem
-from undrop.engines import Antithetic, Draw, Exact, ScaledNoise, Tangent
+from undrop.engines import Antithetic, Draw, Exact, Reverse, ScaledNoise, Tangent
 from undrop.intercept import Interception, Selection
 from undrop.losses import CrossEntropy
 
@@ -144,3 +154,30 @@ def test_for_small_p_the_second_order_is_r_drop(kind):
     loss = site_losses(problem, lambda: Fixed(eta), 1.0)
     exact += (1 - p).prod() * (loss - plain).squeeze()
     assert torch.allclose(second / e**2, exact, rtol=SECOND_ORDER[kind]), (second / e**2, exact)
+
+
+def test_the_reverse_engine_has_the_same_directional_derivative(kind):
+    problem = problem_of(kind)
+    a = evaluate(Reverse(), problem, random_signs(problem, 3), IMPLICIT)
+    b = evaluate(Tangent(), problem, random_signs(problem, 3), IMPLICIT)
+    assert relative(gradient(a.total, problem.model), gradient(b.total, problem.model)) < 1e-9
+
+
+ONE_GRAPH = {"drop path", "timm's drop path"}
+
+
+def test_a_compiled_model_has_the_gradients_of_the_eager_one(kind, caplog):
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        problem = problem_of(kind)
+        model = torch.compile(problem.model, backend="eager") if compiled else problem.model
+        objective = undrop.Analytic(generator=torch.Generator().manual_seed(5))
+        for _ in range(2):
+            step = objective(model, problem.inputs, problem.targets)
+        assert step.parts["explicit"] > 1e-6
+        step.backward()
+        found.append(torch.cat([p.grad.flatten() for p in problem.model.parameters()]))
+    assert relative(found[1], found[0]) < 1e-9
+    if kind in ONE_GRAPH:
+        assert "without torch.compile" not in caplog.text

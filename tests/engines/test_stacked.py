@@ -497,6 +497,19 @@ def test_a_model_that_does_not_compile_whole_runs_eagerly_and_says_so_once(monke
     assert caplog.text.count("undrop runs Unfollowed without torch.compile") == 1
 
 
+def test_more_shapes_than_torch_compiles_run_eagerly_and_the_log_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    plain, under = net(), net()
+    model = torch.compile(under)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in (8, 10, 12, 14):
+            x, y = torch.randn(size, 8), torch.randint(4, (size,))
+            found, wanted = gradients(model, under, x, y), gradients(plain, plain, x, y)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert caplog.text.count("more shapes than torch._dynamo.config.recompile_limit") == 1
+
+
 def test_compile_around_the_step_keeps_the_regularizers():
     torch.manual_seed(1)
     x, y = torch.randn(16, 8), torch.randint(4, (16,))

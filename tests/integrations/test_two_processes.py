@@ -27,7 +27,9 @@ CASES = ["", " checkpointed", " two samples", " two samples in turn", " fraction
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("case", [*CASES, " dropout"], ids=lambda case: case.strip() or "plain")
+@pytest.mark.parametrize(
+    "case", [*CASES, " dropout", " drop path"], ids=lambda case: case.strip() or "plain"
+)
 def test_gradients_equal_those_of_one_process(found, wrapper, case):
     assert found[wrapper + case] < 1e-14
 

@@ -33,6 +33,14 @@ class Block(nn.Module):
         return x + self.drop(torch.tanh(self.linear(self.norm(y))))
 
 
+class DropPath(nn.Module):
+    """Keeps or drops each example, by a mask made by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.new_empty(len(x), 1, 1).bernoulli_(0.8)
+        return x * mask.div_(0.8)
+
+
 class Net(nn.Module):
     def __init__(self, norm: Callable[[], nn.Module], checkpointed: bool) -> None:
         super().__init__()
@@ -136,6 +144,7 @@ def results() -> dict[str, object]:
             f"{name} fraction": difference(wrap, analytic(engine="antithetic", fraction=0.5)),
             f"{name} batch norm": difference(wrap, antithetic, norm=BATCH),
             f"{name} dropout": difference(wrap, lambda g: undrop.Dropout(2, generator=g)),
+            f"{name} drop path": difference(wrap, antithetic, norm=DropPath),
         }
     for engine in ("tangent", "reverse"):
         found[f"ddp {engine}"] = difference(DistributedDataParallel, analytic(engine=engine))

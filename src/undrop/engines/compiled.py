@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,14 +27,23 @@ def compiled_pass(model: nn.Module) -> Callable[..., Any]:
     noise: it takes the noise as an input, and no graph is compiled twice for the same shapes.
     """
     if model not in _compiled:
-        _compiled[model] = _guarded(torch.compile(run_stacked, fullgraph=True, dynamic=False))
+        _compiled[model] = _guarded(
+            torch.compile(_copied(run_stacked), fullgraph=True, dynamic=False)
+        )
     return _compiled[model]
+
+
+def _copied(function: Any) -> FunctionType:
+    """Return the function with a code object of its own: torch limits the graphs of each one."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(model: nn.Module, *args: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException
+        from torch._dynamo import exc
         from torch._dynamo.utils import counters
+
+        too_many = getattr(exc, "FailOnRecompileLimitHit", ())  # torch 2.6 may lack the name
 
         try:
             with compiled():
@@ -42,14 +52,12 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
             return output, int(counters["stats"]["unique_graphs"])
         except (PlanChanged, NotStackable):
             raise
-        except TorchDynamoException as error:
-            reason = str(error).strip().splitlines()[0]
-            _log.warning(
-                "undrop runs %s without torch.compile: it does not compile as one graph (%s).",
-                type(model).__name__,
-                reason,
-            )
-            _compiled[model] = run_stacked
-            return run_stacked(model, *args)
+        except too_many:
+            reason = "more shapes than torch._dynamo.config.recompile_limit allows"
+        except exc.TorchDynamoException as error:
+            reason = f"it does not compile as one graph ({str(error).strip().splitlines()[0]})"
+        _log.warning("undrop runs %s without torch.compile: %s.", type(model).__name__, reason)
+        _compiled[model] = run_stacked
+        return run_stacked(model, *args)
 
     return guarded

@@ -102,11 +102,13 @@ def test_importing_undrop_brings_none_of_the_extras():
     assert wanted & loaded == set()
 
 
-def test_a_step_does_not_load_torch_s_compiler():
+@pytest.mark.parametrize("engine", ["auto", "tangent"])
+def test_a_step_does_not_load_torch_s_compiler(engine):
     step = (
         "import sys, torch, undrop\n"
         "net = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(3, 2))\n"
-        "undrop.Analytic()(net, torch.randn(2, 3), torch.zeros(2).long()).backward()\n"
+        f"step = undrop.Analytic(engine='{engine}')(net, torch.randn(2, 3), torch.zeros(2).long())\n"
+        "step.backward()\n"
         "print('torch._dynamo' in sys.modules)"
     )
     assert run(step) == ["False"]

@@ -1,4 +1,4 @@
-"""Functions with kinks or jumps: the gradient is right, or the user is told that it is not."""
+"""Functions with kinks or jumps: the gradient is right, or the log says that it is not."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ class Interval:
 
 
 def student(quantile: float, values: int) -> float:
-    """Return a quantile of Student's t for the mean of so many values."""
+    """Return a quantile of Student's t for the mean of this number of values."""
     from scipy import stats
 
     return float(stats.t.ppf(quantile, values - 1))

@@ -21,7 +21,8 @@ def fingerprint(parameters: Sequence[Tensor]) -> Tensor:
     if not parameters:  # only the inputs are trained
         return torch.zeros(())
     norms = torch._foreach_norm([p.detach() for p in parameters], 1)
-    return torch.stack([norm.double() for norm in norms]).sum()
+    dtype = torch.float32 if norms[0].device.type == "mps" else torch.float64  # MPS has no float64
+    return torch.stack([norm.to(dtype) for norm in norms]).sum()
 
 
 class EffectCheck:

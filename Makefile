@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
 
 .PHONY: help install demo test test-slow test-portable test-device verify compat lint format docs bench faults audit clean
 
@@ -24,15 +25,15 @@ demo: $(STAMP)  ## No regularization, dropout and Analytic side by side
 	$(BIN)/undrop demo
 
 test: $(STAMP)  ## The test suite (minutes)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
 
 test-slow: $(STAMP)  ## Everything, with many draws and long trainings
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # What an older CPU has no kernel for, or rounds in another way.
 test-portable: $(STAMP)  ## The tests that depend on the CPU, as on one with AVX2 and on one without
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "portable and not slow"
-	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadgroup -m "portable and not slow"
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "portable and not slow"
+	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "portable and not slow"
 
 MATHS := $(addprefix tests/,test_noise.py engines/test_exact.py engines/test_reverse.py engines/test_tangent.py \
 	engines/test_stacked.py engines/test_fraction.py losses kernels nn objectives diagnosis/test_explicit.py)
@@ -57,7 +58,7 @@ compat-%: TORCH = torch==$*.*
 compat-%:  ## The core suite with another torch, as in compat-2.9
 	$(PYTHON) -m venv --clear .venv-compat-$*
 	.venv-compat-$*/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[workbench,test]'
-	.venv-compat-$*/bin/python -m pytest -n 2 --dist loadgroup -m "not slow" $(CORE)
+	.venv-compat-$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(CORE)
 	rm -rf .venv-compat-$*
 
 faults: $(STAMP)  ## The fault campaign: kills, full disks, bad bytes (hours)

@@ -198,12 +198,12 @@ def place(where: str) -> str:
 
 
 def in_child(library: str, family: str) -> dict[str, Any]:
-    """Examine a family in a process of its own, within a time limit."""
+    """Examine a family in a separate process, within a limit of processor time."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         try:
@@ -220,7 +220,7 @@ def in_child(library: str, family: str) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     if text:
         return dict(json.loads(text))
-    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
     return {"status": "not built", "why": "time limit" if slow else "out of memory or killed"}
 
 
@@ -245,8 +245,8 @@ def census(libraries: list[str], again: list[str], part: tuple[int, int], minute
         row = {"library": library, "family": family, **in_child(library, family)}
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        told = {k: v for k, v in row.items() if k not in ("library", "family", "kinds")}
-        print(f"{i + 1}/{len(todo)} {library} {family}: {told}", flush=True)
+        shown = {k: v for k, v in row.items() if k not in ("library", "family", "kinds")}
+        print(f"{i + 1}/{len(todo)} {library} {family}: {shown}", flush=True)
 
 
 def main() -> None:

@@ -18,8 +18,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from without_torchvision import import_timm
 
-__all__ = ["LIBRARIES", "Built", "NotBuilt"]
-
 P = 0.1
 MOST_PARAMETERS = 120_000_000
 

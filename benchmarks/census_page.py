@@ -7,8 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_page"]
-
 PAGE = Path(__file__).parents[1] / "docs" / "census.md"
 NAMES = {
     "timm": ("timm", "timm", "model files"),

@@ -1,10 +1,11 @@
-"""What ``undrop.Dropout()`` costs over a dropout step written by hand: at most 1.03 times it.
+"""The cost of ``undrop.Dropout()`` relative to a hand-written dropout step.
 
     python benchmarks/dropout_step.py [--models mlp transformer awd-lstm] [--rounds 60]
 
-Both run the same model on the same path of torch's; steps alternate, in an order that changes, so that
-a machine's moods hit both alike. The figure is the median over rounds of the ratio of neighbours, by
-the clock and by seconds of CPU, with the 90 % interval of that median.
+Both run the same model with the same torch kernels. They take turns, in an order that alternates, so
+that other work on the machine affects both alike. The figure is the median over rounds of their ratio
+within a round, in wall-clock time and in CPU time, with the 90 % interval of that median. The limit is
+1.03 for mlp, transformer and awd-lstm; the smaller networks pay more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Step = Callable[[], object]
 
 
 class Ratio(NamedTuple):
-    """The median ratio, and the 90 % interval of it."""
+    """The median ratio and its 90 % interval."""
 
     median: float
     low: float
@@ -35,7 +36,7 @@ class Ratio(NamedTuple):
 
 
 def steps(what: Subject) -> tuple[Step, Step]:
-    """The step by hand, and by the objective."""
+    """Return the hand-written step and the objective's."""
     inputs = what.inputs["tokens"] if isinstance(what.inputs, dict) else what.inputs
     objective = undrop.Dropout()
     return (
@@ -45,7 +46,7 @@ def steps(what: Subject) -> tuple[Step, Step]:
 
 
 def timed(step: Step, repeats: int) -> torch.Tensor:
-    """Seconds by the clock and of CPU."""
+    """Return the seconds of wall-clock time and of CPU time."""
     clock, cpu = time.perf_counter(), time.process_time()
     for _ in range(repeats):
         step()
@@ -53,7 +54,7 @@ def timed(step: Step, repeats: int) -> torch.Tensor:
 
 
 def interval(ratios: torch.Tensor) -> Ratio:
-    """By resampling the rounds."""
+    """Estimate the interval of the median by resampling the rounds."""
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(ratios), (2000, len(ratios)), generator=generator)
     medians = ratios[picks].median(1).values
@@ -62,10 +63,10 @@ def interval(ratios: torch.Tensor) -> Ratio:
 
 
 def measure(what: Subject, rounds: int, seconds: float) -> tuple[Ratio, Ratio]:
-    """The ratios by the clock and by CPU, of turns that take about so many seconds each."""
+    """Return the ratios of wall-clock and of CPU time, with turns of about ``seconds`` each."""
     by_hand, by_undrop = steps(what)
     for step in (by_hand, by_undrop):
-        step()  # gradients are made, sites are found
+        step()  # warm up: allocate the gradients, find the sites
     repeats = max(1, round(seconds / timed(by_hand, 3)[0].item() * 3))
     found = []
     gc.disable()
@@ -84,11 +85,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=0.2, help="of one turn")
+    parser.add_argument("--seconds", type=float, default=0.2, help="the time of one turn")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{'model':12} {'by the clock':>24} {'by CPU':>24}")
+    print(f"{'model':12} {'wall-clock time':>24} {'CPU time':>24}")
     for name in options.models:
         clock, cpu = measure(subject(name, options.size), options.rounds, options.seconds)
         print(f"{name:12} {clock!s:>24} {cpu!s:>24}")

@@ -1,7 +1,7 @@
-"""Time and memory of encoding a made corpus of WikiText-103's size, and of opening it afterwards.
+"""The time and memory to encode a synthetic corpus of WikiText-103's size, and to open it afterwards.
 
-The corpus has as many tokens and different words as WikiText-103, with frequencies after Zipf's
-law. It is encoded and opened in processes of their own, whose peak memory the system reports.
+The corpus has as many tokens and different words as WikiText-103, with frequencies by Zipf's law.
+Separate processes encode and open it, and the system reports their peak memory.
 
     python benchmarks/encode_corpus.py [--tokens 103227021] [--words 267735] [--json out.json]
 """
@@ -43,7 +43,7 @@ def make_corpus(folder: Path, tokens: int, words: int) -> None:
     sizes = np.full(lines, WORDS_PER_LINE - 1)
     sizes[-1] += tokens - lines * WORDS_PER_LINE
     with (folder / "train.txt").open("w", encoding="utf-8") as file:
-        every = lexicon  # each word once first, so that none of them is missed by chance
+        every = lexicon  # each word once first, so that none is missing by chance
         for first in range(0, lines, BLOCK // WORDS_PER_LINE):
             block = sizes[first : first + BLOCK // WORDS_PER_LINE]
             draws = generator.uniform(0, ranks[-1], size=int(block.sum()) - len(every))
@@ -56,16 +56,16 @@ def make_corpus(folder: Path, tokens: int, words: int) -> None:
 
 
 def measure(folder: Path, cache: Path) -> dict[str, Any]:
-    """Load the corpus in a process of its own and return what it used."""
+    """Load the corpus in a separate process and return its time and memory."""
     command = [sys.executable, "-c", _MEASURED, str(folder), str(cache)]
     result: dict[str, Any] = json.loads(subprocess.check_output(command))
     return result
 
 
 def run(tokens: int, words: int) -> dict[str, Any]:
-    """Encode a made corpus and open it again."""
+    """Encode a synthetic corpus and open it again."""
     with tempfile.TemporaryDirectory(prefix="undrop-encode-") as scratch:
-        folder, cache = Path(scratch) / "made", Path(scratch) / "cache"
+        folder, cache = Path(scratch) / "synthetic", Path(scratch) / "cache"
         folder.mkdir()
         make_corpus(folder, tokens, words)
         encoding = measure(folder, cache)

@@ -1,7 +1,7 @@
-"""How far the antithetic engine is from the derivative as a function of ε₀, in each precision.
+"""The error of the antithetic engine's derivative as a function of ε₀, in each precision.
 
-The curve from which the engine's default was picked: docs/engines.md shows it. Truncation falls as
-ε₀² from the right; rounding grows as 1/ε₀ to the left, the sooner the lower the precision.
+The engine's default ε₀ was chosen from this curve, which docs/engines.md shows. The truncation error
+is proportional to ε₀²; the rounding error is proportional to 1/ε₀ and grows with lower precision.
 
     python benchmarks/epsilon.py docs/figures/epsilon.png
 """
@@ -27,7 +27,7 @@ VOCABULARY = 500
 
 
 def problems() -> dict[str, Callable[[], nn.Module]]:
-    """The models; dropout as people set it."""
+    """Return the models, with usual drop probabilities."""
     return {
         "LSTM, q = 0.4": lambda: AWDLSTM(VOCABULARY, embedding_size=100, hidden_size=100, layers=2),
         "transformer, q = 0.1": lambda: GPT(VOCABULARY, size=64, layers=2, heads=4, context=32),
@@ -35,7 +35,7 @@ def problems() -> dict[str, Callable[[], nn.Module]]:
 
 
 def gradient(engine: Any, model: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of both regularizers for one fixed η."""
+    """Return the gradient of both regularizers for one fixed η."""
     generator = torch.Generator().manual_seed(7)
     request = Request(
         batch=Batch(model, x, y),
@@ -53,10 +53,10 @@ def gradient(engine: Any, model: nn.Module, x: Tensor, y: Tensor, dtype: torch.d
 
 
 def curve(make: Callable[[], nn.Module], dtype: torch.dtype) -> list[float]:
-    """Relative error of the gradient for every ε₀.
+    """Return the relative error of the gradient for every ε₀.
 
-    The reference is ε₀ = 1e-4 in float64: it has the same η, and an error of about 1e-8. Tests
-    compare the engine with the tangent one.
+    The reference is ε₀ = 1e-4 in float64 with the same η, whose error is about 1e-8. The tests compare
+    the antithetic engine with the tangent engine.
     """
     torch.manual_seed(0)
     model = make().double()

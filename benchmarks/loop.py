@@ -1,11 +1,11 @@
-"""What the training loop costs beyond the bare objective step: the same epochs by hand and by it.
+"""The cost of the lab's training loop relative to a hand-written loop around the same objective.
 
     python benchmarks/loop.py [--repeats 9] [--json FILE]
 
-The loop's share is the schedule, meters, progress, a line of metrics every 50 steps, and at the end
-of each epoch a checkpoint and a look at a validation split of a few words. Epochs alternate, so that
-a machine's moods hit both alike; the figure is the median of the ratios of neighbours, of seconds
-by the clock and of seconds of CPU, which other work on the machine disturbs less.
+The lab's loop adds the schedule, means, progress, a line of metrics every 50 steps, and at the end of
+each epoch a checkpoint and an evaluation on a validation split of a few words. The two loops take turns
+epoch by epoch, so that other work on the machine affects both alike. The figure is the median of their
+ratio in the same turn, in wall-clock time and in CPU time, which other work disturbs less.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from undrop.lab.train.distributed import World
 from undrop.lab.train.environment import Interrupts
 from undrop.lab.train.session import open_session
 
-Seconds = tuple[float, float]  # by the clock, of CPU
+Seconds = tuple[float, float]  # of wall-clock time, of CPU time
 
 
 def timed(work: Callable[[], object]) -> Seconds:
-    """How long it takes."""
+    """Return how long some work takes."""
     clock, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - clock, time.process_time() - cpu
 
 
 def bare_epoch(config: Config) -> Callable[[], None]:
-    """A function that trains one epoch by hand."""
+    """Return a hand-written function that trains one epoch."""
     torch.manual_seed(config.train.seed)
     corpus = config.load_corpus()
     model = config.build_model(corpus).train()
@@ -63,7 +63,7 @@ def bare_epoch(config: Config) -> Callable[[], None]:
 
 
 def text(folder: Path) -> None:
-    """Thirty thousand words of the embedded corpus to train on, and a few to judge by."""
+    """Write 30,000 words of the embedded corpus to train on, and a few to evaluate on."""
     corpus = corpora.load("pydocs")
     words = corpus.vocabulary.decode(corpus.train[:30_000])
     lines = " ".join(words).replace(f" {corpora.EOS} ", "\n")
@@ -72,7 +72,7 @@ def text(folder: Path) -> None:
 
 
 def measure(name: str, repeats: int, folder: Path) -> dict[str, object]:
-    """The loop's seconds over the bare ones, for one objective."""
+    """Return the ratios of the lab's loop to the hand-written one, for one objective."""
     settings = {"objective": {"name": name}, "data": {"name": str(folder)}}
     config = configure("demo", settings, [f"train.epochs={repeats + 1}", "train.threads=1"])
     bare, ratios = bare_epoch(config), []
@@ -100,8 +100,8 @@ def main() -> None:
         rows = [measure(name, arguments.repeats, Path(folder)) for name in names]
     for row in rows:
         print(
-            f"{row['objective']:<10} loop / bare step: {row['clock']:.3f} by the clock, "
-            f"{row['cpu']:.3f} of CPU at {row['bare_cpu_ms_per_step']:.1f} ms a step"
+            f"{row['objective']:<10} loop / bare step: {row['clock']:.3f} in wall-clock time, "
+            f"{row['cpu']:.3f} in CPU time, at {row['bare_cpu_ms_per_step']:.1f} ms per bare step"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n")

@@ -1,9 +1,9 @@
-"""Which trains better on ReLU nets: midpoint branches, or each sign on its own branch?
+"""Compare midpoint branches with plain ±ε₀ in the training of ReLU networks.
 
-Both rows of a stacked pass take the branch of their midpoint at every kink, so that the gradient is
-the tangent engine's. Plain ±ε₀ also contains, smoothed over ε₀, the jumps of u where a unit crosses
-its kink. This trains the same net with either on 300 handwritten digits, with the same seeds, and
-prints the test loss and error, and their paired differences.
+By default the rows +ε₀ and -ε₀ of a stacked pass take the branch of their midpoint at every kink, so
+that the gradient equals the tangent engine's. With plain ±ε₀ each row takes its own branch, and u also
+contains its jumps at the kinks, smoothed over ε₀. This script trains the same network both ways on 300
+handwritten digits with the same seeds, and prints the test loss and error with paired differences.
 
     python benchmarks/midpoints.py
 """

@@ -1,13 +1,13 @@
-"""How much of dropout is quadratic, on a trained LSTM: the paper's check in its Appendix A.2.
+"""The share of the quadratic term in R_drop on a trained LSTM: the check of the paper's Appendix A.2.
 
     python benchmarks/quadratic_share.py --data-dir FOLDER [--epochs 12] [--seconds 120] [--json FILE]
 
 Train an LSTM on Penn Treebank with dropout of 0.5 on the outputs of its layers and nowhere else, and
-compare ½E[uᵀHu] with R_drop on the training text. The paper has R_drop = 0.053 and a difference of
-0.009, hence a share of 83 %. Here the corpus is cut to what one core learns in minutes. Measured with
-two layers of 200: R_drop = 0.080 and a share of 93 % ± 1 % (99.6 % ± 0.4 % with the model's
-curvature). With dropout between three layers of 100 only, and none on the output of the last one, the
-share is 72 % ± 2 % (88 % with the curvature): ``--between``.
+compare ½E[uᵀHu] with R_drop on the training text. The paper reports R_drop = 0.053 and a difference of
+0.009, a share of 83 %. The corpus is shortened so that one core can train in minutes. Measured with two
+layers of 200: R_drop = 0.080 and a share of 93 % ± 1 % (99.6 % ± 0.4 % with the model's curvature). With
+``--between``, three layers of 100 have dropout between them but not on the output of the last one; the
+share is then 72 % ± 2 % (88 % with the curvature).
 """
 
 from __future__ import annotations

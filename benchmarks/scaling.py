@@ -1,15 +1,15 @@
-"""What docs/scaling.md says a step costs, held against what it takes, at three sizes.
+"""Compare the formulas of docs/scaling.md with measured steps, at three sizes.
 
     python benchmarks/scaling.py        # a few minutes on one core
 
-Four things of each engine, as multiples of a plain dropout step with the same fused output layer:
+For each engine it measures, relative to a plain dropout step with the same fused output layer:
 
 - arithmetic, by torch's FLOP counter;
-- activations, the bytes that autograd holds between forward and backward pass (parameters aside);
-- peak, the most that torch's allocator has out at once within a step, gradients and all;
-- processor time on one thread, in turns, so that what else the machine does weighs on all alike.
+- activations, the bytes that autograd saves for the backward pass, without the parameters;
+- the peak of the memory that torch allocates within a step, including gradients;
+- processor time on one thread, in turns, so that other work on the machine affects all alike.
 
-Only the last depends on the machine. Prints the page's table and writes docs/figures/scaling.json.
+Only the last depends on the machine. It prints the page's table and writes docs/figures/scaling.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 import undrop
 from undrop.lab.models import GPT
@@ -40,13 +41,12 @@ Figures = dict[str, float]
 
 
 class Method(NamedTuple):
-    """An objective, and what the page says of its arithmetic and of the activations it holds."""
+    """An objective, and the page's formulas for its arithmetic and its saved activations."""
 
     make: Callable[..., undrop.Objective]
     flops: float
     held: float
-    bound: str = ""
-    """What the formula is: "" for equal, "≤" or "≥"."""
+    bound: str = ""  # "" if the formula is exact, or "≤ " or "≥ "
 
 
 def _analytic(engine: str, **options: object) -> Callable[..., undrop.Objective]:
@@ -64,7 +64,7 @@ METHODS = {
 
 
 class Held:
-    """The bytes of all tensors that autograd saves within, each storage once, parameters aside."""
+    """The bytes of all tensors that autograd saves, each storage once, without the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         known = [*model.parameters(), *model.buffers()]
@@ -72,8 +72,8 @@ class Held:
         self.storages: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count it, and keep it, so that its place in memory is not used again."""
-        if tensor._is_zerotensor():  # the tangent of what does not move: it takes no memory
+        """Count a tensor, and keep it, so that its address is not used again."""
+        if tensor._is_zerotensor():  # a zero tangent takes no memory
             return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._known:
@@ -82,7 +82,7 @@ class Held:
 
 
 def peak(step: Step) -> float:
-    """The most bytes that torch's allocator has out at once, over what it had before."""
+    """Return the peak of the bytes that torch allocates during a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step().backward()
     events = profiled.profiler.kineto_results.events()
@@ -95,9 +95,9 @@ def peak(step: Step) -> float:
 
 
 def counted(model: nn.Module, step: Step) -> Figures:
-    """What does not depend on the machine."""
-    step().backward()  # the sites are looked up in the first step
-    with FlopCounterMode(display=False) as counter:
+    """Return the figures that do not depend on the machine."""
+    step().backward()  # warm up: the first step finds the sites
+    with Flops() as counter:
         step().backward()
     held = Held(model)
     with saved_tensors_hooks(held.pack, lambda tensor: tensor):
@@ -105,14 +105,30 @@ def counted(model: nn.Module, step: Step) -> Figures:
     taken.backward()
     del taken
     return {
-        "flops": float(counter.get_total_flops()),
+        "flops": float(counter.total),
         "held": float(sum(held.storages.values())),
         "peak": peak(step),
     }
 
 
+class Flops(TorchDispatchMode):
+    """Counts arithmetic by torch's formulas. Torch's own counter puts hooks on the model as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Call the function, and add what it takes."""
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
 def timed(step: Step) -> float:
-    """Processor time of one step."""
+    """Return the processor time of one step."""
     gc.collect()
     start = time.process_time()
     step().backward()
@@ -120,7 +136,7 @@ def timed(step: Step) -> float:
 
 
 def measured(width: int, layers: int) -> dict[str, Figures]:
-    """All figures of all methods on one model."""
+    """Return all figures of all methods on one model."""
     torch.manual_seed(0)
     model = GPT(VOCABULARY, size=width, layers=layers, heads=4, context=LENGTH, dropout=0.1)
     x, y = torch.randint(VOCABULARY, (2, LENGTH, BATCH))
@@ -141,13 +157,13 @@ def measured(width: int, layers: int) -> dict[str, Figures]:
 
 
 def row(name: str, sizes: list[dict[str, Figures]]) -> str:
-    """A line of the page's table: formulas beside what was found at the three sizes."""
+    """Return a line of the page's table: the formulas, and the figures at the three sizes."""
     method = METHODS[name]
 
     def found(key: str) -> str:
         return ", ".join(f"{size[name][key] / size['dropout'][key]:.2f}" for size in sizes)
 
-    # As if all gradients, four bytes a parameter, and all activations were there at once.
+    # The formula: all gradients, of four bytes per parameter, plus all activations.
     peaks = []
     for size in sizes:
         plain, gradients = size["dropout"]["held"], 4 * size["dropout"]["parameters"]

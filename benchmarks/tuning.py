@@ -21,12 +21,13 @@ from torch import nn
 from tuning_tasks import TASKS, Data, Task, batches, schedule
 
 import undrop
+from undrop.tuning.rule import log_odds
 
 GRID = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65)
 ANALYTIC = (0.1, 0.2, 0.35, 0.5)
 RANDOM_RUNS = 10
 START = 0.2
-"""The p that the models of tuned runs declare; tuners begin at 0.2 whatever it is."""
+"""The p that the models of tuned runs declare; tuners begin at 0.1 whatever it is."""
 LOOKS = 8
 """How often a run looks at its validation part to keep the best weights."""
 Run = dict[str, Any]
@@ -125,8 +126,20 @@ def analytic(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, si
     return backward, dict
 
 
-def tuned(kind: str):
-    """One run that finds p itself."""
+class Started(undrop.Tuner):
+    """A tuner that may start at another p."""
+
+    start: float | None = None
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        super()._begin(model, inputs)
+        if self.start is not None:
+            self._logs |= dict.fromkeys(self.probabilities, log_odds(self.start))
+            self._apply(self._logs)
+
+
+def tuned(kind: str, *, decay: bool = False, start: float | None = None, rate: float = 0.7):
+    """One run that finds p itself, and weight decay if asked; from another p if it is given."""
 
     def method(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size: int):
         objective = (
@@ -134,15 +147,17 @@ def tuned(kind: str):
         )
         shuffled = torch.Generator().manual_seed(0)
         held = batches(data, "validation", size, shuffled)
-        tuner = undrop.Tuner(objective, held)
+        tuner = Started(objective, held, optimizer=optimizer if decay else None, rate=rate)
+        tuner.start = start
 
         def backward(inputs: Any, targets: Any) -> None:
             tuner.step(model, inputs, targets).backward()
 
         def report() -> Run:
-            every = {n: tuner.history.path(n)[1] for n in tuner.probabilities}
-            paths = {n: [round(p, 3) for p in v[:: max(1, len(v) // 8)]] for n, v in every.items()}
-            return {"paths": paths}
+            entries = [[e.step, e.tried, e.difference] for e in tuner.history.entries]
+            paths = {n: tuner.history.path(n)[1] for n in tuner.history.values}
+            rounded = {n: [float(f"{p:.3g}") for p in path] for n, path in paths.items()}
+            return {"paths": rounded, "trials": entries}
 
         return backward, report
 
@@ -197,12 +212,19 @@ METHODS = {
     "analytic": analytic,
     "tuner-analytic": tuned("analytic"),
     "tuner-dropout": tuned("dropout"),
+    "tuner-dropout+decay": tuned("dropout", decay=True),
 }
 
 
-def single(*methods: str) -> list[tuple[str, Run]]:
-    """The runs of the methods without a search."""
-    plan = [(m, {"start": START}) for m in methods if m.startswith("tuner")]
+def single(task: Task, *methods: str) -> list[tuple[str, Run]]:
+    """The runs of the methods without a search; tuned decay starts at the second of its search."""
+    plan: list[tuple[str, Run]] = []
+    for method in methods:
+        if method.startswith("tuner"):
+            decay = {"decay": task.decays[1]} if method.endswith("decay") else {}
+            plan.append((method, {"start": START, **decay}))
+    if any(method.startswith("tuner") for method in methods):
+        plan.append(("one run", {"ps": [0.1] * len(dropout_slots(task.model(0.5)))}))
     if "analytic" in methods:
         plan += [("analytic", {"start": p}) for p in ANALYTIC]
     return plan
@@ -236,7 +258,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for seed in range(options.seeds):
         for task in (TASKS[name] for name in options.tasks):
-            run(records, task, seed, options.data, single(*options.methods))
+            run(records, task, seed, options.data, single(task, *options.methods))
             if "search" in options.methods:
                 run(records, task, seed, options.data, list(searches(task, seed)))
                 mine = records.find(task=task.name, seed=seed)

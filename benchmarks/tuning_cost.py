@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import undrop
 from undrop.lab.models import AWDLSTM, GPT, MLP, ConvNet
 
-BLOCK, PAIRS = 20, 15
+BLOCK, PAIRS = 80, 4
 
 
 def tokens(vocabulary: int, steps: int, batch: int) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,22 @@ from scipy import stats
 
 Run = dict[str, Any]
 SEARCHES = ("none", "grid", "random", "decay", "dropout+decay")
-METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "none": (("none",), ("none",)),
-    "dropout, best of 6 p": (("grid",), ("grid",)),
-    "random search, 10 runs": (("random",), ("random",)),
-    "weight decay, best of 4": (("decay",), ("decay",)),
-    "dropout + decay, 9 runs": (("grid", "dropout+decay"), ("grid", "dropout+decay")),
-    "Analytic, best of 4 p": (("analytic",), ("analytic",)),
-    "all searches, 24 runs": (SEARCHES, SEARCHES),
-    "Tuner on Analytic": (("tuner-analytic",), ("tuner-analytic",)),
-    "Tuner on Dropout": (("tuner-dropout",), ("tuner-dropout",)),
+METHODS: dict[str, tuple[str, ...]] = {
+    "none": ("none",),
+    "dropout, p = 0.1": ("p = 0.1",),
+    "dropout, best of 6 p": ("grid",),
+    "random search, 10 runs": ("random",),
+    "weight decay, best of 4": ("decay",),
+    "dropout + decay, 9 runs": ("grid", "dropout+decay"),
+    "Analytic, best of 4 p": ("analytic",),
+    "all searches, 24 runs": SEARCHES,
+    "Tuner on Analytic": ("tuner-analytic",),
+    "Tuner on Dropout": ("tuner-dropout",),
+    "Tuner on Dropout and decay": ("tuner-dropout+decay",),
 }
-"""Each method: the runs that it pays for, and those that it chooses from."""
+"""Each method: the runs that it pays for and chooses from."""
 RUNS = {"none": 1, "grid": 6, "random": 10, "decay": 4, "dropout+decay": 3, "analytic": 4}
-REFERENCE = "all searches, 24 runs"
+REFERENCES = ("dropout, best of 6 p", "all searches, 24 runs")
 DRAWS = 10000
 """Of the bootstrap."""
 
@@ -41,12 +43,14 @@ def read(folder: Path, pattern: str) -> list[Run]:
 
 def outcome(runs: list[Run], method: str) -> tuple[float, float] | None:
     """The test loss of the run that validation chooses, and what all runs cost in single runs."""
-    paid, choice = METHODS[method]
-    mine = {kind: [r for r in runs if r["method"] == kind] for kind in paid}
-    grid = [r["seconds"] for r in runs if r["method"] == "grid"]
+    mine = {kind: [r for r in runs if r["method"] == kind] for kind in METHODS[method]}
+    if "p = 0.1" in mine:
+        mine["p = 0.1"] = [r for r in runs if r["method"] == "grid" and r["how"]["ps"][0] == 0.1]
+    tuner = method.startswith("Tuner")  # compared with a run on the same machine and day
+    grid = [r["seconds"] for r in runs if r["method"] == ("one run" if tuner else "grid")]
     if any(len(found) < RUNS.get(kind, 1) for kind, found in mine.items()):
         return None
-    chosen = min((r for kind in choice for r in mine[kind]), key=lambda r: r["validation"])
+    chosen = min((r for found in mine.values() for r in found), key=lambda r: r["validation"])
     seconds = sum(r["seconds"] for found in mine.values() for r in found)
     return chosen["test"], seconds / float(np.median(grid)) if grid else math.nan
 
@@ -62,83 +66,149 @@ def interval(values: list[float]) -> str:
 
 
 def table(records: Iterable[Run]) -> list[str]:
-    """For each task and method: test loss, its paired difference to the searches, and the cost."""
+    """For each task and method: test loss, its paired differences to two searches, and the cost."""
     by_task: dict[str, dict[int, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         by_task[record["task"]][record["seed"]].append(record)
     lines = [
-        "| task | method | test loss | minus all searches' | cost |",
-        "|---|---|---|---|---|",
+        "| task | method | test loss | minus best of 6 p | minus all searches | cost |",
+        "|---" * 6 + "|",
     ]
     for task, seeds in sorted(by_task.items()):
-        complete = {
-            seed: {method: outcome(runs, method) for method in METHODS}
-            for seed, runs in seeds.items()
-        }
-        complete = {s: found for s, found in complete.items() if None not in found.values()}
-        for place, method in enumerate(METHODS):
-            results = {s: o for s, found in complete.items() if (o := found[method]) is not None}
-            if not results:
-                continue
-            paired = [o[0] - (complete[s][REFERENCE] or o)[0] for s, o in results.items()]
-            mean = sum(o[0] for o in results.values()) / len(results)
-            cost = float(np.median([o[1] for o in results.values()]))
-            apart = "" if method == REFERENCE else interval(paired)
-            name = f"{task}, {len(results)} seed{'s' * (len(results) > 1)}" if not place else ""
-            lines.append(f"| {name} | {method} | {mean:.3f} | {apart} | {cost:.1f} |")
+        every = [{m: outcome(runs, m) for m in METHODS} for runs in seeds.values()]
+        complete = [{m: o for m, o in found.items() if o is not None} for found in every]
+        complete = [found for found in complete if len(found) == len(METHODS)]
+        for place, method in enumerate(METHODS if complete else ()):
+            apart = [
+                "" if method == other else interval([f[method][0] - f[other][0] for f in complete])
+                for other in REFERENCES
+            ]
+            mean = float(np.mean([found[method][0] for found in complete]))
+            cost = float(np.median([found[method][1] for found in complete]))
+            name = f"{task}, {len(complete)} seeds" if not place else ""
+            lines.append(f"| {name} | {method} | {mean:.3f} | {' | '.join(apart)} | {cost:.1f} |")
     return lines
 
 
-RULES = {
-    "trustheld": "relative slope, clipped (trust region)",
-    "adamheld": "Adam's moments",
-    "zheld": "z-score, added up",
-    "propheld": "z-score, proportional",
-}
+def one_run(records: list[Run]) -> list[str]:
+    """For each task the test loss with p = 0.1, and what a tuner changes in it and in the time."""
+    tuners = ["tuner-dropout", "tuner-dropout+decay", "tuner-analytic"]
+    by_key = {(r["task"], r["seed"], r["method"]): r for r in records}
+    tasks = sorted({task for task, _, method in by_key if method == "one run"})
+    lines = [
+        "| task | p = 0.1 | Tuner on Dropout | … and decay | on Analytic | cost |",
+        "|---" * 6 + "|",
+    ]
+    for task in tasks:
+        seeds = [s for t, s, method in by_key if (t, method) == (task, "one run")]
+        seeds = [s for s in seeds if all((task, s, t) in by_key for t in tuners)]
+        if not seeds:
+            continue
+        plain = [by_key[task, s, "one run"] for s in seeds]
+        cells = [f"{np.mean([r['test'] for r in plain]):.3f}"]
+        for tuner in tuners:
+            mine = [by_key[task, s, tuner] for s in seeds]
+            cells.append(
+                interval([a["test"] - b["test"] for a, b in zip(mine, plain, strict=True)])
+            )
+        times = [by_key[task, s, tuners[0]]["seconds"] for s in seeds]
+        ratio = np.median([a / b["seconds"] for a, b in zip(times, plain, strict=True)])
+        count = f"{len(seeds)} seed{'s' * (len(seeds) > 1)}"
+        lines.append(f"| {task}, {count} | {' | '.join(cells)} | {ratio:.1f} |")
+    return lines
+
+
+def mean_cells(records: Iterable[Run], heads: list[str], column: Any) -> list[str]:
+    """A row for each task with the mean test loss of each column; the count of seeds beside it."""
+    cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if (head := column(record)) is not None:
+            cells[record["task"]][head].append(record["test"])
+    lines = [f"| task | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for task, found in sorted(cells.items()):
+        values = [f"{np.mean(found[h]):.3f} ({len(found[h])})" if found[h] else "" for h in heads]
+        lines.append(f"| {task} | {' | '.join(values)} |")
+    return lines
 
 
 def rules(records: Iterable[Run]) -> list[str]:
-    """For each task and rule: the validation loss from each start and step size."""
-    cells: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    usual = {"trustheld": 0.1, "adamheld": 0.2, "zheld": 0.2, "propheld": 0.3}
-    best: dict[str, float] = {}
-    for record in records:
-        how = record["how"]
-        if how["kind"] == "fixed":
-            best[how["task"]] = min(best.get(how["task"], math.inf), record["validation"])
-        if how["kind"] not in RULES or how["precond"]:
-            continue
-        step = how["kappa"] / usual[how["kind"]]
-        size = "" if 0.9 < step < 1.1 else " × ⅓" if step < 1.0 else " × 3.3"
-        cells[how["task"], how["kind"]][f"{how['start']}{size}"] = record["validation"]
-    columns = ["0.05", "0.2", "0.6", "0.2 × ⅓", "0.2 × 3.3"]
-    heads = ["from p = 0.05", "0.2", "0.6", "0.2, step × ⅓", "0.2, step × 3.3"]
-    lines = [f"| task (best fixed p) | rule | {' | '.join(heads)} |", "|---" * 7 + "|"]
-    for (task, kind), found in sorted(cells.items()):
-        values = " | ".join(f"{found[c]:.3f}" if c in found else "" for c in columns)
-        lines.append(f"| {task} ({best[task]:.3f}) | {RULES[kind]} | {values} |")
+    """The rules that were compared, from p = 0.1 at the rate 1.1."""
+    names = {
+        ("moments", "optimizer"): "moments, the optimizer's step",
+        ("growing steps", "optimizer"): "growing steps, the optimizer's",
+        ("sign", "optimizer"): "sign, the optimizer's",
+        ("moments", "own"): "moments, own step",
+        ("growing steps", "own"): "growing steps, own",
+    }
+
+    def column(r: Run) -> str | None:
+        if r["rule"] == "fixed":
+            return {0.0: "none", 0.1: "p = 0.1"}.get(r["start"])
+        usual = (r["rate"], r["start"], r["decay"]) == (1.1, 0.1, 0)
+        return names[r["rule"], r["update"]] if usual else None
+
+    shown = [r for r in records if r["task"].endswith(("mlp", "convnet"))]
+    return mean_cells(shown, ["none", "p = 0.1", *names.values()], column)
+
+
+def starts(records: list[Run]) -> list[str]:
+    """The kept rule from each start and with each rate, and some fixed p."""
+
+    def column(r: Run) -> str | None:
+        if r["kind"] == "fixed":
+            return f"fixed {r['start']:g}"
+        if r["rate"] != 0.7:
+            return f"0.1, rate {r['rate']:g}"
+        return f"from {r['start']:g}"
+
+    runs = Counter((r["task"], r["seed"]) for r in records)
+    complete = [r for r in records if runs[r["task"], r["seed"]] == max(runs.values())]
+    tuned = ["from 0.05", "from 0.1", "from 0.2", "from 0.6", "0.1, rate 0.22", "0.1, rate 2.2"]
+    fixed = ["fixed 0", "fixed 0.05", "fixed 0.1", "fixed 0.2"]
+    return mean_cells(complete, [*fixed, *tuned], column)
+
+
+SIGNALS = ("one step", "one step, held-out", "Adam", "horizon 30", "horizon 100", "horizon 300")
+"""Benefits of the gradient, as z-scores."""
+
+
+def signals(records: list[Run]) -> list[str]:
+    """How well each signal predicts what more noise does by the end of the run."""
+    sites = [r for r in records if "one step" in r]
+    truth = np.array([np.mean(r["truth"]) > 0.0 for r in sites])
+    scores = {f"branches of {n} steps": [r[f"branch {n}"][0] for r in sites] for n in (20, 60, 150)}
+    scores |= {name: [r.get(name, 0.0) for r in sites] for name in SIGNALS}
+    lines = ["| signal | right sign | AUC |", "|---|---|---|"]
+    for name, values in scores.items():
+        found = np.array(values)
+        right = int(np.sum((found > 0.0) == truth))
+        lines.append(f"| {name} | {right} of {len(sites)} | {auc(found, truth):.2f} |")
     return lines
 
 
-def starts(records: Iterable[Run]) -> list[str]:
-    """For each task: the validation loss of the kept rule from each start and with each rate."""
-    cells = [(0.05, 0.3), (0.2, 0.3), (0.6, 0.3), (0.2, 0.1), (0.2, 1.0)]
-    heads = ["from p = 0.05", "0.2", "0.6", "0.2, rate 0.1", "0.2, rate 1"]
-    by_task: dict[str, dict[tuple[str, float, float], float]] = defaultdict(dict)
-    for r in records:
-        by_task[r["task"]][r["kind"], r["start"], r["rate"]] = r["validation"]
+def advice(records: list[Run], runs: list[Run]) -> list[str]:
+    """For each case what the advice says, what the search says, and what the advised p costs."""
     lines = [
-        f"| task | best fixed p | {' | '.join(heads)} | plain: 0.6 for 20 steps, then 0.2 |",
-        "|---" * 8 + "|",
+        "| task | seed | says | p (range) | none minus best of 6 p | advised p | p = 0.1 |",
+        "|---" * 7 + "|",
     ]
-    for task, found in sorted(by_task.items()):
-        fixed = {p: value for (kind, p, _), value in found.items() if kind == "fixed"}
-        p = min(fixed, key=lambda p: fixed[p], default=math.nan)
-        values = [f"{fixed[p]:.3f} (p = {p:g})" if fixed else ""]
-        keys = [("tuner", *cell) for cell in cells] + [("switched", 0.6, 0.0)]
-        values += [f"{found[key]:.3f}" if key in found else "" for key in keys]
-        lines.append(f"| {task} | {' | '.join(values)} |")
+    for r in records:
+        mine = [x for x in runs if (x["task"], x["seed"]) == (r["task"], r["seed"])]
+        grid = {x["how"]["ps"][0]: x for x in mine if x["method"] in ("grid", "none")}
+        best = min((x for p, x in grid.items() if p), key=lambda x: x["validation"])
+        near = min(grid, key=lambda p: abs(_log_odds(p) - _log_odds(r["p"])))
+        gain, cost, usual = (grid[p]["test"] - best["test"] for p in (0.0, near, 0.1))
+        where = f"{r['p']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
+        lines.append(
+            f"| {r['task']} | {r['seed']} | {r['says']} | {where} | {gain:+.3f} | {cost:+.3f} | "
+            f"{usual:+.3f} |"
+        )
     return lines
+
+
+def _log_odds(p: float) -> float:
+    p = max(p, 0.01)
+    return math.log(p / (1.0 - p))
 
 
 def auc(scores: np.ndarray, labels: np.ndarray) -> float:
@@ -183,19 +253,28 @@ def benefit_cases(records: list[Run], cases: list[Run]) -> list[Run]:
     return found
 
 
-def benefit(records: list[Run], cases: list[Run]) -> list[str]:
-    """The AUC of the benefit, and the cases behind it."""
+SCORES = {
+    "z": "z",
+    "z_held": "z, regularizer on held-out batches",
+    "one": "z, slope over a finite stride",
+    "horizon": "z, slope over a finite stride, horizon of 100 steps",
+    "branch": "two branches of 20 steps, with and without the site",
+}
+
+
+def benefit(records: list[Run], cases: list[Run], others: list[Run]) -> list[str]:
+    """The AUC of the benefit and of other scores, and the cases behind it."""
     rows = benefit_cases(records, cases)
-    if not rows:
-        return []
+    for row in rows:
+        mine = [r for r in others if (r["task"], r["p"]) == (row["task"], row["p"])]
+        row |= {k: np.mean([r[k][row["site"]] for r in mine]) for k in ("one", "horizon", "branch")}
     groups = [(row["task"], row["p"]) for row in rows]
     lines = ["| score | truth | cases that help | AUC (95 %) |", "|---|---|---|---|"]
-    for score, truth in (("z", "truth"), ("z_held", "truth"), ("z", "early"), ("z_held", "early")):
+    for truth, when in (("truth", "end of training"), ("early", "best epoch")):
         labels = np.array([row[truth] > 0.0 for row in rows])
-        value = auc_interval(np.array([row[score] for row in rows]), labels, groups)
-        what = "z" if score == "z" else "z, regularizer on held-out batches"
-        when = "end of training" if truth == "truth" else "best epoch"
-        lines.append(f"| {what} | {when} | {labels.sum()} of {len(rows)} | {value} |")
+        for score, what in SCORES.items():
+            value = auc_interval(np.array([row[score] for row in rows]), labels, groups)
+            lines.append(f"| {what} | {when} | {labels.sum()} of {len(rows)} | {value} |")
     lines += ["", "| task | p | site | seeds | loss without it | z |", "|---|---|---|---|---|---|"]
     for row in rows:
         lines.append(
@@ -215,9 +294,14 @@ def main() -> None:
     parts = {
         "rules": rules(read(folder, "rules.jsonl")),
         "starts": starts(read(folder, "starts.jsonl")),
+        "signals": signals(read(folder, "signals.jsonl")),
         "results": table(read(folder, "runs*.jsonl")),
+        "one run": one_run(read(folder, "runs*.jsonl")),
+        "advice": advice(read(folder, "advise.jsonl"), read(folder, "runs*.jsonl")),
         "benefit": benefit(
-            read(folder, "benefit.jsonl"), json.loads((folder / "cases.json").read_text())
+            read(folder, "benefit.jsonl"),
+            json.loads((folder / "cases.json").read_text()),
+            read(folder, "horizon.jsonl"),
         ),
     }
     page = Path("docs/tuning.md")

@@ -1,10 +1,9 @@
-"""What watching costs: an observation against the plain dropout steps between two of them.
+"""The cost of ``undrop.Watcher``: one observation relative to the dropout steps between two of them.
 
     python benchmarks/watch.py [--repeats 7] [--interval 100] [--json FILE]
 
-Steps and observations alternate, so that a machine's moods hit both alike; the cost is the median
-over repeats of observation / (interval · step), in seconds of CPU, which other work on the machine
-disturbs less than the clock.
+Steps and observations alternate, so that other work on the machine affects both alike. The cost is the
+median over repeats of observation / (interval · step), in CPU time.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from undrop.lab.models import AWDLSTM, GPT, MLP, LanguageModel
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How much CPU it takes."""
+    """Return the CPU time of some work."""
     began = time.process_time()
     work()
     return time.process_time() - began
 
 
 def language(model: LanguageModel, length: int, batch: int) -> tuple[nn.Module, Any, Any, Any]:
-    """A language model on random words."""
+    """Return a language model with a batch of random words."""
     words = torch.randint(model.vocab_size, (length + 1, batch))
     inputs = {"tokens": words[:-1], "state": None, "logits": False}
     return model, inputs, words[1:], model.loss()
@@ -53,7 +52,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
 
 
 def cost(name: str, interval: int, repeats: int) -> dict[str, float]:
-    """The median cost of watching one model."""
+    """Return the median cost of watching one model."""
     torch.manual_seed(0)
     model, inputs, targets, loss = CASES[name]()
     model.train()
@@ -69,7 +68,7 @@ def cost(name: str, interval: int, repeats: int) -> dict[str, float]:
     def look() -> None:
         watcher.observe(0, model, inputs, targets)
 
-    step(), look()  # the first of each does work of its own
+    step(), look()  # warm up
     pairs = [(seconds(step), seconds(look)) for _ in range(repeats)]
     return {
         "step": statistics.median(a for a, _ in pairs),

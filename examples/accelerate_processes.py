@@ -5,6 +5,8 @@ torchrun --standalone --nproc-per-node 2 examples/accelerate_processes.py
 """
 
 import argparse
+import os
+import sys
 
 import torch
 from accelerate import Accelerator
@@ -57,3 +59,5 @@ def main():
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of gloo that holds a tensor when Python ends would abort it

@@ -99,8 +99,18 @@ class Distribution(DropPath):
         return x * keep.sample((len(x), 1, 1)).to(x) / (1 - self.p)
 
 
+class NativeMask(DropPath):
+    """The mask that torch's own dropout returns."""
+
+    def forward(self, x):
+        _, mask = torch.native_dropout(torch.ones_like(x[:, :, :1]), self.p, True)
+        return x * mask / (1 - self.p)
+
+
 class RankDropout(DropPath):
     """Rows of a weight, divided by their mean, as PEFT does it for LoHa and LoKr."""
+
+    rescaled = True
 
     def __init__(self, p=P):
         super().__init__(p)
@@ -110,9 +120,24 @@ class RankDropout(DropPath):
         weight = self.weight
         drop = (torch.rand(weight.size(0)) > self.p).to(weight.dtype)
         drop = drop.view(-1, 1)
-        drop /= drop.mean()
+        if self.rescaled:
+            drop /= drop.mean()
         weight = weight * drop
         return F.linear(x, weight)
+
+
+class ModuleDropout(DropPath):
+    """What an adapter adds, or nothing: a branch around no module, as PEFT does it."""
+
+    def __init__(self, p=P):
+        super().__init__(p)
+        self.base, self.delta = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x):
+        result = self.base(x)
+        if not self.training or (self.training and torch.rand(1) > self.p):
+            result = result + F.linear(x, self.delta)
+        return result
 
 
 class EmbeddingRows(DropPath):
@@ -131,18 +156,23 @@ class EmbeddingRows(DropPath):
 class DropBlock(DropPath):
     """Blocks of an image, as timm does it, here along the tokens."""
 
+    rescaled = True
+
     def forward(self, x):
         x = x.transpose(1, 2)
         with torch.no_grad():
             dropped = torch.empty(len(x), 1, x.shape[2], dtype=x.dtype).bernoulli_(self.p / 3)
             dropped = F.max_pool1d(dropped, kernel_size=3, stride=1, padding=1)
             keep = 1.0 - dropped
-            keep.mul_((keep.numel() / keep.sum().add(1e-7)).to(x.dtype))
+            if self.rescaled:
+                keep.mul_((keep.numel() / keep.sum().add(1e-7)).to(x.dtype))
         return (x * keep).transpose(1, 2)
 
 
 class Residual(nn.Module):
     """Two residual blocks; ``drop`` acts on what they add."""
+
+    scale = 1.0
 
     def __init__(self, drop):
         super().__init__()
@@ -153,7 +183,7 @@ class Residual(nn.Module):
     def forward(self, x):
         h = torch.tanh(self.first(x))
         for block, drop in zip(self.blocks, self.drops, strict=True):
-            h = h + drop(torch.tanh(block(h)))
+            h = h + self.scale * drop(torch.tanh(block(h)))
         return self.last(h.mean(1))
 
 
@@ -169,6 +199,8 @@ class Layer(nn.Module):
 class LayerDrop(nn.Module):
     """Layers that are skipped, as BART and Wav2Vec2 do it."""
 
+    scale = 1.0
+
     def __init__(self, p=P, skip="continue"):
         super().__init__()
         self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 3)
@@ -182,11 +214,11 @@ class LayerDrop(nn.Module):
             if self.skip == "continue":
                 if self.training and chance < self.layerdrop:
                     continue
-                h = layer(h)[0]
+                h = layer(h, self.scale)[0]
             else:
                 skipped = self.training and chance.item() < self.layerdrop
                 if not skipped:
-                    h = layer(h)[0]
+                    h = layer(h, self.scale)[0]
                 if skipped:
                     assert h is not None
         return self.last(h.mean(1))
@@ -203,6 +235,10 @@ KINDS = {
     "index": (lambda: Residual(Written), "independent"),
     "zoneout": (lambda: Residual(Zoneout), "independent"),
     "distribution": (lambda: Residual(Distribution), "per example"),
+    "native dropout's mask": (lambda: Residual(NativeMask), "per token"),
+    "a mask that keeps few": (lambda: Residual(lambda: DropPath(0.7)), "per example"),
+    "a mask that drops many": (lambda: Residual(lambda: Tokens(0.7)), "independent"),
+    "module dropout": (lambda: Residual(ModuleDropout), "per batch"),
     "rank dropout": (lambda: Residual(RankDropout), "shared by all examples"),
     "embedding rows": (lambda: Residual(EmbeddingRows), "shared by all examples"),
     "DropBlock": (lambda: Residual(DropBlock), "per feature"),
@@ -210,3 +246,6 @@ KINDS = {
     "LayerDrop by item": (lambda: LayerDrop(skip="item"), "per batch"),
 }
 """A net of each kind, and its mask structure."""
+
+DROPPED = {"DropBlock": P / 3, "a mask that keeps few": 0.7, "a mask that drops many": 0.7}
+"""The p of kinds that do not have p = P."""

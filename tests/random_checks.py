@@ -71,12 +71,25 @@ def compare(p, engine, draw, wanted, **options):
         return f"{found.engine}: {values} instead of {parts}"
     # Where all examples share noise, the output of a part of the batch is off by O(ε₀).
     loose = options.get("fraction", 1.0) < 1.0 and not options.get("exact_output")
-    if not torch.allclose(output, f, rtol=1e-3 if loose else 1e-5, atol=1e-3 if loose else 1e-6):
+    close_enough = {"rtol": 1e-3, "atol": 1e-3} if loose else {"rtol": 1e-5, "atol": 1e-6}
+    if not torch.allclose(output, f, **close_enough) and not vanishes(
+        p, draw, f, output, 3.0 if loose else 8.0, **options
+    ):
         return f"{found.engine}: another output"
     off = relative(gradient(found.total, p.model), expected)
     if off > 2e-2:
         return f"{found.engine}: a gradient that is {off:.0%} off"
     return "right"
+
+
+def vanishes(p, draw, f, output, factor, **options):
+    """Whether the error of the output falls by that factor, or more, with a quarter of the step.
+
+    Near a batch norm of a small variance, or an RMS norm of a small number, O(ε₀²) can be large.
+    """
+    with RngSnapshot(p.model), keep_buffers(p.model):
+        finer = logits_of(evaluate(Antithetic(STEP / 4), p, draw, BOTH, **options).output)
+    return bool((output - f).abs().max() > factor * (finer - f).abs().max())
 
 
 @contextmanager
@@ -95,7 +108,8 @@ def compare_fraction(made, draw, **options):
     batch = p.inputs.shape[dim]
     noisy = batch // 2
     places = torch.rand(batch, generator=torch.Generator().manual_seed(batch)).argsort()
-    shape = [1] * p.inputs.dim()
+    with torch.no_grad(), RngSnapshot(p.model), keep_buffers(p.model):
+        shape = [1] * logits_of(call(p.model, p.inputs)).dim()
     shape[dim] = batch
     mask = torch.zeros(batch, dtype=torch.float64)
     mask[places[batch - noisy :]] = 1.0
@@ -154,15 +168,15 @@ def wrong(report):
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--models", type=int, default=2000)
     parser.add_argument("--record", type=Path, default=Path("random_models.jsonl"))
-    parser.add_argument("--note", help="ignored")
     options = parser.parse_args()
     lines = options.record.read_text().splitlines() if options.record.exists() else []
     reports = [json.loads(line) for line in lines]
     done = {report["seed"] for report in reports}
     with options.record.open("a") as record:
-        for seed in range(options.models):
+        for seed in range(options.first, options.first + options.models):
             if seed not in done:
                 reports.append(examine(seed))
                 record.write(json.dumps(reports[-1]) + "\n")

@@ -23,7 +23,7 @@ def census(monkeypatch):
 FAMILIES = {
     ("timm", "vision_transformer"): ({"drop-path", "dropout"}, ""),
     ("transformers", "wav2vec2"): ({"layer-drop", "attention", "dropout"}, "NumPy's random"),
-    ("peft", "LOHA"): ({"mask"}, "rand"),
+    ("peft", "LOHA"): ({"mask", "module-drop"}, ""),
     ("pyg", "utils.dropout_edge"): ({"dropout"}, "rand"),
 }
 

@@ -16,17 +16,17 @@ from undrop import torch_compat
 from undrop.errors import TorchVersionError
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.0.0+cu117", "2.5.1+cu124"])
+@pytest.mark.parametrize("version", ["1.13.1", "2.0.0+cu117", "2.7.1+cu126"])
 def test_an_older_torch_is_refused_in_one_sentence(version):
     with pytest.raises(TorchVersionError) as caught:
         torch_compat.check_version(version)
     assert str(caught.value) == (
-        f"undrop needs torch 2.6 or later, but torch {version} is installed: "
+        f"undrop needs torch 2.8 or later, but torch {version} is installed: "
         "pip install --upgrade torch."
     )
 
 
-@pytest.mark.parametrize("version", ["2.6.0", "2.6.0+cu124", "2.15.0a0+git1234", "10.0"])
+@pytest.mark.parametrize("version", ["2.8.0", "2.8.0+cu128", "2.15.0a0+git1234", "10.0"])
 def test_every_later_torch_is_let_in(version):
     torch_compat.check_version(version)
 
@@ -40,7 +40,7 @@ def test_the_oldest_torch_is_the_one_that_the_package_asks_for():
 def test_every_way_in_refuses_an_old_torch(name):
     program = f"import torch; torch.__version__ = '2.1.0'; from undrop import {name}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "undrop needs torch 2.6 or later, but torch 2.1.0 is installed" in run.stderr
+    assert "undrop needs torch 2.8 or later, but torch 2.1.0 is installed" in run.stderr
 
 
 HALF = (torch.bfloat16, torch.float16)

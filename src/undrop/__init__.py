@@ -1,7 +1,8 @@
 """undrop takes dropout apart: its explicit and its implicit effect, in any PyTorch model.
 
 Every dropout is a site that turns an activation h into h ⊙ (1 + ε·σ·η). With u = ∂F/∂ε, the tangent
-of the model's output, the explicit effect is E[uᵀHu] and the implicit one is the noise ∇(∂ℓ/∂ε).
+of the model's output, the explicit effect is ½E[uᵀHu] to second order and the implicit one is the
+noise ∇(∂ℓ/∂ε).
 """
 
 from __future__ import annotations

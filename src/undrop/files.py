@@ -13,18 +13,6 @@ from typing import Any
 
 from undrop.errors import RunError
 
-__all__ = [
-    "TEMPORARY",
-    "check_writable",
-    "file_lock",
-    "naming_disk_errors",
-    "read_json",
-    "replacing",
-    "sha256",
-    "sync",
-    "write_json",
-]
-
 TEMPORARY = ".tmp"
 """The suffix of a file that is being written; a leftover one can be deleted."""
 
@@ -108,6 +96,15 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
+def near_path(path: Path, pattern: str = "*") -> Path | None:
+    """The file or folder beside a path that does not exist whose name is nearest to its name."""
+    from difflib import get_close_matches
+
+    beside = {found.name: found for found in path.parent.glob(pattern)}
+    near = get_close_matches(path.name, beside, n=1)
+    return beside[near[0]] if near else None
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
@@ -117,7 +114,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RunError(f"{path} can't be read: {(error.strerror or '').lower()}.") from error
+        near = None if path.exists() else near_path(path)
+        guess = f" Did you mean {near}?" if near else ""
+        raise RunError(f"{path} can't be read: {(error.strerror or '').lower()}.{guess}") from error
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is not a JSON file: it was cut short or changed.") from error
 

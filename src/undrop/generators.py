@@ -11,8 +11,6 @@ from torch import Tensor
 
 from undrop.errors import OptionError
 
-__all__ = ["Generators"]
-
 _RANK = "rank"
 
 

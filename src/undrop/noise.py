@@ -16,8 +16,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from undrop.errors import OptionError
 
-__all__ = ["NOISES", "draw", "mask_shape", "sigma", "structured_dropout"]
-
 
 def sigma(q: float) -> float:
     """The noise scale of dropout with probability q: σ = sqrt(q / (1 - q))."""
@@ -30,42 +28,39 @@ def mask_shape(shape: Sequence[int], shared: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if d in dims else n for d, n in enumerate(shape))
 
 
-def _dropout(like: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
+def _dropout(out: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
     """At the scale σ a dropped entry is -1 to the bit, so that 1 + σ·η is 0 in every precision."""
     s = sigma(q)
-    dropped = torch.rand(like.shape, device=like.device, generator=generator) < q
-    wide = torch.promote_types(
-        like.dtype, torch.float32
-    )  # half precision is rounded once, at the end
+    dropped = torch.rand(out.shape, device=out.device, generator=generator) < q
+    wide = torch.promote_types(out.dtype, torch.float32)  # half precision is rounded at the end
     kept = float(torch.tensor(s, dtype=wide).mul_(scale))
-    return torch.full_like(dropped, kept, dtype=like.dtype).masked_fill_(dropped, -scale / s)
+    return out.fill_(kept).masked_fill_(dropped, -scale / s)
 
 
 _MANY = 1 << 14  # entries from which drawing 32 signs at a time pays
 _SIGN, _ONE = -(2**31), 0x3F80_0000  # of a float32: its sign bit, and the bits of 1.0
 
 
-def _sign(like: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
+def _sign(out: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
     """±1 from the bits of random words: 20 times as fast as a Bernoulli draw for every entry."""
-    n = like.numel()
+    n = out.numel()
     if n < _MANY:
-        signs = torch.empty_like(like).random_(0, 2, generator=generator)
-        return signs.mul_(2.0 * scale).sub_(scale)
+        return out.random_(0, 2, generator=generator).mul_(2.0 * scale).sub_(scale)
     words = torch.randint(
         -(2**31),
         2**31,
         (-(-n // 32), 1),
         dtype=torch.int32,
-        device=like.device,
+        device=out.device,
         generator=generator,
     )
-    shifts = torch.arange(32, dtype=torch.int32, device=like.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=out.device)
     signs = (words << shifts).bitwise_and_(_SIGN).bitwise_or_(_ONE).view(torch.float32)
-    return signs.flatten()[:n].view(like.shape).to(like.dtype).mul_(scale)
+    return signs.flatten()[:n].view(out.shape).to(out.dtype).mul_(scale)
 
 
-def _gaussian(like: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
-    return torch.empty_like(like).normal_(generator=generator).mul_(scale)
+def _gaussian(out: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
+    return out.normal_(generator=generator).mul_(scale)
 
 
 NOISES: dict[str, Callable[[Tensor, float, float, torch.Generator | None], Tensor]] = {
@@ -73,7 +68,10 @@ NOISES: dict[str, Callable[[Tensor, float, float, torch.Generator | None], Tenso
     "sign": _sign,
     "gaussian": _gaussian,
 }
-"""The distributions of η by name; each has mean 0 and variance 1, and comes times a scale."""
+"""The distributions of η by name; each has mean 0 and variance 1, and comes times a scale.
+
+A function may fill the tensor that it gets, whose shape, type and device its result has.
+"""
 
 
 def draw(

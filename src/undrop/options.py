@@ -9,8 +9,6 @@ from typing import Any
 
 from undrop.errors import OptionError
 
-__all__ = ["as_float", "check_increasing", "check_int", "check_probability", "check_sizes"]
-
 
 def as_float(value: Any) -> float:
     """``value`` as a float; NaN, which is in no range, if it is not a number."""

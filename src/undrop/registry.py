@@ -7,8 +7,6 @@ from typing import Generic, TypeVar
 
 from undrop.errors import UnknownNameError
 
-__all__ = ["Registry"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 New = TypeVar("New")

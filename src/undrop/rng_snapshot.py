@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RngSnapshot", "derive_seed", "seed_all", "seed_current"]
+from undrop.torch_compat import other_accelerator
 
 
 class RngSnapshot:
@@ -142,7 +142,7 @@ def seed_current(seed: int) -> None:
         torch.mps.manual_seed(seed)
     other = _other_device()
     if other is not None:
-        other.manual_seed(seed)
+        other.manual_seed_all(seed)  # as torch.manual_seed does
     random.seed(seed)
     np.random.seed(seed)
 
@@ -155,10 +155,8 @@ def derive_seed(base: int, *purpose: str | int) -> int:
 
 def _other_device() -> Any:
     """Return torch's module for an accelerator that is neither CUDA nor MPS; None without one."""
-    found = torch.accelerator.current_accelerator()
-    if found is None or found.type in ("cpu", "cuda", "mps"):
-        return None
-    return torch.get_device_module(found)
+    found = other_accelerator()
+    return None if found is None else torch.get_device_module(found)
 
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from undrop.errors import CheckpointError
 
-__all__ = ["from_bytes", "load_tensors", "owned", "pack", "save_tensors", "to_bytes", "unpack"]
-
 _TENSOR, _TUPLE, _ITEMS, _TREE = "$tensor", "$tuple", "$items", "$tree"
 
 

@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,10 +17,8 @@ from torch.utils._pytree import tree_map
 
 from undrop.errors import TorchVersionError
 
-__all__ = ["OLDEST", "check_version", "compiled", "eager", "lstm", "portable_lstm", "untraced"]
-
-OLDEST = (2, 6)
-"""The first version of torch that has ``torch.compiler.set_stance``, which :func:`eager` needs."""
+OLDEST = (2, 8)
+"""The first version of torch that shows which regions are under activation checkpointing."""
 
 _log = logging.getLogger("undrop")
 
@@ -40,6 +38,12 @@ def check_version(found: str) -> None:
 
 
 check_version(torch.__version__)
+
+
+def other_accelerator() -> torch.device | None:
+    """Return the accelerator, if it is neither CUDA nor MPS; None without one."""
+    found = torch.accelerator.current_accelerator()
+    return None if found is None or found.type in ("cpu", "cuda", "mps") else found
 
 
 def lstm(*args: Any) -> Any:
@@ -107,14 +111,45 @@ def eager() -> contextlib.AbstractContextManager[object]:
     return stance
 
 
-def compiled() -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def compiled() -> Iterator[None]:
     """A context in which compiled functions run compiled, also within :func:`eager`."""
-    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("default")
-    return stance
+    with torch.compiler.set_stance("default"), _rand_like_seen():
+        yield
+
+
+@contextlib.contextmanager
+def _rand_like_seen() -> Iterator[None]:
+    """Let a mode see ``torch.rand_like`` in compiled code too.
+
+    Torch's compiler has a list of the functions that a mode sees. It has ``torch.rand`` in it, and
+    leaves ``torch.rand_like`` out. Where torch keeps that list elsewhere, nothing happens here.
+    """
+    module = sys.modules.get("torch._dynamo.variables.torch")
+    seen: set[Any] = getattr(module, "get_overridable_functions", set)()
+    missing = {torch.rand_like} - seen
+    seen |= missing
+    try:
+        yield
+    finally:
+        seen -= missing
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def fresh_autocast_cache() -> Iterator[None]:
+    """Forget the weights that autocast converts in the block.
+
+    Older versions of torch use those that were converted without a graph in later passes, too, which
+    then have no gradient.
+    """
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def untraced(method: Callable[P, T]) -> Callable[P, T]:

@@ -230,7 +230,7 @@ def test_no_ratio_to_an_r_drop_that_may_be_zero():
     assert "% of R_drop" in str(found)
     assert "times R_drop" in str(found)
     nothing = replace(found, r_drop=Estimate.of(1e-5, 1e-3))
-    assert re.search(r"0\.0000 ± 0\.001 +may be 0", str(nothing))
+    assert re.search(r"0\.0000 ± 0\.0010 +may be 0", str(nothing))
     assert "% of R_drop" not in str(nothing)
     assert "times R_drop" not in str(nothing)
 

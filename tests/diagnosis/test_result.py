@@ -14,7 +14,7 @@ from device import new_generator
 from undrop.diagnosis.measure.benefit import Benefit
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.report.advice import advise, conclude
-from undrop.diagnosis.report.comparison import compare_files
+from undrop.diagnosis.report.comparison import compare, compare_files
 from undrop.intercept import Sites
 
 
@@ -195,6 +195,17 @@ def test_a_comparison_of_two_kinds_of_model_says_so(found):
     assert "differ" not in found.compare(found).conclusion
 
 
+def test_a_comparison_names_p_only_where_it_changed(found):
+    other = json.loads(json.dumps(found.to_json()))
+    (first, site), *rest = other["explicit"]["sites"].items()
+    site["p"] = 0.125
+    rows = compare(found.to_json(), other).table().rows
+    (row,) = [row for row in rows if row[0].startswith("p at")]
+    assert rest
+    assert row[0] == f"p at {first}"
+    assert row[2] == "0.125"
+
+
 def test_saved_diagnoses_are_compared(found, tmp_path):
     for name in ("a.json", "b.json"):
         found.save(tmp_path / name)
@@ -332,8 +343,8 @@ def test_benefits_become_actions():
     found = diagnosed(model_with_shares(1.0))
     helps, harms = Estimate.of(0.012, 0.002), Estimate.of(-0.03, 0.01)
     advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
-    assert advice[0].startswith("Try a larger p at `a`: +0.0120 ± 0.002 ")
-    assert advice[1].startswith("Dropout at `b` is in the way: try a smaller p (-0.030 ± 0.01,")
+    assert advice[0].startswith("Try a larger p at `a`: +0.0120 ± 0.0020 ")
+    assert advice[1].startswith("Dropout at `b` is in the way: try a smaller p (-0.030 ± 0.010,")
     assert advice[2] == "No evidence either way at `c`: too few batches."
     assert not any("Weight decay" in sentence for sentence in advice)
 

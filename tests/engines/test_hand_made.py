@@ -1,7 +1,5 @@
 """Masks that models make by hand are sites: every kind, every engine, against the model's own masks."""
 
-from itertools import combinations
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from engine_helpers import (
     random_signs,
     relative,
 )
-from hand_made import KINDS, P
+from hand_made import DROPPED, KINDS, P
 from problems import D, Problem
 from undrop.engines import Antithetic, Draw, Exact, Reverse, ScaledNoise, Tangent
 from undrop.intercept import Interception, Selection
@@ -32,10 +30,11 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-def problem_of(kind, seed=0):
+def problem_of(kind, seed=0, examples=3):
     torch.manual_seed(seed)
     model = KINDS[kind][0]().to(D)
-    return Problem(model, torch.randn(3, 5, 3, dtype=D), torch.randint(3, (3,)), CrossEntropy())
+    x, y = torch.randn(examples, 5, 3, dtype=D), torch.randint(3, (examples,))
+    return Problem(model, x, y, CrossEntropy())
 
 
 @pytest.fixture(params=KINDS)
@@ -48,7 +47,7 @@ def test_it_is_a_site_with_its_p_and_mask(kind):
     found = undrop.sites(problem.model, problem.inputs)
     assert len(found) == 2
     assert {site.mask for site in found} == {KINDS[kind][1]}
-    assert {round(site.p, 9) for site in found} == {round(P / 3 if kind == "DropBlock" else P, 9)}
+    assert [site.p for site in found] == pytest.approx([DROPPED.get(kind, P)] * 2)
     assert not found.unaccounted
 
 
@@ -113,47 +112,52 @@ def test_dropout_at_the_site_is_the_model_s_own_within_two_standard_errors(kind)
     assert 0.7 < own.std() / ours.std() < 1.4
 
 
-SECOND_ORDER = {"drop path": 0.15, "per batch": 0.15, "branch": 0.15, "LayerDrop": 0.15}
-SECOND_ORDER["DropBlock"] = (
-    0.5  # a block is a fifth of the batch, and what is kept is scaled by 5/4
-)
+def second_order(kind, rescaled=True, p=1e-4, scale=0.1, examples=3):
+    """½·d²ℓ/dε² over all signs, by the same from every mask with at most one 0.
 
-
-@pytest.mark.parametrize("kind", SECOND_ORDER)
-def test_for_small_p_the_second_order_is_r_drop(kind):
-    """½·d²/dε² of the loss over all signs, against every mask of 0 and 1 with its probability."""
-    problem = problem_of(kind)
+    What is dropped is small, so that second order is all there is of its effect; p is so small that two
+    zeros hardly happen. The first order, whose mean over all masks is 0, is taken off each of them.
+    """
+    problem = problem_of(kind, examples=examples)
+    problem.model.scale = scale
     for module in problem.model.modules():
-        for name in ("p", "layerdrop"):
+        for name, value in (("p", p), ("layerdrop", p), ("rescaled", rescaled)):
             if hasattr(module, name):
-                setattr(module, name, 0.01)
+                setattr(module, name, value)
     sites = undrop.sites(problem.model, problem.inputs)
-    plain = site_losses(problem, lambda: next(design(problem)), 0.0)
-    e = 1e-3
-    second = (
-        torch.stack(
-            [
-                site_losses(problem, lambda r=row: r, e) + site_losses(problem, lambda r=row: r, -e)
-                for row in design(problem)
-            ]
-        ).mean()
-        / 2
-        - plain.squeeze()
-    )
-    exact = torch.zeros(())
-    shapes = [torch.Size(site.mask_shape).numel() for site in sites]
-    p = torch.cat([torch.full((n,), s.p) for n, s in zip(shapes, sites, strict=True)])
-    for dropped in [(i,) for i in range(len(p))] + list(combinations(range(len(p)), 2)):
+
+    def loss(row, epsilon):
+        return site_losses(problem, lambda: row, epsilon).squeeze()
+
+    plain, e = loss(next(design(problem)), 0.0), 0.3
+    both = [loss(row, sign * e) for row in design(problem) for sign in (1, -1)]
+    ours = (torch.stack(both).mean() - plain) / e**2
+    p = torch.cat([torch.full((torch.Size(s.mask_shape).numel(),), s.p) for s in sites])
+    exact, e = torch.zeros(()), 1e-3
+    for dropped in [[], *([i] for i in range(len(p)))]:
         mask = torch.ones(len(p))
-        mask[list(dropped)] = 0.0
-        eta = (mask / (1 - p) - 1) / (p / (1 - p)).sqrt()
+        mask[dropped] = 0.0
+        row = Fixed((mask / (1 - p) - 1) / (p / (1 - p)).sqrt())
+        slope = (loss(row, e) - loss(row, -e)) / (2 * e)
         chance = torch.where(mask == 1, 1 - p, p).prod()
-        loss = site_losses(problem, lambda row=eta: Fixed(row), 1.0)
-        exact += chance * (loss - plain).squeeze()
-    eta = (1 / (1 - p) - 1) / (p / (1 - p)).sqrt()  # nothing is dropped: 1/(1-p) is not the mask
-    loss = site_losses(problem, lambda: Fixed(eta), 1.0)
-    exact += (1 - p).prod() * (loss - plain).squeeze()
-    assert torch.allclose(second / e**2, exact, rtol=SECOND_ORDER[kind]), (second / e**2, exact)
+        exact += chance * (loss(row, 1.0) - plain - slope)
+    return float(ours / exact)
+
+
+def test_for_small_p_the_second_order_is_r_drop(kind):
+    if kind not in ("a mask that keeps few", "a mask that drops many"):  # p is the same there
+        assert second_order(kind, rescaled=False) == pytest.approx(1.0, rel=0.03)
+
+
+def test_scaling_by_the_share_that_was_kept_adds_higher_orders():
+    """Of 8 rows 7 are kept, and scaled by 8/7 where first order says 1 + 1/8."""
+    assert second_order("rank dropout") == pytest.approx((1 - 1 / 8) ** 2, rel=0.01)
+
+
+def test_they_vanish_where_one_block_is_a_small_share_of_the_batch():
+    few, many = (second_order("DropBlock", examples=n) for n in (3, 24))
+    assert few == pytest.approx((1 - 3 / 15) ** 2, rel=0.25)
+    assert many == pytest.approx((1 - 3 / 120) ** 2, rel=0.03)
 
 
 def test_the_reverse_engine_has_the_same_directional_derivative(kind):
@@ -161,9 +165,6 @@ def test_the_reverse_engine_has_the_same_directional_derivative(kind):
     a = evaluate(Reverse(), problem, random_signs(problem, 3), IMPLICIT)
     b = evaluate(Tangent(), problem, random_signs(problem, 3), IMPLICIT)
     assert relative(gradient(a.total, problem.model), gradient(b.total, problem.model)) < 1e-9
-
-
-ONE_GRAPH = {"drop path", "timm's drop path"}
 
 
 def test_a_compiled_model_has_the_gradients_of_the_eager_one(kind, caplog):
@@ -179,5 +180,8 @@ def test_a_compiled_model_has_the_gradients_of_the_eager_one(kind, caplog):
         step.backward()
         found.append(torch.cat([p.grad.flatten() for p in problem.model.parameters()]))
     assert relative(found[1], found[0]) < 1e-9
-    if kind in ONE_GRAPH:
-        assert "without torch.compile" not in caplog.text
+    # A branch is blended by a hook on modules, which torch does not compile.
+    branch = kind in ("LayerDrop", "LayerDrop by item", "module dropout")
+    recent = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    if branch or recent:  # torch 2.8 compiles no mask
+        assert ("without torch.compile" in caplog.text) == branch

@@ -77,6 +77,14 @@ def test_the_mean_explicit_part_is_the_exact_one(kind):
     assert_mean(draws, torch.tensor(exact))
 
 
+def test_the_table_says_that_dropout_before_b_zero_does_not_act():
+    new, trained = (undrop.sites(adapted(zero=z), {"input_ids": IDS}) for z in (True, False))
+    assert [s.acts for s in new] == [False, False]
+    assert repr(new).count("NO, u = 0") == 2
+    assert [s.acts for s in trained] == [True, True]
+    assert "acts" not in repr(trained)
+
+
 def test_without_lora_dropout_there_is_no_site():
     with pytest.raises(NoDropoutError, match=r"lora_dropout = 0"):
         undrop.sites(adapted(dropout=0.0), {"input_ids": IDS})
@@ -191,6 +199,27 @@ def with_adapters(model: nn.Module, **options) -> nn.Module:
     return model
 
 
+class Packed(Quantized):
+    """Packs its weights for inference the first time that it runs in eval mode, as bitsandbytes does."""
+
+    packed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.packed = self.packed or not (self.training or x.requires_grad)
+        return super().forward(x)
+
+
+def test_looking_for_sites_does_not_pack_weights_for_inference():
+    model = base()
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Packed(attention.q_proj, 4)
+    model = with_adapters(model)
+    undrop.sites(model, {"input_ids": IDS})
+    (layer,) = (m for m in model.modules() if isinstance(m, Packed))
+    assert not layer.packed
+    assert layer.training
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_on_quantized_weights_a_step_is_that_on_the_weights_they_stand_for(bits):
     codes = with_adapters(quantized(bits, plain=False))
@@ -204,3 +233,70 @@ def test_on_quantized_weights_a_step_is_that_on_the_weights_they_stand_for(bits)
 def test_the_tangent_engine_refuses_a_quantized_layer_by_name():
     with pytest.raises(EngineError, match=r"no proven rule for .*Dequantized"):
         step(with_adapters(quantized(8, plain=False)), engine="tangent")
+
+
+@pytest.mark.parametrize("kind", ["LoHaConfig", "LoKrConfig"])
+def test_rank_and_module_dropout_are_sites(kind):
+    config = getattr(peft, kind)(
+        r=2, target_modules=["q_proj"], rank_dropout=0.2, module_dropout=0.1, init_weights=False
+    )
+    model = peft.get_peft_model(base(), config).double().train()
+    sites = undrop.sites(model, {"input_ids": IDS})
+    assert [(s.kind, s.p) for s in sites] == [("module-drop", 0.1), ("mask", pytest.approx(0.2))]
+    assert not sites.unaccounted
+    found, gradient = step(model)
+    assert found.parts["explicit"] > 0
+    assert bool(gradient.isfinite().all())
+
+
+def bitsandbytes(bits):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    return hf.BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, **(options if bits == 4 else {}))
+
+
+def torchao():
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    return hf.TorchAoConfig(quant_type=quantization.Int8WeightOnlyConfig())
+
+
+PACKAGES = {
+    "bitsandbytes, 4 bits": lambda: bitsandbytes(4),
+    "bitsandbytes, 8 bits": lambda: bitsandbytes(8),
+    "torchao, 8 bits": torchao,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_real_quantized_layers_give_the_step_on_the_weights_they_stand_for(package, tmp_path):
+    config = hf.LlamaConfig(
+        **{"vocab_size": 11, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1},
+        **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+    )
+    torch.manual_seed(0)
+    plain = hf.LlamaForCausalLM(config)
+    plain.save_pretrained(tmp_path)
+    codes = hf.LlamaForCausalLM.from_pretrained(
+        tmp_path, quantization_config=PACKAGES[package](), device_map="cpu", dtype=torch.float32
+    ).train()
+    with torch.no_grad():
+        for name, linear in plain.model.named_modules():
+            if isinstance(linear, nn.Linear):
+                width = torch.eye(linear.in_features)
+                linear.weight.copy_(codes.model.get_submodule(name)(width).t())
+    steps = []
+    for model in (codes, plain):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.3)
+        model = peft.get_peft_model(model, config).train()
+        torch.manual_seed(1)
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.data = torch.randn_like(weight) * 0.05
+        assert [site.acts for site in undrop.sites(model, {"input_ids": IDS})] == [True, True]
+        steps.append(step(model))
+    (found, ours), (expected, theirs) = steps
+    assert found.engine == expected.engine == "antithetic: one stacked pass"
+    assert found.parts == pytest.approx(expected.parts, rel=2e-3)
+    assert float((ours - theirs).norm() / theirs.norm()) < 2e-3

@@ -24,14 +24,20 @@ def found(launch, tmp_path_factory) -> dict[str, object]:
 
 
 CASES = ["", " checkpointed", " two samples", " two samples in turn", " fraction", " batch norm"]
+BY_HAND = [" drop path", " masks by hand", " layer drop", " module dropout"]
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(
-    "case", [*CASES, " dropout", " drop path"], ids=lambda case: case.strip() or "plain"
+    "case", [*CASES, " dropout", *BY_HAND], ids=lambda case: case.strip() or "plain"
 )
 def test_gradients_equal_those_of_one_process(found, wrapper, case):
     assert found[wrapper + case] < 1e-14
+
+
+def test_masks_made_by_hand_were_sites_there(found):
+    kinds = [set(kinds) - {"attention", "dropout"} for kinds in found["kinds by hand"]]
+    assert kinds == [{"drop-path"}, {"mask"}, {"layer-drop"}, {"module-drop"}]
 
 
 @pytest.mark.parametrize("engine", ["tangent", "reverse"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +40,41 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mask = x.new_empty(len(x), 1, 1).bernoulli_(0.8)
         return x * mask.div_(0.8)
+
+
+class ByHand(nn.Module):
+    """Other masks made by hand: per batch, per token, between two values, and on rows of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=D) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * (torch.rand((), dtype=D) >= 0.2)
+        x = x.masked_fill((torch.rand(x.shape[:2], dtype=D) < 0.2).unsqueeze(-1), 0.0)
+        old = (torch.rand_like(x) < 0.2).to(D)
+        x = old * x.roll(1, 1) + (1 - old) * x
+        rows = (torch.rand(4, 1, dtype=D) > 0.2).to(D)
+        return F.linear(x, self.weight * rows)
+
+
+class LayerDrop(nn.Module):
+    """A layer that is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand((), dtype=D) < 0.2 else self.layer(x)
+
+
+class ModuleDropout(LayerDrop):
+    """Something that is added or not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y + torch.sin(x) if torch.rand((), dtype=D) > 0.2 else y
 
 
 class Net(nn.Module):
@@ -145,6 +181,9 @@ def results() -> dict[str, object]:
             f"{name} batch norm": difference(wrap, antithetic, norm=BATCH),
             f"{name} dropout": difference(wrap, lambda g: undrop.Dropout(2, generator=g)),
             f"{name} drop path": difference(wrap, antithetic, norm=DropPath),
+            f"{name} masks by hand": difference(wrap, antithetic, norm=ByHand),
+            f"{name} layer drop": difference(wrap, antithetic, norm=LayerDrop),
+            f"{name} module dropout": difference(wrap, antithetic, norm=ModuleDropout),
         }
     for engine in ("tangent", "reverse"):
         found[f"ddp {engine}"] = difference(DistributedDataParallel, analytic(engine=engine))
@@ -153,6 +192,10 @@ def results() -> dict[str, object]:
     auto, fixed = (gradient(sharded(net()), make, 0) for make in (analytic(), antithetic))
     return found | {
         "fsdp2 auto is antithetic": torch.equal(auto, fixed),
+        "kinds by hand": [
+            [site.kind for site in undrop.sites(net(norm), batch(0)[0])]
+            for norm in (DropPath, ByHand, LayerDrop, ModuleDropout)
+        ],
         "ddp sites": undrop.sites(DistributedDataParallel(net()), batch(0)[0]).names,
         "fsdp2 sites": undrop.sites(sharded(net()), batch(0)[0]).names,
         "own noise": own_noise(),

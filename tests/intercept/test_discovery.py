@@ -66,6 +66,16 @@ KINDS = {
         X,
         ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
     ),
+    "aten.dropout": (
+        Calls(lambda self, x: torch.ops.aten.dropout(x, 0.2, self.training)),
+        X,
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
+    "aten.native_dropout.default": (
+        Calls(lambda self, x: torch.ops.aten.native_dropout.default(x, 0.2, self.training)[0]),
+        X,
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+    ),
     "torch.native_dropout": (
         Calls(lambda self, x: torch.native_dropout(x, 0.2, self.training)[0]),
         X,
@@ -315,3 +325,41 @@ def test_a_model_in_torchscript_is_refused(script):
     model = script(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3)))
     with pytest.raises(OptionError, match="TorchScript hides its dropout: pass the module"):
         undrop.sites(model, torch.ones(2, 3))
+
+
+class Gated(nn.Module):
+    """Two dropouts, one behind a gate."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.first, self.second, self.gate = nn.Dropout(0.1), nn.Dropout(0.2), gate
+
+    def forward(self, x):
+        return self.first(x) + self.gate * self.second(x)
+
+
+@pytest.mark.parametrize(("gate", "acts"), [(0.0, False), (1e-30, True)])
+def test_each_site_says_whether_its_noise_reaches_the_output(gate, acts):
+    found = undrop.sites(Gated(gate), X)
+    assert [site.acts for site in found] == [True, acts]
+    assert [row["acts"] for row in found.to_json()] == [True, acts]
+    assert ("NO, u = 0" in repr(found)) == (not acts)
+
+
+def test_of_a_model_without_a_derivative_it_says_nothing():
+    class Fails(nn.Dropout):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                raise RuntimeError("no gradients here")
+            return super().forward(x)
+
+    (site,) = undrop.sites(Fails(), X)
+    assert site.acts is None
+
+
+def test_looking_leaves_the_inputs_of_dropout_in_place_alone():
+    x = torch.randn(2, 3)
+    before = x.clone()
+    undrop.sites(nn.Dropout(0.5, inplace=True), x)
+    assert not x.requires_grad
+    assert torch.equal(x, before)

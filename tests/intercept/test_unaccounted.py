@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import undrop
+from hand_made import LayerDrop
 from undrop.errors import NoDropoutError
 
 
@@ -33,10 +34,16 @@ OTHERS = {
     "an order": (patches, "rand"),
     "a removal": (removed, "rand"),
     "scores": (masked_scores, "rand"),
+    "added scores": (lambda x: (x - 1e9 * (torch.rand_like(x) < 0.3)).softmax(-1), "rand"),
+    "other scores": (
+        lambda x: (x + ((torch.rand_like(x) < 0.3).float() - 1) * 1e4).softmax(-1),
+        "rand",
+    ),
     "jitter": (lambda x: x * torch.empty_like(x).uniform_(0.9, 1.1), "uniform_"),
     "Gaussian noise": (lambda x: x + torch.randn_like(x), "randn"),
     "TorchScript": (scripted, "bernoulli"),
-    "an aten call": (lambda x: torch.ops.aten.dropout(x, 0.5, True), "bernoulli"),
+    "a scripted module": (torch.jit.script(nn.Dropout(0.5)), "bernoulli"),
+    "an aten call": (lambda x: x * torch.ops.aten.bernoulli.p(x, 0.5), "bernoulli"),
     "Python": (lambda x: x if random.random() < 0.5 else 2 * x, "Python's random"),
 }
 
@@ -78,13 +85,30 @@ def test_a_model_with_nothing_else_gets_an_error_that_names_it(name):
         undrop.sites(Net(own, dropout=False), X)
 
 
-def test_an_objective_logs_it_once(caplog):
-    net = Net(patches)
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_objective_logs_it_once(name, caplog):
+    net = Net(OTHERS[name][0])
     with caplog.at_level(logging.WARNING, "undrop"):
         for _ in range(2):
             undrop.Analytic()(net, X, Y)
     (line,) = [r.message for r in caplog.records if "belong to no dropout site" in r.message]
     assert "test_unaccounted.py" in line
+
+
+def test_a_scripted_layer_without_noise_changes_nothing():
+    """Its statistics are updated once a step, also where a step takes two passes."""
+
+    def step(norm):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Dropout(0.3), nn.Linear(4, 8), norm(nn.BatchNorm1d(8)), nn.Linear(8, 3)
+        )
+        objective = undrop.Analytic(generator=torch.Generator().manual_seed(0))
+        return objective(net, X, Y).parts, net[2].running_mean
+
+    (plain, mean), (scripted, same) = step(lambda layer: layer), step(torch.jit.script)
+    assert scripted == pytest.approx(plain, rel=1e-3)
+    torch.testing.assert_close(same, mean)
 
 
 def test_a_branch_that_no_module_follows_is_named():
@@ -96,20 +120,32 @@ def test_a_branch_that_no_module_follows_is_named():
     assert [other.function for other in found.unaccounted] == ["rand"]
 
 
-def test_a_branch_around_more_than_a_layer_is_named():
-    class Skipping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
+class Skipping(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), inner
 
-        def forward(self, x):
-            if torch.rand([]) < 0.1:
-                return x
-            return x + torch.sin(self.norm(x))
+    def forward(self, x):
+        if torch.rand([]) < 0.1:
+            return self.inner(x)
+        return x + torch.sin(self.norm(x))
 
-    found = undrop.sites(Net(Skipping()), X)
-    assert found.names == ("dropout",)
+
+def test_a_branch_around_more_than_a_layer_is_a_site_of_the_module_that_asks():
+    found = undrop.sites(Net(Skipping(nn.Identity())), X)
+    assert found.names == ("own.module-drop", "dropout")
+    assert not found.unaccounted
+
+
+def test_a_branch_around_another_dropout_is_named():
+    found = undrop.sites(Net(Skipping(nn.Dropout(0.5))), X)
+    assert "own.module-drop" not in found.names
     assert [other.module for other in found.unaccounted] == ["own"]
+
+
+def test_layers_that_are_mostly_skipped_are_named():
+    with pytest.raises(NoDropoutError, match="rand in 'the model'"):
+        undrop.sites(LayerDrop(0.7), torch.randn(3, 5, 3))
 
 
 def test_without_regularization_masks_are_at_their_mean_and_the_rest_is_random():

@@ -9,7 +9,7 @@ from torch import nn
 
 import undrop
 from device import new_generator
-from undrop.errors import TargetError
+from undrop.errors import OptionError, TargetError
 from undrop.losses import Coefficients, Generic, as_loss
 from undrop.losses.base import padded
 
@@ -260,3 +260,42 @@ def test_a_loss_that_expects_the_whole_tuple_is_told_what_it_receives():
     objective = undrop.Analytic(loss=lambda output, y: F.cross_entropy(output[0], y))
     with pytest.raises(TargetError, match=r"first tensor that the model returns; set whole_output"):
         objective(Two(), torch.randn(6, 4), torch.randint(3, (6,)))
+
+
+class Projected(nn.Module):
+    """A loss with a layer and a dropout of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(3, 3, dtype=D), nn.Dropout(0.5)
+
+    def forward(self, f, y):
+        return F.mse_loss(self.layer(self.drop(f)), y)
+
+
+DROPPING = {
+    "a module": Projected(),
+    "a function": lambda f, y: F.mse_loss(F.dropout(f, 0.5), y),
+    "torch's own": lambda f, y: F.mse_loss(torch.dropout(f, 0.5, True), y),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("objective", [undrop.Analytic, undrop.Dropout, undrop.NoRegularization])
+def test_dropout_in_a_loss_is_refused(name, objective):
+    model = nn.Sequential(nn.Dropout(0.2), nn.Linear(3, 3)).to(D)
+    x, y = leaf(4, 3).detach(), leaf(4, 3, seed=1).detach()
+    with pytest.raises(OptionError, match=r"the loss \S+ has dropout in it"):
+        objective(loss=DROPPING[name])(model, x, y)
+
+
+def test_dropout_in_a_loss_that_is_off_is_no_trouble():
+    model = nn.Sequential(nn.Dropout(0.2), nn.Linear(3, 3)).to(D)
+    x, y = leaf(4, 3).detach(), leaf(4, 3, seed=1).detach()
+    loss = Projected().eval()
+    objective = undrop.Analytic(loss=loss)
+    expected = loss(model[1](x), y).detach()
+    torch.testing.assert_close(objective(model, x, y).parts["loss"], float(expected))
+    loss.train()
+    with pytest.raises(OptionError, match="has dropout in it"):
+        objective(model, x, y)

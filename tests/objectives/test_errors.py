@@ -74,6 +74,7 @@ def left_as_it_was(model):
     modes = [module.training for module in model.modules()]
     hooks = [len(module._forward_hooks) for module in model.modules()]
     functions = F.dropout, torch.lstm, F.batch_norm
+    modes_around = _get_current_function_mode_stack()
     yield
     for name, value in model.state_dict().items():
         assert torch.equal(value, values[name]), name
@@ -83,7 +84,7 @@ def left_as_it_was(model):
     assert [module.training for module in model.modules()] == modes
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert (F.dropout, torch.lstm, F.batch_norm) == functions
-    assert _get_current_function_mode_stack() == []
+    assert _get_current_function_mode_stack() == modes_around  # the device of the tests is one
     assert _get_current_dispatch_mode_stack() == []
     assert forward._current_level == -1
 

@@ -22,6 +22,26 @@ def test_a_number_is_never_broken_and_no_line_is_too_long(width):
     assert max(map(len, lines)) <= width
 
 
+def test_a_figure_breaks_before_its_error_only():
+    row = ["a site of a long name", "-0.00135 ± 0.00048", "100.68 % ± 0.54 %"]
+    table = Table(["site", "rest", "share"], [row])
+    assert table.text(29).split("\n") == [
+        "site      rest       share",
+        "a site    -0.00135   100.68 %",
+        "of a      ± 0.00048  ± 0.54 %",
+        "long",
+        "name",
+    ]
+    assert table.text(28).startswith("site   a site of a long name\n")  # a block
+
+
+def test_prose_breaks_at_no_equals_sign():
+    assert wrap("small (λ = 0.1, R_drop = 1.5 ± 0.2)", 20) == [
+        "small (λ = 0.1,",
+        "R_drop = 1.5 ± 0.2)",
+    ]
+
+
 def test_with_room_a_row_is_a_line():
     lines = TABLE.text(130).split("\n")
     assert lines[0].split() == " ".join(TABLE.heads).split()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,6 @@ from undrop.generators import Generators
 from undrop.objectives import Objective
 from undrop.report import Progress, Table, as_json
 from undrop.report.html import fragment, paragraph
-
-__all__ = ["Check", "check"]
 
 SECONDS = 10.0
 _ROUGH = 0.5
@@ -162,12 +159,8 @@ def check(
         expanded = Expander(measured)(only)
         base = measured.loss_value(only, {})
         noise = GradientNoise(measured, _noise_of(objective), factor) if factor else None
-        for taken in count():
-            over = (draws is not None and taken >= draws) or budget.spent(
-                0.0 if draws is None else taken / draws
-            )
-            if over and taken >= _LEAST:
-                break
+        rounds = None if draws is None else max(draws, _LEAST)
+        for _ in budget.visits(measured.batches, rounds, least=_LEAST):
             samples.add(0, 1.0, _sample(measured, expanded, only, base, copied, noise))
     return _result(objective, samples)
 

@@ -23,11 +23,10 @@ from undrop.losses import Loss
 from undrop.options import as_float
 from undrop.report import Progress
 
-__all__ = ["diagnose"]
-
 SECONDS, MAX_BATCHES, LEARNING_RATE = 30.0, 16, 1e-3
 _TIME = {"explicit effect": 3.0, "implicit effect": 2.0, "benefit": 2.0}
 """How the time is shared out."""
+_SAME_DATA = "{}, on which every regularizer looks harmful: pass batches of other data."
 
 
 def diagnose(
@@ -79,19 +78,9 @@ def diagnose(
     """
     _check(seconds, draws, max_batches, learning_rate, weight_decay)
     began = time.monotonic()
-    if validation is not None and validation is batches:
-        raise DataError(
-            "validation is the training data itself, on which every regularizer looks harmful: pass "
-            "batches of other data."
-        )
-    held_out = (
-        None if validation is None else collect(validation, max_batches, name="validation batches")
-    )
-    own = collect(batches, max_batches)
-    if held_out is not None:
-        _check_apart(own, held_out, batch_dim)
+    own, other = _collected(batches, validation, max_batches, batch_dim)
     measured = MeasuredModel(model, own, loss=loss, generator=generator, batch_dim=batch_dim)
-    held_out = None if held_out is None else measured.prepared(held_out)
+    held_out = None if other is None else measured.prepared(other)
     noise, benefit = None, None
     wanted = [n for n, on in zip(_TIME, (True, implicit, held_out is not None), strict=True) if on]
     with Progress(progress) as shown, measured.preserved():
@@ -102,15 +91,12 @@ def diagnose(
             noise = measure_implicit(measured, next(budgets), draws=draws)
         if held_out is not None:
             benefit = measure_benefit(
-                measured,
-                held_out,
-                next(budgets),
+                *(measured, held_out, next(budgets)),
                 learning_rate=learning_rate,
                 weight_decay=weight_decay,
                 draws=draws,
             )
-    taken = time.monotonic() - began
-    return _result(measured, explicit, noise, benefit, held_out, taken)
+    return _result(measured, explicit, noise, benefit, held_out, time.monotonic() - began)
 
 
 def _check(
@@ -130,18 +116,25 @@ def _check(
         raise OptionError(f"weight_decay must be positive and finite, got {weight_decay!r}.")
 
 
-def _check_apart(
-    own: Sequence[NumberedBatch], held_out: Sequence[NumberedBatch], batch_dim: int
-) -> None:
-    """Refuse validation data that is training data."""
-    held = [batch.inputs for batch in held_out]
+def _collected(
+    batches: Iterable[Any], validation: Iterable[Any] | None, most: int, batch_dim: int
+) -> tuple[list[NumberedBatch], list[NumberedBatch] | None]:
+    """The training and the validation batches; refuses validation data that is training data."""
+    if validation is None:
+        return collect(batches, most), None
+    if validation is batches:
+        raise DataError(_SAME_DATA.format("validation is the training data itself"))
+    other = collect(validation, most, name="validation batches")
+    own = collect(batches, most)
+    held = [batch.inputs for batch in other]
     counts = [shared_examples(batch.inputs, held, batch_dim) for batch in own]
     known, total = (sum(column) for column in zip(*counts, strict=True))
     if total and known > total // 2:
-        raise DataError(
-            f"{known} of {total} examples of the training batches are in the validation data too, on "
-            "which every regularizer looks harmful: pass batches of other data."
+        shared = (
+            f"{known} of {total} examples of the training batches are in the validation data too"
         )
+        raise DataError(_SAME_DATA.format(shared))
+    return own, other
 
 
 def _budgets(

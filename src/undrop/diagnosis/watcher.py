@@ -17,8 +17,6 @@ from undrop.intercept import Interception, Selection, call, keep_statistics, log
 from undrop.losses import Loss, as_loss
 from undrop.options import check_int
 
-__all__ = ["Watcher"]
-
 
 class _Seen(NamedTuple):
     """What one observation looks at."""

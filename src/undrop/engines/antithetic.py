@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from undrop.engines.base import (
     ENGINES,
@@ -22,8 +23,8 @@ from undrop.engines.base import (
 from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
 from undrop.engines.kinks import measure_kinks
-from undrop.engines.layout import Rows
-from undrop.engines.proving import NO_DROPOUT, layout_of
+from undrop.engines.layout import Rows, layout_of
+from undrop.engines.proving import NO_DROPOUT
 from undrop.engines.stacked import (
     NotStackable,
     Plan,
@@ -42,8 +43,6 @@ from undrop.intercept import (
     map_tensors,
 )
 from undrop.losses import Coefficients
-
-__all__ = ["EPSILON", "EPSILON_HALF", "Antithetic", "midpoint"]
 
 _log = logging.getLogger("undrop")
 
@@ -90,7 +89,7 @@ class Antithetic(Engine):
         if plan is None:
             return self._two_passes(request, reason)
         found, trail = self._one_pass(request, plan)
-        self._still_right(request, trail, beginning.rng)  # proven a moment ago
+        self._still_right(request, trail, beginning.rng)  # notes the branch, proven just now
         return found
 
     def _total(self, plan: Plan, request: Request, factor: float) -> Tensor:
@@ -98,26 +97,13 @@ class Antithetic(Engine):
 
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
         """Return how the model is stacked, or None and the reason."""
-        plan, reason = find_plan(
-            request.batch,
-            request.fraction,
-            request.batch_dim,
-            exact_output=request.exact_output,
-            again=again,
-        )
+        plan, reason = find_plan(request.batch, request.question, again=again)
         if plan is not None and request.loss.whole_output and None in plan.output_dims:
             return None, "the loss sees an output without the batch"
         return plan, reason
 
     def _still_right(self, request: Request, trail: int, rng: RngSnapshot | None) -> bool:
-        return still_right(
-            request.batch,
-            request.fraction,
-            request.batch_dim,
-            exact_output=request.exact_output,
-            trail=trail,
-            rng=rng,
-        )
+        return still_right(request.batch, request.question, trail, rng)
 
     def _one_pass(
         self, request: Request, plan: Plan, factor: float = 1.0
@@ -132,17 +118,14 @@ class Antithetic(Engine):
             batch, plan.dim, request.fraction, request.exact_output, plan.shares_noise
         )
         rows = Rows.drawn(layout, draw.generator(plan.sites[0].device))
-        epsilon = self._epsilon(batch.model, max(draw.scale(s.site) for s in plan.sites)) * factor
+        epsilon = self._epsilon(request, max(draw.scale(s.site) for s in plan.sites)) * factor
         noise = stacked_noise(plan, draw, rows, epsilon)
         inputs = batch.inputs
         if not plan.late:
             inputs = map_dims(rows.stacked, inputs, plan.input_dims)
         run = compiled_pass(batch.model) if batch.compiled and not plan.aliased else run_stacked
         stacked, trail = run(batch.model, plan, layout, rows.index, noise, inputs)
-        f, u, targets = _seen(request, plan, rows, stacked, 0.5 / epsilon)
-        request.loss.check(f, targets)
-        rho = layout.noisy / layout.batch
-        total, values = _combined(request, f, u, targets, plan.logits_dim, rho)
+        total, values = _combined(request, plan, rows, stacked, 0.5 / epsilon)
 
         def output() -> Any:
             merged = map_dims(rows.merged, stacked, plan.output_dims)
@@ -166,7 +149,7 @@ class Antithetic(Engine):
                 f"{reason}: use engine='tangent'."
             )
         _say_once(batch.model, reason)
-        epsilon = self._epsilon(batch.model, None)
+        epsilon = self._epsilon(request)
         rng = RngSnapshot.of(batch.model, draw.generator)
         buffers = copied_buffers(batch.model)
         with Interception(batch.model, ScaledNoise(draw, epsilon)):
@@ -189,10 +172,10 @@ class Antithetic(Engine):
             f"antithetic: two passes, since {reason}",
         )
 
-    def _epsilon(self, model: nn.Module, sigma: float | None) -> float:
+    def _epsilon(self, request: Request, sigma: float = 1.0) -> float:
         """Return ε₀ for the precision that the model runs in and its largest σ."""
-        epsilon = _suitable(model) if self.epsilon is None else self.epsilon
-        return epsilon / max(1.0, sigma or 1.0)
+        suitable = EPSILON_HALF if request.half_precision else EPSILON
+        return (suitable if self.epsilon is None else self.epsilon) / max(1.0, sigma)
 
 
 def _seen(
@@ -221,17 +204,57 @@ def _seen(
 
 
 def _combined(
-    request: Request, f: Any, u: Any, targets: Any, dim: int, rho: float
+    request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the total and its parts, with u = 0 for the examples without noise.
 
     The explicit part is scaled by 1/ρ, which keeps its mean over the choice of examples, and the
     implicit one by 1/sqrt(ρ), which keeps its covariance where noise is independent between examples.
     """
-    c = request.coefficients
+    loss, c, rho = request.loss, request.coefficients, rows.layout.noisy / rows.layout.batch
     scaled = Coefficients(c.loss, c.quadratic / rho, c.directional / math.sqrt(rho))
-    total, parts = request.loss.combined(f, u, targets, request.form, scaled, dim=dim)
+    if loss.forms_gradients:
+        found = _one_node(request, plan, rows, stacked, factor, scaled)
+        if found is not None:
+            return found
+    f, u, targets = _seen(request, plan, rows, stacked, factor)
+    loss.check(f, targets)
+    total, parts = loss.combined(f, u, targets, request.form, scaled, dim=plan.logits_dim)
     return total, weighted_parts(scaled, *parts)
+
+
+def _one_node(
+    request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float, c: Coefficients
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Return the same with a single autograd node; None if the loss can't form its gradient here."""
+    x = request.loss.sees(stacked)
+    targets = map_dims(rows.ordered, request.batch.targets, plan.target_dims)
+    dim = plan.logits_dim
+
+    with torch.no_grad():
+        f, u = rows.output_and_tangent(x, dim, factor)
+        request.loss.check(f, targets)
+        found = request.loss.with_gradients(f, u, targets, request.form, c, dim=dim)
+        if found is None:
+            return None
+        gradient = rows.joined(x, found.in_output, found.in_u, dim, factor)
+    return _Known.apply(x, found.total, gradient), weighted_parts(c, *found.means)
+
+
+class _Known(torch.autograd.Function):
+    """A scalar function of x whose value and gradient are known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = x.dtype
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        scaled = ctx.saved_tensors[0] * g  # before it is rounded: a gradient scaler relies on that
+        return scaled.to(ctx.dtype), None, None
 
 
 _said: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -246,15 +269,6 @@ def _say_once(model: nn.Module, reason: str) -> None:
             type(model).__name__,
             reason,
         )
-
-
-def _suitable(model: nn.Module) -> float:
-    """Return ε₀ for the precision that the model runs in."""
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if weight is None:
-        return EPSILON
-    half = weight.dtype in (torch.float16, torch.bfloat16)
-    return EPSILON_HALF if half or torch.is_autocast_enabled(weight.device.type) else EPSILON
 
 
 def midpoint(a: Tensor, b: Tensor) -> Tensor:

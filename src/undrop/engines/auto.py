@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 
-import torch
 from torch import nn
 
 from undrop.engines.antithetic import Antithetic
@@ -13,8 +12,6 @@ from undrop.engines.base import ENGINES, Engine, Evaluation, Request
 from undrop.engines.proven import first_unproven_op
 from undrop.engines.tangent import Tangent
 from undrop.errors import EngineError
-
-__all__ = ["Auto"]
 
 _log = logging.getLogger("undrop")
 _chosen: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
@@ -48,7 +45,7 @@ class Auto(Engine):
         """Return the engine for this model, and log the reason when it changes."""
         model = request.batch.model
         plan, reason = self._antithetic.plan(request)
-        if plan is not None and not (_half(model) and _has_batch_norm(model)):
+        if plan is not None and not (request.half_precision and _has_batch_norm(model)):
             return self._antithetic
         if request.fraction < 1.0:
             return self._antithetic  # which says why it can't
@@ -63,14 +60,6 @@ class Auto(Engine):
                     "undrop uses the tangent engine for %s, since %s.", type(model).__name__, reason
                 )
         return self._tangent if known[1] == self._tangent.name else self._antithetic
-
-
-def _half(model: nn.Module) -> bool:
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if weight is None:
-        return False
-    half = weight.dtype in (torch.float16, torch.bfloat16)
-    return half or torch.is_autocast_enabled(weight.device.type)
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from undrop.engines.draw import Draw
+from undrop.engines.layout import Question
 from undrop.errors import EngineError, NoDropoutError
 from undrop.intercept import Batch, is_sharded
 from undrop.losses import Coefficients, Loss
 from undrop.registry import Registry
-
-__all__ = ["ENGINES", "Engine", "Evaluation", "Request", "as_engine", "weighted_parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,20 @@ class Request:
     """The dimension of the batch in the targets; None to find it."""
     exact_output: bool = False
     """Whether ℓ is evaluated at the output without noise, not at the midpoint of ±ε₀."""
+
+    @cached_property
+    def question(self) -> Question:
+        """What a plan for a stacked pass depends on, beside the model."""
+        return Question.about(self.batch, self.fraction, self.batch_dim, self.exact_output)
+
+    @cached_property
+    def half_precision(self) -> bool:
+        """Whether the model runs in half precision, by its weights or by autocast."""
+        weight = next((p for p in self.batch.model.parameters() if p.is_floating_point()), None)
+        if weight is None:
+            return False
+        half = weight.dtype in (torch.float16, torch.bfloat16)
+        return half or torch.is_autocast_enabled(weight.device.type)
 
     def run(self) -> tuple[Any, Any]:
         """Run the model: all it returns, and what the loss sees of it, checked."""

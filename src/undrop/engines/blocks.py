@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["BlockTensor", "blockwise", "has_blocks"]
-
 
 class BlockTensor(Tensor):
     """A tensor that stands for one value per block: ``blocks``."""

@@ -14,8 +14,6 @@ from torch import nn
 from undrop.engines.stacked import NotStackable, PlanChanged, run_stacked
 from undrop.torch_compat import compiled
 
-__all__ = ["compiled_pass"]
-
 _log = logging.getLogger("undrop")
 _compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
@@ -43,8 +41,6 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
         from torch._dynamo import exc
         from torch._dynamo.utils import counters
 
-        too_many = getattr(exc, "FailOnRecompileLimitHit", ())  # torch 2.6 may lack the name
-
         try:
             with compiled():
                 output, _ = run(model, *args)
@@ -52,7 +48,7 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
             return output, int(counters["stats"]["unique_graphs"])
         except (PlanChanged, NotStackable):
             raise
-        except too_many:
+        except exc.FailOnRecompileLimitHit:
             reason = "more shapes than torch._dynamo.config.recompile_limit allows"
         except exc.TorchDynamoException as error:
             reason = f"it does not compile as one graph ({str(error).strip().splitlines()[0]})"

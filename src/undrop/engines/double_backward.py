@@ -17,8 +17,6 @@ from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layer
 from undrop.kernels.cells import CELLS, run_direction
 from undrop.kernels.flex import FlexCall, flex_attention
 
-__all__ = ["TWICE_DIFFERENTIABLE"]
-
 
 def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
     return written_out(mode, AttentionCall(*args, **kwargs))

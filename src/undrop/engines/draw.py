@@ -14,8 +14,6 @@ from undrop.errors import OptionError
 from undrop.intercept import Selection, Site
 from undrop.noise import draw as draw_noise
 
-__all__ = ["MASKS", "Draw", "ZeroLeaves", "ScaledNoise"]
-
 MASKS = ("as-declared", "independent")
 """Entries share η as the site declares, or each has its own (as the paper's regularizers do)."""
 

@@ -15,11 +15,10 @@ from undrop.engines.base import (
     refuse_whole_output,
     weighted_parts,
 )
+from undrop.engines.blind_spots import look_for_blind_spots
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.engines.draw import ZeroLeaves
 from undrop.intercept import Interception
-
-__all__ = ["Exact"]
 
 
 @ENGINES.register("exact")
@@ -36,6 +35,7 @@ class Exact(Engine):
         refuse_sharded(self, request.batch.model)
         refuse_fraction(self, request)
         refuse_whole_output(self, request)
+        look_for_blind_spots(request, self.name)
         action = ZeroLeaves(request.draw)
         with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
             output, logits = request.run()

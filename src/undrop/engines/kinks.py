@@ -1,9 +1,9 @@
-"""Measuring once for each model whether a kink without a rule biases the gradient.
+"""Measure once for each model whether a kink without a rule biases the gradient.
 
-The rules in ``midpoint.py`` decide at the midpoint of both signs. What has no rule (a kernel of its own,
-TorchScript, a function nobody thought of) decides for each sign, and a unit that changes its branch
-between them adds O(1/ε₀) to the gradient of u. A smooth function's gradient is the same for a smaller
-ε₀, up to O(ε₀²); that of a kinked one is not.
+The rules in ``midpoint.py`` choose the branch at the midpoint of both signs. A function without a rule
+(a custom kernel, TorchScript, a new function of torch) chooses for each sign, and a unit whose branch
+differs between them adds O(1/ε₀) to the gradient of u. The gradient of a smooth function is the same
+for a smaller ε₀, up to O(ε₀²); that of a function with a kink is not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from undrop.engines.base import Request
 from undrop.intercept import is_sharded, preserve_model, tensors_in
 from undrop.losses import Coefficients
 
-__all__ = ["measure_kinks"]
-
 _log = logging.getLogger("undrop")
 _LIMIT = 0.1
 _measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -35,7 +33,7 @@ def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> 
         run: returns the total of a request, with ε₀ times a factor.
     """
     model, c = request.batch.model, request.coefficients
-    if model in _measured or is_sharded(model) or _is_half(model):
+    if model in _measured or is_sharded(model) or request.half_precision:
         return
     _measured.add(model)
     batch = request.batch._replace(compiled=False)
@@ -69,12 +67,3 @@ def _gradient(total: Tensor, model: nn.Module) -> Tensor:
         return torch.zeros(1)
     grads = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
     return torch.cat([g.flatten() for g in grads])
-
-
-def _is_half(model: nn.Module) -> bool:
-    """Return whether rounding hides the difference."""
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if weight is None:
-        return True
-    half = weight.dtype in (torch.float16, torch.bfloat16)
-    return half or torch.is_autocast_enabled(weight.device.type)

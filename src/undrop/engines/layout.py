@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "Rows", "Split"]
+from undrop.intercept import Batch, tensors_in
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the layout of a stacked batch depends on, beside the model."""
+
+    fraction: float
+    batch_dim: int | None
+    exact_output: bool
+    shapes: tuple[Any, ...]
+    autocast: bool
+
+    @classmethod
+    def about(
+        cls, batch: Batch, fraction: float, batch_dim: int | None, exact_output: bool
+    ) -> Question:
+        """Return the question for a batch."""
+        held = [*tensors_in(batch.inputs), *tensors_in(batch.targets)]
+        shapes, device = tuple(t.shape for t in held), held[0].device.type if held else "cpu"
+        return cls(fraction, batch_dim, exact_output, shapes, torch.is_autocast_enabled(device))
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,12 @@ class Layout:
         ):
             object.__setattr__(self, name, value)
 
+    @classmethod
+    @lru_cache(maxsize=256)  # every step asks
+    def of(cls, batch: int, fraction: float, exact_output: bool, shared: bool) -> Layout:
+        """Return the layout in which a share of the batch carries noise."""
+        return cls(batch, max(1, round(fraction * batch)), exact_output, shared)
+
     @property
     def first(self) -> int:
         """The number of rows without noise before those with noise."""
@@ -69,6 +96,16 @@ class Layout:
             return Split((), parts[0], parts[1], ())
         before, plus, minus, *after = parts
         return Split((before,), plus, minus, tuple(after))
+
+
+def layout_of(
+    batch: Batch, dim: int, fraction: float, exact_output: bool, shared: bool = False
+) -> Layout:
+    """Return the layout for the batch in dimension ``dim`` of the first target (or input)."""
+    target = next(tensors_in(batch.targets), None)
+    if target is None:
+        target = next(tensors_in(batch.inputs))
+    return Layout.of(target.shape[dim], fraction, exact_output, shared)
 
 
 class Split(NamedTuple):
@@ -136,13 +173,35 @@ class Rows:
     def output_and_tangent(self, x: Tensor, dim: int, scale: float) -> tuple[Tensor, Tensor]:
         """Return ``merged`` and scale·(x₊ - x₋); one split, so that the backward pass joins once."""
         parts = self.layout.split(x, dim)
-        return self._merged(parts, dim), (parts.plus - parts.minus) * scale
+        return self._merged(parts, dim), (parts.plus - parts.minus).mul_(scale)
+
+    def joined(
+        self, x: Tensor, in_output: Tensor, in_tangent: Tensor, dim: int, scale: float
+    ) -> Tensor:
+        """Return the gradient in x from those in ``output_and_tangent``'s results, in their type."""
+        found = torch.empty_like(x, dtype=in_output.dtype)
+        before, plus, minus, after = self.layout.split(found, dim)
+        r = self.layout.noisy
+        if self.layout.exact_output:
+            before[0].copy_(in_output)
+            torch.mul(in_tangent, scale, out=plus)
+            torch.neg(plus, out=minus)
+            return found
+        if before:
+            sizes = [part.shape[dim] for part in (*before, *after)]
+            *others, in_output = torch.split_with_sizes(in_output, [*sizes, r], dim)
+            for part, gradient in zip((*before, *after), others, strict=True):
+                part.copy_(gradient)
+        half = in_output * 0.5
+        torch.add(half, in_tangent, alpha=scale, out=plus)
+        torch.sub(half, in_tangent, alpha=scale, out=minus)
+        return found
 
     def _merged(self, parts: Split, dim: int) -> Tensor:
         before, plus, minus, after = parts
         if self.layout.exact_output:
             return before[0]
-        middle = (plus + minus) * 0.5 if plus.is_floating_point() else plus
+        middle = torch.lerp(plus, minus, 0.5) if plus.is_floating_point() else plus
         return torch.cat((*before, *after, middle), dim) if before else middle
 
     def spread(self, x: Tensor, dim: int) -> Tensor:

@@ -22,8 +22,6 @@ from torch import Tensor
 from undrop.intercept import Rule
 from undrop.registry import Registry
 
-__all__ = ["MIDPOINT_RULES", "HasMidpoint"]
-
 MIDPOINT_RULES: Registry[Callable[..., Any], Rule] = Registry("midpoint rule")
 """The functions with kinks, and what a stacked pass computes in their place."""
 

@@ -8,6 +8,7 @@ A test compares the reverse-over-forward derivative of each op listed here with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from undrop.engines.tangent_rules import TANGENT_RULES
+from undrop.engines.tangent_rules import BACKWARD, TANGENT_RULES
 from undrop.intercept import (
     Interception,
     RngSnapshot,
@@ -27,8 +28,6 @@ from undrop.intercept import (
     keep_buffers,
 )
 from undrop.intercept.checkpointing import enclosing_function, in_checkpoint
-
-__all__ = ["CONSTANT", "PROVEN", "TangentTrace", "first_unproven_op"]
 
 _SHAPES = """view _unsafe_view expand permute transpose t unsqueeze squeeze select slice
     split split_with_sizes unbind alias clone _to_copy copy_ cat stack repeat flip roll constant_pad_nd
@@ -74,6 +73,8 @@ CONSTANT = frozenset(
 
 _CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent passes through it either
 _FUNCTION = "the autograd function"  # its own rule for the tangent, if it has one, is not proven
+_ITEM = "Tensor.item"  # a plain number has no tangent
+_NO_OPS = (_CHECKPOINTING, _FUNCTION, _ITEM, *BACKWARD.values())
 
 
 class TangentTrace(TorchDispatchMode):
@@ -112,7 +113,9 @@ class TangentTrace(TorchDispatchMode):
         name = func.overloadpacket.__name__
         touched = self.watching and name not in CONSTANT and self.touches((args, kwargs))
         out = func(*args, **(kwargs or {}))
-        if touched and _storages(out):
+        if touched and name == "_local_scalar_dense":
+            self.ops.append(_ITEM)
+        elif touched and _storages(out):
             self.ops.append(_enclosing() or _variant(func, args))
             self.mark(out)
         return out
@@ -147,6 +150,25 @@ def _enclosing() -> str | None:
     return None if function is None else f"{_FUNCTION} {function}"
 
 
+def _excused(trace: TangentTrace, function: Callable[..., Any], rule: Rule) -> Rule:
+    """A function with an undrop rule: what torch does inside it does not matter."""
+
+    def watched(mode: Interception, *args: Any, **kwargs: Any) -> Any:
+        touched = trace.touches((args, kwargs))
+        if touched and function in BACKWARD:
+            trace.ops.append(BACKWARD[function])
+        trace.watching = False
+        try:
+            out = rule(mode, *args, **kwargs)
+        finally:
+            trace.watching = True
+        if touched or mode.sites:
+            trace.mark(out)
+        return out
+
+    return watched
+
+
 def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
     """Return the first op that the tangent reaches and that is not proven; None if all are.
 
@@ -164,23 +186,7 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
             trace.ops.append(_CHECKPOINTING)
         return h
 
-    def excused(rule: Rule) -> Rule:
-        """A function with an undrop rule: what torch does inside it does not matter."""
-
-        def watched(mode: Interception, *args: Any, **kwargs: Any) -> Any:
-            touched = trace.touches((args, kwargs))
-            trace.watching = False
-            try:
-                out = rule(mode, *args, **kwargs)
-            finally:
-                trace.watching = True
-            if touched or mode.sites:
-                trace.mark(out)
-            return out
-
-        return watched
-
-    rules = {function: excused(rule) for function, rule in TANGENT_RULES.items()}
+    rules = {function: _excused(trace, function, rule) for function, rule in TANGENT_RULES.items()}
     with (
         RngSnapshot(model),
         torch.no_grad(),
@@ -193,6 +199,6 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
         except NotImplementedError:  # a tensor without memory, as torch.vmap has them
             return "torch.func's transforms"
     blocked = next((op for op in trace.ops if op not in PROVEN), None)
-    if blocked is not None and not blocked.startswith((_CHECKPOINTING, _FUNCTION)):
+    if blocked is not None and not blocked.startswith(_NO_OPS):
         blocked = f"aten::{blocked}"
     return blocked

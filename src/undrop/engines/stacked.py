@@ -26,18 +26,7 @@ from undrop.intercept import SITE_RULES, Interception, Rule, Site, call, map_ten
 from undrop.intercept.checkpointing import Region, enclosing_function
 from undrop.intercept.hand_masks import MaskDraw
 from undrop.intercept.interception import _depth
-from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read, run_layers
-
-__all__ = [
-    "NotStackable",
-    "Plan",
-    "PlanChanged",
-    "SitePlan",
-    "StackedPass",
-    "run_stacked",
-    "stacked_noise",
-]
 
 
 class NotStackable(Exception):
@@ -59,7 +48,7 @@ class SitePlan:
     repeats: int
     """How many entries along ``dim`` belong to one example."""
     time_major: bool
-    """Whether the examples are the faster index among the repeats."""
+    """Whether the example index varies fastest in a flattened dimension."""
     dtype: torch.dtype
     device: torch.device
 
@@ -177,7 +166,7 @@ def _factors(
 
 
 _LOOKS = frozenset(("__get__", "__len__", "size", "dim", "numel"))
-"""The names of functions that look at a tensor's shape or type: another one is no other branch."""
+"""Functions that only read a tensor's shape or type: calling other ones is not another branch."""
 
 
 class StackedPass(Interception):
@@ -216,6 +205,8 @@ class StackedPass(Interception):
 
     def __enter__(self) -> StackedPass:
         """Begin."""
+        if any(s.site.kind == "module-drop" for s in self.plan.sites):
+            self.watch_modules()
         TorchFunctionMode.__enter__(self)
         return self
 
@@ -230,12 +221,10 @@ class StackedPass(Interception):
         rule = self._rules.get(func)
         if not self._compiled and getattr(func, "__name__", "") not in _LOOKS:
             self.trail = hash((self.trail, func))
-        if types and (Mask in types or Uniform in types):
-            return self.on_random_value(func, args, kwargs or {})
-        if self._aliases and func not in SITE_RULES:
-            found = self.unaliased(func, args, kwargs or {})
-            if found is not None:
-                return self.on_random_value(func, *found)
+        if types or self._aliases:
+            found = self.followed(func, types, args, kwargs or {})
+            if found is not NotImplemented:
+                return found
         if types and BlockTensor in types and func not in RECURRENT:
             if func in SITE_RULES:
                 raise NotStackable(f"noise on a weight reaches {func.__name__}, which drops out")
@@ -268,12 +257,26 @@ class StackedPass(Interception):
             raise PlanChanged
         return str(index) if self.plan.draws[index] else None
 
-    def not_a_mask(self, key: str) -> None:
-        """The plain pass that the plan is found by decides this."""
+    def not_a_mask(self, key: str, branch: bool = False) -> None:
+        """The plain pass decided what is a mask, so the plan no longer fits."""
         raise PlanChanged
 
+    def drops(self, key: str, chance: float, otherwise: bool) -> bool:
+        """Return whether a mask drops where it is 1, by the p of its site."""
+        if chance == 0.5 or self.index >= len(self.plan.sites):
+            return otherwise
+        return self.plan.sites[self.index].site.p == round(chance, 12)
+
+    def around(self, key: str) -> bool:
+        """Return whether a branch is blended around the module that asks."""
+        return self.site().kind == "module-drop"
+
+    def position(self) -> tuple[int, int]:
+        """Return how many sites and draws the pass has met."""
+        return self.index, self.draw_index
+
     def met_mask(self, key: str, draw: MaskDraw) -> None:
-        """Only the plain pass notes it."""
+        """Do nothing: masks are noted in the plain pass only."""
 
     def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
         """The plan has the site."""

@@ -7,7 +7,8 @@ the shapes of the batch, and for the weights at that time. So a plan is proven a
 - for every new shape of the batch;
 - for every new sequence of torch functions that the model calls: it took another branch;
 - at step 16, 64, 256 and 1,024, and every 1,024 steps from there on: weights and buffers change, and
-  examples that did not interact at first may do so later.
+  examples that did not interact at first may do so later;
+- at every step as long as noise has no effect on the output, where every plan looks right.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from undrop.engines.proving import NO_DROPOUT, Prover, Question
+from undrop.engines.layout import Question
+from undrop.engines.proving import NO_DROPOUT, Prover
 from undrop.engines.stacked import NotStackable, Plan
-from undrop.intercept import Batch, Statistics, is_sharded, preserve_model, tensors_in
+from undrop.intercept import Batch, Statistics, is_sharded, preserve_model
 from undrop.rng_snapshot import RngSnapshot
-
-__all__ = ["Beginning", "Stacking", "find_plan", "still_right"]
 
 _FULL_PROOFS = 4  # shapes for which the search for a plan is complete, and randomness is checked
 _EARLY, _EVERY = (16, 64, 256), 1024
@@ -42,6 +42,8 @@ class Proof:
     trails: set[int] = field(default_factory=set)
     """Hashes of the sequences of functions that the model has called."""
     steps: int = 0
+    says_nothing: bool = False
+    """Whether noise had no effect on the output."""
 
 
 @dataclass
@@ -64,42 +66,25 @@ class Stacking:
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Stacking] = weakref.WeakKeyDictionary()
 
 
-def _question(batch: Batch, fraction: float, batch_dim: int | None, exact_output: bool) -> Question:
-    held = [*tensors_in(batch.inputs), *tensors_in(batch.targets)]
-    shapes, device = tuple(t.shape for t in held), held[0].device.type if held else "cpu"
-    autocast = torch.is_autocast_enabled(device)
-    return Question(fraction, batch_dim, exact_output, shapes, autocast)
-
-
-def find_plan(
-    batch: Batch,
-    fraction: float,
-    batch_dim: int | None,
-    *,
-    exact_output: bool = False,
-    again: bool = False,
-) -> tuple[Plan | None, str]:
+def find_plan(batch: Batch, question: Question, *, again: bool = False) -> tuple[Plan | None, str]:
     """Return the plan for a model and the shapes of a batch, or None and the reason.
 
     Args:
         batch: the model and the data.
-        fraction: ρ.
-        batch_dim: the dimension of the batch in the targets; None to find it.
-        exact_output: whether noisy examples have a row without noise as well.
+        question: what the plan must be able to do.
         again: forget what is known: the model does something else now.
 
     Raises:
         EngineError: if two passes without noise differ.
     """
     known = _KNOWN.setdefault(batch.model, Stacking())
-    question = _question(batch, fraction, batch_dim, exact_output)
     if again:
         known.proofs.clear()
         known.late = known.late and not (known.last is not None and known.last.late)
         known.proven, known.last = 0, None
     found = known.proofs.get(question)
     if found is None or found.plan == NO_DROPOUT or _outdated(found, known, batch.model):
-        found = known.proofs[question] = Proof(_search(batch, question, known))
+        found = known.proofs[question] = _search(batch, question, known)
         if isinstance(found.plan, str):
             known.modes = _modes(batch.model)
     return (None, found.plan) if isinstance(found.plan, str) else (found.plan, "")
@@ -110,33 +95,22 @@ def _outdated(proof: Proof, known: Stacking, model: nn.Module) -> bool:
     return isinstance(proof.plan, str) and known.modes != _modes(model)
 
 
-def still_right(
-    batch: Batch,
-    fraction: float,
-    batch_dim: int | None,
-    *,
-    exact_output: bool,
-    trail: int,
-    rng: RngSnapshot | None,
-) -> bool:
+def still_right(batch: Batch, question: Question, trail: int, rng: RngSnapshot | None) -> bool:
     """Return whether the plan of a step is right for what the model did in that step.
 
     Args:
         batch: the model and the data.
-        fraction: ρ.
-        batch_dim: as for :func:`find_plan`.
-        exact_output: as for :func:`find_plan`.
+        question: the one that the plan answers.
         trail: a hash of the functions that the model called.
         rng: the random state at the beginning of the step, for a model that draws random numbers.
     """
     known = _KNOWN[batch.model]
-    question = _question(batch, fraction, batch_dim, exact_output)
     proof = known.proofs.get(question)
     if proof is None or isinstance(proof.plan, str):
-        return True  # another thread asks anew
+        return True  # another thread proves it again
     proof.steps += 1
     n, m = proof.steps, len(proof.trails)
-    due = n in _EARLY or n % _EVERY == 0
+    due = n in _EARLY or n % _EVERY == 0 or proof.says_nothing
     branch = trail not in proof.trails and (m < _BRANCHES or m & (m - 1) == 0)
     proof.trails.add(trail)
     if n == 1 or not (due or branch) or is_sharded(batch.model):
@@ -144,21 +118,25 @@ def still_right(
     with _preserved(batch, rng) as bare:
         prover = Prover(bare, question)
         prover.run_plain(1)
-        return prover.proven_again(proof.plan) is not None
+        right = prover.proven_again(proof.plan) is not None
+        proof.says_nothing = prover.says_nothing
+    return right
 
 
 class Beginning:
     """The state of a model and its random numbers at the beginning of a step, to be put back.
 
-    Only what a pass is known to change is saved: running statistics, buffers that moved in a proof, and
-    the random state of a model that draws from it.
+    Only what a pass is known to change is saved: running statistics, buffers that moved in a proof (all
+    of them, if the proof says nothing), and the random state of a model that draws from it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         known = _KNOWN.get(model, Stacking())
         bare = _bare(model)
         self._statistics = Statistics(model)
-        self._buffers = [(b, b.clone()) for b in map(bare.get_buffer, known.moving)]
+        silent = any(proof.says_nothing for proof in known.proofs.values())
+        moving = map(bare.get_buffer, known.moving)
+        self._buffers = [(b, b.clone()) for b in (bare.buffers() if silent else moving)]
         self.rng = RngSnapshot(model) if known.draws else None
 
     def restore(self) -> None:
@@ -189,18 +167,18 @@ def _preserved(batch: Batch, rng: RngSnapshot | None = None) -> Iterator[Batch]:
         yield batch._replace(model=model)
 
 
-def _search(batch: Batch, question: Question, known: Stacking) -> Plan | str:
+def _search(batch: Batch, question: Question, known: Stacking) -> Proof:
     with _preserved(batch) as bare:
         prover = Prover(bare, question)
         try:
             plan = _found(prover, known)
         except NotStackable as reason:
-            return str(reason)
+            return Proof(str(reason))
         finally:
             known.draws = known.draws or prover.random
             known.moving = prover.moving or known.moving
     known.proven, known.last = known.proven + 1, plan
-    return plan
+    return Proof(plan, says_nothing=prover.says_nothing)
 
 
 def _found(prover: Prover, known: Stacking) -> Plan:
@@ -216,4 +194,8 @@ def _found(prover: Prover, known: Stacking) -> Plan:
             return plan
     with prover.without_zeros():
         prover.run_plain()
-        return prover.search(last, known.late)
+        plan = prover.search(last, known.late)
+    if not prover.says_nothing:
+        return plan
+    prover.run_plain()  # with the weights as they are, in case random ones switch all units off
+    return prover.search(plan, known.late)

@@ -25,8 +25,6 @@ from undrop.engines.tangent_rules import TANGENT_RULES, packed, unpacked
 from undrop.errors import EngineError
 from undrop.intercept import Interception, Site, map_tensors
 
-__all__ = ["Tangent"]
-
 _FORWARD_MODE = RLock()
 
 

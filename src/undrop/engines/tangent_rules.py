@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
-from undrop.intercept import Interception, Rule
+from undrop.errors import EngineError
+from undrop.intercept import Interception, Rule, tensors_in
 from undrop.intercept.attention import AttentionCall, written_out
 from undrop.intercept.flex import flex_written_out
 from undrop.kernels.flex import FlexCall, flex_attention
 from undrop.registry import Registry
-
-__all__ = ["TANGENT_RULES", "has_tangent", "packed", "unpacked"]
 
 TANGENT_RULES: Registry[Callable[..., Any], Rule] = Registry("tangent rule")
 """The functions that the tangent engine computes by its own rules."""
@@ -50,6 +49,30 @@ def packed(primal: Tensor, tangent: Tensor | None) -> Tensor:
 def has_tangent(*tensors: Tensor | None) -> bool:
     """Return whether any of the tensors is a dual number."""
     return any(t is not None and unpacked(t)[1] is not None for t in tensors)
+
+
+BACKWARD: dict[Callable[..., Any], str] = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+    Tensor.backward: "Tensor.backward",
+    Tensor.register_hook: "Tensor.register_hook",
+}
+"""Functions that make or change a derivative within a model: the tangent has no part in it."""
+
+
+def _refused_on_tangents(
+    function: Callable[..., Any], mode: Interception, *args: Any, **kwargs: Any
+) -> Any:
+    if has_tangent(*(t for t in tensors_in((args, kwargs)) if t.is_floating_point())):
+        raise EngineError(
+            f"the tangent engine has no proven rule for {BACKWARD[function]}: use "
+            "engine='antithetic', which needs none."
+        )
+    return function(*args, **kwargs)
+
+
+for _backward in BACKWARD:
+    TANGENT_RULES.register(_backward)(partial(_refused_on_tangents, _backward))
 
 
 def _softmax_dim(x: Tensor, dim: int | None) -> int:

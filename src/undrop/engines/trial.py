@@ -19,8 +19,6 @@ from undrop.noise import draw as draw_noise
 if TYPE_CHECKING:
     from undrop.engines.proving import Prover
 
-__all__ = ["Failed", "Reference", "Trial", "buffers_of", "close", "dim_of", "grown", "without_nan"]
-
 _EPSILON = 0.05
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _HALF = 5e-2
@@ -103,6 +101,12 @@ class Reference:
         self.flattened = any(
             n % layout.batch == 0 and n > layout.batch for s in prover.sites for n in s.shape
         )
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether the noise has no effect on the output: then every candidate agrees."""
+        pairs = zip(*map(tensors_in, self.outputs), strict=True)
+        return all(close(a, b, 100 * _rounding(a.dtype)) for a, b in pairs)
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
         """Return h ⊙ (1 ± ε₀·σ·η) with the same η for both signs."""
@@ -207,7 +211,7 @@ def without_nan(x: Tensor) -> Tensor:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def close(a: Tensor, b: Tensor, tolerance: float | None = None, floor: float = 0.0) -> bool:

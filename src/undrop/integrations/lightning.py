@@ -34,8 +34,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("undrop.integrations.lightning", "Lightning", "lightning") from error
 
-__all__ = ["UndropCallback"]
-
 _log = logging.getLogger("undrop")
 
 

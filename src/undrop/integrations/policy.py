@@ -1,9 +1,9 @@
-"""Losses of trainers that ask a model for log-probabilities: DPO, KTO, GRPO and their like.
+"""Losses of trainers that use a model's log-probabilities, such as DPO, KTO and GRPO.
 
-Such a loss is no function of one batch of logits. It calls the model, gets the log-probabilities of the
-labels (TRL's ``fused_lm_head``) or scores, and computes the rest by itself. So the trainer's own
-``compute_loss`` runs with a stand-in for the model, twice: the first time the stand-in notes what the
-model is asked for, and undrop computes that, F, and u = ∂F/∂ε. The second time it answers with F. The
+Such a loss is not a function of one batch of logits. It calls the model, gets the log-probabilities of
+the labels (TRL's ``fused_lm_head``) or scores, and computes the rest itself. So the trainer's own
+``compute_loss`` runs twice with a stand-in for the model. The first time, the stand-in records the
+calls, and undrop computes their output F and u = ∂F/∂ε. The second time, the stand-in returns F. The
 trainer's result is ℓ(F), which torch differentiates twice in F. Nothing here imports TRL.
 """
 
@@ -21,8 +21,6 @@ from undrop.intercept import Interception, logits_of, no_noise, tensors_in
 from undrop.losses.base import Derivatives
 from undrop.losses.generic import Generic
 from undrop.objectives import Objective, Step
-
-__all__ = ["Policy", "PolicyLoss", "PolicyStep", "StandIn", "label_statistics"]
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """What TRL's fused head returns for each token; a loss is differentiated in the first."""

@@ -9,8 +9,6 @@ from undrop.objectives import Objective
 from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes
 from undrop.tuning import Tuner
 
-__all__ = ["load_state", "save_state"]
-
 
 def save_state(objective: Objective | Tuner, path: Path) -> None:
     """Write the state of an objective, whole or not at all."""

@@ -46,8 +46,6 @@ except ImportError as error:
         "undrop.integrations.transformers", "Transformers and Accelerate", "transformers"
     ) from error
 
-__all__ = ["UndropMixin", "UndropTrainer"]
-
 _log = logging.getLogger("undrop")
 
 _Base: Any = Trainer if TYPE_CHECKING else object  # what the mixin may rely on
@@ -177,7 +175,7 @@ class UndropMixin(_Base):
             inputs = decoder_inputs(self.accelerator.unwrap_model(model), inputs, labels)
             targets = task.targets(labels)
             if self._undrop_tune is not None:
-                self._undrop_tuner(model, task, self._undrop_tune).observe(model, inputs)
+                self._undrop_tuner(model, task, self._undrop_tune).observe(model, inputs, targets)
             step = self.objective(model, inputs, targets)
         if not self._undrop_reported:
             self._undrop_report(model, inputs, step)

@@ -8,6 +8,7 @@ from undrop.intercept import (  # they register what they stand in for
     recurrent,
 )
 from undrop.intercept.discovery import (
+    find_sites,
     follow_masks,
     has_idle_dropout,
     in_training,
@@ -55,6 +56,7 @@ __all__ = [
     "attention",
     "call",
     "copied_buffers",
+    "find_sites",
     "flex",
     "follow_masks",
     "functional",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["adapter_hint"]
-
 
 def adapter_hint(model: nn.Module) -> str | None:
     """What to do about the adapters of a model that has no active dropout; None without adapters."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from undrop.intercept.interception import SITE_RULES, Interception
 
-__all__ = ["AttentionCall", "additive_mask", "probabilities", "spread", "written_out"]
-
 
 class AttentionCall(NamedTuple):
     """The arguments of ``F.scaled_dot_product_attention``."""

@@ -21,13 +21,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from undrop.errors import RecomputationError
-
-__all__ = ["Region", "enclosing_function", "in_checkpoint", "regions"]
-
 _Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 _HOME = "torch.utils.checkpoint"
-_autograd_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 class Region(Protocol):
@@ -38,18 +33,7 @@ class Region(Protocol):
 
 
 def regions() -> list[Region]:
-    """The checkpointed regions that are running now, the innermost first.
-
-    Raises:
-        RecomputationError: if there is one and this version of torch hides it.
-    """
-    if _autograd_top is None:
-        if in_checkpoint():
-            raise RecomputationError(
-                f"activation checkpointing needs torch 2.8 or later with undrop, got "
-                f"{torch.__version__}: turn it off, or install a later torch."
-            )
-        return []
+    """The checkpointed regions that are running now, the innermost first."""
     if _top_hooks() is None:
         return []
     return [_region(hooks) for hooks in _all_hooks() if _is_checkpoint(hooks)]
@@ -57,7 +41,7 @@ def regions() -> list[Region]:
 
 def _top_hooks() -> _Hooks | None:
     """The hooks for every tensor that is saved from now on."""
-    hooks: _Hooks | None = _autograd_top(False) if _autograd_top is not None else None
+    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import Any
 
-import torch
 from torch import nn
 
 from undrop.errors import NoDropoutError, UndropError
+from undrop.intercept.acting import acting
 from undrop.intercept.adapters import adapter_hint
-from undrop.intercept.hand_masks import not_masks
+from undrop.intercept.hand_masks import known_draws
 from undrop.intercept.interception import Interception, no_noise
 from undrop.intercept.mask_proof import disproven
-from undrop.intercept.model_call import call
+from undrop.intercept.model_call import NeedsGraph, call_to_look
 from undrop.intercept.pytrees import tensors_in
 from undrop.intercept.random_values import NotAMask
 from undrop.intercept.running_statistics import keep_buffers
@@ -23,8 +23,7 @@ from undrop.intercept.site import Sites
 from undrop.intercept.unaccounted import Unaccounted, unaccounted
 from undrop.intercept.wrappers import paths, unwrapped
 from undrop.rng_snapshot import RngSnapshot, seed_current
-
-__all__ = ["follow_masks", "has_idle_dropout", "in_training", "preserve_model", "sites"]
+from undrop.torch_compat import eager
 
 _LOOKING = RLock()  # held while a model is in another mode than the one its owner put it in
 
@@ -32,34 +31,48 @@ _LOOKING = RLock()  # held while a model is in another mode than the one its own
 def sites(model: nn.Module, inputs: Any) -> Sites:
     """List every dropout that a forward pass of the model uses.
 
-    The model is run without gradients, in train mode with its dropout switched off, and in eval mode to
-    see which sites are active there. A model that makes random masks by hand is run twice more, to
-    prove that they are masks; one that draws other random numbers is run a few times more, to see
-    where, and what they hide. Its mode, its buffers and the random state are restored. Dropouts with
-    p = 0 are not sites.
+    The model is run in train mode with its dropout switched off, once with gradients to see whose noise
+    reaches the output, and in eval mode to see which sites are active there. A model that makes random
+    masks by hand is run twice more, to prove that they are masks; one that draws other random numbers is
+    run a few times more, to see where, and what they hide. Its mode, its buffers and the random state
+    are restored. Dropouts with p = 0 are not sites.
 
     Args:
         model: any module.
         inputs: a tensor, a tuple (positional) or a dict (keyword arguments).
 
     Returns:
-        A sequence of records with ``name``, ``kind``, ``p``, ``mask``, ``shape`` and
-        ``active_in_eval``; it prints as a table. ``unaccounted`` lists the random numbers that belong to
-        no site.
+        A sequence of records with ``name``, ``kind``, ``p``, ``mask``, ``shape``, ``active_in_eval`` and
+        ``acts``; it prints as a table. ``unaccounted`` lists the random numbers that belong to no site.
 
     Raises:
         NoDropoutError: if the pass uses no active dropout.
     """
+    return find_sites(model, inputs, acts=True)
+
+
+def find_sites(model: nn.Module, inputs: Any, *, acts: bool = False) -> Sites:
+    """The same, without a look at whose noise reaches the output unless ``acts`` asks for it."""
     model = unwrapped(model)
-    with _LOOKING, preserve_model(model):
+    with eager(), _LOOKING, preserve_model(model):
         if not model.training:
             model.train()
         mode, others = _look(model, inputs)
-        model.eval()
+        reached = acting(model, inputs) if acts else {}
+        _put_into_eval_mode(model)
         active = {site.name for site in _run(model, inputs).sites}
     if not mode.sites:
         raise NoDropoutError(_nothing_found(model, others))
-    return Sites(mode.sites, others).flagged(active)
+    return Sites(mode.sites, others).flagged(active, reached)
+
+
+def _put_into_eval_mode(model: nn.Module) -> None:
+    """Put a model into eval mode, but not its quantized layers: some pack their weights there."""
+    with suppress(NotImplementedError):  # an exported program has one mode only
+        model.eval()
+    for module in model.modules():
+        if not all(p.is_floating_point() for p in module.parameters(recurse=False)):
+            module.training = True
 
 
 def follow_masks(model: nn.Module, inputs: Any) -> None:
@@ -94,30 +107,39 @@ def _add_hidden_sites(model: nn.Module, inputs: Any, mode: Interception) -> None
 def _proven_pass(model: nn.Module, inputs: Any, number: int = 0) -> Interception:
     """Run the model until every random mask that it makes by hand is proven, or known to be none."""
     seed_current(number)  # the same branches for every seed
-    mode = _run(model, inputs)
-    while bad := disproven(model, inputs, mode.masks):
-        not_masks(model).update(bad)
+    known = known_draws(model)
+    while True:
         mode = _run(model, inputs)
-    return mode
+        uses = (mode.uses or {}).items()
+        roles = {k: min(u) for k, u in uses if len(u) == 1 and k not in known.drops}
+        known.drops.update(roles)
+        if any(mode.masks[key].flipped != drops for key, drops in roles.items()):
+            continue  # now with the p that the uses say
+        bad = disproven(model, inputs, mode.masks)
+        if not bad:
+            return mode
+        for key in bad:
+            known.refused(key, mode.masks[key].branch)
 
 
 def _run(model: nn.Module, inputs: Any) -> Interception:
     """Run the model without noise. A draw that turns out to be no mask is one from the next try on."""
     while True:
         mode = Interception(model, no_noise)
+        mode.uses = {}
         mode.batch = next((len(x) for x in tensors_in(inputs) if x.dim()), None)
         try:
-            with torch.no_grad(), mode:
-                call(model, inputs)
+            with mode:
+                call_to_look(model, inputs)
             return mode
-        except NotAMask:
+        except (NotAMask, NeedsGraph):
             continue
         except Exception as error:
             followed = [key for key, mask in mode.draws.items() if mask]
             if isinstance(error, UndropError) or not followed:
                 raise
             # Perhaps code that takes real tensors alone has got a mask: let it be real.
-            not_masks(model).add(followed[-1])
+            known_draws(model).others.add(followed[-1])
 
 
 def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:

@@ -11,8 +11,6 @@ from torch import Tensor
 from undrop.intercept.interception import SITE_RULES, Interception
 from undrop.kernels.flex import FlexCall, attend, flex_attention, written_out
 
-__all__ = ["flex_written_out"]
-
 
 def _factors(mode: Interception, call: FlexCall) -> Tensor | None:
     """1 + ε·σ·η in the shape of the probabilities; None where it is 1."""

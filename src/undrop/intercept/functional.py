@@ -13,6 +13,8 @@ from undrop.errors import UnsupportedDropoutError
 from undrop.intercept.interception import SITE_RULES, Interception
 from undrop.noise import structured_dropout
 
+aten: Any = torch.ops.aten
+
 
 def _noisy(mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **how: Any) -> Tensor:
     if not inplace:
@@ -34,22 +36,32 @@ def _dropout(
     return _noisy(mode, input, p, inplace, "dropout") if active else mode.off(input, training)
 
 
-@SITE_RULES.register(torch.dropout)
+@SITE_RULES.register(torch.dropout, aten.dropout, aten.dropout.default)
 def _aten_dropout(mode: Interception, input: Tensor, p: float, train: bool) -> Tensor:
     return _dropout(mode, input, p, train)
 
 
-@SITE_RULES.register(torch.dropout_)
+@SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)
 def _aten_dropout_(mode: Interception, input: Tensor, p: float, train: bool) -> Tensor:
     return _dropout(mode, input, p, train, inplace=True)
 
 
-@SITE_RULES.register(torch.native_dropout)
+@SITE_RULES.register(torch.native_dropout, aten.native_dropout, aten.native_dropout.default)
 def _native_dropout(
     mode: Interception, input: Tensor, p: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
-    out = _dropout(mode, input, p, train is not False)
-    return out, torch.ones_like(out, dtype=torch.bool)
+) -> tuple[Tensor, Any]:
+    """It returns its mask too, which the caller may use: so it is a mask made by hand."""
+    if train is False or not p:
+        return mode.off(input, train), torch.ones_like(input, dtype=torch.bool)
+    keep = mode.bernoulli(
+        lambda k: torch.full_like(input, k, requires_grad=False),
+        lambda: torch.rand_like(input) >= p,
+        1.0 - p,
+        torch.bool,
+    )
+    scaled = input / (1.0 - p)
+    out = scaled * keep if isinstance(keep, Tensor) else keep.mul(scaled)
+    return out, keep
 
 
 def _feature_dropout(
@@ -78,8 +90,10 @@ def _feature_dropout(
 SITE_RULES.register(F.dropout1d)(partial(_feature_dropout, kind="dropout1d", unbatched=2))
 SITE_RULES.register(F.dropout2d)(partial(_feature_dropout, kind="dropout2d"))
 SITE_RULES.register(F.dropout3d)(partial(_feature_dropout, kind="dropout3d", unbatched=4))
-SITE_RULES.register(torch.feature_dropout)(partial(_feature_dropout, kind="dropout2d"))
-SITE_RULES.register(torch.feature_dropout_)(
+SITE_RULES.register(torch.feature_dropout, aten.feature_dropout, aten.feature_dropout.default)(
+    partial(_feature_dropout, kind="dropout2d")
+)
+SITE_RULES.register(torch.feature_dropout_, aten.feature_dropout_, aten.feature_dropout_.default)(
     partial(_feature_dropout, kind="dropout2d", inplace=True)
 )
 

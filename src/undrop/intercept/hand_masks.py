@@ -4,39 +4,69 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from undrop.intercept.branches import Blend
-from undrop.intercept.mask_functions import META, answer
+from undrop.intercept.branches import Blend, BlendAround
+from undrop.intercept.mask_functions import META
 from undrop.intercept.random_values import Mask, RandomValue, Uniform, leaves_of, replaced
 
-__all__ = ["Given", "HandMasks", "MaskDraw", "not_masks", "structure"]
-
-_NOT_MASKS: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+H = TypeVar("H")
 
 
-def not_masks(model: nn.Module) -> set[str]:
-    """Return the draws of a model that are known to be no masks, by key."""
+@dataclass
+class KnownDraws:
+    """What is known about the random draws of a model, by key."""
+
+    others: set[str] = field(default_factory=set)
+    """Draws that are no masks."""
+    drops: dict[str, bool] = field(default_factory=dict)
+    """Whether a mask drops where it is 1, as far as its uses say so."""
+    around: set[str] = field(default_factory=set)
+    """Branches that are blended around the module that asks, not around the next one."""
+
+    def refused(self, key: str, branch: bool = False) -> None:
+        """Take a draw for no mask; a branch is tried around its own module first."""
+        (self.around if branch and key not in self.around else self.others).add(key)
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, KnownDraws] = weakref.WeakKeyDictionary()
+
+
+def known_draws(model: nn.Module) -> KnownDraws:
+    """Return what is known about the random draws of a model."""
     while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
-    return _NOT_MASKS.setdefault(model, set())
+    return _KNOWN.setdefault(model, KnownDraws())
 
 
 class MaskDraw(NamedTuple):
     """How a draw became a mask: it is 1 where U is below (or above) the threshold."""
 
-    site: str
-    """The name of its site."""
     threshold: float | None
     """None for a draw that is 0 or 1 by itself."""
     below: bool
-    flipped: bool
-    """Whether the site is 1 - mask: its p is the smaller of the two probabilities."""
+    likely: bool
+    """Whether 1 is the more probable value."""
+    flipped: bool = False
+    """Whether the site is 1 - mask."""
+    site: str = ""
+    """The name of its site."""
+    branch: bool = False
+    """Whether it decides a branch."""
+
+    def number(self, one: bool) -> float:
+        """Return a number that the mask is 1 of, or 0."""
+        if self.threshold is None:
+            return float(one)
+        return self.threshold / 2 if one == self.below else (1.0 + self.threshold) / 2
 
 
 class Given(Protocol):
@@ -59,13 +89,29 @@ class HandMasks:
     _aliases: dict[int, tuple[TensorWeakRef, RandomValue]] | None = None
     _blend: Blend | None = None
     _branched: frozenset[str] = frozenset()
+    _replay: float | None = None
+    _watch: RemovableHandle | None = None
+    uses: dict[str, set[bool]] | None = None
+    """For each mask whether it drops where it is 1, by its uses; None if it is not recorded."""
 
     def next_draw(self) -> str | None:
         """Return the key of the draw that happens now; None if it is no mask."""
         raise NotImplementedError
 
-    def not_a_mask(self, key: str) -> None:
-        """Remember that a draw is no mask."""
+    def not_a_mask(self, key: str, branch: bool = False) -> None:
+        """Remember that a draw is no mask, or no branch around the next module."""
+        raise NotImplementedError
+
+    def drops(self, key: str, chance: float, otherwise: bool) -> bool:
+        """Return whether a mask, which is 1 with that chance, drops where it is 1."""
+        raise NotImplementedError
+
+    def around(self, key: str) -> bool:
+        """Return whether a branch is blended around the module that asks."""
+        raise NotImplementedError
+
+    def position(self) -> tuple[int, int]:
+        """Return how many sites and draws the pass has met."""
         raise NotImplementedError
 
     def resume(
@@ -85,12 +131,6 @@ class HandMasks:
     def met_mask(self, key: str, draw: MaskDraw) -> None:
         """Note how a draw became a mask."""
 
-    def on_random_value(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what a function of random values becomes."""
-        return answer(self, func, args, kwargs)  # type: ignore[arg-type]
-
     def uniform(
         self,
         fill: Callable[[float], Tensor],
@@ -101,8 +141,7 @@ class HandMasks:
         high: float = 1.0,
     ) -> Any:
         """Return uniform numbers that may become a mask; ``target`` holds them if drawn in place."""
-        key = self.next_draw()
-        given = None if key is None or self.given is None else self.given.real(key, fill)
+        key, given = self._next(fill)
         if given is not None:
             given = given * (high - low) + low
             return given if target is None else target.copy_(given)
@@ -116,6 +155,14 @@ class HandMasks:
         value.target = target
         return self._known_as(target, value)
 
+    def _next(self, fill: Callable[[float], Tensor]) -> tuple[str | None, Tensor | None]:
+        """Return the key of the draw that happens now (None: no mask), and its numbers if given."""
+        if self._replay is not None:
+            number, self._replay = self._replay, None
+            return None, fill(number)
+        key = self.next_draw()
+        return key, None if key is None or self.given is None else self.given.real(key, fill)
+
     def bernoulli(
         self,
         fill: Callable[[float], Tensor],
@@ -126,13 +173,13 @@ class HandMasks:
         target: Tensor | None = None,
     ) -> Any:
         """Return zeros and ones that are 1 with probability ``chance`` (None: it has no one value)."""
-        key = self.next_draw() if chance is None or 0.0 < chance < 1.0 else None
-        given = None if key is None or self.given is None else self.given.real(key, fill)
+        certain = chance is not None and not 0.0 < chance < 1.0
+        key, given = (None, None) if certain else self._next(fill)
         if given is not None:
             given = given.to(dtype)
             return given if target is None else target.copy_(given)
         if key is None or chance is None:
-            self.drew = self.drew or chance is None or 0.0 < chance < 1.0
+            self.drew = self.drew or not certain
             return draw()
         made = self.mask(key, fill, chance, dtype=dtype, threshold=None, below=True)
         return made if target is None else self._known_as(target, made)
@@ -150,18 +197,20 @@ class HandMasks:
     ) -> Mask:
         """Return the mask that is 1 with probability ``chance``: the site of h = keep·ones."""
         likely = chance > 0.5 or (chance == 0.5 and not below)
-        flipped = not likely  # so that the proof of a branch tries the other one
+        flipped = self.drops(key, chance, not likely)
+        draw = MaskDraw(threshold, below, likely, flipped)
         p = round(chance if flipped else 1.0 - chance, 12)
 
         def make(kind: str | None) -> Tensor:
             h = fill(1.0 - p)
             with torch.set_grad_enabled(self.gradients or torch.is_grad_enabled()):
                 soft = self.noisy(h, p, **self.described(h.shape, kind))
-                self.met_mask(key, MaskDraw("", threshold, below, flipped))
+                self.met_mask(key, draw._replace(branch=kind is not None))
                 return moved(self.resume(torch.rsub, (soft, 1.0), {}) if flipped else soft)
 
         like = moved(fill(0.0)) if dtype == torch.bool else None
         made = Mask(self, key, make, dtype, likely=likely, like=like)  # type: ignore[arg-type]
+        made.unlikely = draw.number(not likely)
         if like is None or like.numel() != 1:
             made.value()  # a single bool may be a branch, which has another kind
         return made
@@ -196,21 +245,41 @@ class HandMasks:
         self.aliased = True
         return replaced(args, look), replaced(kwargs, look)
 
+    def watch_modules(self) -> None:
+        """Let every module look for hooks at its end: one that asks for a branch gets its hook late."""
+        self._watch = register_module_forward_pre_hook(lambda module, args: None)
+
     def branch(self, mask: Mask) -> bool:
-        """Answer ``if mask:`` with the more probable branch, and blend the module that follows."""
+        """Answer ``if mask:`` with the more probable branch, and blend it with the other one."""
         if mask.key not in self._branched:
             self.settle()
-            value = mask.value("layer-drop")
+            around = self.around(mask.key)
+            value = mask.value("module-drop" if around else "layer-drop")
             if value.numel() != 1:
                 raise mask.refuse("a branch on many values")
             factor = value if mask.likely else self.resume(torch.rsub, (value, 1.0), {})
             self._branched |= {mask.key}
-            self._blend = Blend(mask, factor)
+            self._blend = (BlendAround if around else Blend)(mask, factor)
         return mask.likely
 
     def blended(self, blend: Blend) -> None:
         """Note that a branch has found its module."""
         self._blend = None
+
+    def replayed(self, mask: Mask, run: Callable[[], H]) -> H:
+        """Return what a part of the pass returns in the less probable branch.
+
+        Raises:
+            NotAMask: if that part has sites or draws of its own.
+        """
+        before, self._replay = self.position(), mask.unlikely
+        try:
+            output = run()
+        finally:
+            unused, self._replay = self._replay is not None, None
+        if unused or self.position() != before:
+            raise mask.refuse("a branch around other random numbers", branch=True)
+        return output
 
     def settle(self, failed: bool = False) -> None:
         """Refuse a branch that no module followed.
@@ -221,7 +290,7 @@ class HandMasks:
         blend, self._blend = self._blend, None
         if blend is not None:
             blend.remove()
-            refusal = blend.mask.refuse("a branch that no module follows")
+            refusal = blend.mask.refuse("a branch that no module follows", branch=True)
             if not failed:
                 raise refusal
 

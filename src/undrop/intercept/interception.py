@@ -24,16 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from undrop.errors import RecomputationError
 from undrop.intercept.checkpointing import Region, enclosing_function, regions
-from undrop.intercept.hand_masks import Given, HandMasks, MaskDraw, not_masks, structure
+from undrop.intercept.hand_masks import Given, HandMasks, MaskDraw, known_draws, structure
+from undrop.intercept.mask_functions import answer
 from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
 from undrop.intercept.wrappers import paths
 from undrop.noise import mask_shape
 from undrop.registry import Registry
-
-__all__ = ["SITE_RULES", "Interception", "Rule", "SiteAction", "no_noise", "outside_interception"]
-
 
 H = TypeVar("H")
 
@@ -72,6 +70,7 @@ RANDOM = frozenset(
 
 
 KINDS = {
+    "dropout": ("nativedropout",),
     "drop-path": ("droppath", "stochasticdepth"),
     "drop-block": ("dropblock", "dropblock2d", "dropblockfast2d"),
     "zoneout": ("zoneout",),
@@ -137,12 +136,14 @@ class Interception(HandMasks, TorchFunctionMode):
         self.given = given
         self.batch: int | None = None
         """The number of examples, where it is known; it names the structure of hand-made masks."""
-        self._not_masks = not_masks(model)
+        self._known = known_draws(model)
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> Interception:
         """Begin. What runs ``outside_interception`` from here on is left alone."""
         self._depth = _depth.value
+        if self._known.around:
+            self.watch_modules()
         super().__enter__()
         return self
 
@@ -156,12 +157,10 @@ class Interception(HandMasks, TorchFunctionMode):
         """Call the rule of an intercepted function, and any other function itself."""
         rule = self._rules.get(func)
         self.trail = hash((self.trail, func))
-        if types and (Mask in types or Uniform in types):
-            return self.on_random_value(func, args, kwargs or {})
-        if self._aliases and func not in SITE_RULES:
-            found = self.unaliased(func, args, kwargs or {})
-            if found is not None:
-                return self.on_random_value(func, *found)
+        if types or self._aliases:
+            found = self.followed(func, types, args, kwargs or {})
+            if found is not NotImplemented:
+                return found
         if rule is None or _depth.value != self._depth:
             if func in RANDOM and (kwargs or {}).get("generator") is None:
                 self.drew = True
@@ -169,9 +168,24 @@ class Interception(HandMasks, TorchFunctionMode):
         self._prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
 
+    def followed(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return what a function of random values becomes; NotImplemented if it takes none."""
+        if Mask in types or Uniform in types:
+            return answer(self, func, args, kwargs)
+        found = None if func in SITE_RULES else self.unaliased(func, args, kwargs)
+        return NotImplemented if found is None else answer(self, func, *found)
+
     def __exit__(self, *error: Any) -> None:
         """End."""
         super().__exit__(*error)
+        if self._watch is not None:
+            self._watch.remove()
         self.settle(failed=error[0] is not None)
 
     def resume(
@@ -188,12 +202,24 @@ class Interception(HandMasks, TorchFunctionMode):
         self._calls[f"draw:{base}"] += 1
         count = self._calls[f"draw:{base}"]
         key = base if count == 1 else f"{base}#{count}"
-        self.draws[key] = key not in self._not_masks
+        self.draws[key] = key not in self._known.others
         return key if self.draws[key] else None
 
-    def not_a_mask(self, key: str) -> None:
-        """Remember that a draw is no mask."""
-        self._not_masks.add(key)
+    def not_a_mask(self, key: str, branch: bool = False) -> None:
+        """Remember that a draw is no mask, or no branch around the next module."""
+        self._known.refused(key, branch)
+
+    def drops(self, key: str, chance: float, otherwise: bool) -> bool:
+        """Return whether a mask drops where it is 1: by its uses, else where it is the rarer value."""
+        return self._known.drops.get(key, otherwise)
+
+    def around(self, key: str) -> bool:
+        """Return whether a branch is blended around the module that asks."""
+        return key in self._known.around
+
+    def position(self) -> tuple[int, int]:
+        """Return how many sites and draws the pass has met."""
+        return len(self.sites), len(self.draws)
 
     def met_mask(self, key: str, draw: MaskDraw) -> None:
         """Note how a draw became a mask."""
@@ -241,7 +267,7 @@ class Interception(HandMasks, TorchFunctionMode):
                 raise RecomputationError(
                     f"{self._where()} runs inside the autograd function {function}, whose backward "
                     "can't see the same noise: with activation checkpointing pass "
-                    "use_reentrant=False."
+                    "use_reentrant=False, with a function of its own use engine='antithetic'."
                 )
             return
         for region in regions():
@@ -283,22 +309,9 @@ class Interception(HandMasks, TorchFunctionMode):
         self.idle = self.idle or training is not False
         return h
 
-    def noisy(  # type: ignore[override]  # it names what a mask's site is made of
-        self,
-        h: Tensor,
-        p: float,
-        *,
-        kind: str,
-        mask: str = "independent",
-        shared: Sequence[int] = (),
-        per_example: bool = True,
-        label: str | None = None,
-    ) -> Tensor:
+    def noisy(self, h: Tensor, p: float, **how: Any) -> Tensor:
         """Return the action's result for h at the site of the running module."""
-        site = self.site(
-            h.shape, p, kind=kind, mask=mask, shared=shared, per_example=per_example, label=label
-        )
-        return self.action(site, h)
+        return self.action(self.site(h.shape, p, **how), h)
 
     def site(
         self,

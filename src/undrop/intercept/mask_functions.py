@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,37 @@ from undrop.intercept.random_values import Mask, RandomValue, Uniform, leaves_of
 if TYPE_CHECKING:
     from undrop.intercept.interception import Interception
 
-__all__ = ["META", "answer"]
-
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
+R = TypeVar("R", bound=RandomValue)
+
+
+class _Call(NamedTuple):
+    """A function of random values, with its arguments."""
+
+    func: Callable[..., Any]
+    operation: str
+    """The operation that the function is, "" if it has no part in masks."""
+    inplace: bool
+    args: _Args
+    kwargs: _Kwargs
+
+    def leaves(self) -> list[Any]:
+        """Return the arguments, those within lists included."""
+        return leaves_of((self.args, self.kwargs))
+
+    def with_each(self, function: Callable[[Any], Any]) -> _Call:
+        """Return the call with the function applied to every argument."""
+        args, kwargs = (replaced(tree, function) for tree in (self.args, self.kwargs))
+        return _Call(self.func, self.operation, self.inplace, args, kwargs)
+
+    def first_of(self, kind: type[R]) -> R | None:
+        """Return the first argument of that kind."""
+        for leaf in self.leaves():  # an older torch.compile knows no next() with a default
+            if isinstance(leaf, kind):
+                return leaf
+        return None
+
 
 _NAMES = {
     "add": "add __add__ __radd__ add_ __iadd__",
@@ -99,7 +126,7 @@ META = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_cuda", "is_sparse")),
     ]
 )
-"""Functions that ask for a tensor's shape, type and the like, and not for its values."""
+"""Functions that read the shape, the type or the device of a tensor, but not its values."""
 
 
 def answer(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
@@ -107,20 +134,18 @@ def answer(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _K
     operation, inplace = _OPERATION.get(func, ("", False))
     if operation == "meta":
         return func(args[0].like(), *args[1:], **kwargs)
-    args, kwargs = (replaced(tree, _latest) for tree in (args, kwargs))
-    if not any(isinstance(x, RandomValue) for x in leaves_of((args, kwargs))):
-        return mode.resume(func, args, kwargs)
-    draw = next((x for x in leaves_of((args, kwargs)) if isinstance(x, Uniform)), None)
+    call = _Call(func, operation, inplace, args, kwargs).with_each(_latest)
+    draw = call.first_of(Uniform)
     if draw is not None:
-        found = _of_uniform(draw, operation, inplace, func, args, kwargs)
+        found = _of_uniform(draw, call)
         if found is not NotImplemented:
             return found
-        args, kwargs = (replaced(tree, _drawn) for tree in (args, kwargs))
-        if not any(isinstance(x, RandomValue) for x in leaves_of((args, kwargs))):
-            return mode.resume(func, args, kwargs)
-    mask = next(x for x in leaves_of((args, kwargs)) if isinstance(x, Mask))
+        call = call.with_each(_drawn)
+    mask = call.first_of(Mask)
+    if mask is None:
+        return mode.resume(func, call.args, call.kwargs)
     with mask.gradients():
-        return _of_mask(mask, operation, inplace, func, args, kwargs)
+        return _of_mask(mask, call)
 
 
 def _latest(x: Any) -> Any:
@@ -131,17 +156,11 @@ def _drawn(x: Any) -> Any:
     return x.real() if isinstance(x, Uniform) else x
 
 
-def _of_uniform(
-    u: Uniform,
-    operation: str,
-    inplace: bool,
-    func: Callable[..., Any],
-    args: _Args,
-    kwargs: _Kwargs,
-) -> Any:
+def _of_uniform(u: Uniform, call: _Call) -> Any:
     """Return the next step of a draw on its way to a mask; NotImplemented if this is none."""
     if u.drawn is not None:
         return NotImplemented
+    func, operation, inplace, args, kwargs = call
     first = args[0] is u
     if operation in ("move", "cast") and first and not inplace:
         if not any(isinstance(x, RandomValue) for x in leaves_of((args[1:], kwargs))):
@@ -205,19 +224,13 @@ def _mask(u: Uniform, chance: float, threshold: float, below: bool, dtype: torch
     )
 
 
-def _of_mask(
-    m: Mask,
-    operation: str,
-    inplace: bool,
-    func: Callable[..., Any],
-    args: _Args,
-    kwargs: _Kwargs,
-) -> Any:
+def _of_mask(m: Mask, call: _Call) -> Any:
     """Return what a function makes of a mask.
 
     Raises:
         NotAMask: if it is none of a mask's uses.
     """
+    func, operation, inplace, args, kwargs = call
     first = args and args[0] is m
     if operation == "branch" and m.binary:
         return m.mode.branch(m)
@@ -231,7 +244,7 @@ def _of_mask(
     if found is NotImplemented and operation in ("where", "fill", "set") and m.binary:
         return _chosen(m, operation, inplace, args, kwargs)
     if found is NotImplemented and operation in _ARITHMETIC:
-        found = _computed(m, func, args, kwargs)
+        found = _computed(m, call)
     if found is NotImplemented:
         raise m.refuse(getattr(func, "__name__", str(func)))
     return m.become(found) if inplace and first and isinstance(found, Mask) else found
@@ -268,7 +281,7 @@ def _of_zeros_and_ones(m: Mask, operation: str, args: _Args) -> Any:
     if not opposite:
         return m.derived(value, dtype)
     made = m.derived(resume(torch.rsub, (value, 1.0), {}), dtype)
-    made.likely = not m.likely
+    made.likely, made.opposite = not m.likely, not m.opposite
     return made
 
 
@@ -338,6 +351,7 @@ def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs
     for x in (a, b):
         if isinstance(x, (int, float)) and not abs(x) < _LARGE:
             raise m.refuse(f"a choice between a value and {x:g}")
+    _note_choice(m, operation, a, b)
     value = m.value()
     if operation == "set":
         for _ in range(target.dim() - value.dim()):
@@ -357,9 +371,19 @@ def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs
     return out
 
 
-def _computed(m: Mask, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+def _note_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
+    """Note whether a choice of a where m is 1, and of b elsewhere, drops there or here."""
+    if operation != "where":
+        m.used(drops=True)
+    elif m.mode.uses is not None:
+        zeros = [x == 0 if isinstance(x, (int, float)) else not x.any() for x in (a, b)]
+        if zeros[0] != zeros[1]:
+            m.used(drops=zeros[0])
+
+
+def _computed(m: Mask, call: _Call) -> Any:
     """Return a smooth function of the soft value; of masks and constants alone it is tracked on."""
-    leaves = leaves_of((args, kwargs))
+    func, operation, leaves = call.func, call.operation, call.leaves()
     floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
     dtype = floats[0].dtype if floats else torch.get_default_dtype()
 
@@ -367,14 +391,25 @@ def _computed(m: Mask, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -
         if not isinstance(x, Mask):
             return x
         value = x.value()
-        return value if x.dtype.is_floating_point else value.to(dtype)
+        return value if x.dtype.is_floating_point else m.mode.resume(Tensor.to, (value, dtype), {})
 
-    given, given_kwargs = replaced(args, soft), replaced(kwargs, soft)
     tracked = not any(isinstance(x, Tensor) for x in leaves)
-    if isinstance(args[0], Mask) and func in _OUT_OF_PLACE:
+    if isinstance(call.args[0], Mask) and func in _OUT_OF_PLACE:
         func, tracked = _OUT_OF_PLACE[func], True
-    out = m.mode.resume(func, given, given_kwargs)
-    return m.derived(out, out.dtype, binary=False) if tracked else out
+    if not tracked and operation in ("mul", "div", "smooth"):
+        for mask in (x for x in leaves if isinstance(x, Mask)):
+            mask.used(drops=False)
+    if not tracked and operation in ("add", "sub", "rsub") and m.large:
+        raise m.refuse("a sum in which it stands for minus infinity")
+    given = call.with_each(soft)
+    out = m.mode.resume(func, given.args, given.kwargs)
+    if not tracked:
+        return out
+    made = m.derived(out, out.dtype, binary=False)
+    if operation in ("mul", "div"):
+        numbers = (x for x in leaves if isinstance(x, (int, float)))
+        made.large = operation == "mul" and any(abs(x) >= _LARGE for x in numbers)
+    return made
 
 
 _OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -19,8 +19,6 @@ from undrop.intercept.pytrees import tensors_in
 from undrop.intercept.site import Site
 from undrop.rng_snapshot import RngSnapshot
 
-__all__ = ["disproven"]
-
 
 def disproven(model: nn.Module, inputs: Any, masks: Mapping[str, MaskDraw]) -> set[str]:
     """Return the draws, by key, that are not the masks they were taken for.
@@ -72,10 +70,10 @@ class _Numbers:
     def _ones(self, key: str, shape: torch.Size) -> Tensor:
         """Return the mask of a draw; a single value is the less probable one."""
         if key not in self._drawn:
-            flipped = self._masks[key].flipped
             single = shape.numel() == 1
             fresh = torch.rand(shape, generator=self._generator) < 0.5
-            self._drawn[key] = torch.full(shape, flipped) if single else fresh
+            rare = torch.full(shape, not self._masks[key].likely)
+            self._drawn[key] = rare if single else fresh
         return self._drawn[key]
 
     def real(self, key: str, fill: Callable[[float], Tensor]) -> Tensor | None:
@@ -84,10 +82,7 @@ class _Numbers:
             return None
         like, draw = fill(0.0), self._masks[key]
         ones = self._ones(key, like.shape).to(like.device)
-        if draw.threshold is None:
-            return ones.to(like.dtype)
-        low, high = draw.threshold / 2, (1.0 + draw.threshold) / 2
-        return torch.where(ones == draw.below, low, high).to(like.dtype)
+        return torch.where(ones, draw.number(True), draw.number(False)).to(like.dtype)
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
         """Return the mask at its site, and h at any other."""

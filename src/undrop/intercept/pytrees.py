@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["map_tensors", "tensors_in"]
-
 
 class _Place(NamedTuple):
     """Where an object holds something: how to read it, how to write it, and its name there."""

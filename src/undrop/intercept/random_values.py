@@ -3,7 +3,7 @@
 A mask of zeros and ones is a site: with keep probability k it is m = k·(1 + ε·σ·η) in the mask's own
 shape, whatever it is multiplied with and however it is scaled. A model makes one in steps, such as
 ``(keep + torch.rand(shape)).floor_()`` or ``torch.rand(shape) < p``. Between the steps it holds a
-:class:`Uniform`, numbers that nobody has looked at yet, and then a :class:`Mask`. Both answer as
+:class:`Uniform`, numbers that no code has read yet, and then a :class:`Mask`. Both answer as
 tensors do. A step that fits no mask gets real random numbers, and the draw is not a site.
 """
 
@@ -21,8 +21,6 @@ from undrop.errors import UnsupportedDropoutError
 
 if TYPE_CHECKING:
     from undrop.intercept.interception import Interception
-
-__all__ = ["Mask", "NotAMask", "RandomValue", "Uniform", "leaves_of", "replaced"]
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function that moves entries or casts them, with its further arguments."""
@@ -45,7 +43,7 @@ class RandomValue:
     ) -> Any:
         """Answer where the interception itself is off, such as within one of its rules."""
         owner = next(x for x in leaves_of((args, kwargs or {})) if isinstance(x, RandomValue))
-        return owner.mode.on_random_value(func, args, kwargs or {})
+        return owner.mode.followed(func, types, args, kwargs or {})
 
     def like(self) -> Tensor:
         """Return a tensor of the same shape, type and device."""
@@ -177,6 +175,12 @@ class Mask(RandomValue):
         self.make: Callable[[str | None], Tensor] | None = make
         self.dtype = dtype
         self.binary, self.likely = binary, likely
+        self.opposite = False
+        """Whether it is 1 where the drawn mask is 0."""
+        self.unlikely = 0.0
+        """A number of the draw that leads to the less probable branch."""
+        self.large = False
+        """Whether it is multiplied by a large number, as a term of scores is."""
         self._value: Tensor | None = None
 
     def value(self, kind: str | None = None) -> Tensor:
@@ -196,7 +200,7 @@ class Mask(RandomValue):
         self, value: Tensor, dtype: torch.dtype | None = None, binary: bool | None = None
     ) -> Mask:
         """Return another mask that is made of this one."""
-        return Mask(
+        made = Mask(
             self.mode,
             self.key,
             lambda _: value,
@@ -204,16 +208,23 @@ class Mask(RandomValue):
             binary=self.binary if binary is None else binary,
             likely=self.likely,
         )
+        made.opposite, made.unlikely, made.large = self.opposite, self.unlikely, self.large
+        return made
+
+    def used(self, *, drops: bool) -> None:
+        """Note that a use drops something where this mask is 1, or where it is 0."""
+        if self.mode.uses is not None:
+            self.mode.uses.setdefault(self.key, set()).add(drops != self.opposite)
 
     def become(self, other: Mask) -> Mask:
         """Take the value of another mask: an in-place function."""
         self._value, self.make = other.value(), None
-        self.binary, self.likely = other.binary, other.likely
+        self.binary, self.likely, self.opposite = other.binary, other.likely, other.opposite
         return self
 
-    def refuse(self, use: str) -> NotAMask:
+    def refuse(self, use: str, branch: bool = False) -> NotAMask:
         """Return the error for a use that no mask has; from now on the draw is not a site."""
-        self.mode.not_a_mask(self.key)
+        self.mode.not_a_mask(self.key, branch)
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't put noise in its "
             "place: it is no site from now on, so repeat the call."
@@ -225,7 +236,8 @@ class Mask(RandomValue):
 
 
 def _method(name: str) -> Callable[..., Any]:
-    function = getattr(Tensor, name)
+    # torch.compile knows functions of C++ by their identity, and Tensor.__rsub__ is Python.
+    function: Any = torch.rsub if name == "__rsub__" else getattr(Tensor, name)
 
     def method(self: RandomValue, *args: Any, **kwargs: Any) -> Any:
         return handle_torch_function(function, (self,), self, *args, **kwargs)

@@ -12,8 +12,6 @@ from torch import Tensor
 from undrop.intercept.interception import SITE_RULES, Interception
 from undrop.torch_compat import lstm
 
-__all__ = ["RECURRENT", "RecurrentCall", "RunLayer", "read", "run_layers"]
-
 RECURRENT: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 

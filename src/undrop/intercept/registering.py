@@ -13,8 +13,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from undrop.errors import OptionError
 from undrop.intercept.interception import SITE_RULES, Interception
 
-__all__ = ["register_site"]
-
 Target = TypeVar("Target")
 
 
@@ -66,7 +64,7 @@ def register_site(
 def _declared(
     function: Callable[..., Any], place: int, p: Any, how: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return the function, which hands itself to an interception where there is one."""
+    """Return the function with its calls passed to the active interception, if there is one."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
     if len(names) <= place:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-
-__all__ = ["Statistics", "copied_buffers", "keep_buffers", "keep_statistics"]
-
 
 _known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
     weakref.WeakKeyDictionary()
@@ -29,7 +26,7 @@ def _find_norms(model: nn.Module) -> list[nn.Module]:
     waiting, seen = [model], {model}
     while waiting:
         module = waiting.pop()
-        if isinstance(module, nn.modules.batchnorm._NormBase):
+        if "running_mean" in module._buffers:  # a scripted layer has no class of its own
             found.append(module)
         for child in module._modules.values():
             if child is not None and child not in seen:
@@ -86,9 +83,13 @@ def _copied_buffers(modules: list[nn.Module], values: Buffers | None = None) -> 
     originals = [dict(m._buffers) for m in modules]
     copies = _copies(modules) if values is None else values
     try:
-        for m, copy in zip(modules, copies, strict=True):
-            m._buffers.update(copy)
+        _put(modules, copies)
         yield
     finally:
-        for m, buffers in zip(modules, originals, strict=True):
-            m._buffers.update(buffers)  # one that the pass registered stays: its module needs it
+        _put(modules, originals)  # a buffer that the pass registered stays: its module needs it
+
+
+def _put(modules: list[nn.Module], values: Sequence[Mapping[str, Tensor | None]]) -> None:
+    for module, buffers in zip(modules, values, strict=True):
+        for name, buffer in buffers.items():
+            module._buffers[name] = buffer  # a scripted module has no ``update`` there

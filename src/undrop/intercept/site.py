@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, overload
 
@@ -15,8 +15,6 @@ from undrop.options import as_float
 from undrop.report import Table
 from undrop.report.frames import as_frame
 from undrop.report.html import fragment
-
-__all__ = ["Selection", "Site", "Sites"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,9 @@ class Site:
     """False where all examples of a batch share the noise."""
     active_in_eval: bool = False
     """Whether the site drops in eval mode too (a common mistake with ``dropout_p``)."""
+    acts: bool | None = field(default=None, compare=False)
+    """Whether its noise reaches the output, u ≠ 0: not behind weights of 0, as in a new LoRA adapter.
+    None if that is not known."""
 
     @property
     def sigma(self) -> float:
@@ -101,7 +102,11 @@ class Sites(Sequence[Site]):
             shape = "×".join(map(str, site.shape))
             in_eval = "ACTIVE" if site.active_in_eval else "off"
             rows.append((site.name, site.kind, f"{site.p:g}", site.mask, shape, in_eval))
-        return rows
+        if all(site.acts is not False for site in self):
+            return rows
+        words = {True: "yes", False: "NO, u = 0", None: "?"}
+        acts = ["acts", *(words[site.acts] for site in self)]
+        return [(*row, word) for row, word in zip(rows, acts, strict=True)]
 
     def unaccounted_table(self) -> list[tuple[str, ...]]:
         """The headings, and a row of words for random numbers that belong to no site."""
@@ -135,10 +140,13 @@ class Sites(Sequence[Site]):
         """
         return as_frame(self.to_json(), self.names)
 
-    def flagged(self, active: Iterable[str]) -> Sites:
-        """The same sites, those named in ``active`` marked as active in eval mode."""
+    def flagged(self, active: Iterable[str], acts: Mapping[str, bool]) -> Sites:
+        """The same sites, with those that are active in eval mode and what acts by name."""
         names = set(active)
-        flagged = (replace(site, active_in_eval=site.name in names) for site in self)
+        flagged = (
+            replace(site, active_in_eval=site.name in names, acts=acts.get(site.name))
+            for site in self
+        )
         return Sites(flagged, self.unaccounted)
 
 

@@ -22,8 +22,6 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Unaccounted", "unaccounted"]
-
 _OURS = (f"{Path(__file__).parent.parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<")
 
 
@@ -182,6 +180,6 @@ def python_draws(names: dict[int, str], found: list[Unaccounted]) -> Iterator[No
 
 
 def _home(module: nn.Module | None) -> str:
-    forward = None if module is None else inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
+    forward = getattr(type(module), "forward", None)  # none in TorchScript
+    code = None if forward is None else getattr(inspect.unwrap(forward), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

@@ -10,16 +10,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from undrop.errors import OptionError
 
-__all__ = ["is_compiled", "is_sharded", "paths", "unwrapped"]
-
 _SEGMENTS = (
     *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
     "_undrop_policy",
 )
 """Under these names wrappers hold what they wrap."""
-
-_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-"""Where FSDP is; the second is the home of its second version in torch 2.5."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -57,7 +52,7 @@ def is_compiled(model: nn.Module) -> bool:
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules
         or any(map(_is_compiled_method, vars(module).values()))
-        or _is_compiled_method(type(module).forward)
+        or _is_compiled_method(getattr(type(module), "forward", None))  # none in TorchScript
         for module in model.modules()
     )
 
@@ -79,10 +74,8 @@ def _bare(name: str) -> str:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether parameters of the model are sharded over processes by FSDP, of either version."""
-    kinds = tuple(
-        getattr(sys.modules[home], kind)
-        for home in _SHARDING  # nothing is sharded before one of them is imported
-        for kind in ("FSDPModule", "FullyShardedDataParallel")
-        if hasattr(sys.modules.get(home), kind)
-    )
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False  # nothing is sharded before it is imported
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     return any(isinstance(module, kinds) for module in model.modules())

@@ -25,8 +25,6 @@ from undrop.kernels.fused import Gradients, Output, Parameters, Rows, row_chunks
 from undrop.kernels.head import Scratch, SoftmaxChunk, add_product_
 from undrop.kernels.softmax import Coefficients, Rule, working_dtype
 
-__all__ = ["AdaptiveOutput", "Layer"]
-
 
 class Layer(NamedTuple):
     """``W P f + b``, or the gradients of such a layer; the head has no P."""
@@ -87,6 +85,17 @@ class AdaptiveOutput(Output):
     def layers(self, parameters: Parameters) -> list[Layer]:
         """The head and the tails."""
         return [Layer(*parameters[n : n + 3]) for n in range(0, len(parameters), 3)]
+
+    def sweep(self, rows: Rows, parameters: Parameters, rule: Rule, to: Gradients) -> Tensor:
+        """The rows without a tangent, then those with one."""
+        n, carrying = len(rows.target), 0 if rows.tangent is None else len(rows.tangent)
+        first, last, nothing = slice(0, n - carrying), slice(n - carrying, n), slice(0)
+        means = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
+        if carrying < n:
+            means += self._sweep(rows.part(first), parameters, rule, to.part(first, nothing))
+        if carrying:
+            means += self._sweep(rows.part(last), parameters, rule, to.part(last, slice(None)))
+        return means
 
     def _sweep(self, rows: Rows, parameters: Parameters, rule: Rule, to: Gradients) -> Tensor:
         """Chunk by chunk: the head's logits, each tail's, and the head's gradients last."""

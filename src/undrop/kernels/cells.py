@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["CELLS", "run_direction"]
-
 State = tuple[Tensor, ...]
 
 

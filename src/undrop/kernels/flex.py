@@ -23,8 +23,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from undrop.errors import OptionError
 
-__all__ = ["FlexCall", "attend", "flex_attention", "in_kernel", "written_out"]
-
 
 class FlexCall(NamedTuple):
     """The arguments of :func:`flex_attention`."""
@@ -187,7 +185,7 @@ def _takes_aux() -> bool:
 
 
 def _kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[Any, Any, Any]:
-    """Torch's own output, log-sum-exp and largest scores, as far as they are asked for."""
+    """Torch's own output, and the log-sum-exp and the largest scores if the call requests them."""
     from torch.nn.attention import flex_attention as module
 
     attention: Any = module.flex_attention

@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from undrop.kernels.softmax import Coefficients, Rule, row_weights, working_dtype
 
-__all__ = ["Gradients", "Output", "Parameters", "Rows", "row_chunks"]
-
 _CHUNK_ELEMENTS = 1 << 22  # of a chunk's logits: rows enough for GEMMs at full speed
 _LEAST_ROWS = 64
 
@@ -33,9 +31,17 @@ class Rows(NamedTuple):
     target: Tensor  # (rows,)
     weight: Tensor  # of each row in the mean: 1/N, or 0 for an ignored target
 
+    def of_tangent(self, which: slice) -> slice:
+        """Where the tangent has those of some rows that have one."""
+        plain = len(self.target) - (0 if self.tangent is None else len(self.tangent))
+        return slice(max(which.start - plain, 0), max(which.stop - plain, 0))
+
     def part(self, which: slice | Tensor) -> Rows:
-        """Some of the rows, where all have a tangent or none has."""
-        tangent = None if self.tangent is None else self.tangent[which]
+        """Some of the rows; any of them only where all have a tangent or none has."""
+        tangent = self.tangent
+        if tangent is not None:
+            tangent = tangent[self.of_tangent(which) if isinstance(which, slice) else which]
+            tangent = tangent if len(tangent) else None
         return Rows(self.features[which], tangent, self.target[which], self.weight[which])
 
 
@@ -68,28 +74,15 @@ class Output(ABC):
     parameters: Parameters
 
     @abstractmethod
-    def _sweep(self, rows: Rows, parameters: Parameters, rule: Rule, to: Gradients) -> Tensor:
-        """``sweep`` for rows that all have a tangent, or none of which has one."""
-
-    @abstractmethod
-    def plain(self, rows: Rows, parameters: Parameters, smoothing: float) -> Tensor:
-        """The mean of ℓ in plain operations, which are twice differentiable and hold all logits."""
-
     def sweep(self, rows: Rows, parameters: Parameters, rule: Rule, to: Gradients) -> Tensor:
         """The means of ℓ, uᵀHu and ∂ℓ/∂ε, (3,).
 
         With coefficients in the rule the gradients of the total are added to ``to``.
         """
-        n, carrying = len(rows.target), 0 if rows.tangent is None else len(rows.tangent)
-        first, last, nothing = slice(n - carrying), slice(n - carrying, n), slice(0)
-        means = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
-        if carrying < n:
-            plain = rows._replace(tangent=None).part(first)
-            means += self._sweep(plain, parameters, rule, to.part(first, nothing))
-        if carrying:
-            moved = rows._replace(tangent=None).part(last)._replace(tangent=rows.tangent)
-            means += self._sweep(moved, parameters, rule, to.part(last, slice(None)))
-        return means
+
+    @abstractmethod
+    def plain(self, rows: Rows, parameters: Parameters, smoothing: float) -> Tensor:
+        """The mean of ℓ in plain operations, which are twice differentiable and hold all logits."""
 
     def loss(self, features: Tensor, target: Tensor, rule: Rule, ignore_index: int) -> Tensor:
         """The mean of ℓ over targets that are not ignored (0 if all are); twice differentiable.

@@ -20,8 +20,6 @@ from undrop.kernels.softmax import (
     working_dtype,
 )
 
-__all__ = ["LinearOutput", "Scratch", "SoftmaxChunk", "add_product_"]
-
 
 class Scratch:
     """Buffers that chunks share: fresh pages would cost as much as a pass over them."""
@@ -42,8 +40,12 @@ class Scratch:
 class SoftmaxChunk:
     """The logits ``z = W f + b`` and ``u = W ḟ`` of a chunk of rows, and their gradients.
 
-    ``terms`` are ℓ, the quadratic form and ∂ℓ/∂ε of each row, and ``p`` the probabilities. Rows
-    without a tangent only have ℓ.
+    One matrix product makes all of them, and two multiply the gradients back. ``terms`` are ℓ, the
+    quadratic form and ∂ℓ/∂ε of each row. The last k rows have a tangent, the others only have ℓ.
+    The gradients of z and u take the memory of u and z: the rows of the matrix are
+
+        logits       [z of rows without a tangent; z of the others;    u]
+        gradients    [dz of rows without a tangent; du; dz of the others]
 
     Args:
         rows: the chunk.
@@ -66,48 +68,69 @@ class SoftmaxChunk:
     ) -> None:
         self.target, self.rule, self.weight, self.bias = rows.target, rule, weight, bias
         n, classes, dtype = len(rows.target), len(weight), working_dtype(weight.dtype)
-        stack = rows.features
+        stack = self.source = rows.features
+        k = 0 if rows.tangent is None else len(rows.tangent)
         if rows.tangent is not None:
-            # The first two give the logits and their tangent. Their gradients take the same memory
-            # in the opposite order, which is the order of the last two.
-            stack = torch.cat((rows.features, rows.tangent, rows.features))
-        count = n if rows.tangent is None else 2 * n
-        z = scratch.take("logits", count, classes, weight.dtype)
-        self.z = torch.mm(stack[:count], weight.t(), out=z).to(dtype)
-        self.source = stack[-count:]
-        self.p = self.dz = self.z
+            stack = torch.cat((rows.features, rows.tangent))
+            plain, moved = torch.split_with_sizes(rows.features, (n - k, k))
+            self.source = torch.cat((plain, rows.tangent, moved))
+        z = scratch.take("logits", n + k, classes, weight.dtype)
+        self.z = torch.mm(stack, weight.t(), out=z).to(dtype)
+        self.plain = n - k
         self.work: Work | None = None
-        if rows.tangent is not None:
-            self.p, self.dz = scratch.take("probabilities", n, classes, dtype), self.z[n:]
-            self.work = Work(v=self.dz, pv=self.z[:n], p=self.p)
+        if k:
+            p = scratch.take("probabilities", k, classes, dtype)
+            self.work = Work(v=self.z[n:], pv=self.z[self.plain : n], p=p)
         self.terms = self._measure(at_once)
 
+    @property
+    def p(self) -> Tensor:
+        """The probabilities, where all rows have a tangent or none has."""
+        return self.z if self.work is None else self.work.p
+
+    @property
+    def dz(self) -> Tensor:
+        """The gradients of the logits, where all rows have a tangent or none has."""
+        return self.z if self.work is None else self.work.v
+
+    def _blocks(self) -> list[tuple[slice, slice | None]]:
+        """Blocks of rows; for each its place among the rows with a tangent, or None."""
+        n, classes = len(self.target), len(self.weight)
+        moved = row_blocks(n - self.plain, classes)
+        return [
+            *((rows, None) for rows in row_blocks(self.plain, classes)),
+            *((slice(self.plain + b.start, self.plain + b.stop), b) for b in moved),
+        ]
+
     def _measure(self, at_once: Coefficients | None) -> Terms:
-        n, parts = len(self.target), []
-        for rows in row_blocks(n, len(self.weight)):
-            z, target = self.z[:n][rows], self.target[rows]
+        parts = []
+        for rows, moved in self._blocks():
+            z, target = self.z[rows], self.target[rows]
             if self.bias is not None:
                 z.add_(self.bias)
-            if self.work is None:
+            if moved is None or self.work is None:
                 terms = Terms.of_loss(loss_rows(z, target, self.rule.smoothing, z))
             else:
-                terms = tangent_rows(z, self.dz[rows], target, self.rule, self.work.part(rows))
+                work = self.work.part(moved)
+                terms = tangent_rows(z, work.v, target, self.rule, work)
             if at_once is not None:
-                self._differentiate(rows, at_once.part(rows), terms)
+                self._differentiate(rows, moved, at_once.part(rows), terms)
             parts.append(terms)
-        return Terms.joined(parts)
+        return Terms.joined(parts) if len(parts) > 1 else parts[0]
 
     def differentiate(self, c: Coefficients, terms: Terms) -> None:
-        """Overwrite the logits with the gradients of the total: ``dz``, and that of u."""
-        for rows in row_blocks(len(self.target), len(self.weight)):
-            self._differentiate(rows, c.part(rows), terms.part(rows))
+        """Overwrite the logits with the gradients of the total."""
+        for rows, moved in self._blocks():
+            self._differentiate(rows, moved, c.part(rows), terms.part(rows))
 
-    def _differentiate(self, rows: slice, c: Coefficients, terms: Terms) -> None:
+    def _differentiate(
+        self, rows: slice, moved: slice | None, c: Coefficients, terms: Terms
+    ) -> None:
         target = self.target[rows]
-        if self.work is None:
+        if moved is None or self.work is None:
             loss_gradient_(self.z[rows], target, self.rule.smoothing, c.loss)
         else:
-            tangent_gradients_(self.work.part(rows), terms, target, self.rule, c)
+            tangent_gradients_(self.work.part(moved), terms, target, self.rule, c)
 
     def multiply_back(
         self, weight: Tensor | None, bias: Tensor | None, *, inputs: bool
@@ -117,11 +140,15 @@ class SoftmaxChunk:
         if weight is not None:
             add_product_(weight, g.t(), self.source)
         if bias is not None:
-            bias.add_(self.dz.sum(0))
+            for part in (self.z[: self.plain], self.z[n:]):
+                bias.add_(part.sum(0))
         if not inputs:
             return None
         back = g @ self.weight
-        return (back, None) if self.work is None else (back[n:], back[:n])
+        if self.work is None:
+            return back, None
+        features = torch.cat((back[: self.plain], back[n:])) if self.plain else back[n:]
+        return features, back[self.plain : n]
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -145,7 +172,7 @@ class LinearOutput(Output):
         self.parameters = (weight, bias)
         self.chunk = chunk
 
-    def _sweep(self, rows: Rows, parameters: Parameters, rule: Rule, to: Gradients) -> Tensor:
+    def sweep(self, rows: Rows, parameters: Parameters, rule: Rule, to: Gradients) -> Tensor:
         """Chunk by chunk, with the gradients of the logits in their place."""
         weight, bias = parameters
         assert weight is not None
@@ -159,9 +186,10 @@ class LinearOutput(Output):
             means += chunk.terms.sums(some.weight)
             if c is not None:
                 back = chunk.multiply_back(*to.parameters, inputs=inputs)
-                for target, gradient in zip(to[:2], back or (), strict=False):
+                places = (part, rows.of_tangent(part))
+                for target, gradient, place in zip(to[:2], back or (), places, strict=False):
                     if target is not None and gradient is not None:
-                        target[part] = gradient
+                        target[place] = gradient
         return means
 
     def plain(self, rows: Rows, parameters: Parameters, smoothing: float) -> Tensor:

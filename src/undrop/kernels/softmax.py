@@ -22,22 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = [
-    "Coefficients",
-    "Rule",
-    "Terms",
-    "Work",
-    "cross_entropy_combined",
-    "cross_entropy_derivatives",
-    "loss_gradient_",
-    "loss_rows",
-    "row_blocks",
-    "row_weights",
-    "tangent_gradients_",
-    "tangent_rows",
-    "working_dtype",
-]
-
 _BLOCK_ELEMENTS = 1 << 17  # of one buffer: the few that a block has stay in the cache of a core
 
 Weight = float | Tensor  # a number, a 0-d tensor, or a column with one entry for each row
@@ -61,13 +45,13 @@ class Coefficients(NamedTuple):
     def total(self, means: Tensor) -> Tensor:
         """The total, from the means of ℓ, uᵀHu and ∂ℓ/∂ε (3,)."""
         loss, quadratic, directional = means.unbind()
-        total = loss * self.loss
+        total = loss * self.loss if isinstance(self.loss, Tensor) or self.loss != 1.0 else loss
         for c, mean in ((self.quadratic, quadratic), (self.directional, directional)):
             if isinstance(c, Tensor):
                 total = total + c * mean
             elif c:
                 total = torch.add(total, mean, alpha=c)
-        return total
+        return total.clone() if total is loss else total
 
 
 class Rule(NamedTuple):
@@ -220,6 +204,8 @@ class _Rows(NamedTuple):
     u: Tensor
     target: Tensor
     weight: Tensor
+    ignored: bool = True
+    """Whether a row may have the weight 0."""
 
     def blocks(self) -> list[tuple[slice, slice | None]]:
         """Blocks of rows; for each its place in u, or None where the rows have no tangent."""
@@ -262,33 +248,40 @@ def _sweep(
 _FEW = 1 << 15  # entries of logits for which the number of calls is what costs
 
 
-def _at_once(rows: _Rows, c: Any, gradients: tuple[Tensor, Tensor] | None) -> Tensor:
+def _at_once(rows: _Rows, c: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """What ``_sweep`` computes for the Hessian, in as few calls as possible; for few logits.
 
-    The coefficients c are numbers.
+    The coefficients c are numbers, and all N rows count, each with the weight w = 1/N.
     """
-    target, w = rows.target.unsqueeze(-1), rows.weight.unsqueeze(-1)
-    ignored = w == 0.0
-    log_p = torch.log_softmax(rows.z.masked_fill(ignored, 0.0), -1)
+    z, u, target, n = rows.z, rows.u, rows.target, len(rows.z)
+    w, plain = 1.0 / n, n - len(u)
+    log_p = torch.log_softmax(z, -1)
     p = log_p.exp()
-    first = (p * w).scatter_add_(-1, target, -w)  # w(p - t): dℓ/dz, and d(∂ℓ/∂ε)/du
-    loss = (log_p.gather(-1, target) * w).sum()
-    plain = len(rows.z) - len(rows.u)
-    w_u, p_u, first_u = (x[plain:] if plain else x for x in (w, p, first))
-    u = rows.u.masked_fill(ignored[plain:] if plain else ignored, 0.0)
+    first = p.scatter_add(-1, target.unsqueeze(-1), p.new_full((n, 1), -1.0)).mul_(w)  # w(p - t)
+    loss = torch.nn.functional.nll_loss(log_p, target)
+    p_u, first_u = (p[plain:], first[plain:]) if plain else (p, first)
     v = u - (p_u * u).sum(-1, keepdim=True)
-    wpv = p_u * w_u * v
-    wpvv = wpv * v
-    quadratic = wpvv.sum(-1, keepdim=True)  # of each row, times its weight
-    means = torch.stack((loss.neg_(), quadratic.sum(), (first_u * u).sum()))
-    if gradients is not None:
-        dz, du = gradients
-        torch.mul(first, c.loss, out=dz)
-        dz_u = dz[plain:] if plain else dz
-        dz_u.add_(wpvv.addcmul_(p_u, quadratic, value=-1.0), alpha=c.quadratic)
-        dz_u.add_(wpv, alpha=c.directional)
-        torch.mul(wpv, 2.0 * c.quadratic, out=du).add_(first_u, alpha=c.directional)
-    return means
+    pv = (p_u * v).mul_(w)
+    pvv = pv * v
+    quadratic = pvv.sum(-1, keepdim=True)
+    means = torch.stack((loss, quadratic.sum(), (first_u * u).sum()))
+    du = (pv * (2.0 * c.quadratic)).add_(first_u, alpha=c.directional)
+    dz = first if c.loss == 1.0 else first.mul_(c.loss)
+    dz_u = dz[plain:] if plain else dz
+    dz_u.add_(pvv.addcmul_(p_u, quadratic, value=-1.0), alpha=c.quadratic)
+    dz_u.add_(pv, alpha=c.directional)
+    return means, (dz, du)
+
+
+def _with_gradients(rows: _Rows, rule: Rule) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The means of the three terms, and the gradients of the total in z and u."""
+    c = rule.coefficients
+    assert c is not None
+    few = rows.z.numel() <= _FEW and rule.form == "hessian" and not rule.smoothing
+    if few and not rows.ignored and not any(isinstance(each, Tensor) for each in c):
+        return _at_once(rows, c)
+    gradients = torch.empty_like(rows.z), torch.empty_like(rows.u)
+    return _sweep(rows, rule, c.times(rows.weight), gradients), gradients
 
 
 class _Derivatives(torch.autograd.Function):
@@ -320,22 +313,17 @@ class _Combined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, u: Tensor, target: Tensor, weight: Tensor, rule: Rule
+        ctx: Any, z: Tensor, u: Tensor, target: Tensor, weight: Tensor, ignored: bool, rule: Rule
     ) -> tuple[Tensor, Tensor]:
-        coefficients = rule.coefficients
-        assert coefficients is not None
-        gradients, rows = None, _Rows(z, u, target, weight)
+        assert rule.coefficients is not None
+        rows = _Rows(z, u, target, weight, ignored)
         if any(ctx.needs_input_grad):
-            gradients = torch.empty_like(z), torch.empty_like(u)
+            means, gradients = _with_gradients(rows, rule)
             ctx.save_for_backward(*gradients)
-        few = z.numel() <= _FEW and rule.form == "hessian" and not rule.smoothing
-        if few and not any(isinstance(c, Tensor) for c in coefficients):
-            means = _at_once(rows, coefficients, gradients)
         else:
-            of_rows = None if gradients is None else coefficients.times(weight)
-            means = _sweep(rows, rule, of_rows, gradients)
+            means = _sweep(rows, rule, None, None)
         ctx.mark_non_differentiable(means)
-        return coefficients.total(means), means
+        return rule.coefficients.total(means), means
 
     @staticmethod
     @once_differentiable
@@ -344,7 +332,7 @@ class _Combined(torch.autograd.Function):
             gradient * g if needed else None
             for gradient, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         )
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> _Rows:
@@ -354,7 +342,17 @@ def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> _
         logits, u = (x.reshape(-1, logits.shape[-1]) for x in (logits, u))
         target = target.reshape(-1)
     z, tangent = logits.to(dtype), u.to(dtype)
+    if _none_is(ignore_index, target):
+        return _Rows(z, tangent, target, z.new_full(target.shape, 1.0 / len(target)), False)
     return _Rows(z, tangent, *row_weights(target, ignore_index, dtype))
+
+
+def _none_is(value: int, target: Tensor) -> bool:
+    """Whether it is known that no target has a value; only the CPU's targets are looked at."""
+    if type(target) is not Tensor or target.device.type != "cpu" or not 0 < len(target) <= _FEW:
+        return False
+    values = target.numpy()  # host memory: no operation of torch
+    return bool(values.min() > value) or not (values == value).any()
 
 
 def cross_entropy_derivatives(
@@ -379,7 +377,7 @@ def cross_entropy_derivatives(
         form: "hessian", or "identity" for ‖u‖² in place of uᵀHu.
     """
     rows = _prepared(logits, u, target, ignore_index)
-    loss, quadratic, directional = _Derivatives.apply(*rows, Rule(label_smoothing, form))
+    loss, quadratic, directional = _Derivatives.apply(*rows[:4], Rule(label_smoothing, form))
     return loss, quadratic, directional
 
 
@@ -402,3 +400,23 @@ def cross_entropy_combined(
     rule = Rule(label_smoothing, form, Coefficients(*coefficients))
     total, (loss, quadratic, directional) = _Combined.apply(*rows, rule)
     return total, (loss, quadratic, directional)
+
+
+def cross_entropy_with_gradients(
+    logits: Tensor,
+    u: Tensor,
+    target: Tensor,
+    coefficients: Coefficients,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    form: str = "hessian",
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The total and the three means of ``cross_entropy_combined``, and the total's gradients.
+
+    The gradients in logits and u have their shapes; nothing has a graph.
+    """
+    rows = _prepared(logits, u, target, ignore_index)
+    rule = Rule(label_smoothing, form, coefficients)
+    means, (dz, du) = _with_gradients(rows, rule)
+    return coefficients.total(means), means, (dz.view(logits.shape), du.view(u.shape))

@@ -14,8 +14,6 @@ from undrop.kernels.fused import row_chunks
 from undrop.kernels.softmax import Rule
 from undrop.losses.features import FeatureLoss
 
-__all__ = ["AdaptiveSoftmax"]
-
 FISHER = ("exact", "drawn")
 
 

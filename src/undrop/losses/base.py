@@ -23,18 +23,6 @@ from undrop.kernels.softmax import Coefficients, working_dtype
 from undrop.losses.by_class import ByClass
 from undrop.registry import Registry
 
-__all__ = [
-    "FORMS",
-    "ClosedForm",
-    "Derivatives",
-    "Loss",
-    "Prepared",
-    "last_entries",
-    "number",
-    "padded",
-    "precise",
-]
-
 FORMS = ("hessian", "identity", "loss-jacobian")
 """The matrix of the quadratic form: H (the paper's R_approx), the identity, or the outer product of
 the loss gradient at the true label with itself (R̃_approx)."""
@@ -74,6 +62,15 @@ class Derivatives(NamedTuple):
     directional: Tensor  # ∂ℓ/∂ε = Dℓ[F]·u
 
 
+class WithGradients(NamedTuple):
+    """The total of a loss, and its gradients; nothing has a graph."""
+
+    total: Tensor
+    means: Tensor  # ℓ, the quadratic form and ∂ℓ/∂ε, without coefficients (3,)
+    in_output: Tensor
+    in_u: Tensor
+
+
 class Prepared(NamedTuple):
     """A batch as a loss takes it, and the loss for it."""
 
@@ -101,6 +98,11 @@ class Loss(ABC):
     """
     in_any_order: bool = False
     """Whether the loss stays the same if examples and targets are permuted alike."""
+    forms_gradients: bool = False
+    """Whether ``with_gradients`` may have an answer, which saves the engine a part of the graph.
+
+    The loss then receives one tensor, and stays the same if examples and targets are permuted.
+    """
     counts_calls: bool = False
     """Whether a call leaves a trace, such as a trainer's metrics: undrop then calls it once a step."""
 
@@ -205,6 +207,22 @@ class Loss(ABC):
         total = Coefficients(*coefficients).total(torch.stack(parts))
         return total, Derivatives(*(part.detach() for part in parts))
 
+    def with_gradients(
+        self,
+        output: Tensor,
+        u: Tensor,
+        target: Tensor,
+        form: str,
+        coefficients: Coefficients,
+        *,
+        dim: int = 0,
+    ) -> WithGradients | None:
+        """The total as ``combined`` has it, with its gradients; None where autograd computes them.
+
+        For a loss with ``forms_gradients``.
+        """
+        return None
+
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
         """How uᵀHu splits over classes, for a diagnosis; None for an output without classes."""
         return None
@@ -223,13 +241,6 @@ class Loss(ABC):
         if form == "identity":
             return self._probe(output, target, generator)
         return self._sampled(output, target, generator)
-
-    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor | None:
-        """H^½ξ for every term, 0 for terms that do not count; None if H has no closed-form root.
-
-        Unlike ``sampled`` it moves smoothly with the output. H^½ is any matrix A with A Aᵀ = H.
-        """
-        return None
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         signs = torch.empty_like(output).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)

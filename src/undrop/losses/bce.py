@@ -18,8 +18,6 @@ from undrop.losses.base import (
 from undrop.losses.by_class import ByClass, elementwise_by_class
 from undrop.losses.targets import check_like_output, check_range
 
-__all__ = ["BCEWithLogits"]
-
 
 class BCEWithLogits(ClosedForm):
     """ℓ = -y log s - (1-y) log(1-s) with s = sigmoid(F), a mean over all elements.
@@ -67,10 +65,6 @@ class BCEWithLogits(ClosedForm):
         output = precise(output)
         label = torch.bernoulli(torch.sigmoid(output.detach()), generator=generator)
         return F.binary_cross_entropy_with_logits(output, label, reduction="sum")
-
-    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor:
-        """√(s(1-s))·ξ."""
-        return (torch.sigmoid(output) * torch.sigmoid(-output)).sqrt() * xi
 
 
 @CONVERTERS.register(nn.BCEWithLogitsLoss)

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ByClass", "elementwise_by_class", "softmax_by_class"]
-
 _CHUNK = 1 << 22  # numbers in a chunk of rows
 
 

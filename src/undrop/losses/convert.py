@@ -12,8 +12,6 @@ from undrop.losses.base import CONVERTERS, Loss
 from undrop.losses.generic import Generic
 from undrop.losses.model_loss import ModelLoss
 
-__all__ = ["as_loss"]
-
 
 def as_loss(loss: Loss | Callable[[Tensor, Any], Tensor] | None) -> Loss:
     """A ``Loss`` from what a user passes.

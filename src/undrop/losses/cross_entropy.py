@@ -13,13 +13,20 @@ from undrop.kernels.softmax import (
     Coefficients,
     cross_entropy_combined,
     cross_entropy_derivatives,
+    cross_entropy_with_gradients,
     working_dtype,
 )
-from undrop.losses.base import CONVERTERS, ONES, ClosedForm, Derivatives, is_plain_mean, precise
+from undrop.losses.base import (
+    CONVERTERS,
+    ONES,
+    ClosedForm,
+    Derivatives,
+    WithGradients,
+    is_plain_mean,
+    precise,
+)
 from undrop.losses.by_class import ByClass, softmax_by_class
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
-
-__all__ = ["CrossEntropy"]
 
 
 class CrossEntropy(ClosedForm):
@@ -43,6 +50,11 @@ class CrossEntropy(ClosedForm):
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.class_dim = class_dim
+
+    @property
+    def forms_gradients(self) -> bool:  # type: ignore[override]
+        """True, but for subclasses, which may have other formulas."""
+        return type(self) is CrossEntropy
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Class indices, one for each row of logits."""
@@ -132,6 +144,29 @@ class CrossEntropy(ClosedForm):
             total, parts = cross_entropy_combined(*rows, coefficients, **self._options(form))
         return total, Derivatives(*parts)
 
+    def with_gradients(
+        self,
+        output: Tensor,
+        u: Tensor,
+        target: Tensor,
+        form: str,
+        coefficients: Coefficients,
+        *,
+        dim: int = 0,
+    ) -> WithGradients | None:
+        """The same, where the rows of the output are those of the formulas."""
+        in_place = self.classes_last(output) is output and (u.shape == output.shape or dim == 0)
+        if form == "loss-jacobian" or not in_place:
+            return None
+        try:  # a step of a small net notices the context manager of explaining_errors
+            total, means, gradients = cross_entropy_with_gradients(
+                output, u, target.long(), coefficients, **self._options(form)
+            )
+        except (IndexError, RuntimeError):
+            self.check_values(output, target)
+            raise
+        return WithGradients(total, means, *gradients)
+
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
         """Σ p v², class by class, over the targets that count."""
         logits, u, target = self._paired(output, u, target, 0)
@@ -147,15 +182,6 @@ class CrossEntropy(ClosedForm):
         p = torch.softmax(logits.detach(), -1)
         label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
         return F.cross_entropy(logits, label, reduction="sum")
-
-    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor:
-        """√p ⊙ ξ - p·⟨√p, ξ⟩, whose covariance is diag(p) - ppᵀ."""
-        p = torch.softmax(precise(self.classes_last(output)), -1)
-        scaled = p.sqrt() * self.classes_last(xi)
-        centred = scaled - p * scaled.sum(-1, keepdim=True)
-        centred = centred * not_ignored(target, self.ignore_index).unsqueeze(-1)
-        alone = output.dim() <= 1
-        return (centred if alone else centred.movedim(-1, self.class_dim)).to(output.dtype)
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         kept = not_ignored(target, self.ignore_index).unsqueeze(

@@ -12,8 +12,6 @@ from undrop.kernels.softmax import Coefficients, Rule, working_dtype
 from undrop.losses.base import ONES, ClosedForm, Derivatives
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
-__all__ = ["FeatureLoss"]
-
 
 class FeatureLoss(ClosedForm):
     """A mean over tokens of -log p(y | f), for features f (…, d) and class indices (…).

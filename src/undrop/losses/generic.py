@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,7 @@ from undrop.errors import TargetError, UndropError
 from undrop.intercept.pytrees import map_tensors, tensors_in
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.base import ONES, Derivatives, Loss, number, padded, precise
-
-__all__ = ["Generic"]
+from undrop.losses.own_dropout import RefuseDropout
 
 _log = logging.getLogger("undrop")
 
@@ -61,6 +61,7 @@ class Generic(Loss):
         self.whole_output = bool(asked)
         self._second = ""  # how to differentiate twice: "reverse mode", "differences" or "zero"
         self._looked = False
+        self._without_dropout: set[bool] = set()  # the modes in which it was seen to have none
 
     def parameters(self) -> Sequence[Tensor]:
         """Those of the function, if it is a module."""
@@ -80,9 +81,13 @@ class Generic(Loss):
 
         Raises:
             TargetError: if that is not one number, or the function raises an error on its arguments.
+            OptionError: if the function uses dropout.
         """
+        training = getattr(self.function, "training", True)
+        known = training in self._without_dropout
         try:
-            value = self.function(output, target)
+            with nullcontext() if known else RefuseDropout(_name(self.function)):
+                value = self.function(output, target)
         except (torch.OutOfMemoryError, UndropError):
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -92,6 +97,7 @@ class Generic(Loss):
                 f"the loss {_name(self.function)} must return one number (a mean), got "
                 f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
             )
+        self._without_dropout.add(training)
         return value.reshape(())
 
     def _failed(self, output: Any, target: Any, error: Exception) -> TargetError:

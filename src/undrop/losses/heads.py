@@ -20,17 +20,6 @@ from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.mse import MSE
 from undrop.registry import Registry
 
-__all__ = [
-    "HEADS",
-    "Task",
-    "check_attention",
-    "check_not_shifted",
-    "check_same_loss",
-    "decoder_inputs",
-    "head_of",
-    "read_head",
-]
-
 IGNORED = -100
 """The label that does not count, in all of Transformers."""
 

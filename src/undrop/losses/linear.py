@@ -14,8 +14,6 @@ from undrop.losses.base import precise
 from undrop.losses.by_class import ByClass, softmax_by_class
 from undrop.losses.features import FeatureLoss
 
-__all__ = ["LinearCrossEntropy"]
-
 
 class LinearCrossEntropy(FeatureLoss):
     """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), which are never held at once.

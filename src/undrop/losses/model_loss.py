@@ -20,7 +20,7 @@ from undrop.intercept import (
     no_noise,
 )
 from undrop.kernels.softmax import Coefficients
-from undrop.losses.base import ONES, Derivatives, Loss, Prepared
+from undrop.losses.base import ONES, Derivatives, Loss, Prepared, WithGradients
 from undrop.losses.by_class import ByClass
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.heads import (
@@ -32,8 +32,6 @@ from undrop.losses.heads import (
     head_of,
     read_head,
 )
-
-__all__ = ["ModelLoss"]
 
 
 class ModelLoss(Loss):
@@ -157,13 +155,18 @@ class ModelLoss(Loss):
         """As the loss does."""
         return self.current.combined(output, u, target, form, coefficients, dim=dim)
 
+    @property
+    def forms_gradients(self) -> bool:  # type: ignore[override]
+        """As for the loss."""
+        return self.current.forms_gradients
+
+    def with_gradients(self, *args: Any, **options: Any) -> WithGradients | None:
+        """As the loss does."""
+        return self.current.with_gradients(*args, **options)
+
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
         """As the loss does."""
         return self.current.by_class(output, u, target)
-
-    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor | None:
-        """As the loss does."""
-        return self.current.root(output, target, xi)
 
     def sampled(
         self, output: Tensor, target: Tensor, form: str, generator: torch.Generator | None

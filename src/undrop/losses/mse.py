@@ -19,8 +19,6 @@ from undrop.losses.base import (
 from undrop.losses.by_class import ByClass, elementwise_by_class
 from undrop.losses.targets import check_like_output, check_range
 
-__all__ = ["MSE"]
-
 
 class MSE(ClosedForm):
     """ℓ = (F - y)², a mean over all elements; uᵀHu = 2u² and ∂ℓ/∂ε = 2(F - y)·u."""
@@ -63,10 +61,6 @@ class MSE(ClosedForm):
         noise = torch.empty_like(output).normal_(generator=generator)
         label = output.detach() + noise.mul_(math.sqrt(0.5))
         return (output - label).square().sum()
-
-    def root(self, output: Tensor, target: Tensor, xi: Tensor) -> Tensor:
-        """√2·ξ."""
-        return math.sqrt(2.0) * xi
 
 
 @CONVERTERS.register(nn.MSELoss)

@@ -9,14 +9,6 @@ from torch import Tensor
 
 from undrop.errors import TargetError
 
-__all__ = [
-    "check_class_indices",
-    "check_class_range",
-    "check_like_output",
-    "check_range",
-    "not_ignored",
-]
-
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

@@ -22,8 +22,6 @@ from undrop.errors import OptionError
 from undrop.losses import AdaptiveSoftmax, Loss
 from undrop.options import check_increasing, check_int
 
-__all__ = ["AdaptiveEmbedding", "AdaptiveHead"]
-
 
 class AdaptiveEmbedding(nn.Module):
     """One table of rows per cluster: word w of cluster c is ``E_c[w] P_c``.

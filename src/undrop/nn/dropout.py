@@ -12,8 +12,6 @@ from undrop.errors import OptionError
 from undrop.nn.adaptive import AdaptiveEmbedding
 from undrop.noise import structured_dropout
 
-__all__ = ["EmbeddingDropout", "LockedDropout", "WeightDrop"]
-
 
 def _probability(p: float) -> float:
     if not 0.0 <= p < 1.0:

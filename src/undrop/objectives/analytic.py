@@ -17,8 +17,6 @@ from undrop.losses import FORMS, Coefficients, Loss
 from undrop.objectives.base import Objective
 from undrop.options import as_float, check_int
 
-__all__ = ["PAPER", "TAYLOR", "Analytic"]
-
 PAPER = 1.0
 """The strength of the paper's experiments, λ₁ = q/(1-q)."""
 TAYLOR = 0.5

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["AutocastState"]
+from undrop.torch_compat import other_accelerator
 
 
 class AutocastState:
@@ -50,7 +50,7 @@ def _devices() -> tuple[str, ...]:
         kinds.append("cuda")
     if torch.backends.mps.is_available():
         kinds.append("mps")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type not in ("cpu", "cuda", "mps"):
-        kinds.append(accelerator.type)
+    other = other_accelerator()
+    if other is not None:
+        kinds.append(other.type)
     return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))

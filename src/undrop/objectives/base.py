@@ -22,6 +22,7 @@ from undrop.intercept import (
     SiteAction,
     Sites,
     Statistics,
+    find_sites,
     follow_masks,
     has_idle_dropout,
     in_training,
@@ -29,7 +30,6 @@ from undrop.intercept import (
     keep_statistics,
     no_noise,
     outside_interception,
-    sites,
     tensors_in,
     unwrapped,
 )
@@ -39,8 +39,6 @@ from undrop.objectives.finite import FiniteCheck
 from undrop.objectives.heads import look_at_heads
 from undrop.objectives.step import Step
 from undrop.torch_compat import eager, portable_lstm, untraced
-
-__all__ = ["Objective"]
 
 _log = logging.getLogger("undrop")
 
@@ -53,7 +51,7 @@ class Objective(ABC):
 
     Args:
         loss: a ``Loss``, one of torch's loss modules, or any callable that returns a mean; None is
-            cross-entropy on the model's output.
+            the model's own loss (Transformers), or else cross-entropy on its output.
         generator: the source of its noise; None makes one that ``torch.manual_seed`` seeds.
     """
 
@@ -81,7 +79,7 @@ class Objective(ABC):
         self._finite = FiniteCheck()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is known about models: another process looks at them anew."""
+        """Everything but what is known about models, which another process finds out again."""
         known = ("_sites", "_followed", "_finite")
         return {k: v for k, v in self.__dict__.items() if k not in known}
 
@@ -202,7 +200,7 @@ class Objective(ABC):
             if not trainable and not any(t.requires_grad for t in tensors_in(inputs)):
                 raise _nothing_trained(model)
             try:
-                found = sites(model, inputs)
+                found = find_sites(model, inputs)
             except NoDropoutError:
                 if has_idle_dropout(model, inputs):
                     return Sites(())

@@ -15,8 +15,6 @@ from undrop.losses import Loss
 from undrop.objectives.base import Objective
 from undrop.options import as_float
 
-__all__ = ["L2", "NoRegularization"]
-
 
 class NoRegularization(Objective):
     """The loss alone, with every dropout of the model switched off (ε = 0)."""

@@ -14,10 +14,8 @@ from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Coefficients, Loss
 from undrop.objectives.base import Objective
-from undrop.objectives.masks import SiteMasks
+from undrop.objectives.masks import SiteMasks, dropout_modules, with_p
 from undrop.options import check_int
-
-__all__ = ["Dropout"]
 
 NOISES = (None, "resampled", "analytic")
 
@@ -96,8 +94,15 @@ class Dropout(Objective):
         if self.own_masks:
             draw = Draw("dropout", "as-declared", Selection(), self.generators)
             noise = ScaledNoise(draw, 1.0)
-        action = SiteMasks(self.site_p, noise) if self.site_p else noise
-        output, loss = self.forward_and_loss(batch, action)
+        modules = None
+        if self.site_p and noise is None and not batch.compiled:
+            modules = dropout_modules(batch.model, self.site_p)
+        if modules is not None:
+            with with_p(modules):
+                output, loss = self.forward_and_loss(batch, None)
+        else:
+            action = SiteMasks(self.site_p, noise) if self.site_p else noise
+            output, loss = self.forward_and_loss(batch, action)
         total = loss if factor == 1.0 else factor * loss
         return Evaluation(total, {part: total.detach()}, lambda: output)
 

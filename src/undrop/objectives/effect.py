@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["EffectCheck", "fingerprint", "has_no_effect"]
-
 _log = logging.getLogger("undrop")
 
 _EXPLICIT, _IMPLICIT = 1e-10, 1e-5

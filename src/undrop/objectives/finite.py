@@ -15,8 +15,6 @@ from undrop.errors import NonFiniteError
 from undrop.intercept import Batch, Interception, Site, Sites, is_sharded, keep_statistics
 from undrop.objectives.effect import EffectCheck, fingerprint
 
-__all__ = ["FiniteCheck"]
-
 
 class Trains(Protocol):
     """What the checks ask an objective for."""
@@ -59,7 +57,10 @@ class FiniteCheck:
         if self._watched(evaluation, batch):
             weights = fingerprint(objective.trainable_parameters(batch.model))
             tensors |= {**evaluation.parts, "weights": weights}
-        values = torch.stack([x.detach().float() for x in tensors.values()])
+        held = [x.detach() for x in tensors.values()]
+        values = (
+            torch.stack([x.float() for x in held]) if len(held) > 1 else held[0].float().view(1)
+        )
         names, parts = list(tensors), evaluation.parts
         if values.device.type == "cpu":
             self._look(_Pending(step, names, values, None, parts), batch, objective)

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from undrop.engines import Evaluation
 from undrop.intercept import tensors_in
 
-__all__ = ["look_at_heads"]
-
 _log = logging.getLogger("undrop")
 
 

@@ -15,8 +15,6 @@ from undrop.losses import Loss
 from undrop.objectives.base import Objective
 from undrop.objectives.rivals import dropout_mask, not_negative
 
-__all__ = ["SAM", "WeightNoise"]
-
 LossLike = Loss | Callable[[Tensor, Any], Tensor] | None
 
 

@@ -33,8 +33,6 @@ from undrop.noise import draw as draw_noise
 from undrop.objectives.base import Objective
 from undrop.objectives.dropout import Dropout
 
-__all__ = ["EarlyDropout", "Jacobian", "RDrop", "dropout_mask", "not_negative"]
-
 LossLike = Loss | Callable[[Tensor, Any], Tensor] | None
 
 

@@ -11,8 +11,6 @@ from undrop.engines import Evaluation
 from undrop.errors import StepError
 from undrop.torch_compat import untraced
 
-__all__ = ["Step"]
-
 
 class Step:
     """One training step's objective, as a sum of evaluations with one graph each.

@@ -15,20 +15,6 @@ from undrop.files import replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "OTHER",
-    "OURS",
-    "bar_style",
-    "check_drawable",
-    "check_picture",
-    "line_style",
-    "literal",
-    "new_figure",
-    "save",
-    "styled",
-    "svg",
-]
-
 OURS, OTHER = "#1f5fa8", "#b3541e"
 """The colours of what was measured here and of what it is compared with."""
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from undrop.errors import UndropError
 
-__all__ = ["as_frame"]
 
-
-def as_frame(rows: Iterable[Mapping[str, Any]], index: Sequence[str]) -> Any:
+def as_frame(rows: Iterable[Mapping[str, Any]], index: Sequence[Any]) -> Any:
     """Return a DataFrame with one row per mapping.
 
     Raises:

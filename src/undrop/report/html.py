@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from html import escape
+from html import escape as escape
 from importlib import resources
 from pathlib import Path
 
 from undrop.files import replacing
 from undrop.report.tables import unbroken
-
-__all__ = [
-    "bullets",
-    "callout",
-    "escape",
-    "figure",
-    "fragment",
-    "heading",
-    "page",
-    "paragraph",
-    "write",
-]
 
 
 @cache

@@ -9,8 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["as_json"]
-
 
 def as_json(value: Any) -> Any:
     """Return a value as dicts, lists, strings and finite numbers.

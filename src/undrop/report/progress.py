@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-__all__ = ["Bar", "Progress", "duration"]
-
 _REFRESH = 0.1  # seconds between two drawings
 _WIDE, _NARROW = 24, 8  # columns of a bar
 

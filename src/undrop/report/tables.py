@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import TextIO
 
-__all__ = ["Table", "terminal_width", "unbroken", "wrap"]
-
 _GAP = 2  # spaces between columns
 _NARROWEST = 8  # the width down to which a column of text is wrapped
 _UNLIMITED = 10_000
-_IN_A_FIGURE = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) ")  # the spaces of "1.2 ± 0.3" and "5 %"
+_BLANK = "\N{NO-BREAK SPACE}"
+_IN_A_FIGURE = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) | (?==)|(?<==) ")  # "p = 1.2 ± 0.3", "5 %"
+_IN_AN_ERROR = re.compile(r"(?<=[\d?]) (?=%)|(?<=±) ")  # those of "± 0.3" and "5 %"
 
 
 def terminal_width(stream: TextIO | None = None) -> int:
@@ -35,7 +35,7 @@ def terminal_width(stream: TextIO | None = None) -> int:
 
 def unbroken(text: str) -> str:
     """Return a text in which no figure, such as "1.2 ± 0.3" or "5 %", breaks at the end of a line."""
-    return _IN_A_FIGURE.sub("\N{NO-BREAK SPACE}", text)
+    return _IN_A_FIGURE.sub(_BLANK, text)
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -44,7 +44,7 @@ def wrap(text: str, width: int) -> list[str]:
     >>> wrap("the ratio is 1.2 ± 0.3", 20)
     ['the ratio is', '1.2 ± 0.3']
     """
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in _wrapped(unbroken(text), width)]
+    return [line.replace(_BLANK, " ") for line in _wrapped(unbroken(text), width)]
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,10 @@ class Table:
         cells = [max([_cells(row[i]) for row in self.rows] or [0]) for i in range(len(self.heads))]
         widths = [max(cell, _cells(head)) for cell, head in zip(cells, self.heads, strict=True)]
         least = [
-            max([cell, *map(_cells, head.split())]) if head in self.numbers else min(w, _NARROWEST)
-            for cell, head, w in zip(cells, self.heads, widths, strict=True)
+            max([cell, *map(_cells, head.split())])
+            if head in self.numbers
+            else max(min(w, _NARROWEST), 0, *(_longest_figure(row[i]) for row in self.rows))
+            for i, (cell, head, w) in enumerate(zip(cells, self.heads, widths, strict=True))
         ]
         excess = sum(widths) + _GAP * (len(widths) - 1) - room
         while excess > 0:
@@ -102,7 +104,7 @@ class Table:
         return widths
 
     def _row(self, row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-        columns = [list(_wrapped(cell, w)) for cell, w in zip(row, widths, strict=True)]
+        columns = [_in_column(cell, w) for cell, w in zip(row, widths, strict=True)]
         for i in range(max(map(len, columns), default=0)):
             pieces = [
                 _padded(column[i] if i < len(column) else "", width, right=head in self.numbers)
@@ -115,7 +117,7 @@ class Table:
         label = min(max((_cells(head) for head, _ in shown), default=0), room // 2)
         for head, cell in shown:
             left = list(_wrapped(head, label))
-            right = list(_wrapped(cell, max(1, room - label - _GAP)))
+            right = _in_column(cell, max(1, room - label - _GAP))
             for i in range(max(len(left), len(right))):
                 key = _padded(left[i] if i < len(left) else "", label)
                 yield (key + " " * _GAP + (right[i] if i < len(right) else "")).rstrip()
@@ -154,6 +156,18 @@ class Table:
 
     def _align(self, head: str) -> str:
         return ' class="number"' if head in self.numbers else ""
+
+
+def _in_column(cell: str, width: int) -> list[str]:
+    """The lines of a cell; a figure breaks before its ± only."""
+    lines = _wrapped(_IN_AN_ERROR.sub(_BLANK, cell), width)
+    return [line.replace(_BLANK, " ") for line in lines]
+
+
+def _longest_figure(cell: str) -> int:
+    """The columns that the widest figure of a cell takes, broken before its ±."""
+    pieces = _IN_AN_ERROR.sub(_BLANK, cell).replace("\n", " ").split(" ")
+    return max((_cells(piece) for piece in pieces if _BLANK in piece), default=0)
 
 
 def _cells(text: str) -> int:

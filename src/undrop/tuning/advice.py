@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,100 +18,100 @@ from undrop.errors import DataError
 from undrop.objectives import Dropout, Objective
 from undrop.options import check_int
 from undrop.report import Table
-from undrop.tuning.history import CLEAR, DECAY, History, said
-from undrop.tuning.rule import CENTRE, log_odds, probability, target
-from undrop.tuning.tuner import Tuner
+from undrop.tuning.history import DECAY, History
+from undrop.tuning.rule import START, log_odds, probability
+from undrop.tuning.tuner import STEPS, Tuner
 
-__all__ = ["Advice", "SiteAdvice", "advise", "advise_from"]
-
-SIGNALS = 30
-"""How often a short training measures; the second half of the measurements counts."""
+TRIALS = 20
+"""How many trials a short training makes; the second half of them counts."""
+LEAST = 4
+"""The fewest trials to read an advice off."""
+HELPS = 0.05
+"""Dropout helps where every p of the second half lies above this, and does not where none does."""
 
 
 @dataclass(frozen=True)
 class SiteAdvice:
-    """One site: the evidence, and p."""
+    """One site, or all of them: the p that a tuner ended up at."""
 
     name: str
-    z: float
-    """The mean slope over its standard error: positive where dropout helps."""
     p: float
-    """Where to start."""
+    """Where to start: the mean over the second half of the trials, on the scale of log σ²."""
     low: float
-    """The p that two standard errors less evidence give."""
+    """The lowest p in that half."""
     high: float
-    """The p that two standard errors more evidence give."""
+    """The highest p in that half."""
 
     @property
     def says(self) -> str:
-        """The evidence in words."""
-        return said(self.z)
+        """Whether dropout helps."""
+        if self.low > HELPS:
+            return "helps"
+        return "does not help" if self.high <= HELPS else "can't say"
 
 
 @dataclass(frozen=True)
 class Advice:
     """What a short training says."""
 
+    every: SiteAdvice
+    """All sites together: their mean on the scale of log σ²."""
     sites: tuple[SiteAdvice, ...]
     steps: int
 
     @property
     def verdict(self) -> str:
         """One sentence on all sites."""
-        good = [f"`{s.name}` (start at p = {s.p:.2f})" for s in self.sites if s.z >= CLEAR]
-        bad = [f"`{s.name}`" for s in self.sites if s.z <= -CLEAR]
-        if good:
-            rest = f"; it is in the way at {', '.join(bad)}" if bad else ""
-            return f"Dropout helps at {', '.join(good)}{rest}."
-        if len(bad) == len(self.sites):
-            return "Dropout is in the way at every site: start without it, or with a small p."
-        if bad:
-            return f"Dropout is in the way at {', '.join(bad)}; no evidence at the other sites."
+        where = f"p = {self.every.p:.2f} ({self.every.low:.2f} to {self.every.high:.2f})"
+        start = f"start at {where}"
+        if self.every.says == "helps":
+            return f"Dropout helps: {start}."
+        if self.every.says == "does not help":
+            return (
+                f"Dropout does not help in the first {self.steps} steps, where {where} is best. This "
+                f"says nothing about overfitting that comes later: if you expect it, start at {START:g}."
+            )
         return (
-            f"No evidence either way in {self.steps} steps: start at p = {CENTRE:g}, and ask again with "
-            "more steps, or let undrop.Tuner decide during the training."
+            f"{self.steps} steps can't say whether dropout helps: {start}, and ask again with more "
+            "steps, or let undrop.Tuner decide during the training."
         )
 
     def table(self) -> Table:
-        """Return a row for each site."""
+        """Return a row for all sites together and one for each."""
         rows = [
-            (s.name, f"{s.z:+.1f}", f"{s.p:.2f}", f"{s.low:.2f} to {s.high:.2f}", s.says)
-            for s in self.sites
+            (s.name, f"{s.p:.2f}", f"{s.low:.2f} to {s.high:.2f}", s.says)
+            for s in (self.every, *self.sites)
         ]
-        return Table(("site", "z", "p", "95 %", "says"), rows, numbers={"z", "p", "95 %"})
+        return Table(("site", "p", "range", "says"), rows, numbers={"p", "range"})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for programs."""
-        sites = [{**asdict(s), "says": s.says} for s in self.sites]
-        return {"verdict": self.verdict, "steps": self.steps, "sites": sites}
+        every, *sites = ({**asdict(s), "says": s.says} for s in (self.every, *self.sites))
+        return {"verdict": self.verdict, "steps": self.steps, "every": every, "sites": sites}
 
 
 def advise_from(history: History) -> Advice:
-    """Read the advice off the second half of a tuner's measurements.
+    """Read the advice off the second half of a tuner's trials.
 
     Raises:
         DataError: if there are fewer than four.
     """
-    sites = []
-    for name in history.last():
-        slopes = [entry.slope for entry in history.entries if entry.name == name]
-        if name == DECAY:
-            continue
-        if len(slopes) < 4:
-            raise DataError(
-                f"there are only {len(slopes)} measurements of {name!r}: train for more steps."
-            )
-        sites.append(_site(name, slopes[len(slopes) // 2 :]))
-    steps = max((entry.step for entry in history.entries), default=0)
-    return Advice(tuple(sites), steps)
+    n = len(history.entries)
+    if n < LEAST:
+        raise DataError(
+            f"there are only {n} trials, and advice takes {LEAST}: train for more steps."
+        )
+    late = history.entries[n // 2 :]
+    names = [name for name in history.values if name != DECAY]
+    paths = {name: [log_odds(entry.values[name]) for entry in late] for name in names}
+    every = [fmean(values) for values in zip(*paths.values(), strict=True)]
+    sites = tuple(_read(name, path) for name, path in paths.items())
+    return Advice(_read("every site", every), sites, late[-1].step)
 
 
-def _site(name: str, slopes: list[float]) -> SiteAdvice:
-    values = torch.tensor(slopes, dtype=torch.float64)
-    error = float(values.std()) / math.sqrt(len(slopes))
-    z = float(values.mean()) / error if error > 0.0 else 0.0
-    low, p, high = (probability(target(log_odds(CENTRE), z + d)) for d in (-CLEAR, 0.0, CLEAR))
-    return SiteAdvice(name, z, p, low, high)
+def _read(name: str, path: list[float]) -> SiteAdvice:
+    low, p, high = (probability(f(path)) for f in (min, fmean, max))
+    return SiteAdvice(name, min(max(p, low), high), low, high)  # a mean of equal values is rounded
 
 
 def advise(
@@ -125,8 +125,8 @@ def advise(
 ) -> Advice:
     """Train a copy of the model for a while and say whether dropout helps, where, and at which p.
 
-    The evidence is that of :class:`~undrop.Tuner`, which tunes p meanwhile, over the second half of
-    this short training. It can't see overfitting that appears only in a longer training.
+    A :class:`~undrop.Tuner` makes 20 trials meanwhile, and the second half of them is the answer. It
+    can't see overfitting that appears only in a longer training.
 
     Args:
         model: with dropout where you consider it; it is not changed.
@@ -136,12 +136,12 @@ def advise(
         objective: the one to train with; by default dropout with the cross-entropy.
         optimizer: makes the optimizer from the parameters; by default AdamW with lr = 1e-3.
     """
-    check_int("steps", steps, least=8)
+    check_int("steps", steps, least=LEAST * STEPS)
     trained = copy.deepcopy(model).train()
     make = optimizer or partial(torch.optim.AdamW, lr=1e-3)
     stepper = make(trained.parameters())
     chosen = Dropout() if objective is None else objective
-    tuner = Tuner(chosen, validation, interval=max(1, steps // SIGNALS))
+    tuner = Tuner(chosen, validation, interval=max(STEPS, steps // TRIALS))
     for inputs, targets in _repeated(batches, steps):
         step = tuner.step(trained, inputs, targets)
         stepper.zero_grad()

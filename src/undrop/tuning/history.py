@@ -1,9 +1,10 @@
-"""What a tuner did: p and benefit of every site over the steps, as records, a table and a figure."""
+"""What a tuner did: every trial and the values after it, as records, a table and a figure."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from undrop.errors import DataError
@@ -13,83 +14,93 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DECAY", "Entry", "History", "said"]
-
 DECAY = "weight decay"
-"""The name under which weight decay stands among the sites."""
-
+"""The name of trials of weight decay."""
+EVERY = "every site"
+"""The name of trials of all sites together."""
 CLEAR = 2.0
 """The z-score from which on a sign counts as known."""
+RECENT = 10
+"""The number of trials that a benefit is the mean of."""
 
 
 class Entry(NamedTuple):
-    """One site (or weight decay) after one signal."""
+    """One trial."""
 
     step: int
-    name: str
+    tried: str
+    """A site, "every site" or "weight decay"."""
+    difference: float
+    """The validation loss with less of it minus that with more: positive where more helps."""
+    values: dict[str, float]
+    """p of every site after the trial, and λ under "weight decay" where it is tuned."""
+
+
+class Benefit(NamedTuple):
+    """The mean difference of the last trials of one thing, and its standard error."""
+
     value: float
-    """p, or λ for weight decay."""
-    benefit: float
-    """What it takes off the validation loss per step and unit of learning rate; a running mean."""
     error: float
-    """The standard error of the benefit."""
-    slope: float
-    """This measurement alone: ⟨∇L_val, ∇r_i⟩, or ⟨∇L_val, W⟩ for weight decay."""
 
     @property
     def z(self) -> float:
-        """The benefit over its standard error."""
-        return self.benefit / self.error if self.error > 0.0 else 0.0
+        """The mean over its standard error; 0 where the error is not known."""
+        return self.value / self.error if 0.0 < self.error < math.inf else 0.0
 
-
-def said(z: float) -> str:
-    """What a z-score says, in words."""
-    if not math.isfinite(z) or abs(z) < CLEAR:
-        return "no evidence either way"
-    return "more helps" if z > 0.0 else "in the way"
+    @property
+    def says(self) -> str:
+        """The evidence in words."""
+        if abs(self.z) < CLEAR:
+            return "no evidence either way"
+        return "more helps" if self.z > 0.0 else "less helps"
 
 
 class History:
-    """All entries, in order."""
+    """All trials, in order."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
 
-    def last(self) -> dict[str, Entry]:
-        """Return the newest entry of every site."""
-        return {entry.name: entry for entry in self.entries}
+    @property
+    def values(self) -> dict[str, float]:
+        """The values after the last trial."""
+        return self.entries[-1].values if self.entries else {}
+
+    def benefits(self) -> dict[str, Benefit]:
+        """Return what the last ten trials of each thing say."""
+        found: dict[str, list[float]] = {}
+        for entry in self.entries:
+            found.setdefault(entry.tried, []).append(entry.difference)
+        return {name: _benefit(differences[-RECENT:]) for name, differences in found.items()}
 
     def path(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps and the values of one site."""
-        mine = [entry for entry in self.entries if entry.name == name]
-        return [entry.step for entry in mine], [entry.value for entry in mine]
+        """Return the steps and the values of one site, or of weight decay."""
+        return [e.step for e in self.entries], [e.values[name] for e in self.entries]
 
     def table(self) -> Table:
         """Return the newest state: p, benefit and what it says."""
-        rows = [
-            (
-                f"{DECAY} (λ)" if e.name == DECAY else e.name,
-                f"{e.value:.3g}",
-                *(f"{e.benefit:+.2e}", f"{e.error:.1e}", said(e.z)),
-            )
-            for e in self.last().values()
-        ]
-        heads = ("site", "p", "benefit", "±", "says")
-        return Table(heads, rows, numbers={"p", "benefit", "±"})
+        benefits = self.benefits()
+        rows = []
+        for name in dict.fromkeys([*benefits, *self.values]):
+            value, found = self.values.get(name), benefits.get(name)
+            shown = ("", "", "") if found is None else _shown(found)
+            label = f"{DECAY} (λ)" if name == DECAY else name
+            rows.append((label, "" if value is None else f"{value:.3g}", *shown))
+        return Table(("site", "p", "benefit", "±", "says"), rows, numbers={"p", "benefit", "±"})
 
     def figure(self) -> Figure:
         """Draw p of every site over the steps, and below it λ where weight decay is tuned.
 
         Raises:
-            DataError: if nothing was measured yet.
+            DataError: if there was no trial yet.
             MissingExtraError: if matplotlib is not installed.
         """
         from undrop.report import figures
 
         if not self.entries:
-            raise DataError("there is nothing to draw: the tuner has not measured yet.")
-        names = [name for name in self.last() if name != DECAY]
-        rows = 2 if len(names) < len(self.last()) else 1
+            raise DataError("there is nothing to draw: the tuner has made no trial yet.")
+        names = [name for name in self.values if name != DECAY]
+        rows = 2 if len(names) < len(self.values) else 1
         with figures.styled():
             figure = figures.new_figure(7.0, 2.0 + 1.5 * rows)
             every = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
@@ -117,5 +128,16 @@ class History:
         figures.save(self.figure(), Path(path))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return one dictionary per entry, for programs."""
+        """Return one dictionary per trial, for programs."""
         return [entry._asdict() for entry in self.entries]
+
+
+def _benefit(differences: list[float]) -> Benefit:
+    n = len(differences)
+    error = stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+    return Benefit(fmean(differences), error)
+
+
+def _shown(found: Benefit) -> tuple[str, str, str]:
+    error = f"{found.error:.1e}" if math.isfinite(found.error) else "?"
+    return f"{found.value:+.2e}", error, found.says

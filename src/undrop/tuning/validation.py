@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from undrop.diagnosis.measure.batches import shared_examples
 from undrop.errors import DataError, OptionError
 
-__all__ = ["Validation", "set_aside"]
-
 LIMIT = 64
 """The most batches that a tuner keeps."""
 COMPARED = 3
@@ -77,12 +75,12 @@ class Validation:
         self.position = 0
         self._compared = 0
 
-    def next_two(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """Return two different batches: one for ∇L_val, one for the regularizer."""
+    def next(self, count: int) -> list[tuple[Any, Any]]:
+        """Return the next batches, each at most once."""
         n = len(self.batches)
-        first, second = self.position % n, (self.position + 1) % n
-        self.position += 1
-        return self.batches[first], self.batches[second]
+        taken = [self.batches[(self.position + i) % n] for i in range(min(count, n))]
+        self.position += len(taken)
+        return taken
 
     def compare(self, inputs: Any, batch_dim: int) -> None:
         """Raise if most examples of a training batch are validation examples too.

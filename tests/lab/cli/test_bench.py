@@ -29,8 +29,12 @@ def test_bench_writes_json_and_a_plot(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # slow steps have wide numbers, which would break names
     figures, picture = tmp_path / "out.json", tmp_path / "out.png"
     command = ["bench", "--model", "mlp", "--size", "small", "--rounds", "2", "--no-memory"]
-    code = main([*command, "--json", str(figures), "--plot", str(picture)])
+    code = main([*command, "--save", str(figures), "--plot", str(picture)])
     assert not code
+    out, err = capsys.readouterr()
+    assert "antithetic-both-quarter" in out
+    assert "memory" not in out
+    assert err.splitlines() == [f"written: {figures}", f"written: {picture}"]
     result = json.loads(figures.read_text())
     assert (result["model"], result["size"]) == ("mlp", "small")
     assert [row["name"] for row in result["rows"]] == list(NAMES)
@@ -40,7 +44,13 @@ def test_bench_writes_json_and_a_plot(tmp_path, capsys, monkeypatch):
     drop8 = next(row for row in result["rows"] if row["name"] == "drop8")
     assert drop8["ratio"] > 2.0
     assert picture.stat().st_size > 5000
-    assert "antithetic-both-quarter" in capsys.readouterr().out
+
+
+def test_bench_prints_json_like_the_other_commands(capsys):
+    command = ["bench", "--model", "mlp", "--methods", "none", "--rounds", "1", "--no-memory"]
+    assert not main([*command, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in result["rows"]] == ["none", "dropout"]
 
 
 def test_peak_memory_is_measured_in_a_separate_process():
@@ -55,7 +65,7 @@ def test_peak_memory_is_measured_in_a_separate_process():
         (("--size", "huge"), "unknown bench size 'huge': there are small, paper."),
         (("--methods", "fast"), "unknown bench method 'fast': there are none, dropout,"),
         (("--threads", "-1"), "'--threads': Input should be greater than or equal to 0."),
-        (("--json", "."), ". can't be written: it is a folder, give the name of a file."),
+        (("--save", "."), ". can't be written: it is a folder, give the name of a file."),
         (("--plot", "nowhere/x.png"), "can't be written: there is no folder nowhere."),
     ],
 )

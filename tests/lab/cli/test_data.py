@@ -26,7 +26,7 @@ def run(capsys, *words):
     return code, shown.out, shown.err
 
 
-def test_list_shows_all_corpora_and_which_are_on_this_machine(capsys):
+def test_data_list_shows_all_corpora_and_which_are_on_this_machine(capsys):
     code, out, _ = run(capsys, "list")
     rows = {line.split()[0]: line for line in out.splitlines()}
     assert code == 0
@@ -36,13 +36,13 @@ def test_list_shows_all_corpora_and_which_are_on_this_machine(capsys):
     assert "103,227,021  267,735" in rows["wikitext-103"]
 
 
-def test_list_prints_json(capsys):
+def test_data_list_prints_json(capsys):
     rows = json.loads(run(capsys, "list", "--json")[1])
     assert [row["name"] for row in rows if row["here"]] == ["pydocs"]
     assert rows[1]["tokens"] == {"train": 929_589, "valid": 73_760, "test": 82_430}
 
 
-def test_info_shows_tokens_words_and_files(capsys, folder):
+def test_data_info_shows_tokens_words_and_files(capsys, folder):
     code, out, _ = run(capsys, "info", folder)
     title, _, train, valid, _ = out.splitlines()
     assert code == 0
@@ -51,7 +51,7 @@ def test_info_shows_tokens_words_and_files(capsys, folder):
     assert valid.split()[:4] == ["valid", "9", "7", "11.11%"]
 
 
-def test_info_prints_json_with_every_option(capsys, folder):
+def test_data_info_prints_json_with_every_option(capsys, folder):
     options = ("--limit-tokens", 8, "--max-vocab", 6, "--fraction", 0.5, "--check", "--json")
     code, out, _ = run(capsys, "info", folder, *options)
     facts = json.loads(out)
@@ -62,19 +62,19 @@ def test_info_prints_json_with_every_option(capsys, folder):
     assert facts["splits"]["valid"]["as_released"] is None
 
 
-def test_info_recognizes_a_text_that_is_not_the_released_one(capsys, folder):
+def test_data_info_recognizes_a_text_that_is_not_the_released_one(capsys, folder):
     facts = json.loads(run(capsys, "info", "ptb", "--data-dir", folder, "--json")[1])
     assert facts["splits"]["train"]["as_released"] is False
 
 
-def test_get_encodes_corpora_and_prints_the_folder(capsys, folder, tmp_path):
+def test_data_get_encodes_corpora_and_prints_the_folder(capsys, folder, tmp_path):
     code, out, err = run(capsys, "get", folder, "pydocs", "--cache-dir", tmp_path / "other")
     assert code == 0
     assert err.splitlines() == [f"getting {folder}", "getting pydocs"]
     assert out.startswith(f"small: 9 training tokens, {tmp_path / 'other'}")
 
 
-def test_info_check_finds_a_changed_file(capsys, folder):
+def test_data_info_check_finds_a_changed_file(capsys, folder):
     facts = json.loads(run(capsys, "info", folder, "--json")[1])
     with open(f"{facts['folder']}/test.bin", "r+b") as file:
         file.write(b"\7")

@@ -80,7 +80,7 @@ def test_watching_does_not_change_the_training(run, text, tmp_path):
     assert watched == alone
 
 
-def test_figures_go_to_tensorboard_too(text, tmp_path):
+def test_watched_figures_go_to_tensorboard_too(text, tmp_path):
     pytest.importorskip("tensorboard")
     words = ["watch", "--model", "awd-lstm", "--data", str(text), "--out", str(tmp_path / "run")]
     more = ["--interval", "10", "--set", "train.tensorboard=true"]
@@ -208,9 +208,10 @@ number = 3
 """
 
 
-def test_your_own_model_as_module_and_name(tmp_path, monkeypatch, capsys):
+def test_commands_open_your_own_model_as_module_and_name(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     own = ["--model", "mine:net", "--data", "mine:batches"]
     assert [site["name"] for site in answer(capsys, "sites", *own)["sites"]] == ["1"]
     found = answer(capsys, "diagnose", *own, "--seconds", 1, "--no-implicit")
@@ -228,7 +229,7 @@ def test_your_own_model_as_module_and_name(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_your_own_model_in_a_file(tmp_path, monkeypatch, capsys):
+def test_commands_open_your_own_model_in_a_file(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "parts.py").write_text("from torch import nn\n\nlayer = nn.Dropout(0.25)\n")
@@ -242,10 +243,27 @@ def test_your_own_model_in_a_file(tmp_path, monkeypatch, capsys):
     assert [site["p"] for site in answer(capsys, "sites", *own)["sites"]] == [0.25]
     own[1] = "code/my_net.py:nett"
     assert "did you mean code/my_net.py:net?" in refused(capsys, "sites", *own)
+    own[1] = "code/my_nett.py:net"
+    assert "there is no file code/my_nett.py; did you mean code/my_net.py?" in refused(
+        capsys, "sites", *own
+    )
+    monkeypatch.chdir(folder)
+    own[1] = "my_nett:net"
+    assert "No module named 'my_nett'; did you mean my_net?" in refused(capsys, "sites", *own)
+    monkeypatch.chdir(tmp_path)
     own[1] = "code/nothing.py:net"
     assert "code/nothing.py:net can't be imported: there is no file" in refused(
         capsys, "sites", *own
     )
+
+
+def test_a_misspelt_file_or_folder_gets_the_nearest(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "before.json").write_text("{}")
+    (tmp_path / "small").mkdir()
+    compare = ["diagnose", "--compare", "befor.json", "before.json"]
+    assert "no such file or directory. Did you mean before.json?" in refused(capsys, *compare)
+    assert "there is no folder smal: did you mean small?" in refused(capsys, "report", "smal")
 
 
 def test_a_misspelt_run_gets_the_nearest_folder(run, capsys):
@@ -293,14 +311,14 @@ def test_an_exception_in_your_own_code_is_one_sentence(
         (("mine:net", "--data", "mine:batches"), "give a model as --model mine:net, or leave out"),
     ],
 )
-def test_a_name_in_the_wrong_place_gets_the_right_one(
+def test_a_name_given_to_the_wrong_option_names_the_right_option(
     tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, "sites", *words)
 
 
-def test_sites_of_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
+def test_sites_lists_the_dropouts_of_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path))
     found = answer(capsys, "sites", "--model", "awd-lstm", "--data", text)
     assert len(found["sites"]) == 7
@@ -340,7 +358,10 @@ def test_diagnose_measures_benefit_and_compares_two_files(run, capsys, tmp_path)
     found = answer(capsys, "diagnose", "--compare", *files)
     assert found["before"] == found["after"] == "AWDLSTM"
     assert cli.main(["diagnose", "--compare", *map(str, files)]) == 0
-    assert "95 % interval of the change" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    starred = any(line.endswith(" *") for line in out.splitlines())
+    assert ("95 % interval of the change" in out) == starred
+    assert "R_drop" in out
     assert "c.json can't be read" in refused(
         capsys, "diagnose", "--compare", files[0], tmp_path / "c.json"
     )
@@ -361,3 +382,15 @@ def test_a_run_is_a_table_in_a_notebook(run):
     shown = open_run(run)._repr_html_()
     assert "<table" in shown
     assert "objective" in shown
+    assert "validation perplexity" in shown
+
+
+def test_the_epochs_of_a_run_are_a_frame(run):
+    pytest.importorskip("pandas")
+    from undrop.lab.train.runs import open_run, row
+
+    opened = open_run(run)
+    frame = opened.to_frame()
+    assert frame["valid_ppl"].min() == row(opened.folder)["best_valid_ppl"]
+    assert frame["seconds"].is_monotonic_increasing
+    assert "time" not in frame

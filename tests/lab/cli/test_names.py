@@ -12,7 +12,7 @@ from undrop.lab.cli import _names, main
 from undrop.lab.corpora import CATALOGUE
 from undrop.lab.reproduce import EXPERIMENTS
 from undrop.lab.train import MODELS, OBJECTIVES
-from undrop.lab.train.presets import describe, presets
+from undrop.lab.train.presets import presets
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,6 @@ from undrop.lab.train.presets import describe, presets
 def test_names_read_from_the_source_agree_with_the_registry(names, registry):
     assert sorted(names) == sorted(registry)
     assert all(names.values())
-
-
-def test_lines_about_presets_are_their_descriptions():
-    assert {name: describe(name) for name in presets()} == _names.presets()
 
 
 @pytest.mark.parametrize("kind", ["presets", "models", "objectives"])

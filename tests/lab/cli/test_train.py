@@ -113,7 +113,9 @@ def test_runs_lists_the_best_first_and_names_unreadable_runs(trained, text, caps
     assert rows[1]["status"] == "finished"
     assert "not a JSON file" in rows[2]["status"]
     assert main(["runs", str(text.parent)]) == 0
-    assert "finished" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "finished" not in out  # only what has not finished has its state beside it
+    assert "not a JSON file" in out
 
 
 def test_eval_agrees_with_the_summary_of_the_training(trained, capsys):
@@ -197,6 +199,18 @@ def test_demo_trains_three_ways_and_draws_them(text, capsys, tmp_path):
     assert (tmp_path / "d" / "curves.png").exists()
     assert main(["demo", "--out", "e", "--set", f"data.name={text}", *SMALL]) == 0
     assert "Analytic, no dropout" in capsys.readouterr().out
+
+
+def test_demo_without_matplotlib_has_no_curves_and_says_so(text, capsys, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "matplotlib" else real(name)
+    )
+    assert main(["demo", "--out", "d", "--set", f"data.name={text}", *SMALL]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "no curves: a figure needs matplotlib: pip install 'undrop[plot]'."
 
 
 def test_ctrl_c_in_a_demo_says_that_it_cannot_be_resumed(text, capsys, monkeypatch):

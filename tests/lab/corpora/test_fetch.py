@@ -145,7 +145,7 @@ def test_an_unreachable_mirror_is_reported_in_one_sentence(server, tmp_path):
 
 
 def test_downloads_use_https_only(tmp_path):
-    with pytest.raises(DataError, match=r"127.0.0.1 was not asked: http is not safe"):
+    with pytest.raises(DataError, match=r"127.0.0.1 was not tried: http is not safe"):
         fetch.fetch(archive("http://127.0.0.1/a.zip", b""), tmp_path / "x")
 
 

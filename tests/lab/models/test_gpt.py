@@ -10,13 +10,13 @@ from undrop.lab.models import GPT
 SMALL = {"size": 8, "layers": 2, "heads": 2, "context": 6}
 
 
-def test_the_default_is_the_smallest_gpt_2():
+def test_gpt_defaults_are_the_smallest_gpt_2():
     with torch.device("meta"):
         model = GPT(50_257)
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
 
 
-def test_attention_matches_its_definition():
+def test_gpt_attention_matches_its_definition():
     torch.manual_seed(0)
     attention = GPT(30, **SMALL).double().eval().layers[0].attention
     x = torch.randn(5, 3, 8, dtype=torch.double)
@@ -69,6 +69,6 @@ def test_a_window_longer_than_the_context_is_refused():
         ({"attention_dropout": -1}, r"attention_dropout must lie in \[0, 1\), got -1"),
     ],
 )
-def test_invalid_options_are_named(option, message):
+def test_invalid_options_of_gpt_are_named(option, message):
     with pytest.raises(OptionError, match=message):
         GPT(30, **{**SMALL, **option})

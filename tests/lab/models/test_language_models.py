@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 import undrop
 from undrop.engines.proven import first_unproven_op
 from undrop.errors import OptionError
 from undrop.lab.models import AWDLSTM, GPT, QRNN, TransformerXL, detach
-from undrop.lab.models.state import tensors
 
 VOCABULARY, STEPS, BATCH = 30, 9, 3
 RECURRENT = {"embedding_size": 6, "hidden_size": 10, "layers": 2}
@@ -63,7 +63,7 @@ def test_outputs_and_states_have_the_documented_shapes(model, tokens):
     features, _ = model(tokens, state, logits=False)
     assert logits.shape == (STEPS, BATCH, VOCABULARY)
     assert features.shape[:2] == (STEPS, BATCH)
-    assert all(tensor.shape[1] == BATCH for tensor in tensors(state))
+    assert all(tensor.shape[1] == BATCH for tensor in tree_leaves(state))
 
 
 def test_logits_equal_the_head_applied_to_the_features(model, tokens):
@@ -102,7 +102,7 @@ def test_windows_with_carried_state_equal_one_long_window(stateful, tokens):
         output, state = model(window, state)
         outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs), whole, rtol=1e-10, atol=1e-12)
-    for one, other in zip(tensors(state), tensors(end), strict=True):
+    for one, other in zip(tree_leaves(state), tree_leaves(end), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -110,7 +110,7 @@ def test_detach_cuts_the_history_and_keeps_the_values(stateful, tokens):
     _, state = stateful(tokens)
     cut = detach(state)
     assert len(cut) == len(state)
-    for one, other in zip(tensors(cut), tensors(state), strict=True):
+    for one, other in zip(tree_leaves(cut), tree_leaves(state), strict=True):
         assert other.requires_grad
         assert not one.requires_grad
         assert torch.equal(one, other)
@@ -223,5 +223,5 @@ def test_invalid_tokens_are_named(model, bad, message):
 
 def test_a_state_of_another_batch_size_is_refused(stateful, tokens):
     _, state = stateful(tokens)
-    with pytest.raises(OptionError, match=r"as there are in tokens, 2, got 3: pass state=None"):
+    with pytest.raises(OptionError, match=r"as many texts as tokens, 2, got 3: pass state=None"):
         stateful(tokens[:, :2], state)

@@ -6,8 +6,7 @@ from torch import nn
 
 from undrop.errors import OptionError
 from undrop.lab.models import AWDLSTM, QRNN
-from undrop.lab.models.qrnn import QRNNLayer
-from undrop.lab.models.scan import linear_scan
+from undrop.lab.models.qrnn import QRNNLayer, linear_scan
 
 SMALL = {"embedding_size": 6, "hidden_size": 10, "layers": 3}
 
@@ -91,7 +90,7 @@ def test_locked_masks_are_constant_within_a_window(kind):
     ],
 )
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
-def test_invalid_options_are_named(kind, option, message):
+def test_invalid_options_of_recurrent_models_are_named(kind, option, message):
     with pytest.raises(OptionError, match=message):
         kind(30, **{**SMALL, **option})
 

@@ -44,7 +44,7 @@ def literal_attention(layer, x, memory, u, v):
 
 
 @pytest.mark.parametrize(("steps", "past"), [(4, 0), (4, 3), (1, 5), (3, 1)])
-def test_attention_matches_its_definition(steps, past):
+def test_relative_attention_matches_its_definition(steps, past):
     torch.manual_seed(0)
     layer = RelativeAttention(6, 2).double()
     x, memory = torch.randn(steps, 2, 6).double(), torch.randn(past, 2, 6).double()
@@ -138,6 +138,6 @@ def test_position_noise_is_shared_by_the_batch():
         ({"cutoffs": [20_000]}, r"cutoffs must be .* within 1 … 29, got \[20000\]"),
     ],
 )
-def test_invalid_options_are_named(option, message):
+def test_invalid_options_of_transformer_xl_are_named(option, message):
     with pytest.raises(OptionError, match=message):
         TransformerXL(30, **{**SMALL, **option})

@@ -51,7 +51,7 @@ def results(tmp_path):
     return Results(plan, records)
 
 
-def test_verdicts_of_an_experiment(results):
+def test_verdicts_have_the_ratio_its_interval_and_the_papers_number(results):
     worse, matches = verdicts(experiment("noise-put-back"), results)
     assert worse.verdict == matches.verdict == HOLDS
     assert worse.seeds == 2

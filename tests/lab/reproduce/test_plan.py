@@ -20,12 +20,12 @@ def test_experiments_share_their_runs(records):
     assert len({run.key for run in together}) == len(together)
 
 
-def test_the_cheapest_runs_come_first(records):
+def test_a_plan_lists_the_cheapest_runs_first(records):
     costs = [run.cost for run in Plan(["averaging-noise"], "smoke", 3).needed(records)]
     assert costs == sorted(costs)
 
 
-def test_only_what_is_missing_is_run(records, plan):
+def test_a_plan_is_missing_only_runs_without_a_record(records, plan):
     run = plan.needed(records)[0]
     records.add(fake_record(run, [2.0]))
     assert run.key not in {missing.key for missing in plan.missing(records)}
@@ -47,7 +47,7 @@ def test_the_best_of_the_tuning_is_run_on_the_other_seeds(records):
     assert list(cell.found(records)) == [1]
 
 
-def test_the_estimate_learns_from_records(records, plan):
+def test_the_time_estimate_uses_the_records_of_a_setting(records, plan):
     table = plan.remaining(records)
     run = plan.cells["ptb:drop-1"].run(0, 1)
     ten_times = 10 * plan.estimates([run], records)[run.key]
@@ -56,7 +56,7 @@ def test_the_estimate_learns_from_records(records, plan):
     assert plan.remaining(records) == pytest.approx(10 * left)
 
 
-def test_the_estimate_counts_what_tuning_has_still_to_choose(records):
+def test_the_time_estimate_includes_runs_that_wait_for_the_tuning(records):
     plan = Plan(["loss-hessian"], "smoke", seeds=3)
     named = sum(plan.estimates(plan.missing(records), records).values())
     later = sum(cell.method.cost * count for cell, count in plan.waiting(records))

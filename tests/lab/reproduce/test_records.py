@@ -42,7 +42,7 @@ def test_the_folder_of_the_corpus_is_not_in_the_key(run):
     assert elsewhere.run(0, 1).key == run.key
 
 
-def test_a_probe_makes_another_key():
+def test_a_probe_changes_the_key_of_a_run():
     plan = Plan(["taylor"], "smoke", seeds=1)
     assert plan.cells["ptb-taylor:drop-1"].run(0, 1).key.endswith("-taylor")
 

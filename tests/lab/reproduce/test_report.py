@@ -126,7 +126,7 @@ def test_the_same_records_make_the_same_report_bytes(report, tmp_path):
         assert (tmp_path / name).read_bytes() == (report / name).read_bytes()
 
 
-def test_titles_are_escaped(tmp_path):
+def test_titles_of_a_report_are_escaped(tmp_path):
     plan, records = fill(tmp_path, ["taylor"])
     content = compose(Results(plan, records), "<b>&")
     page = as_html(content, {})

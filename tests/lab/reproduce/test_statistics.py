@@ -24,7 +24,7 @@ def test_the_interval_of_three_values_is_students():
     assert (interval.seeds, interval.spread) == (3, pytest.approx(math.log(2.0)))
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says():
+def test_a_95_percent_interval_covers_the_true_mean_95_percent_of_the_time():
     draws = np.random.default_rng(1).normal(0.3, 1.0, (1000, 4))
     intervals = [mean_interval(row.tolist()) for row in draws]
     covered = np.mean([i.low < 0.3 < i.high for i in intervals])
@@ -38,7 +38,7 @@ def test_several_comparisons_widen_the_interval():
     assert (ten.high - ten.low) / (one.high - one.low) == pytest.approx(5.598 / 2.776, rel=1e-3)
 
 
-def test_one_value_has_no_spread():
+def test_the_interval_of_one_value_is_that_value():
     assert mean_interval([3.0]) == Interval(3.0, 3.0, 3.0, 1)
 
 
@@ -64,7 +64,7 @@ def test_the_mean_with_an_infinite_value_is_infinite():
     assert geometric([0.0, 2.0]) == Interval(0.0, 0.0, 2.0, 2, math.inf)
 
 
-def test_pairing_by_seed_removes_what_seeds_share():
+def test_a_paired_ratio_cancels_differences_between_seeds():
     hard = {1: 100.0, 2: 200.0, 3: 50.0}
     easy = {seed: value / 1.1 for seed, value in hard.items()}
     interval = paired_ratio([hard], [easy])
@@ -78,7 +78,7 @@ def test_a_paired_ratio_uses_only_shared_seeds():
     assert paired_ratio([{1: 2.0}], [{2: 1.0}]) is None
 
 
-def test_a_paired_ratio_of_products():
+def test_a_paired_ratio_divides_products_seed_by_seed():
     a, b, c, d = ({1: value} for value in (6.0, 2.0, 3.0, 4.0))
     assert paired_ratio([a, b], [c, d]).estimate == pytest.approx(1.0)
     assert paired_ratio([a], []).estimate == pytest.approx(6.0)

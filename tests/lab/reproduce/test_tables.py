@@ -4,8 +4,8 @@ import pytest
 
 from undrop.errors import OptionError, UnknownNameError
 from undrop.lab.reproduce import EXPERIMENTS, SCALES, Plan, experiment, tables
-from undrop.lab.reproduce.measures import MEASURES
 from undrop.lab.reproduce.report.figures import KINDS
+from undrop.lab.reproduce.results import MEASURES
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -35,7 +35,7 @@ def test_claims_are_about_cells_of_their_experiment(name):
         assert claim.above < claim.below
 
 
-def test_what_is_compared_has_its_reference():
+def test_claims_that_compare_with_plain_dropout_have_its_runs():
     for name in EXPERIMENTS:
         found = experiment(name)
         for claim in found.claims:
@@ -74,7 +74,7 @@ def test_the_paper_has_no_number_for_what_is_ours():
     assert tables.paper_number("strength", "ptb", "analytic-quarter") is None
 
 
-def test_a_tolerance_is_an_interval_around_one():
+def test_a_claim_within_a_tolerance_has_an_interval_around_one():
     matches = experiment("noise-put-back").claims[1]
     assert matches.above == pytest.approx(1 / 1.02)
     assert matches.below == pytest.approx(1.02)
@@ -92,6 +92,6 @@ def test_a_tolerance_is_an_interval_around_one():
         (lambda: tables.setting("c4", "small"), "unknown setting 'c4'"),
     ],
 )
-def test_unknown_names_are_answered_with_the_known_ones(ask, text):
+def test_unknown_names_of_tables_are_refused_with_the_known_ones(ask, text):
     with pytest.raises(UnknownNameError, match=text):
         ask()

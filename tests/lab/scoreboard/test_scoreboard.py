@@ -81,7 +81,7 @@ def test_differences_are_paired_with_dropout_and_widened_for_all_comparisons():
     assert widths[1] > 2 * widths[0]
 
 
-def test_the_page_names_what_is_not_run_and_what_is_refused(tmp_path):
+def test_the_scoreboard_names_tasks_not_run_and_methods_refused(tmp_path):
     board = filled(lambda s: 1.0 + s.p, paces)
     graph = {}
     while missing := Board("graph", graph, 3).missing():
@@ -101,13 +101,13 @@ def test_a_folder_without_records_is_an_error(tmp_path):
         write_board(tmp_path, tmp_path)
 
 
-def test_the_command_asks_for_the_data(capsys):
+def test_reproduce_scoreboard_without_data_dir_is_refused(capsys):
     assert cli.main(["reproduce", "scoreboard"]) != 0
     assert "the scoreboard needs --data-dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", sorted({method.kind for method in METHODS.values()}))
-def test_a_run_of_each_kind_learns(kind, tmp_path):
+def test_a_scoreboard_run_of_each_kind_learns(kind, tmp_path):
     pytest.importorskip("sklearn")
     spec = Spec(TASK, kind, 0.1, 0.01, 1, epochs=8)
     result = execute(spec, str(tmp_path))
@@ -117,7 +117,7 @@ def test_a_run_of_each_kind_learns(kind, tmp_path):
     assert again["test"] == result["test"]
 
 
-def test_runs_are_done_once_and_kept(tmp_path, monkeypatch):
+def test_scoreboard_runs_are_done_once_and_their_records_are_kept(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     short = replace(TASKS["table-diabetes"], epochs=1, probabilities=(0.1,), decays=(0.1,))
     monkeypatch.setattr(boards, "TASKS", {"table-diabetes": short})
@@ -149,7 +149,7 @@ class InThisProcess:
         return future
 
 
-def test_each_seed_has_another_stretch_of_a_text(tmp_path):
+def test_each_seed_reads_a_different_piece_of_a_text(tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(f"w{(i * i) % 47}" for i in range(2_000)))
     make = data.words("text.txt", (64, 32, 32), 20, 8)
     one, two = make(tmp_path, 0), make(tmp_path, 1)

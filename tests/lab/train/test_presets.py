@@ -1,8 +1,9 @@
 import pytest
 
 from undrop.errors import ConfigError, OptionError, UnknownNameError
+from undrop.lab.cli import _names
 from undrop.lab.train import configure, merge, presets
-from undrop.lab.train.presets import describe, parse_override
+from undrop.lab.train.presets import parse_override
 
 PAPER = ("ptb-awd-lstm", "wt2-awd-lstm", "wt103-transformer-xl", "wt103-qrnn")
 
@@ -10,7 +11,7 @@ PAPER = ("ptb-awd-lstm", "wt2-awd-lstm", "wt103-transformer-xl", "wt103-qrnn")
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_is_a_valid_config_with_a_description(name):
     assert configure(name).preset == name
-    assert len(describe(name)) > 20
+    assert len(_names.presets()[name]) > 20
 
 
 def test_each_setting_of_the_paper_has_a_full_and_a_small_preset():

@@ -10,7 +10,7 @@ def at(schedule, *, step=0, epoch=0.0, done=0.0):
     return lr_factor(ScheduleConfig.model_validate(schedule), Progress(step, epoch, done))
 
 
-def test_the_constant_schedule_with_warmup():
+def test_the_constant_schedule_rises_during_warmup():
     schedule = {"name": "constant", "warmup": 4}
     assert [at(schedule, step=s) for s in (0, 1, 3, 4, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
     assert at({"name": "constant"}) == 1.0

@@ -10,6 +10,7 @@ from tiny_run import bits, tiny_config, write_text
 from undrop.errors import DataError, OptionError
 from undrop.lab import train
 from undrop.lab.cli import main
+from undrop.lab.train.tuning import KeepTuner
 
 
 @pytest.fixture
@@ -28,12 +29,16 @@ def records(out, kind):
 @pytest.mark.parametrize("objective", ["dropout", "analytic"])
 def test_a_tuned_run_records_p_and_benefit_of_every_site(text, tmp_path, objective):
     config = tiny_config(text, train={"tune": 0.2, "epochs": 4}, objective={"name": objective})
-    train.run(config, out=tmp_path / "run")
+    train.run(config, out=tmp_path / "run", callbacks=[KeepTuner(interval=20)])
     found = records(tmp_path / "run", "tune")
     assert [r["step"] for r in found] == list(range(20, found[-1]["step"] + 1, 20))
     sites = {key for key in found[0] if key.startswith("p/")}
     assert {"p/input_dropout", "p/output_dropout"} <= sites
-    assert {key.replace("p/", "benefit/") for key in sites} <= found[0].keys()
+    assert "benefit/every site" in found[0]
+    assert {key for r in found for key in r if key.startswith("benefit/")} <= {
+        "benefit/every site",
+        *(key.replace("p/", "benefit/") for key in sites),
+    }
     assert found[0]["p/input_dropout"] != found[-1]["p/input_dropout"]
 
 
@@ -84,9 +89,12 @@ SMALL = [
 ]
 
 
+TWO = ("--set", "train.epochs=2")
+
+
 def test_undrop_train_tune_sets_five_percent_aside(text, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", "--data", str(text), *SMALL, "--tune", "--out", str(out)]) == 0
+    assert main(["train", "--data", str(text), *SMALL, *TWO, "--tune", "--out", str(out)]) == 0
     assert json.loads((out / "config.json").read_text())["train"]["tune"] == 0.05
     assert records(out, "tune")
     shown = capsys.readouterr().out
@@ -101,6 +109,6 @@ def test_undrop_advise_prints_a_row_for_each_site_and_a_verdict(text, tmp_path, 
     found = json.loads(capsys.readouterr().out)
     assert {"input_dropout", "output_dropout"} <= {site["name"] for site in found["sites"]}
     assert all(site["low"] <= site["p"] <= site["high"] for site in found["sites"])
-    assert found["steps"] == 300
+    assert found["steps"] == 200
     assert main(["advise", "--data", str(text), *SMALL, "--share", "0"]) == 2
     assert "--share must lie" in capsys.readouterr().err

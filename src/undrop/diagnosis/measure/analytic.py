@@ -13,8 +13,6 @@ from undrop.engines import Draw, Engine, Request, as_engine
 from undrop.intercept import Batch, Selection, keep_statistics
 from undrop.losses import Coefficients, Loss
 
-__all__ = ["AnalyticNoise", "analytic_term", "gradient"]
-
 Generator = Callable[[torch.device], torch.Generator]
 
 

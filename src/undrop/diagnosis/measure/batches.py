@@ -12,8 +12,6 @@ from torch import Tensor
 from undrop.errors import DataError
 from undrop.intercept import tensors_in
 
-__all__ = ["NumberedBatch", "collect", "shared_examples"]
-
 
 class NumberedBatch(NamedTuple):
     """One batch as the user gave it, with its place among the others."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,15 +29,6 @@ from undrop.diagnosis.measure.timing import Budget
 from undrop.engines import as_engine
 from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, no_noise
 from undrop.losses import Loss
-
-__all__ = [
-    "Benefit",
-    "inner",
-    "measure_benefit",
-    "site_gradient",
-    "two_way_error",
-    "validation_gradient",
-]
 
 _GROUPS = 8  # of validation batches, whose gradients are held
 _LEAST = 2  # training samples
@@ -166,15 +156,9 @@ def measure_benefit(
         draws: the largest number of samples per site and training batch; None uses all the time.
     """
     study = _Study(measured, validation, strength, AnalyticNoise(as_engine(engine)))
-    batches = measured.batches
     rounds = None if draws is None else max(1, draws)
-    for turn in count() if rounds is None else range(rounds):
-        for place, batch in enumerate(batches):
-            taken = turn * len(batches) + place
-            done = 0.0 if rounds is None else taken / (rounds * len(batches))
-            if budget.spent(done) and taken >= _LEAST:
-                return study.result(learning_rate, weight_decay)
-            study.visit(batch)
+    for batch in budget.visits(measured.batches, rounds, least=_LEAST):
+        study.visit(batch)
     return study.result(learning_rate, weight_decay)
 
 

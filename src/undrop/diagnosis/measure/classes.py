@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, Masks, ratio
 from undrop.losses import ByClass
 
-__all__ = ["ClassShare", "ClassShares"]
-
 TOP = 10
 """The number of classes to show."""
 

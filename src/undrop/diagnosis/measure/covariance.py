@@ -13,8 +13,6 @@ from torch import Tensor
 
 from undrop.diagnosis.measure.estimates import Estimate
 
-__all__ = ["cosine", "overlap", "trace_of_means"]
-
 _BLOCKS = 16  # of samples, in the jackknife
 _MOST = 256  # samples for eigenspaces, whose cost grows as their cube
 

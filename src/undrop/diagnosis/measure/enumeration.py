@@ -13,8 +13,6 @@ from undrop.diagnosis.measure.expansion import Expanded
 from undrop.diagnosis.measure.model import MeasuredModel, SiteNoise
 from undrop.intercept import Site
 
-__all__ = ["LIMIT", "Masks", "enumerable", "expected_loss"]
-
 LIMIT = 16
 """The largest number of mask entries whose combinations are enumerated."""
 _STACK = 512  # masks evaluated at once

@@ -17,8 +17,6 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BatchMoments", "Estimate", "Samples", "linear", "percent", "ratio", "ratio_of", "t95"]
-
 S = TypeVar("S")
 
 Masks = Literal["sampled", "enumerated", "complete"]
@@ -98,15 +96,15 @@ class Estimate(NamedTuple):
         """The 95 % interval for people; empty where the error is unknown."""
         if self.stderr is None or math.isinf(self.low) or math.isinf(self.high):
             return ""
-        low, high = (_rounded(end, self.stderr or abs(end) or 1.0) for end in (self.low, self.high))
-        return f"{low} to {high}"
+        error = self.stderr or max(abs(self.low), abs(self.high)) or 1.0
+        return f"{_rounded(self.low, error)} to {_rounded(self.high, error)}"
 
     def __str__(self) -> str:
         if self.stderr is None:
             return f"{self.value:.3g} ± ?"
         if self.stderr == 0.0:
             return f"{self.value:.6g} (exact)"
-        return f"{_rounded(self.value, self.stderr)} ± {self.stderr:.2g}"
+        return f"{_rounded(self.value, self.stderr)} ± {_rounded(self.stderr, self.stderr)}"
 
 
 def percent(share: Estimate, *, interval: bool = False) -> str:
@@ -122,18 +120,19 @@ def percent(share: Estimate, *, interval: bool = False) -> str:
         return "–"
     if share.stderr == 0.0:
         return f"{100.0 * share.value:.1f} %"
-    digits = 0 if share.stderr >= 0.01 else 1
-    shown = f"{100.0 * share.value:.{digits}f} %"
     if interval:
-        low, high = (f"{100.0 * end:.{digits}f}" for end in (share.low, share.high))
-        return f"{shown} ({low} to {high})"
-    return f"{shown} ± {100.0 * share.stderr:.2g} %"
+        digits = 0 if share.stderr >= 0.01 else 1
+        value, low, high = (f"{100.0 * x:.{digits}f}" for x in (share.value, share.low, share.high))
+        return f"{value} % ({low} to {high})"
+    return str(share.scaled(100.0)).replace(" ±", " % ±") + " %"
 
 
 def _rounded(value: float, stderr: float) -> str:
-    """The value to the error's second digit."""
-    places = 1 - math.floor(math.log10(stderr)) if math.isfinite(stderr) else 0
-    return f"{value:.{places}f}" if 0 <= places <= 6 else f"{value:.3g}"
+    """The value to the error's second digit: a value and its error have the same decimals."""
+    places = 1 - int(f"{stderr:.1e}"[4:]) if math.isfinite(stderr) else 0
+    if not -4 <= places <= 6:
+        return f"{value:.3g}" if abs(value) > stderr else f"{value:.2g}"
+    return f"{round(value, places) + 0.0:.{max(places, 0)}f}"  # + 0.0: no minus before zero
 
 
 class BatchMoments(NamedTuple):

@@ -25,8 +25,6 @@ from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.errors import NoDropoutError, NonFiniteError
 from undrop.intercept import Selection, Site
 
-__all__ = ["Differences", "Expanded", "Expander", "Expansion", "SecondOrder", "Terms"]
-
 _EPSILON = 0.02  # of the differences; truncation is O(ε²), rounding of the second one O(1/ε²)
 _TOLERANCE = 0.1  # between u and its difference; an op that is not differentiated twice is far off
 

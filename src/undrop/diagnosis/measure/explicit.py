@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, cycle, islice
+from itertools import cycle, islice
 from math import fsum
 from typing import NamedTuple
 
@@ -24,8 +24,6 @@ from undrop.diagnosis.measure.timing import Budget
 from undrop.intercept import Site
 from undrop.losses import ByClass
 from undrop.noise import sigma
-
-__all__ = ["Explicit", "Point", "SiteEffect", "measure_explicit"]
 
 _GRID = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # the largest p of the model, for the curve
 _NEAR = 0.1  # a point of the grid this close to the model's own p adds nothing
@@ -195,14 +193,8 @@ class _Sampled(_Study):
         kinds: list[str | float] = [*self.measured.sites.names, *self.factors]
         extras = cycle(kinds)
         rounds = None if draws is None else max(1, draws // _VISIT)
-        batches = self.measured.batches
-        for turn in count() if rounds is None else range(rounds):
-            for place, batch in enumerate(batches):
-                first = turn == place == 0
-                done = 0.0 if rounds is None else (turn + place / len(batches)) / rounds
-                if not first and budget.spent(done):
-                    return self.result()
-                self._visit(batch, extras, everything=first)
+        for batch in budget.visits(self.measured.batches, rounds):
+            self._visit(batch, extras, everything=self.samples.count == 0)
         return self.result()
 
     def _visit(

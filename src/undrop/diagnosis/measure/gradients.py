@@ -20,8 +20,6 @@ from undrop.diagnosis.measure.model import FixedNoise, FreshMasks, MeasuredModel
 from undrop.errors import GradientsDisabledError
 from undrop.intercept import SiteAction
 
-__all__ = ["GradientNoise", "Sketch", "group_of", "trained_parameters"]
-
 
 def group_of(parameter: str) -> str:
     """The part of a model that a parameter belongs to: its top-level module, or the list element."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,6 @@ from undrop.diagnosis.measure.estimates import Estimate, Samples, ratio_of
 from undrop.diagnosis.measure.gradients import GradientNoise, Sketch
 from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
-
-__all__ = ["Group", "Implicit", "Overlap", "Shrinking", "measure_implicit"]
 
 PLACES = 1 << 16
 """The size of the sketch in which gradients are kept; gradients of smaller models are kept whole."""
@@ -136,19 +133,13 @@ class _Study:
         """Visit the batches in turn, one sample of dropout's noise and one of ξ_approx each time."""
         batches = self.measured.batches
         rounds = None if draws is None else max(draws, math.ceil(_LEAST / len(batches)))
-        for turn in count() if rounds is None else range(rounds):
-            for place, batch in enumerate(batches):
-                taken = turn * len(batches) + place
-                done = 0.0 if rounds is None else taken / (rounds * len(batches))
-                if budget.spent(done) and taken >= _LEAST:
-                    return
-                samples = (self.noise.dropout(batch), self.noise.analytic(batch))
-                if taken < _KEPT:
-                    for place_of_kind, sample in enumerate(samples):
-                        self.directions[place_of_kind].append(self.sketch(sample))
-                        squares = self.sketch([part.square() for part in sample])
-                        self.squares[place_of_kind].append(squares)
-                self.pairs.add(batch.number, 1.0, _Pair(*map(self._traces, samples)))
+        for batch in budget.visits(batches, rounds, least=_LEAST):
+            samples = (self.noise.dropout(batch), self.noise.analytic(batch))
+            if self.pairs.count < _KEPT:
+                for kind, sample in enumerate(samples):
+                    self.directions[kind].append(self.sketch(sample))
+                    self.squares[kind].append(self.sketch([part.square() for part in sample]))
+            self.pairs.add(batch.number, 1.0, _Pair(*map(self._traces, samples)))
 
     def _traces(self, sample: list[Tensor]) -> Traces:
         traces = dict.fromkeys(self.sizes, 0.0)

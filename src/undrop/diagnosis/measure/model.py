@@ -31,8 +31,6 @@ from undrop.losses import Loss, as_loss
 from undrop.noise import draw as draw_noise
 from undrop.noise import sigma
 
-__all__ = ["FixedNoise", "FreshMasks", "MeasuredModel", "SiteNoise"]
-
 SiteNoise = Mapping[str, Tensor]
 """σ·η by the name of its site; other sites carry no noise."""
 

@@ -20,8 +20,6 @@ from undrop.diagnosis.measure.expansion import Expanded, Expander, Terms
 from undrop.diagnosis.measure.model import MeasuredModel, SiteNoise
 from undrop.losses import Loss
 
-__all__ = ["MaskSample", "Parts", "RDrop", "measure_r_drop", "parts_of", "sample_mask"]
-
 
 class MaskSample(NamedTuple):
     """One mask on a batch, or the expectation over masks."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import TypeVar
 
 from undrop.errors import OptionError
 
-__all__ = ["Budget", "check_seconds"]
+Batch = TypeVar("Batch")
 
 Show = Callable[[float, str], None]
 """Receives the part that is done, from 0 to 1, and what is being measured."""
@@ -51,6 +53,24 @@ class Budget:
         start, end = self._span
         self._show(start + (end - start) * min(max(part, done), 1.0), self._what)
         return part >= 1.0
+
+    def visits(
+        self, batches: Sequence[Batch], rounds: int | None, *, least: int = 1
+    ) -> Iterator[Batch]:
+        """Yield the batches in turn, until the time or the rounds are used up.
+
+        Args:
+            batches: what to visit.
+            rounds: the largest number of visits to each batch; None uses all the time.
+            least: the number of visits that the end of the time does not prevent.
+        """
+        for turn in count() if rounds is None else range(rounds):
+            for place, batch in enumerate(batches):
+                taken = turn * len(batches) + place
+                done = 0.0 if rounds is None else taken / (rounds * len(batches))
+                if self.spent(done) and taken >= least:
+                    return
+                yield batch
 
 
 def check_seconds(seconds: float) -> float:

@@ -13,8 +13,6 @@ from undrop.diagnosis.measure.explicit import Explicit, Point
 from undrop.diagnosis.measure.implicit import Implicit
 from undrop.intercept import Sites
 
-__all__ = ["GOOD", "advise", "conclude", "signed"]
-
 GOOD = 0.8
 """The share of ½E[uᵀHu] in R_drop that the paper reports; a share this large is good."""
 _POOR = 0.5
@@ -129,8 +127,9 @@ def advise(
         sentences += _noise(implicit)
     if benefit is None:
         sentences.append(
-            "To learn which dropout helps, pass validation batches (`validation=…`): a share of the "
-            "effect says how strong a dropout is, not whether it is good."
+            "To learn which dropout helps, pass validation batches (`validation=…`; in a shell "
+            "`--validation`): a share of the effect says how strong a dropout is, not whether it is "
+            "good."
         )
     return sentences
 

@@ -15,9 +15,9 @@ from undrop.report import Table, as_json, terminal_width, wrap
 from undrop.report.frames import as_frame
 from undrop.report.html import fragment, paragraph
 
-__all__ = ["Change", "Comparison", "compare", "compare_files"]
-
 _NAMED = 3  # changes that the conclusion names
+_P_AT = "p at "
+_STAR = "* the 95 % interval of the change excludes 0."
 
 
 class Change(NamedTuple):
@@ -89,11 +89,12 @@ class Comparison:
         """The comparison for a terminal of ``width`` columns; None asks the terminal."""
         room = terminal_width() if width is None else width
         lines = wrap(self.conclusion, min(room, 100))
-        note = "* the 95 % interval of the change excludes 0."
-        return "\n".join([*lines, "", self.table().text(room), "", note])
+        note = ["", _STAR] if any(change.certain for change in self.changes) else []
+        return "\n".join([*lines, "", self.table().text(room), *note])
 
     def _repr_html_(self) -> str:
-        return fragment(paragraph(self.conclusion), self.table().html())
+        note = paragraph(_STAR) if any(change.certain for change in self.changes) else ""
+        return fragment(paragraph(self.conclusion), self.table().html("cards"), note)
 
     def to_frame(self) -> Any:
         """The differences as a pandas DataFrame, one row per figure."""
@@ -120,7 +121,9 @@ def _described(change: Change) -> str:
 
 
 def _shown(estimate: Estimate | None) -> str:
-    return "–" if estimate is None or math.isnan(estimate.value) else str(estimate)
+    if estimate is None or math.isnan(estimate.value):
+        return "–"
+    return f"{estimate.value:.6g}" if estimate.stderr == 0.0 else str(estimate)
 
 
 def compare_files(before: str | Path, after: str | Path) -> Comparison:
@@ -157,7 +160,13 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
         Change(name, one.get(name), two.get(name), _difference(one.get(name), two.get(name)))
         for name in dict.fromkeys([*one, *two])
     ]
-    return Comparison(str(before["model"]), str(after["model"]), changes)
+    shown = [change for change in changes if not _is_same_p(change)]
+    return Comparison(str(before["model"]), str(after["model"]), shown)
+
+
+def _is_same_p(change: Change) -> bool:
+    """Whether it says that a site's p is what it was, which is not worth a row."""
+    return change.figure.startswith(_P_AT) and change.before == change.after
 
 
 def _figures(json: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
@@ -168,7 +177,7 @@ def _figures(json: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
         yield label, _estimate(explicit["parts"][key])
     yield "½E[uᵀHu] / R_drop", _estimate(explicit["quadratic_share"])
     for name, site in explicit["sites"].items():
-        yield f"p at {name}", Estimate.of(site["p"], 0.0)
+        yield f"{_P_AT}{name}", Estimate.of(site["p"], 0.0)
         yield f"share of {name}", _estimate(site["share"])
     if implicit is not None:
         yield "trace of dropout's noise", _estimate(implicit["trace_dropout"])

@@ -10,8 +10,6 @@ from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.measure.explicit import Explicit
 from undrop.report.frames import as_frame
 
-__all__ = ["figure_frame", "site_frame"]
-
 
 def figure_frame(figures: Mapping[str, Estimate]) -> Any:
     """One row per figure: value, stderr, low and high."""

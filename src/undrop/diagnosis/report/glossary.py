@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-__all__ = ["GLOSSARY"]
-
 GLOSSARY = (
-    ("site", "a place where the model multiplies an activation or weight h by 1 + ε·σ·η"),
+    ("site", "where the model multiplies an activation or weight h by 1 + ε·σ·η"),
     ("p", "the drop probability of a site; σ = sqrt(p/(1-p)); η is noise of mean 0, variance 1"),
     ("F, ℓ, H", "the model's output, its loss, and the Hessian of ℓ in F"),
     ("u", "the output tangent ∂F/∂ε: how the noise moves the output, to first order"),

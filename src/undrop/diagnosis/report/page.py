@@ -11,8 +11,6 @@ from undrop.report import html
 if TYPE_CHECKING:
     from undrop.diagnosis.report.result import Diagnosis
 
-__all__ = ["notebook", "write"]
-
 
 def write(diagnosis: Diagnosis, path: Path) -> None:
     """Write the page, whole or not at all."""

@@ -14,9 +14,8 @@ from undrop.report.figures import svg as as_svg
 if TYPE_CHECKING:
     from undrop.diagnosis.report.result import Diagnosis
 
-__all__ = ["draw", "panels", "picture"]
-
 _ROWS = 12  # the most bars in a panel
+_TICKS = 6  # the most labels below bars, which may be long
 
 Panel = Callable[["Diagnosis", Any], None]
 
@@ -28,7 +27,7 @@ def panels(diagnosis: Diagnosis) -> dict[str, Panel]:
         "Share of ½E[uᵀHu] by site": _sites,
     }
     if diagnosis.benefit is not None:
-        found["Benefit by site"] = _benefit
+        found["Benefit by site (right of 0 helps)"] = _benefit
     found["Where second order breaks down"] = _curve
     if diagnosis.explicit.classes:
         found["Classes that carry uᵀHu"] = _classes
@@ -77,6 +76,7 @@ def _bars(axes: Any, names: Sequence[str], values: Sequence[Estimate], scale: fl
     axes.set_yticks(places, [literal(name) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
+    axes.locator_params(axis="x", nbins=_TICKS)
 
 
 def _parts(diagnosis: Diagnosis, axes: Any) -> None:
@@ -86,6 +86,7 @@ def _parts(diagnosis: Diagnosis, axes: Any) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.axvline(0.0, color="black", linewidth=0.8)
+    axes.locator_params(axis="x", nbins=_TICKS)
     axes.set_xlabel("loss per term")
 
 
@@ -104,7 +105,7 @@ def _benefit(diagnosis: Diagnosis, axes: Any) -> None:
     rows = [*found, ("weight decay", diagnosis.benefit.weight_decay)]
     _bars(axes, [name for name, _ in rows], [value for _, value in rows])
     axes.axvline(0.0, color="black", linewidth=0.8)
-    axes.set_xlabel("fall of the validation loss per 1,000 steps; right of 0 helps")
+    axes.set_xlabel("fall of the validation loss per 1,000 steps")
 
 
 def _curve(diagnosis: Diagnosis, axes: Any) -> None:
@@ -132,7 +133,7 @@ def _log_scale(axes: Any, which: str) -> None:
     axis = getattr(axes, f"{which}axis")
     low, high = axis.get_view_interval()
     decades = math.log10(high / low) if low > 0.0 else math.inf
-    marks = (1, 2, 3, 5, 7) if decades < 0.7 else (1, 2, 5) if decades < 1.7 else (1,)
+    marks = (1, 2, 3, 5, 7) if decades < 0.7 else (1, 2, 5) if decades < 2.5 else (1,)
     axis.set_major_locator(LogLocator(subs=marks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from undrop import __version__
 from undrop.diagnosis.measure.batches import NumberedBatch
 
-__all__ = ["Provenance", "provenance_of"]
-
 
 @dataclass(frozen=True)
 class Provenance:

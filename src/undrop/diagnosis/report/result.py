@@ -21,8 +21,6 @@ from undrop.report import Table, as_json, terminal_width, wrap
 if TYPE_CHECKING:
     from undrop.diagnosis.report.comparison import Comparison
 
-__all__ = ["FORMAT", "Diagnosis"]
-
 FORMAT = 2
 """The version of the JSON."""
 

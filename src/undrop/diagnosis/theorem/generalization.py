@@ -30,8 +30,6 @@ from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import OptionError, TargetError
 from undrop.report import as_json
 
-__all__ = ["TAU", "Assumption", "Bound", "Statistics", "bound", "minimum_over_beta", "statistics"]
-
 TAU = math.sqrt(2.0)
 """The exponential tail of cross-entropy."""
 _CHUNK = 1 << 22  # numbers of a chunk of logits
@@ -190,7 +188,7 @@ class Bound:
             rows.append(("measured test - 1.01 · training", str(self.gap)))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
-        verdict = {True: "holds", False: "FAILS", None: "can't be told"}
+        verdict = {True: "holds", False: "FAILS", None: "can't be checked"}
         lines += [f"- {a.what}: {verdict[a.holds]}; {a.why}" for a in self.assumptions]
         return "\n".join([*lines, CONSTANTS])
 
@@ -236,24 +234,27 @@ def bound(
     if bias is not None:
         weight, features, test = _with_bias(weight, bias, features, test)
     _check(weight, features, labels)
-    n, c = len(labels), len(weight)
-    cut = math.log(c) if truncation is None else truncation
-    for name, value in (("truncation", cut), ("alpha", alpha), ("tau", tau)):
-        if not 0.0 < value < math.inf:
-            raise OptionError(f"{name} must be positive and finite, got {value}.")
-    if not 0.0 < delta < 1.0:
-        raise OptionError(f"delta must lie in (0, 1), got {delta}.")
+    cut = math.log(len(weight)) if truncation is None else truncation
+    _check_options(cut, alpha, tau, delta)
     own = float(weight.double().norm(dim=1).sum())
     norm = own if norm_bound is None else float(norm_bound)
     if norm < own * (1.0 - 1e-12):
         raise OptionError(f"norm_bound must be at least ‖Wᵀ‖₂,₁ = {own:.6g}, got {norm_bound}.")
-    found = statistics(weight, features, labels, truncation=cut)
+    kappa = float(features.double().norm(dim=1).max())
     return _evaluated(
-        found,
-        _Setting(n, c, cut, delta, alpha, tau, norm, float(features.double().norm(dim=1).max())),
+        statistics(weight, features, labels, truncation=cut),
+        _Setting(len(labels), len(weight), cut, delta, alpha, tau, norm, kappa),
         _measured(weight, test, cut),
         chosen_in_advance=norm_bound is not None,
     )
+
+
+def _check_options(truncation: float, alpha: float, tau: float, delta: float) -> None:
+    for name, value in (("truncation", truncation), ("alpha", alpha), ("tau", tau)):
+        if not 0.0 < value < math.inf:
+            raise OptionError(f"{name} must be positive and finite, got {value}.")
+    if not 0.0 < delta < 1.0:
+        raise OptionError(f"delta must lie in (0, 1), got {delta}.")
 
 
 class _Setting(NamedTuple):

@@ -14,8 +14,6 @@ from undrop.diagnosis.measure.batches import collect
 from undrop.errors import OutputError
 from undrop.intercept import call, logits_of, preserve_model, unwrapped
 
-__all__ = ["Head", "last_layer"]
-
 
 class Head(NamedTuple):
     """A linear output layer with its inputs: what ``undrop.bound`` takes."""
@@ -77,7 +75,7 @@ def last_layer(
             if seen.inputs is None or seen.output is None or not _same(seen.output, logits):
                 raise OutputError(
                     f"the output of {type(model).__name__} is not that of a linear layer, which the "
-                    "bound is about: hand its weight and features to undrop.bound yourself."
+                    "bound is about: pass its weight and features to undrop.bound yourself."
                 )
             x, weight, bias = seen.inputs
             target = batch.targets.reshape(-1)

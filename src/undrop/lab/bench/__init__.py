@@ -1,7 +1,6 @@
-"""What each way of regularizing costs, side by side in one run, as a ratio to dropout.
+"""What a training step costs by each method, as a ratio to dropout's step in the same process.
 
-To time another model, add one function to ``subjects.py``; to time another method, one to
-``methods.py``.
+To time another model, add it to ``subjects.py``; to time another method, add it to ``methods.py``.
 """
 
 from undrop.lab.bench.methods import METHODS

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 from undrop.lab.bench.subjects import Subject
 from undrop.objectives import Analytic, Dropout, NoRegularization, Objective
 from undrop.registry import Registry
-
-__all__ = ["BASELINE", "METHODS"]
 
 Step: TypeAlias = Callable[[], None]
 
@@ -20,62 +19,36 @@ BASELINE = "dropout"
 """The method that all others are compared with."""
 
 
-def _steps(subject: Subject, objective: Objective) -> Step:
-    def step() -> None:
-        objective(subject.model, subject.inputs, subject.targets).backward()
-
-    return step
+def _step(subject: Subject, objective: Objective) -> Step:
+    return lambda: objective(subject.model, subject.inputs, subject.targets).backward()
 
 
 @METHODS.register("none")
 def none(subject: Subject) -> Step:
     """The loss alone."""
-    return _steps(subject, NoRegularization(loss=subject.loss))
+    return _step(subject, NoRegularization(loss=subject.loss))
 
 
 @METHODS.register("dropout")
 def dropout(subject: Subject) -> Step:
-    """The baseline: a hand-written step on PyTorch's own best path, without undrop."""
+    """The baseline: a hand-written step on PyTorch's own fastest path, without undrop."""
     return lambda: subject.plain().backward()
 
 
 @METHODS.register("drop8")
 def drop8(subject: Subject) -> Step:
     """Drop_8, the mean over eight masks."""
-    return _steps(subject, Dropout(k=8, loss=subject.loss))
+    return _step(subject, Dropout(k=8, loss=subject.loss))
 
 
-@METHODS.register("reverse-explicit")
-def reverse_explicit(subject: Subject) -> Step:
-    """The explicit part by the reverse engine."""
-    return _steps(subject, Analytic(engine="reverse", implicit=False, **subject.batched))
+def analytic(subject: Subject, **options: Any) -> Step:
+    """Both analytic parts."""
+    return _step(subject, Analytic(loss=subject.loss, batch_dim=subject.batch_dim, **options))
 
 
-@METHODS.register("reverse-both")
-def reverse_both(subject: Subject) -> Step:
-    """Both parts by the reverse engine."""
-    return _steps(subject, Analytic(engine="reverse", **subject.batched))
-
-
-@METHODS.register("tangent-both")
-def tangent_both(subject: Subject) -> Step:
-    """Both parts by the tangent engine."""
-    return _steps(subject, Analytic(engine="tangent", **subject.batched))
-
-
-@METHODS.register("antithetic-both")
-def antithetic_both(subject: Subject) -> Step:
-    """Both parts by the antithetic engine."""
-    return _steps(subject, Analytic(engine="antithetic", **subject.batched))
-
-
-@METHODS.register("antithetic-both-quarter")
-def antithetic_both_quarter(subject: Subject) -> Step:
-    """Both parts by the antithetic engine, with noise in a quarter of the batch."""
-    return _steps(subject, Analytic(engine="antithetic", fraction=0.25, **subject.batched))
-
-
-@METHODS.register("antithetic-both-eighth")
-def antithetic_both_eighth(subject: Subject) -> Step:
-    """Both parts by the antithetic engine, with noise in an eighth of the batch."""
-    return _steps(subject, Analytic(engine="antithetic", fraction=0.125, **subject.batched))
+METHODS.register("reverse-explicit")(partial(analytic, engine="reverse", implicit=False))
+METHODS.register("reverse-both")(partial(analytic, engine="reverse"))
+METHODS.register("tangent-both")(partial(analytic, engine="tangent"))
+METHODS.register("antithetic-both")(partial(analytic, engine="antithetic"))
+METHODS.register("antithetic-both-quarter")(partial(analytic, engine="antithetic", fraction=0.25))
+METHODS.register("antithetic-both-eighth")(partial(analytic, engine="antithetic", fraction=0.125))

@@ -1,4 +1,4 @@
-"""The ratios as bars."""
+"""Draw the ratios as bars."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from undrop.lab.bench.methods import BASELINE
 from undrop.lab.bench.run import Row
 from undrop.report.figures import bar_style, new_figure, save, styled
-
-__all__ = ["draw"]
 
 
 def draw(path: Path, title: str, rows: Sequence[Row]) -> None:

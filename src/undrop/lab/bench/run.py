@@ -1,4 +1,4 @@
-"""Time in turns, and peak memory in separate processes."""
+"""Time the methods in turn, and measure their peak memory in separate processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -19,10 +20,7 @@ from torch.autograd import forward_ad
 from undrop.lab.bench.methods import BASELINE, METHODS
 from undrop.lab.bench.subjects import check_named, subject
 
-__all__ = ["Row", "bench"]
-
-_LEAST = 0.02
-"""The least time, in seconds, that is measured at once; shorter steps are repeated."""
+_LEAST = 0.02  # seconds to measure at once; shorter steps are repeated
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,14 @@ class Row:
     """What one method costs."""
 
     name: str
-    ratio: float
-    """The median over rounds of its time divided by dropout's in the same round."""
-    low: float
-    high: float
-    """The 5 % and 95 % quantiles of the ratio."""
-    seconds: float
-    """The median time of a step."""
+    ratio: float  # the median over rounds of its time divided by dropout's in the same round
+    low: float  # the 5 % quantile of the ratio
+    high: float  # the 95 % quantile
+    seconds: float  # the median time of a step
     peak_mb: float | None
-    """The peak memory of a step in a process of its own, beyond what Python and torch use.
+    """The peak memory of a step in a separate process, beyond what Python and torch use.
 
-    None if it was not measured, or the process died, or the system does not report it.
+    None if it was not measured, the process died, or the system does not report it.
     """
 
 
@@ -56,9 +51,9 @@ def bench(
 ) -> list[Row]:
     """Time every method in turn, round after round, in one process.
 
-    Whatever slows the machine down slows the neighbours in a round alike, so the ratios hold. Before
-    each timed step comes a plain step that is not timed: no method pays for the caches and the memory
-    that another one left behind. A step that takes less than 20 ms is timed several times in a row.
+    Other work on the machine slows all methods of a round down alike, so their ratios hold. An untimed
+    plain step precedes each timed step, so that no method pays for the caches and the memory that
+    another one left behind. A step that takes less than 20 ms is timed several times in a row.
 
     Args:
         model: a name of ``SUBJECTS``.
@@ -66,11 +61,11 @@ def bench(
         rounds: how often each method is timed, after one round to warm up.
         names: the methods; the baseline "dropout" is always one of them.
         memory: whether to measure peak memory, in one more process for each method.
-        device: where to run; a GPU has finished a step before its time is taken.
+        device: where to run; on a GPU a time includes waiting for the step to finish.
         tick: called with the method's name after each of its steps.
 
     Raises:
-        UnknownNameError: if there is no such model, size or method, before a process is started.
+        UnknownNameError: for an unknown model, size or method, before a process is started.
     """
     check_named(model, size)
     names = list(dict.fromkeys([BASELINE, *names]))
@@ -81,37 +76,38 @@ def bench(
         tick(name)
     what = subject(model, size, device)
     steps = {name: _finished(method(what), device) for name, method in methods.items()}
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times = _times(steps, what.model, rounds, tick)
+    order = [name for name in METHODS if name in names]
+    return [_row(name, times[name], times[BASELINE], peaks[name]) for name in order]
+
+
+def _times(
+    steps: dict[str, Callable[[], None]],
+    model: nn.Module,
+    rounds: int,
+    tick: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """The seconds of each step in each round."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
     repeats = 1
     for turn in range(rounds + 1):
         for name, step in steps.items():
-            plain = _timed(steps[BASELINE], what.model)
-            seconds = _timed(step, what.model, repeats)
+            plain = _timed(steps[BASELINE], model)
+            seconds = _timed(step, model, repeats)
             if turn > 0:
                 times[name].append(seconds)
             tick(name)
         if turn == 0:
             repeats = max(1, round(_LEAST / plain))
-            gc.freeze()  # else the collections take longer than the steps
+            gc.freeze()  # else garbage collection takes longer than the steps
     gc.unfreeze()
-    order = [name for name in METHODS if name in names]
-    return [_row(name, times[name], times[BASELINE], peaks[name]) for name in order]
+    return times
 
 
 def _row(name: str, times: list[float], baseline: list[float], peak: float | None) -> Row:
-    ratios = sorted(a / b for a, b in zip(times, baseline, strict=True))
-    return Row(
-        name,
-        statistics.median(ratios),
-        _quantile(ratios, 0.05),
-        _quantile(ratios, 0.95),
-        statistics.median(times),
-        peak,
-    )
-
-
-def _quantile(ordered: list[float], q: float) -> float:
-    return float(torch.quantile(torch.tensor(ordered, dtype=torch.float64), q))
+    ratios = [a / b for a, b in zip(times, baseline, strict=True)]
+    low, high = (float(q) for q in np.quantile(ratios, (0.05, 0.95)))
+    return Row(name, statistics.median(ratios), low, high, statistics.median(times), peak)
 
 
 def _timed(step: Callable[[], None], model: nn.Module, repeats: int = 1) -> float:
@@ -125,7 +121,7 @@ def _timed(step: Callable[[], None], model: nn.Module, repeats: int = 1) -> floa
 
 
 def _finished(step: Callable[[], None], device: str) -> Callable[[], None]:
-    """Return a step that ends when the device has done it."""
+    """Return a step that waits until the device has finished."""
     if device == "cpu":
         return step
 
@@ -137,7 +133,7 @@ def _finished(step: Callable[[], None], device: str) -> Callable[[], None]:
 
 
 def _peak(model: str, size: str, name: str, device: str) -> float | None:
-    """Peak memory in MB of two steps in a fresh process; None if it died or can't know."""
+    """The peak memory of two steps in a new process, in MB; None if it died or can't measure it."""
     if device != "cpu" and not hasattr(torch.get_device_module(device), "max_memory_allocated"):
         return None
     context = multiprocessing.get_context("spawn")
@@ -155,7 +151,7 @@ def _peak(model: str, size: str, name: str, device: str) -> float | None:
 
 
 def _measure_peak(model: str, size: str, name: str, device: str, send: Any) -> None:
-    with forward_ad.dual_level():  # load now what is loaded on first use: it is not the method's
+    with forward_ad.dual_level():  # load what torch loads on first use, before measuring
         forward_ad.make_dual(torch.randn(64, 64), torch.randn(64, 64)) @ torch.randn(64, 64)
     before = _resident(device)
     what = subject(model, size, device)
@@ -171,10 +167,10 @@ def _resident(device: str) -> float:
     if device != "cpu":
         return float(torch.get_device_module(device).max_memory_allocated()) / 1024.0**2
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage also counts what the parent used when it forked
+    if status.exists():  # getrusage would include the parent's memory at the fork
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return float(line.split()[1]) / 1024.0
-    import resource  # which Windows does not have
+    import resource  # not on Windows
 
     unit = 1024.0**2 if sys.platform == "darwin" else 1024.0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

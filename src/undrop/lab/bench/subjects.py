@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,6 @@ from undrop.lab.models import AWDLSTM, GPT, MLP
 from undrop.losses import CrossEntropy, Loss
 from undrop.registry import Registry
 
-__all__ = ["SIZES", "SUBJECTS", "Subject", "check_named", "subject"]
-
 SIZES = ("small", "paper")
 _VOCABULARY = 10_000
 
@@ -25,37 +24,26 @@ class Subject:
     """A model and a batch, for a plain loop and for an objective."""
 
     model: nn.Module
-    plain: Callable[[], Tensor]
-    """Returns the loss by PyTorch's own best path, with the model's dropout."""
-    inputs: Any
-    """The inputs for an objective."""
+    plain: Callable[[], Tensor]  # returns the loss by PyTorch's own fastest path, with dropout
+    inputs: Any  # for an objective
     targets: Tensor
     loss: Loss
     batch_dim: int = 0
 
-    @property
-    def batched(self) -> dict[str, Any]:
-        """The arguments of an objective that depend on the subject."""
-        return {"loss": self.loss, "batch_dim": self.batch_dim}
-
 
 SUBJECTS: Registry[str, Callable[[str], Subject]] = Registry("bench model")
-"""What can be timed, by name; each function takes a size."""
+"""What can be timed, by name; each function takes a size, which some ignore."""
 
 
 def check_named(model: str, size: str) -> None:
-    """Refuse an unknown model or size.
-
-    Raises:
-        UnknownNameError: with the names there are.
-    """
-    SUBJECTS[model]  # raises if there is none
+    """Refuse an unknown model or size with an :class:`UnknownNameError`."""
+    SUBJECTS[model]  # raises for an unknown name
     if size not in SIZES:
         raise UnknownNameError("bench size", size, SIZES)
 
 
 def subject(model: str, size: str, device: str = "cpu") -> Subject:
-    """Return the subject of that name and size on a device, the same for every caller."""
+    """Return the subject of that name and size on a device, with the same weights each time."""
     check_named(model, size)
     torch.manual_seed(0)
     with torch.device(device):
@@ -116,16 +104,13 @@ def mlp(size: str) -> Subject:
     return _classifier(model, torch.randn(batch, 784))
 
 
-@SUBJECTS.register("mlp-64")
-def mlp_64(size: str) -> Subject:
-    """A net so small that the number of calls is what a step costs: 287-64-64, batch 32."""
-    return _classifier(MLP((287, 64, 64, 10), dropout=0.2), torch.randn(32, 287))
+def small_mlp(size: str, inputs: int, width: int, batch: int) -> Subject:
+    """A classifier so small that the number of calls is most of a step's cost."""
+    return _classifier(MLP((inputs, width, width, 10), dropout=0.2), torch.randn(batch, inputs))
 
 
-@SUBJECTS.register("mlp-256")
-def mlp_256(size: str) -> Subject:
-    """784-256-256, batch 64."""
-    return _classifier(MLP((784, 256, 256, 10), dropout=0.2), torch.randn(64, 784))
+SUBJECTS.register("mlp-64")(partial(small_mlp, inputs=287, width=64, batch=32))
+SUBJECTS.register("mlp-256")(partial(small_mlp, inputs=784, width=256, batch=64))
 
 
 @SUBJECTS.register("lstm-100")
@@ -146,30 +131,13 @@ def convnet(size: str) -> Subject:
     return _classifier(model, torch.randn(64, 1, 28, 28))
 
 
-def _gpt(width: int, *, compiled: bool = False) -> Subject:
+def gpt(size: str, width: int, compiled: bool = False) -> Subject:
+    """A causal transformer of 4 layers, 2,000 words, batch 8; if compiled, so is its dropout step."""
     model = GPT(2_000, size=width, layers=4, heads=4, context=128)
     return _language_model(model, length=128, batch=8, words=2_000, compiled=compiled)
 
 
-@SUBJECTS.register("gpt-128")
-def gpt_128(size: str) -> Subject:
-    """A causal transformer, 4×128, 2,000 words, batch 8."""
-    return _gpt(128)
-
-
-@SUBJECTS.register("gpt-256")
-def gpt_256(size: str) -> Subject:
-    """A causal transformer, 4×256, 2,000 words, batch 8."""
-    return _gpt(256)
-
-
-@SUBJECTS.register("gpt-128-compiled")
-def gpt_128_compiled(size: str) -> Subject:
-    """The same as gpt-128, compiled; so is its dropout step."""
-    return _gpt(128, compiled=True)
-
-
-@SUBJECTS.register("gpt-256-compiled")
-def gpt_256_compiled(size: str) -> Subject:
-    """The same as gpt-256, compiled; so is its dropout step."""
-    return _gpt(256, compiled=True)
+SUBJECTS.register("gpt-128")(partial(gpt, width=128))
+SUBJECTS.register("gpt-256")(partial(gpt, width=256))
+SUBJECTS.register("gpt-128-compiled")(partial(gpt, width=128, compiled=True))
+SUBJECTS.register("gpt-256-compiled")(partial(gpt, width=256, compiled=True))

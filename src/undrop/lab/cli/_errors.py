@@ -11,8 +11,6 @@ import typer
 from undrop.errors import StoppedError, UndropError
 from undrop.report import terminal_width, wrap
 
-__all__ = ["BAD_INPUT", "INTERRUPTED", "report"]
-
 BAD_INPUT = 2
 """The exit code for everything that the user can fix."""
 

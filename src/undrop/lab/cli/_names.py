@@ -21,20 +21,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = [
-    "bench_methods",
-    "bench_subjects",
-    "check_corpus",
-    "check_early",
-    "check_name",
-    "corpora",
-    "experiments",
-    "models",
-    "named",
-    "objectives",
-    "presets",
-]
-
 Names = Mapping[str, str]
 """Names, and one line about each."""
 
@@ -122,7 +108,7 @@ def _line(text: str, options: str, name: str, same: str) -> str:
     chosen = options.replace('"', "").strip(", ").replace(", ", " and ")
     if name != same:  # a variant of an entry before it
         return f"Like {same}, with {chosen}"
-    plain = text.rstrip(".").replace("``", "")
+    plain = text.rstrip(".").replace("``", "`")
     return f"{plain} ({chosen})" if chosen else plain
 
 

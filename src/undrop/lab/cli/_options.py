@@ -12,22 +12,6 @@ from undrop.lab.cli._names import check_corpus, corpora, models, named, objectiv
 if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
 
-__all__ = [
-    "Batches",
-    "Corpus",
-    "DataDir",
-    "DataName",
-    "Json",
-    "LossName",
-    "ModelName",
-    "ObjectiveName",
-    "OptionalRun",
-    "Preset",
-    "RunFolderArgument",
-    "ShowProgress",
-    "open_source",
-]
-
 
 def _is_own(text: str) -> bool:
     """Whether a value is MODULE:NAME or FILE.py:NAME."""
@@ -138,15 +122,13 @@ def _what_is_missing(run: Path | None, model: str | None) -> str:
 
 
 def _check_run(run: Path) -> None:
-    from difflib import get_close_matches
-
     from undrop.errors import OptionError
+    from undrop.files import near_path
 
     if run.exists():
         return
-    beside = [path.name for path in run.parent.iterdir()] if run.parent.is_dir() else []
-    near = get_close_matches(run.name, beside, n=1)
-    guess = f"did you mean {run.parent / near[0]}? Or give" if near else "give"
+    near = near_path(run)
+    guess = f"did you mean {near}? Or give" if near else "give"
     raise OptionError(
         f"there is no run {run}: {guess} the folder of a run, or a model with --model and its data "
         "with --data."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,6 @@ from typing import Any
 import typer
 
 from undrop.report import Table, as_json, terminal_width, wrap
-
-__all__ = ["check_outputs", "print_json", "print_names", "print_table", "print_text", "working"]
 
 
 def check_outputs(
@@ -39,6 +37,18 @@ def check_outputs(
     for file in files:
         if file is not None:
             check_writable(file)
+
+
+def write_outputs(*outputs: tuple[Path | None, Callable[[Path], None]]) -> None:
+    """Write the files that were asked for, and name each on stderr.
+
+    Args:
+        outputs: a path, None for one that was not asked for, and what writes it.
+    """
+    for path, write in outputs:
+        if path is not None:
+            write(path)
+            typer.echo(f"written: {path}", err=True)
 
 
 @contextmanager

@@ -13,8 +13,6 @@ from undrop.lab.reproduce.records import Record
 from undrop.lab.train.callbacks import Callback, RunInfo
 from undrop.report import Bar, Progress, duration
 
-__all__ = ["CampaignProgress", "DemoProgress", "TrainingProgress", "progress_reporter"]
-
 _SMOOTH = 0.95  # of the parts that are shown
 _REFRESH = 0.1  # seconds
 

@@ -15,17 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from undrop.errors import OptionError, UndropError
+from undrop.files import near_path
 from undrop.lab.corpora.batching import TrainingWindows, Window
 from undrop.lab.corpora.encode import Tokens
-from undrop.lab.models import LanguageModel
+from undrop.lab.models import LanguageModel, detach
 from undrop.lab.train import Config, configure
 from undrop.lab.train.runs import Run, open_run
 from undrop.losses import Loss
-
-__all__ = ["Source", "from_names", "from_run", "made", "windows"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def _state_after(model: LanguageModel, window: Window) -> Any:
         _, state = model(window.inputs, None, logits=False)
     finally:
         model.train(training)
-    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)
+    return detach(state)
 
 
 def from_run(path: str | Path, *, data_dir: str | Path | None = None, batches: int = 16) -> Source:
@@ -173,13 +171,20 @@ def _attribute(name: str) -> Any:
 
 def _module(name: str) -> ModuleType:
     _import_from(Path.cwd())
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        near = near_path(Path(f"{name}.py"), "*.py")
+        raise ImportError(f"No module named {name!r}{_guess(near and near.stem)}")
     return importlib.import_module(name)
+
+
+def _guess(near: str | Path | None) -> str:
+    return f"; did you mean {near}?" if near else ""
 
 
 def _file(path: Path) -> ModuleType:
     """Import a file by its path; what lies beside it can be imported from it."""
     if not path.is_file():
-        raise ImportError(f"there is no file {path}")
+        raise ImportError(f"there is no file {path}{_guess(near_path(path, '*.py'))}")
     _import_from(path.absolute().parent)
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path.absolute()):
@@ -219,4 +224,5 @@ def _one_sentence(name: str, what: str) -> Iterator[None]:
         message = " ".join(str(error).split()).rstrip(".")
         if not isinstance(error, ImportError):  # whose message says what it is
             message = f"{type(error).__name__}: {message}; --debug shows where"
-        raise OptionError(f"{name} can't be {what}: {message}.") from error
+        stop = "" if message.endswith("?") else "."
+        raise OptionError(f"{name} can't be {what}: {message}{stop}") from error

@@ -11,7 +11,7 @@ import typer
 
 from undrop.errors import OptionError
 from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import Corpus, DataDir, ObjectiveName, Preset
+from undrop.lab.cli._options import Corpus, DataDir, Json, ObjectiveName, Preset
 from undrop.lab.cli._output import print_json
 from undrop.lab.cli.train import SHARE, Model, Seed, Settings, choose, resolve
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from undrop.lab.train import Config
     from undrop.tuning import Advice
 
-_SHORTEST = 300  # steps, for at least 15 measurements
+_SHORTEST = 200  # steps, for 20 trials
 
 
 @COMMANDS.register("advise")
@@ -34,7 +34,7 @@ def advise(
     ] = 0.1,
     seed: Seed = None,
     settings: Settings = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Train for a share of the planned steps, and print the advice on stdout."""
     if not 0.0 < share <= 1.0:
@@ -52,11 +52,12 @@ def _advice(config: Config, share: float) -> Advice:
     from undrop.lab.cli._progress import progress_reporter
     from undrop.lab.train import run
     from undrop.lab.train.tuning import KeepTuner
-    from undrop.tuning import advise_from
+    from undrop.tuning.advice import TRIALS, advise_from
 
-    kept = KeepTuner()
     with tempfile.TemporaryDirectory() as folder:
         short = _shortened(config, share)
+        assert short.train.max_steps is not None
+        kept = KeepTuner(short.train.max_steps // TRIALS)
         run(short, out=Path(folder) / "run", callbacks=[progress_reporter(), kept])
     assert kept.tuner is not None
     return advise_from(kept.tuner.history)

@@ -9,7 +9,8 @@ import typer
 
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._names import bench_methods, bench_subjects, check_name, named
-from undrop.lab.cli._output import check_outputs, print_table
+from undrop.lab.cli._options import Json
+from undrop.lab.cli._output import check_outputs, print_json, print_table, write_outputs
 
 if TYPE_CHECKING:
     from undrop.lab.bench import Row
@@ -31,34 +32,38 @@ def bench(
         str, typer.Option(help="Methods, separated by commas; all by default.")
     ] = "",
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the ratios: png, pdf or svg.")] = None,
     threads: Annotated[
         int, typer.Option(help="Threads of torch; 0 leaves them as they are.", min=0)
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the fastest.")] = "cpu",
+    json: Json = False,
 ) -> None:
     """Time the forward and backward pass of one step by each method, in turns in one process."""
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     for name in chosen:
         check_name("bench method", name, bench_methods())
-    check_outputs(files=[json], pictures=[plot])
+    check_outputs(files=[save], pictures=[plot])
     rows = _measure(model, size, chosen, rounds, memory, threads, device)
-    _print(rows)
+    figures = {"model": model, "size": size, "rows": rows}
+    if json:
+        print_json(figures)
+    else:
+        _print(rows)
     for row in rows:
         if memory and row.peak_mb is None:
             typer.echo(
                 f"{row.name}: no peak memory: its process died, perhaps out of memory.", err=True
             )
-    if json is not None:
-        from undrop.files import write_json
-        from undrop.report import as_json
+    from undrop.files import write_json
+    from undrop.lab.bench.plot import draw
+    from undrop.report import as_json
 
-        write_json(json, as_json({"model": model, "size": size, "rows": rows}))
-    if plot is not None:
-        from undrop.lab.bench.plot import draw
-
-        draw(plot, f"{model}, {size}", rows)
+    write_outputs(
+        (save, lambda path: write_json(path, as_json(figures))),
+        (plot, lambda path: draw(path, f"{model}, {size}", rows)),
+    )
 
 
 def _measure(
@@ -107,4 +112,5 @@ def _print(rows: list[Row]) -> None:
         ]
         for row in rows
     ]
-    print_table(heads, cells, numbers=heads[1:])
+    shown = len(heads) if base.peak_mb is not None else len(heads) - 2
+    print_table(heads[:shown], [row[:shown] for row in cells], numbers=heads[1:])

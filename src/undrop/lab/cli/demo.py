@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from undrop.lab.train import Config, Summary
 
 METHODS = {"none": "no regularization", "dropout": "dropout", "analytic": "Analytic, no dropout"}
+_NO_CURVES = "a figure needs matplotlib: pip install 'undrop[plot]'."
 _STOPPED = (
     "stopped: a demo can't be resumed, `undrop demo` starts a new one; its runs are in {folder}."
 )
@@ -39,9 +40,6 @@ def demo(
 
     The text is Python's own language reference, which comes with Python.
     """
-    from undrop.report.figures import check_drawable
-
-    check_drawable()
     folder = _new(out)
     from undrop.lab.train import configure
 
@@ -51,14 +49,13 @@ def demo(
         )
         for name in METHODS
     }
-    rows, picture = _rows(_train(configs, folder)), folder / "curves.png"
+    rows = _rows(_train(configs, folder))
+    picture = _draw(folder)
     if json:
-        print_json({"rows": rows, "picture": str(picture), "out": str(folder)})
+        print_json({"rows": rows, "picture": picture and str(picture), "out": str(folder)})
     else:
         _print(rows)
-    _draw(folder, picture)
-    if not json:
-        typer.echo(f"curves: {picture}")
+        typer.echo(f"curves: {picture}" if picture else f"no curves: {_NO_CURVES}")
 
 
 def _new(out: Path | None) -> Path:
@@ -118,13 +115,15 @@ def _print(rows: list[dict[str, Any]]) -> None:
     print_table(heads, cells, numbers=heads[1:])
 
 
-def _draw(folder: Path, picture: Path) -> None:
+def _draw(folder: Path) -> Path | None:
+    """Draw the curves and return where they are; None without matplotlib."""
+    from undrop.errors import MissingExtraError
     from undrop.lab.train import RunFolder
     from undrop.lab.train.plots import curves
 
-    records = {title: RunFolder(folder / name).metrics.read() for name, title in METHODS.items()}
-    epochs = {
-        title: [record for record in found if record["kind"] == "epoch"]
-        for title, found in records.items()
-    }
-    curves(epochs, picture)
+    epochs = {title: RunFolder(folder / name).metrics.epochs() for name, title in METHODS.items()}
+    try:
+        curves(epochs, folder / "curves.png")
+    except MissingExtraError:
+        return None
+    return folder / "curves.png"

@@ -19,11 +19,42 @@ from undrop.lab.cli._options import (
     ShowProgress,
     open_source,
 )
-from undrop.lab.cli._output import check_outputs, print_json
+from undrop.lab.cli._output import check_outputs, print_json, write_outputs
 
 if TYPE_CHECKING:
     from undrop.diagnosis import Diagnosis
     from undrop.lab.cli._sources import Source
+
+
+Validation = Annotated[
+    str | None,
+    typer.Option(help="For --model: your own validation pairs as MODULE:NAME, for the benefit."),
+]
+WithBenefit = Annotated[
+    bool,
+    typer.Option(help="Measure each site's benefit on the validation text of a run or corpus."),
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(
+        help="The benefit is per 1,000 steps of this size.", show_default="the run's, or 0.001"
+    ),
+]
+WeightDecay = Annotated[
+    float | None,
+    typer.Option(
+        help="A weight decay to compare the benefit with.",
+        show_default="as strong as all dropout together",
+    ),
+]
+Compare = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        metavar="BEFORE AFTER",
+        help="Measure nothing: compare two files that --save wrote.",
+        show_default=False,
+    ),
+]
 
 
 @COMMANDS.register("diagnose")
@@ -38,41 +69,15 @@ def diagnose(
     ] = 30.0,
     batches: Batches = 16,
     implicit: Annotated[bool, typer.Option(help="Measure the gradient noise too.")] = True,
-    benefit: Annotated[
-        bool,
-        typer.Option(help="Measure each site's benefit on the validation text of a run or corpus."),
-    ] = True,
-    validation: Annotated[
-        str | None,
-        typer.Option(
-            help="For --model: your own validation pairs as MODULE:NAME, for the benefit."
-        ),
-    ] = None,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="The benefit is per 1,000 steps of this size.", show_default="the run's, or 0.001"
-        ),
-    ] = None,
-    weight_decay: Annotated[
-        float | None,
-        typer.Option(
-            help="A weight decay to compare the benefit with.",
-            show_default="as strong as all dropout together",
-        ),
-    ] = None,
+    benefit: WithBenefit = True,
+    validation: Validation = None,
+    learning_rate: LearningRate = None,
+    weight_decay: WeightDecay = None,
     seed: Annotated[int, typer.Option(help="The seed of the masks.")] = 0,
     save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plots: png, pdf or svg.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one HTML page.")] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="BEFORE AFTER",
-            help="Measure nothing: compare two files that --save wrote.",
-            show_default=False,
-        ),
-    ] = None,
+    compare: Compare = None,
     progress: ShowProgress = True,
     json: Json = False,
 ) -> None:
@@ -82,30 +87,30 @@ def diagnose(
 
         _print(compare_files(*compare), json)
         return
+    _check_outputs(save, plot, html)
+    source = open_source(run, model, data, loss, data_dir, batches)
+    held_out = source.validation if validation is None else _own(validation)
+    found = _measured(
+        source,
+        seed,
+        source.learning_rate if learning_rate is None else learning_rate,
+        validation=held_out if benefit else None,
+        weight_decay=weight_decay,
+        implicit=implicit,
+        seconds=seconds,
+        max_batches=batches,
+        progress=progress,
+    )
+    _print(found, json)
+    write_outputs((save, found.save), (plot, found.plot), (html, found.html))
+
+
+def _check_outputs(save: Path | None, plot: Path | None, html: Path | None) -> None:
     from undrop.report.figures import check_drawable
 
     check_outputs(files=[save, html], pictures=[plot])
     if html is not None:
         check_drawable()
-    source = open_source(run, model, data, loss, data_dir, batches)
-    held_out = source.validation if validation is None else _own(validation)
-    rate = source.learning_rate if learning_rate is None else learning_rate
-    found = _measured(
-        source,
-        validation=held_out if benefit else None,
-        **({} if rate is None else {"learning_rate": rate}),
-        weight_decay=weight_decay,
-        implicit=implicit,
-        seconds=seconds,
-        max_batches=batches,
-        seed=seed,
-        progress=progress,
-    )
-    _print(found, json)
-    for path, write in ((save, found.save), (plot, found.plot), (html, found.html)):
-        if path is not None:
-            write(path)
-            typer.echo(f"written: {path}", err=True)
 
 
 def _print(found: Any, json: bool) -> None:
@@ -121,11 +126,13 @@ def _own(name: str) -> Any:
     return made(name)
 
 
-def _measured(source: Source, *, seed: int, **options: Any) -> Diagnosis:
+def _measured(source: Source, seed: int, learning_rate: float | None, **options: Any) -> Diagnosis:
     import torch
 
     import undrop
 
+    if learning_rate is not None:
+        options["learning_rate"] = learning_rate
     device = next((p.device for p in source.model.parameters()), torch.device("cpu"))
     return undrop.diagnose(
         source.model,

@@ -28,7 +28,6 @@ def plot(
     for run in runs:
         folder = RunFolder(run)
         folder.read_config()  # refuses a folder without a run
-        epochs = [record for record in folder.metrics.read() if record["kind"] == "epoch"]
-        records[str(run)] = epochs
+        records[str(run)] = folder.metrics.epochs()
     curves(records, out, value=value)
     typer.echo(str(out))

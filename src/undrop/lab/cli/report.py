@@ -60,9 +60,12 @@ def report(
 def _scale_of(results: Path) -> str:
     """The scale that a folder of results is named after."""
     from undrop.errors import OptionError, RunError
+    from undrop.files import near_path
 
     if not results.is_dir():
-        raise RunError(f"there is no folder {results}: `undrop reproduce` writes one.")
+        near = near_path(results)
+        guess = f"did you mean {near}? " if near else ""
+        raise RunError(f"there is no folder {results}: {guess}`undrop reproduce` writes one.")
     name = results.absolute().name
     if name not in scales():
         raise OptionError(

@@ -17,7 +17,10 @@ def runs(
     folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.")] = Path("runs"),
     json: Json = False,
 ) -> None:
-    """List every run below a folder, the best one first."""
+    """List every run below a folder with its perplexities, the best first.
+
+    A run that has not finished has its state on a second line.
+    """
     from undrop.lab.train.runs import find_runs, row
 
     rows = [row(run) for run in find_runs(folder)]
@@ -26,19 +29,20 @@ def runs(
         print_json(rows)
         return
     print_table(
-        ["run", "objective", "data", "seed", "epochs", "validation", "test", "time", "status"],
+        ["run", "objective", "data", "seed", "epochs", "valid", "test", "time"],
         [_cells(row) for row in rows],
-        numbers={"seed", "epochs", "validation", "test", "time"},
+        numbers={"seed", "epochs", "valid", "test", "time"},
     )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     from undrop.report import duration
 
+    name = row["path"] if row["status"] == "finished" else f"{row['path']}\n{row['status']}"
     if "model" not in row:
-        return [row["path"], *[""] * 7, row["status"]]
+        return [name, *[""] * 7]
     return [
-        row["path"],
+        name,
         row["objective"],
         row["data"],
         str(row["seed"]),
@@ -46,7 +50,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         _number(row["best_valid_ppl"]),
         _number(row["test_ppl"]),
         duration(row["seconds"]),
-        row["status"],
     ]
 
 

@@ -12,12 +12,8 @@ Windows for training are in :mod:`undrop.lab.corpora.batching`, the only part th
 
 from __future__ import annotations
 
-from undrop.lab.corpora.catalogue import CATALOGUE as CATALOGUE
-from undrop.lab.corpora.catalogue import SPLITS as SPLITS
-from undrop.lab.corpora.corpus import Corpus as Corpus
-from undrop.lab.corpora.corpus import load as load
-from undrop.lab.corpora.vocabulary import EOS as EOS
-from undrop.lab.corpora.vocabulary import UNK as UNK
-from undrop.lab.corpora.vocabulary import Vocabulary as Vocabulary
+from undrop.lab.corpora.catalogue import CATALOGUE, SPLITS
+from undrop.lab.corpora.corpus import Corpus, load
+from undrop.lab.corpora.vocabulary import EOS, UNK, Vocabulary
 
 __all__ = ["CATALOGUE", "EOS", "SPLITS", "UNK", "Corpus", "Vocabulary", "load"]

@@ -17,8 +17,6 @@ from torch import Tensor
 from undrop.errors import OptionError
 from undrop.lab.corpora.encode import Tokens
 
-__all__ = ["IGNORED", "TrainingWindows", "Window", "evaluation_windows"]
-
 IGNORED = -100
 """The target of a position that does not count; the default of torch's losses."""
 
@@ -28,18 +26,13 @@ _SHORTEST = 5
 
 
 class Window(NamedTuple):
-    """The tokens of one step.
-
-    Attributes:
-        inputs: (T, B) int64.
-        targets: (T, B) int64, the token after each input.
-        scale: T / bptt, the factor for the learning rate: the loss is a mean, so that a short window
-            would otherwise count as much as a long one.
-    """
+    """The tokens of one step, (T, B) int64."""
 
     inputs: Tensor
-    targets: Tensor
+    targets: Tensor  # the token after each input
     scale: float
+    """T / bptt, the factor of the learning rate: the loss is a mean, so a short window would
+    otherwise count as much as a long one."""
 
 
 class TrainingWindows:

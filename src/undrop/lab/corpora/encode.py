@@ -1,4 +1,4 @@
-"""Encoding text as memory-mapped integer files with a vocabulary and a JSON header."""
+"""Encode text as memory-mapped integer files with a vocabulary and a JSON header."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from undrop.lab.corpora.catalogue import SPLITS
 from undrop.lab.corpora.text import words
 from undrop.lab.corpora.vocabulary import StoredVocabulary, Vocabulary
 
-__all__ = ["Header", "Split", "Tokens", "damaged", "encode", "open_encoded"]
-
 Tokens = NDArray[np.integer[Any]]
 """A split: one-dimensional, memory-mapped, uint16 or int32."""
 
@@ -34,45 +32,26 @@ _VOCABULARY = "vocabulary.txt"
 
 @dataclass(frozen=True)
 class Split:
-    """What the header says about one split.
+    """What the header says about one split."""
 
-    Attributes:
-        tokens: the number of tokens.
-        sha256: the checksum of the encoded file.
-        source: the text file.
-        source_bytes: the length of the text file.
-        source_sha256: the checksum of the text file.
-    """
-
-    tokens: int
-    sha256: str
-    source: str
+    tokens: int  # the number of tokens
+    sha256: str  # of the encoded file
+    source: str  # the text file
     source_bytes: int
     source_sha256: str
 
 
 @dataclass(frozen=True)
 class Header:
-    """The description of an encoded corpus.
-
-    Attributes:
-        name: the corpus.
-        format: the version of the format.
-        dtype: the type of the encoded tokens, little-endian: uint16 where it fits, else int32.
-        vocabulary: the number of words.
-        vocabulary_sha256: the checksum of the words in their order.
-        limit_tokens: the limit on training tokens, if any.
-        max_vocab: the limit on words, if any.
-        splits: each split by its name.
-    """
+    """The description of an encoded corpus."""
 
     name: str
-    format: int
-    dtype: str
-    vocabulary: int
-    vocabulary_sha256: str
-    limit_tokens: int | None
-    max_vocab: int | None
+    format: int  # the version of the format
+    dtype: str  # of the tokens, little-endian: uint16 if it is large enough, else int32
+    vocabulary: int  # the number of words
+    vocabulary_sha256: str  # of the words in their order
+    limit_tokens: int | None  # the limit on training tokens, if any
+    max_vocab: int | None  # the limit on words, if any
     splits: Mapping[str, Split]
 
 
@@ -105,30 +84,30 @@ def encode(
         if _is_intact(folder):
             return folder
         shutil.rmtree(folder, ignore_errors=True)
-
-    def fill(temporary: Path) -> None:
-        vocabulary = _vocabulary(files, limit_tokens, max_vocab)
-        dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
-        (temporary / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
-        splits = {}
-        for split, file in files.items():
-            limit = limit_tokens if split == "train" else None
-            target = temporary / f"{split}.bin"
-            splits[split] = _encode_split(file, target, vocabulary, dtype, limit)
-        header = Header(
-            name=name,
-            format=_FORMAT,
-            dtype=dtype.name,
-            vocabulary=vocabulary.size,
-            vocabulary_sha256=vocabulary.sha256,
-            limit_tokens=limit_tokens,
-            max_vocab=max_vocab,
-            splits=splits,
-        )
-        (temporary / _HEADER).write_text(json.dumps(asdict(header), indent=2), encoding="utf-8")
-
-    publish(folder, fill)
+    publish(folder, lambda temporary: _write(name, files, limit_tokens, max_vocab, temporary))
     return folder
+
+
+def _write(
+    name: str,
+    files: Mapping[str, Path],
+    limit_tokens: int | None,
+    max_vocab: int | None,
+    folder: Path,
+) -> None:
+    """Write the vocabulary, the encoded splits and the header."""
+    vocabulary = _vocabulary(files, limit_tokens, max_vocab)
+    dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
+    (folder / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
+    splits = {}
+    for split, file in files.items():
+        limit = limit_tokens if split == "train" else None
+        splits[split] = _encode_split(file, folder / f"{split}.bin", vocabulary, dtype, limit)
+    header = Header(
+        *(name, _FORMAT, dtype.name, vocabulary.size, vocabulary.sha256, limit_tokens, max_vocab),
+        splits=splits,
+    )
+    (folder / _HEADER).write_text(json.dumps(asdict(header), indent=2), encoding="utf-8")
 
 
 def _key(files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None) -> str:
@@ -167,13 +146,7 @@ def _encode_split(
             digest.update(encoded)
             file.write(encoded)
             tokens += len(chunk)
-    return Split(
-        tokens=tokens,
-        sha256=digest.hexdigest(),
-        source=str(source),
-        source_bytes=source.stat().st_size,
-        source_sha256=sha256(source),
-    )
+    return Split(tokens, digest.hexdigest(), str(source), source.stat().st_size, sha256(source))
 
 
 def _is_intact(folder: Path) -> bool:

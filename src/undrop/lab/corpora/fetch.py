@@ -1,4 +1,4 @@
-"""Downloading a corpus: checksums, mirrors tried in order, archives unpacked safely."""
+"""Download a corpus: try the mirrors in order, verify checksums, unpack archives safely."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from undrop.errors import DataError
 from undrop.lab.corpora.cache import publish
 from undrop.lab.corpora.catalogue import Entry, Mirror
 from undrop.report import Bar, Progress
-
-__all__ = ["fetch"]
 
 _SCHEMES = ("https",)
 _TIMEOUT = 30.0  # seconds without an answer before the next mirror is tried
@@ -78,14 +76,14 @@ def _download(mirror: Mirror, folder: Path) -> Path:
     """Download the file of one mirror and verify its checksum.
 
     Raises:
-        DataError: saying what the mirror did, as the end of a sentence about it.
+        DataError: what the mirror did, to follow its name in a sentence.
     """
     import pooch
     import requests
 
     parts = urlsplit(mirror.url)
     if parts.scheme not in _SCHEMES:
-        raise DataError(f"was not asked: {parts.scheme} is not safe")
+        raise DataError(f"was not tried: {parts.scheme} is not safe")
     pooch.get_logger().setLevel(logging.ERROR)
     name = Path(parts.path).name
     try:

@@ -13,8 +13,6 @@ from undrop.lab.corpora.cache import publish
 from undrop.lab.corpora.catalogue import CATALOGUE, SPLITS
 from undrop.lab.corpora.vocabulary import UNK
 
-__all__ = ["pydocs", "pydocs_text"]
-
 Paragraph = tuple[str, ...]
 
 _SHARES = {"train": 0.8, "valid": 0.1, "test": 0.1}

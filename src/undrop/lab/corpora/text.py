@@ -10,8 +10,6 @@ from undrop.errors import DataError
 from undrop.lab.corpora.catalogue import SPLITS
 from undrop.lab.corpora.vocabulary import EOS
 
-__all__ = ["find_splits", "words"]
-
 _CHUNK = 4 << 20  # bytes; as words in memory a chunk takes about 50 MB
 _BYTE_ORDER_MARK = "\ufeff"
 _NAMES = {

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from undrop.errors import DataError, OptionError
 
-__all__ = ["EOS", "UNK", "StoredVocabulary", "Vocabulary"]
-
 EOS = "<eos>"
 """The token at the end of every line."""
 

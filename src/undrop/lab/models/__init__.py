@@ -7,11 +7,9 @@ Language models read windows of text, time first, and carry a state from window 
 from undrop.lab.models.awd_lstm import AWDLSTM
 from undrop.lab.models.convnet import ConvNet
 from undrop.lab.models.gpt import GPT
-from undrop.lab.models.heads import LinearHead
-from undrop.lab.models.language import MODELS, LanguageModel
+from undrop.lab.models.language import MODELS, LanguageModel, LinearHead, State, detach
 from undrop.lab.models.mlp import MLP
 from undrop.lab.models.qrnn import QRNN
-from undrop.lab.models.state import State, detach
 from undrop.lab.models.transformer_xl import TransformerXL
 
 __all__ = [

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from undrop import options
 
-__all__ = ["ConvNet"]
-
 
 class _Stage(nn.Module):
     """A 3 × 3 convolution, ReLU, pooling by 2, and dropout of whole feature maps."""

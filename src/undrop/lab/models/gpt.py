@@ -6,11 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
-from undrop.lab.models.language import MODELS, LanguageModel
-from undrop.lab.models.state import State
+from undrop.lab.models.language import MODELS, LanguageModel, State
 from undrop.options import check_int, check_probability
-
-__all__ = ["GPT"]
 
 
 class _Attention(nn.Module):
@@ -27,7 +24,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         packed = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, B, 3, H, d)
         query, key, value = packed.permute(2, 1, 3, 0, 4).unbind()  # (B, H, T, d) each
-        # The kernel has no mode of its own: it drops in eval too, unless told.
+        # The kernel does not know the mode of the module: without this it would drop in eval mode.
         p = self.attention_dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
         dropped: Tensor = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
@@ -67,8 +64,8 @@ class GPT(LanguageModel):
     """A causal transformer with norms before its blocks and learned positions.
 
     Radford et al. 2019, "Language models are unsupervised multitask learners" (GPT-2, whose
-    smallest size is the default). The head uses the embedding's matrix. Nothing is carried from
-    window to window: the state is ``()``.
+    smallest size is the default). The head uses the embedding's matrix. The model carries nothing from
+    window to window: its state is ``()``.
 
     Args:
         vocab_size: the number of words.
@@ -124,7 +121,7 @@ class GPT(LanguageModel):
         return self.embedding
 
     def _initialize(self) -> None:
-        """Normal weights of 0.02, scaled down where 2 · layers outputs add up in one residual."""
+        """Normal weights of 0.02, scaled down for the 2 · layers outputs that add up in the residual."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

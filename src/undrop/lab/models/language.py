@@ -1,28 +1,73 @@
-"""What all language models share: one way to be called, and the loss that fits."""
+"""What all language models share: their state, their output layer, how to call them, their loss."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from undrop.errors import OptionError
-from undrop.lab.models.heads import LinearHead
-from undrop.lab.models.state import State, tensors
-from undrop.losses import Loss
+from undrop.losses import LinearCrossEntropy, Loss
 from undrop.nn.adaptive import AdaptiveHead
 from undrop.options import check_int
 from undrop.registry import Registry
 
-__all__ = ["MODELS", "LanguageModel"]
+State: TypeAlias = tuple[Any, ...]
+"""What a model carries from window to window: tensors, or tuples of them, with the batch second."""
+
+
+def detach(state: State) -> State:
+    """Return the same values without their history: truncates back-propagation between two windows."""
+    detached: State = tree_map_only(Tensor, Tensor.detach, state)
+    return detached
+
+
+class LinearHead(nn.Module):
+    """The scores of all words, ``h Wᵀ + b``.
+
+    A tied head has no W: each call passes it the embedding, whose matrix it uses (Press & Wolf 2017),
+    so that each parameter has one owner and one name in ``state_dict``.
+
+    Args:
+        vocab_size: the number of words.
+        size: the number of features.
+        tied: whether W is the embedding's matrix.
+        bias: whether there is a b.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, vocab_size: int, size: int, *, tied: bool = True, bias: bool = True) -> None:
+        super().__init__()
+        weight = None if tied else nn.Parameter(torch.empty(vocab_size, size))
+        self.register_parameter("weight", weight)
+        if weight is not None:
+            nn.init.uniform_(weight, -0.1, 0.1)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(vocab_size)) if bias else None)
+
+    def forward(self, features: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Logits (…, V) of features (…, d)."""
+        return F.linear(features, self._weight(embedding), self.bias)
+
+    def loss(self, embedding: nn.Embedding, *, label_smoothing: float = 0.0) -> Loss:
+        """The cross-entropy that takes this head's features."""
+        weight = self._weight(embedding)
+        return LinearCrossEntropy(weight, self.bias, label_smoothing=label_smoothing)
+
+    def _weight(self, embedding: nn.Embedding) -> Tensor:
+        return embedding.weight if self.weight is None else self.weight
 
 
 class LanguageModel(nn.Module, ABC):
     """A model of the next word, called on windows of text with the time first.
 
-    A subclass says how tokens become features, and which embedding the head may share.
+    A subclass computes features of tokens, and returns the embedding that the head may share.
 
     Args:
         vocab_size: the number of words.
@@ -69,13 +114,13 @@ class LanguageModel(nn.Module, ABC):
 
         Args:
             tokens: word numbers (T, B), time first.
-            state: what the call on the window before returned; None at the beginning of a text. It
-                comes with its history: see :func:`undrop.nn.detach`.
+            state: what the call on the previous window returned; None at the beginning of a text. It
+                has a history: see :func:`detach`.
             logits: whether to return logits (T, B, V), or else the features (T, B, d) that
-                :meth:`loss` takes without ever holding all logits at once.
+                :meth:`loss` takes, which never holds all logits at once.
 
         Returns:
-            The output at each token, which tells of the *next* one, and the new state.
+            The output at each token, which predicts the *next* one, and the new state.
         """
         _check(tokens, state)
         features, state = self.features(tokens, state)
@@ -109,9 +154,9 @@ def _check(tokens: Tensor, state: State | None) -> None:
             "tokens must be a non-empty tensor (time, batch) of whole numbers, got "
             f"{tokens.dtype} of shape {tuple(tokens.shape)}."
         )
-    for tensor in tensors(state or ()):
+    for tensor in tree_leaves(state or ()):
         if tensor.shape[1] != tokens.shape[1]:
             raise OptionError(
-                f"state must carry as many texts as there are in tokens, {tokens.shape[1]}, got "
-                f"{tensor.shape[1]}: pass state=None to begin anew."
+                f"state must have as many texts as tokens, {tokens.shape[1]}, got "
+                f"{tensor.shape[1]}: pass state=None to start a new text."
             )

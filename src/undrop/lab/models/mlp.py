@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from undrop import options
 
-__all__ = ["MLP"]
-
 
 class MLP(nn.Module):
     """Linear layers with ReLU and dropout between them (Srivastava et al. 2014).

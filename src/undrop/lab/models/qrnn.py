@@ -1,22 +1,52 @@
-"""QRNN: gates that see the inputs only, so that all steps are computed at once."""
+"""QRNN: gates see only the inputs, so that all steps are computed at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
-from undrop.lab.models.language import MODELS
-from undrop.lab.models.recurrent import RecurrentLM, layer_sizes
-from undrop.lab.models.scan import linear_scan
-from undrop.lab.models.state import State
+from undrop.lab.models.language import MODELS, State
+from undrop.lab.models.recurrent import RecurrentLM
 from undrop.nn.dropout import WeightDrop
 from undrop.options import check_probability
 
-__all__ = ["QRNN", "QRNNLayer"]
+
+def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
+    """All c_t = a_t ⊙ c_{t-1} + b_t, with c_{-1} = ``initial``, in about log₂ T vectorised rounds.
+
+    Two steps make one: c_{2k+1} = (a_{2k+1} a_{2k}) c_{2k-1} + (a_{2k+1} b_{2k} + b_{2k+1}). That
+    recurrence of half the length gives the odd steps, and one more step from each gives the even
+    ones: about 3T multiplications, where the loop has T. Without divisions, gates near 0 or 1 lose no
+    precision; products and sums alone can be differentiated in any mode and order.
+
+    Args:
+        a: the factors (T, …), T ≥ 1.
+        b: the inputs (T, …).
+        initial: the value before the first step (1, …).
+
+    Returns:
+        c of shape (T, …).
+    """
+    steps, half = len(b), len(b) // 2
+    if half == 0:
+        return a * initial + b
+    a_even, a_odd = _pairs(a, half)
+    b_even, b_odd = _pairs(b, half)
+    odd = linear_scan(a_odd * a_even, a_odd * b_even + b_odd, initial)
+    even = a_even * torch.cat([initial, odd[:-1]]) + b_even
+    c = torch.stack([even, odd], dim=1).flatten(0, 1)
+    if steps == 2 * half:
+        return c
+    return torch.cat([c, a[-1:] * odd[-1:] + b[-1:]])
+
+
+def _pairs(x: Tensor, half: int) -> tuple[Tensor, ...]:
+    """The even and the odd steps, but for a last one without a partner."""
+    paired = x if len(x) == 2 * half else x[: 2 * half]  # no slice, no copy in the backward pass
+    return paired.view(half, 2, *x.shape[1:]).unbind(1)
 
 
 class QRNNLayer(nn.Module):
@@ -65,7 +95,7 @@ class QRNNLayer(nn.Module):
 
 @MODELS.register("qrnn")
 class QRNN(RecurrentLM):
-    """Quasi-recurrent layers in the frame of AWD-LSTM.
+    """AWD-LSTM's dropouts around quasi-recurrent layers.
 
     Bradbury et al. 2017, "Quasi-recurrent neural networks", as in Merity, Keskar & Socher 2018, "An
     analysis of neural language modeling at multiple scales": DropConnect is on all weights of a
@@ -74,18 +104,8 @@ class QRNN(RecurrentLM):
     The state is one tuple for each layer: see :class:`QRNNLayer`.
 
     Args:
-        vocab_size: the number of words.
-        embedding_size: the size of the embedding, and of the last layer if tied.
-        hidden_size: the size of the other layers.
-        layers: the number of layers.
-        window: how many inputs the first layer's gates see, 1 or 2; the others see 1.
-        tied: whether the head uses the embedding's matrix.
-        cutoffs: the first word of each tail of an adaptive softmax; none for a plain one.
-        embedding_dropout: the probability to drop a word of the vocabulary for a whole batch.
-        input_dropout: … to drop a feature of the embedded words, for a whole window.
-        hidden_dropout: … to drop a feature between two layers, for a whole window.
-        output_dropout: … to drop a feature of the last layer, for a whole window.
-        weight_dropout: … to drop a weight of a layer, for a whole window and batch.
+        window: how many inputs the first layer's gates see, 1 or 2; the others see 1. All other
+            arguments are those of :class:`RecurrentLM`.
     """
 
     def __init__(
@@ -104,20 +124,22 @@ class QRNN(RecurrentLM):
         output_dropout: float = 0.1,
         weight_dropout: float = 0.0,
     ) -> None:
-        sizes = layer_sizes(
-            embedding_size=embedding_size, hidden_size=hidden_size, layers=layers, tied=tied
-        )
+        self.window = window
         super().__init__(
             vocab_size,
-            sizes,
-            [
-                QRNNLayer(a, b, window=1 if i else window, weight_dropout=weight_dropout)
-                for i, (a, b) in enumerate(pairwise(sizes))
-            ],
+            embedding_size=embedding_size,
+            hidden_size=hidden_size,
+            layers=layers,
             tied=tied,
             cutoffs=cutoffs,
             embedding_dropout=embedding_dropout,
             input_dropout=input_dropout,
             hidden_dropout=hidden_dropout,
             output_dropout=output_dropout,
+            weight_dropout=weight_dropout,
         )
+
+    def layer(self, index: int, inputs: int, outputs: int, weight_dropout: float) -> nn.Module:
+        """Make a layer; only the first one sees ``window`` inputs."""
+        window = 1 if index else self.window
+        return QRNNLayer(inputs, outputs, window=window, weight_dropout=weight_dropout)

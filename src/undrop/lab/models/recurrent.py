@@ -1,62 +1,62 @@
-"""The frame of AWD language models: dropouts around a stack of recurrent layers."""
+"""What AWD language models share: dropouts around a stack of recurrent layers."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
-from undrop.lab.models.language import LanguageModel
-from undrop.lab.models.state import State
+from undrop.lab.models.language import LanguageModel, State
 from undrop.nn.adaptive import AdaptiveEmbedding
 from undrop.nn.dropout import EmbeddingDropout, LockedDropout
 from undrop.options import check_int, check_probability
 
-__all__ = ["RecurrentLM", "layer_sizes"]
-
 _SPREAD = 0.1  # initial embeddings are uniform in ±0.1, or normal with the same variance
-
-
-def layer_sizes(
-    *, embedding_size: int, hidden_size: int, layers: int, tied: bool
-) -> tuple[int, ...]:
-    """The sizes between layers: embedding, hidden …, and the embedding's again if tied."""
-    embedding_size = check_int("embedding_size", embedding_size)
-    hidden_size = check_int("hidden_size", hidden_size)
-    hidden = (hidden_size,) * (check_int("layers", layers) - 1)
-    return (embedding_size, *hidden, embedding_size if tied else hidden_size)
 
 
 class RecurrentLM(LanguageModel):
     """Embedding, recurrent layers and a softmax, with dropout between all of them.
 
-    Masks between layers are locked: one for all steps of a window (Gal & Ghahramani 2016).
+    Masks between layers are locked: one for all steps of a window (Gal & Ghahramani 2016). A subclass
+    makes the layers.
 
     Args:
         vocab_size: the number of words.
-        sizes: the embedding's size and each layer's.
-        layers: modules called as ``layer(x, state) -> (y, state)`` on (T, B, size).
+        embedding_size: the size of the embedding, and of the last layer if tied.
+        hidden_size: the size of the other layers.
+        layers: the number of layers.
         tied: whether the head uses the embedding's matrix.
         cutoffs: the first word of each tail of an adaptive softmax; none for a plain one.
         embedding_dropout: the probability to drop a word of the vocabulary for a whole batch.
-        input_dropout: … to drop a feature of the embedded words.
-        hidden_dropout: … to drop a feature between two layers.
-        output_dropout: … to drop a feature of the last layer.
+        input_dropout: … to drop a feature of the embedded words, for a whole window.
+        hidden_dropout: … to drop a feature between two layers, for a whole window.
+        output_dropout: … to drop a feature of the last layer, for a whole window.
+        weight_dropout: … to drop a weight within a layer, for a whole window and batch.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        sizes: Sequence[int],
-        layers: Sequence[nn.Module],
         *,
-        tied: bool,
-        cutoffs: Sequence[int],
-        embedding_dropout: float,
-        input_dropout: float,
-        hidden_dropout: float,
-        output_dropout: float,
+        embedding_size: int = 400,
+        hidden_size: int = 1150,
+        layers: int = 3,
+        tied: bool = True,
+        cutoffs: Sequence[int] = (),
+        embedding_dropout: float = 0.0,
+        input_dropout: float = 0.4,
+        hidden_dropout: float = 0.4,
+        output_dropout: float = 0.4,
+        weight_dropout: float = 0.4,
     ) -> None:
+        embedding_size = check_int("embedding_size", embedding_size)
+        hidden_size = check_int("hidden_size", hidden_size)
+        hidden = (hidden_size,) * (check_int("layers", layers) - 1)
+        sizes = (embedding_size, *hidden, embedding_size if tied else hidden_size)
+        weight_p = check_probability("weight_dropout", weight_dropout)
+        made = [self.layer(i, a, b, weight_p) for i, (a, b) in enumerate(pairwise(sizes))]
         super().__init__(vocab_size, sizes[-1], tied=tied, cutoffs=cutoffs)
         p = check_probability("hidden_dropout", hidden_dropout)
         self.embedding = EmbeddingDropout(
@@ -64,9 +64,13 @@ class RecurrentLM(LanguageModel):
             check_probability("embedding_dropout", embedding_dropout),
         )
         self.input_dropout = LockedDropout(check_probability("input_dropout", input_dropout))
-        self.layers = nn.ModuleList(layers)
-        self.hidden_dropouts = nn.ModuleList(LockedDropout(p) for _ in layers[1:])
+        self.layers = nn.ModuleList(made)
+        self.hidden_dropouts = nn.ModuleList(LockedDropout(p) for _ in made[1:])
         self.output_dropout = LockedDropout(check_probability("output_dropout", output_dropout))
+
+    @abstractmethod
+    def layer(self, index: int, inputs: int, outputs: int, weight_dropout: float) -> nn.Module:
+        """Make a layer, called as ``layer(x, state) -> (y, state)`` on (T, B, size)."""
 
     def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
         """The last layer's dropped outputs, and each layer's state."""

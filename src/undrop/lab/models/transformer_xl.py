@@ -1,4 +1,4 @@
-"""Transformer-XL: attention by relative position over the window and a memory of those before."""
+"""Transformer-XL: attention by relative position over the window and a memory of earlier windows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
-from undrop.lab.models.language import MODELS, LanguageModel
-from undrop.lab.models.state import State
+from undrop.lab.models.language import MODELS, LanguageModel, State
 from undrop.nn.adaptive import AdaptiveEmbedding
 from undrop.noise import structured_dropout
 from undrop.options import check_int, check_probability
-
-__all__ = ["RelativeAttention", "TransformerXL", "sinusoids"]
 
 
 def sinusoids(steps: int, size: int, *, like: Tensor) -> Tensor:
@@ -35,10 +32,10 @@ def sinusoids(steps: int, size: int, *, like: Tensor) -> Tensor:
 def _relative_shift(scores: Tensor) -> Tensor:
     """Turn scores (…, T, K) by distance into scores by key.
 
-    Column m stands for distance K-1-m, and query i is at distance i + K-T - j from key j: so entry
-    (i, j) of the result is scores[i, j + T-1-i], each row further to the left than the next. With
-    one column more, reading on at the rows' old length moves each row by just that: no copy by
-    index is needed. Entries of keys after the query, j > i + K-T, mean nothing.
+    Column m has distance K-1-m, and query i is at distance i + K-T - j from key j. So entry (i, j) of
+    the result is scores[i, j + T-1-i]: each row moves one place less to the left than the row above it.
+    Adding one column and reading the memory with the old row length does exactly that, without
+    indexing. Entries of keys after the query, j > i + K-T, are not used.
     """
     *batch, queries, keys = scores.shape
     longer = F.pad(scores, (1, 0)).view(*batch, keys + 1, queries)
@@ -46,7 +43,7 @@ def _relative_shift(scores: Tensor) -> Tensor:
 
 
 class RelativeAttention(nn.Module):
-    """Causal self-attention whose scores see the distance to a key instead of its place.
+    """Causal self-attention whose scores depend on the distance to a key instead of its position.
 
     Query i scores key j at distance k = i - j ≥ 0 by
 
@@ -154,7 +151,7 @@ class _PositionDropout(nn.Module):
 
 @MODELS.register("transformer-xl")
 class TransformerXL(LanguageModel):
-    """A transformer that remembers its own activations of the windows before.
+    """A transformer that remembers its own activations in earlier windows.
 
     Dai et al. 2019, "Transformer-XL: attentive language models beyond a fixed-length context"; the
     defaults are its base model on WikiText-103, which needs a vocabulary of more than 200,000 words.
@@ -173,7 +170,7 @@ class TransformerXL(LanguageModel):
         heads: the number of attention heads, which divides the size.
         memory: how many steps are remembered.
         cutoffs: the first word of each tail of the adaptive softmax; none for a plain one.
-        shrink: how much shorter the embeddings of each tail are than those of the cluster before.
+        shrink: the factor by which the embeddings of each tail are shorter than the cluster before.
         dropout: the probability to drop an embedded word's feature, one of a position's encoding,
             a hidden unit of a feed-forward block, or a feature of a block's output or the last one.
         attention_dropout: … to drop an attention probability.

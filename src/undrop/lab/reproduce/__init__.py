@@ -1,4 +1,4 @@
-"""The paper's experiments as data, run at three scales, with statistics, verdicts and a report.
+"""The paper's experiments as data, at several scales, with statistics, verdicts and a report.
 
 >>> from undrop.lab import reproduce
 >>> reproduce.experiment("averaging-noise").paper
@@ -34,7 +34,7 @@ __all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, so that the command line knows experiments without torch."""
+    """Import a name on first use, so that the command line lists experiments without torch."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

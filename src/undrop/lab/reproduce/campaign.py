@@ -1,4 +1,4 @@
-"""Campaigns: run what a plan is missing, and keep every record as it comes."""
+"""A campaign does the missing runs of a plan, and saves every record when its run ends."""
 
 from __future__ import annotations
 
@@ -13,34 +13,25 @@ from undrop.lab.reproduce.plan import Plan, Run
 from undrop.lab.reproduce.records import Record, Records
 from undrop.lab.reproduce.worker import epochs_done
 
-__all__ = ["Campaign", "Listener", "Status"]
-
 
 @dataclass(frozen=True)
 class Status:
-    """How far a campaign is.
+    """How far a campaign is; seconds are estimates, on one core."""
 
-    Attributes:
-        total: the number of runs, including those that were done before.
-        done: the number of runs that have a record.
-        seconds_done: the estimated seconds of the work done by this process, on one core.
-        seconds_left: the estimated seconds of the work that is left.
-    """
-
-    total: int
-    done: int
-    seconds_done: float
+    total: int  # runs, including those of earlier campaigns
+    done: int  # runs that have a record
+    seconds_done: float  # of the work that this process did
     seconds_left: float
 
 
 class Listener:
-    """Is called while a campaign runs; a no-op to subclass."""
+    """Follows a campaign. Override the methods you need; they do nothing by default."""
 
     def status(self, status: Status) -> None:
-        """Called now and then with how far the campaign is."""
+        """Called about twice a second with the progress of the campaign."""
 
     def ended(self, run: Run, record: Record) -> None:
-        """Called when a run has its record."""
+        """Called when a run has ended and its record is saved."""
 
     def failed(self, run: Run, error: UndropError) -> None:
         """Called when a run has failed."""
@@ -48,17 +39,10 @@ class Listener:
 
 @dataclass
 class Campaign:
-    """The missing runs of a plan, on an executor.
-
-    Attributes:
-        plan: the runs to do.
-        folder: the folder of results, with finished records in ``records/`` and runs in ``runs/``.
-        executor: does the runs.
-        listener: is called while the campaign runs.
-    """
+    """The missing runs of a plan, on an executor."""
 
     plan: Plan
-    folder: Path
+    folder: Path  # of results: records are in its records/, runs that have not ended in runs/
     executor: Executor
     listener: Listener = field(default_factory=Listener)
 
@@ -71,7 +55,7 @@ class Campaign:
         """Do the missing runs, tuning first, and return the errors of those that failed.
 
         Raises:
-            StoppedError: if a signal asked to stop; the next call resumes the runs under way.
+            StoppedError: if a signal asked to stop; the next call resumes the unfinished runs.
         """
         self._sweep()
         while missing := self._runnable():
@@ -79,7 +63,7 @@ class Campaign:
         return list(self._failed.values())
 
     def _sweep(self) -> None:
-        """Remove the folders of runs that have a record: a kill came between the two."""
+        """Remove the folders of runs that have a record: a process was killed between the two."""
         for run in self.plan.needed(self.records):
             if self.records.get(run.key) is not None:
                 self._remove(run)
@@ -96,11 +80,11 @@ class Campaign:
         open_runs = {run.key: run for run in runs}
 
         def look() -> None:
-            under_way = sum(
+            unfinished = sum(
                 estimates[key] * epochs_done(self._scratch(run)) / run.config.train.epochs
                 for key, run in open_runs.items()
             )
-            self.listener.status(self._status(under_way))
+            self.listener.status(self._status(unfinished))
 
         for run, outcome in self.executor.outcomes(runs, self._scratch, look):
             del open_runs[run.key]
@@ -114,15 +98,15 @@ class Campaign:
                 self.listener.failed(run, outcome)
             look()
 
-    def _status(self, under_way: float) -> Status:
+    def _status(self, unfinished: float) -> Status:
         missing = self.plan.missing(self.records)
         later = sum(count for _, count in self.plan.waiting(self.records))
         needed = len(self.plan.needed(self.records))
         return Status(
             total=needed + later,
             done=needed - len(missing),
-            seconds_done=self._done_now + under_way,
-            seconds_left=max(0.0, self.plan.remaining(self.records) - under_way),
+            seconds_done=self._done_now + unfinished,
+            seconds_left=max(0.0, self.plan.remaining(self.records) - unfinished),
         )
 
     def _scratch(self, run: Run) -> Path:

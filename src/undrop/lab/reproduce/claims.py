@@ -1,4 +1,4 @@
-"""Claims and verdicts: a sentence, a ratio with its interval, and whether the claim holds."""
+"""Verdicts on claims: a sentence, a ratio with its interval, and whether the claim holds."""
 
 from __future__ import annotations
 
@@ -6,58 +6,42 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from undrop.lab.reproduce.measures import MEASURES
-from undrop.lab.reproduce.results import Results
+from undrop.lab.reproduce.results import MEASURES, Results
 from undrop.lab.reproduce.statistics import Interval, paired_ratio, seeds_needed
 from undrop.lab.reproduce.tables import Claim, Experiment, method, paper_number
-
-__all__ = ["DOES_NOT_HOLD", "HOLDS", "NOT_RUN", "UNDECIDED", "Verdict", "decide", "verdicts"]
 
 HOLDS = "holds"
 DOES_NOT_HOLD = "does not hold at this scale"
 UNDECIDED = "undecided"
 NOT_RUN = "not run"
 
-_FEWEST = 2
-"""With fewer seeds nothing is decided: one value has no spread."""
+_FEWEST = 2  # seeds that can decide a claim: one value has no spread
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim.
+    """The verdict on a claim."""
 
-    Attributes:
-        claim: the sentence.
-        experiment: the experiment that tests it.
-        verdict: one of :data:`HOLDS`, :data:`DOES_NOT_HOLD`, :data:`UNDECIDED` and :data:`NOT_RUN`.
-        seeds: the number of seeds behind it.
-        estimate: the ratio that the claim is about; None before anything is run.
-        low: the lower end of its 95 % interval.
-        high: the upper end.
-        paper: the same ratio in the paper, if it has the numbers.
-        measured: the ratio in words.
-        asked: the interval that the claim asks for.
-        reason: a likely reason why the claim does not hold; empty if it does.
-        needed: how many seeds would decide an undecided claim, with a chance of 80 %; None if it is
-            decided, or the spread over seeds is not known.
-    """
-
-    claim: str
-    experiment: str
-    verdict: str
+    claim: str  # the sentence
+    experiment: str  # the experiment that tests it
+    verdict: str  # HOLDS, DOES_NOT_HOLD, UNDECIDED or NOT_RUN
     seeds: int
-    estimate: float | None
-    low: float | None
+    estimate: float | None  # the ratio that the claim is about; None if nothing was run
+    low: float | None  # of its 95 % interval
     high: float | None
-    paper: float | None
-    measured: str
-    asked: str
-    reason: str
+    paper: float | None  # the same ratio in the paper, if the paper has the numbers
+    measured: str  # the ratio in words
+    asked: str  # the interval that the claim needs
+    reason: str  # a likely reason why the claim does not hold; empty if it does
     needed: int | None = None
+    """How many seeds would decide an undecided claim with a probability of 80 %.
+
+    None if it is decided, or the spread over seeds is unknown.
+    """
 
 
 def decide(claim: Claim, interval: Interval | None) -> str:
-    """Return whether a claim holds: if the whole interval lies where it asks, not if none does."""
+    """A claim holds if the whole interval lies in its range, and does not if none of it does."""
     if interval is None:
         return NOT_RUN
     if interval.seeds < _FEWEST:
@@ -80,7 +64,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         [results.values(claim.measure, cell) for cell in claim.under],
     )
     verdict = decide(claim, interval)
-    open_ = interval if verdict == UNDECIDED else None
+    undecided = interval if verdict == UNDECIDED else None
     return Verdict(
         claim=claim.sentence,
         experiment=experiment.name,
@@ -93,7 +77,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         measured=_measured(claim, experiment.settings),
         asked=_asked(claim),
         reason="" if verdict in (HOLDS, NOT_RUN) else claim.reasons.get(results.plan.scale, ""),
-        needed=None if open_ is None else seeds_needed(open_, claim.above, claim.below),
+        needed=None if undecided is None else seeds_needed(undecided, claim.above, claim.below),
     )
 
 

@@ -1,4 +1,4 @@
-"""Executors: processes on this machine, or a Ray cluster."""
+"""Executors do runs: in processes on this machine, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.worker import execute, single_threaded
 from undrop.registry import Registry
 
-__all__ = ["EXECUTORS", "Executor", "Local", "Outcome", "RayCluster", "executor_named"]
-
 Outcome: TypeAlias = tuple[Run, Record | UndropError]
 """A run, and its record or the error that it ended with."""
 
-_LOOK = 0.5
-"""Seconds between two looks at the runs under way."""
+_INTERVAL = 0.5  # seconds between two checks of the runs
 
 EXECUTORS: Registry[str, type[Executor]] = Registry("executor")
 """The executors by name."""
@@ -40,11 +37,7 @@ def executor_named(name: str, jobs: int) -> Executor:
 
 
 class Executor(ABC):
-    """Does runs, several at a time.
-
-    Args:
-        jobs: the number of runs at a time.
-    """
+    """Does runs, ``jobs`` at a time."""
 
     def __init__(self, jobs: int) -> None:
         if jobs < 1:
@@ -59,12 +52,12 @@ class Executor(ABC):
         Args:
             runs: the runs to do.
             scratch: returns the folder for a run's files.
-            look: called now and then while runs are under way.
+            look: called after each check of the runs.
         """
         queue, waiting = list(runs), dict[Any, Run]()
         with self.opened():
             while queue or waiting:
-                # Start no more than fit: a run that has been started can't be taken back.
+                # Start no more runs than there are processes: a started run can't be taken back.
                 while queue and len(waiting) < self.jobs:
                     run = queue.pop(0)
                     waiting[self.start(run, str(scratch(run)))] = run
@@ -74,7 +67,7 @@ class Executor(ABC):
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[None]:
-        """Start the workers; on an exception, the runs under way are asked to save and stop."""
+        """Start the workers; after an exception, ask the unfinished runs to save and stop."""
 
     @abstractmethod
     def start(self, run: Run, scratch: str) -> Any:
@@ -82,7 +75,7 @@ class Executor(ABC):
 
     @abstractmethod
     def ended(self, handles: Iterable[Any]) -> list[Any]:
-        """Wait a moment and return the handles of the runs that have ended."""
+        """Wait half a second at most, and return the handles of the runs that have ended."""
 
     @abstractmethod
     def result(self, handle: Any) -> Record:
@@ -95,7 +88,7 @@ class Local(Executor):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Start processes, each in its own pool: one that is killed then breaks no other."""
+        """Start processes, each in its own pool, so that killing one does not break the others."""
         others = set(multiprocessing.active_children())
         self._idle = [_process() for _ in range(self.jobs)]
         self._busy: dict[Future[Record], ProcessPoolExecutor] = {}
@@ -117,8 +110,8 @@ class Local(Executor):
         return future
 
     def ended(self, handles: Iterable[Future[Record]]) -> list[Future[Record]]:
-        """Return the runs that are done."""
-        return list(wait(handles, timeout=_LOOK, return_when=FIRST_COMPLETED).done)
+        """Wait for the next run to end."""
+        return list(wait(handles, timeout=_INTERVAL, return_when=FIRST_COMPLETED).done)
 
     def result(self, handle: Future[Record]) -> Record:
         """Return what the process returned."""
@@ -146,7 +139,7 @@ def _begin() -> None:
 
 
 def _end_with_parent() -> None:
-    """Send this process a signal once its parent is gone: nothing else would end it."""
+    """Send this process a signal when its parent ends: nothing else would stop it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -159,7 +152,7 @@ def _execute_for_parent(run: Run, scratch: str) -> Record:
     finally:
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
-            os._exit(1)  # the state is saved, and nobody waits for the record
+            os._exit(1)  # the state is saved, and no process waits for the record
 
 
 def _killed() -> RunError:
@@ -189,14 +182,14 @@ class RayCluster(Executor):
                 self._ray.shutdown()
 
     def start(self, run: Run, scratch: str) -> Any:
-        """Start a task, with a GPU if the run wants one: a task only sees what it asks for."""
+        """Start a task, with a GPU if the run needs one: a task sees only what it requests."""
         gpus = int(self._gpus and run.config.train.device != "cpu")
         task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(_execute_anywhere)
         return task.remote(run, scratch)
 
     def ended(self, handles: Iterable[Any]) -> list[Any]:
-        """Return the runs that are done."""
-        done, _ = self._ray.wait(list(handles), timeout=_LOOK)
+        """Wait for the next run to end."""
+        done, _ = self._ray.wait(list(handles), timeout=_INTERVAL)
         return list(done)
 
     def result(self, handle: Any) -> Record:
@@ -224,7 +217,7 @@ def _ray() -> Any:
 
 
 def _outcome(result: Callable[[], Record]) -> Record | UndropError:
-    """The record, or the error that says why there is none; a stop is not an outcome."""
+    """The record, or the error of a run that failed; a request to stop is raised again."""
     try:
         return result()
     except StoppedError:

@@ -1,4 +1,4 @@
-"""Plans: the runs that experiments need; experiments share runs, and tuning comes first."""
+"""A plan lists the runs that experiments need; experiments share runs, and tuning comes first."""
 
 from __future__ import annotations
 
@@ -12,24 +12,15 @@ from undrop.lab.reproduce import tables
 from undrop.lab.reproduce.records import Record, Records, key_of
 from undrop.lab.train import Config, merge
 
-__all__ = ["Cell", "Plan", "Run"]
-
 
 @dataclass(frozen=True)
 class Run:
-    """One training, perhaps with a measurement at its end.
+    """One training, perhaps with a measurement at its end."""
 
-    Attributes:
-        config: every setting, including the seed.
-        probe: the name of a measurement on the trained model, or None.
-        setting: the setting that it belongs to, for the time estimate.
-        cost: the cost of a step, in plain steps.
-    """
-
-    config: Config
-    probe: str | None
-    setting: str
-    cost: float
+    config: Config  # every setting, including the seed
+    probe: str | None  # the name of a measurement on the trained model
+    setting: str  # the name of its setting, for the time estimate
+    cost: float  # of a step, in plain steps
 
     @cached_property
     def key(self) -> str:
@@ -38,7 +29,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The run in a few words, for progress lines."""
+        """A short description, for progress lines."""
         options = ", ".join(
             f"{name}={value}"
             for name, value in self.config.objective.options.items()
@@ -108,7 +99,7 @@ class Cell:
         return {seed: record for seed, record in found.items() if record is not None}
 
     def needed(self, records: Records) -> list[Run]:
-        """Return the runs of the tuning on the first seed, then of the chosen variant on the rest."""
+        """Return the tuning runs on the first seed, then the chosen variant on the other seeds."""
         if self.method.search:
             return [self.run(variant, seed) for seed in self.seeds for variant in self.variants]
         tuning = [self.run(variant, self.seeds[0]) for variant in self.variants]
@@ -117,7 +108,7 @@ class Cell:
         return tuning + later
 
     def waiting(self, records: Records) -> int:
-        """Return the number of runs that depend on the result of the tuning."""
+        """Return the number of runs that wait for the result of the tuning."""
         waits = not self.method.search and self.choice(records) is None
         return len(self.seeds) - 1 if waits else 0
 
@@ -168,7 +159,7 @@ class Plan:
         return [run for run in self.needed(records) if records.get(run.key) is None]
 
     def waiting(self, records: Records) -> list[tuple[Cell, int]]:
-        """Return the cells whose tuning is not done, with the number of runs that depend on it."""
+        """Return the cells whose tuning is not done, with the number of runs that wait for it."""
         counted = ((cell, cell.waiting(records)) for cell in self.cells.values())
         return [(cell, count) for cell, count in counted if count]
 

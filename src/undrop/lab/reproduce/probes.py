@@ -1,4 +1,4 @@
-"""Probes: measurements on a trained model."""
+"""Probes measure something on a trained model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import State, detach
 from undrop.lab.train.runs import Run
 from undrop.registry import Registry
-
-__all__ = ["PROBES", "taylor"]
 
 PROBES: Registry[str, Callable[[Run], dict[str, float]]] = Registry("probe")
 """The probes by the name that a setting gives."""
@@ -49,7 +47,7 @@ def taylor(run: Run) -> dict[str, float]:
 
 
 def _windows(run: Run, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """The first windows, each with the state that the model has after the one before, in eval mode."""
+    """The first windows, each with the state after the window before it, in eval mode."""
     state: State | None = None
     data = run.config.data
     for window in islice(TrainingWindows(run.corpus.train, data.batch_size, data.length), _WINDOWS):

@@ -1,4 +1,4 @@
-"""Records: one small JSON file per finished run, never changed once written."""
+"""Records: one small JSON file per finished run, which is never changed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from undrop.errors import ConfigError, RunError
 from undrop.files import naming_disk_errors, read_json, write_json
 from undrop.lab.train import Config
-
-__all__ = ["Curve", "Record", "Records", "key_of"]
 
 
 def key_of(config: Config, probe: str | None) -> str:
@@ -67,13 +65,10 @@ class Record(BaseModel):
 
 
 class Records:
-    """The records in a folder, by key.
+    """The records in a folder, by key; the first record creates the folder.
 
-    The key is computed from the config in the record: a setting with a default that was added later
-    does not orphan older records.
-
-    Args:
-        folder: the folder of the files; it is created with the first record.
+    The key is computed from the config in the record, so older records stay valid when a setting with
+    a default is added.
     """
 
     def __init__(self, folder: Path) -> None:

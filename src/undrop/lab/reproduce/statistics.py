@@ -1,4 +1,4 @@
-"""Means over seeds with Student's intervals, paired by seed, and how many seeds a decision takes."""
+"""Means over seeds with Student's intervals, paired ratios, and the seeds that a decision needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Interval", "geometric", "mean_interval", "paired_ratio", "seeds_needed", "student"]
-
 LEVEL = 0.95
 POWER = 0.8
-"""The chance to decide that :func:`seeds_needed` asks for."""
+"""The probability of a decision that :func:`seeds_needed` aims at."""
 _MOST = 10_000
 
 
@@ -37,9 +35,9 @@ def student(quantile: float, values: int) -> float:
 def geometric(values: Sequence[float]) -> Interval:
     """Return the geometric mean of positive values, with Student's 95 % interval.
 
-    Perplexities and times are compared by ratios, so their logarithms are averaged. One value has no
-    spread, so its interval is that value. An infinite value, a quality that was never reached, makes
-    the mean infinite, and the interval begins at the least value; its reciprocal, 0, likewise.
+    Perplexities and times are compared by ratios, so their logarithms are averaged. The interval of one
+    value is that value. With an infinite value (a quality that was never reached) the mean is infinite,
+    and with a 0 (its reciprocal) it is 0; the interval then goes from the least value to the greatest.
     """
     if math.inf in values or 0.0 in values:
         mean = math.inf if 0.0 not in values else 0.0 if math.inf not in values else math.nan
@@ -54,7 +52,7 @@ def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
 
     Args:
         values: one for each seed.
-        comparisons: how many intervals there are. All of them hold at once with 95 % (Bonferroni).
+        comparisons: the number of intervals that must hold together with 95 % (Bonferroni).
     """
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
@@ -66,11 +64,11 @@ def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
 
 
 def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
-    """Return how many seeds decide whether a ratio lies in a range, with a chance of 80 %.
+    """Return how many seeds decide whether a ratio lies in a range, with a probability of 80 %.
 
-    The ratio and its spread are taken to be what was measured: the interval of that many seeds then
-    ends before the nearest end of the range. None if nothing is known of the spread, or no number up
-    to 10,000 is enough.
+    It assumes that the measured ratio and spread are the true ones: the interval of that many seeds
+    does not reach the nearest end of the range. None if the spread is unknown, or 10,000 seeds are not
+    enough.
     """
     if interval.seeds < 2 or not 0.0 < interval.estimate < math.inf:
         return None
@@ -81,9 +79,8 @@ def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
         return None
     tail = (1.0 - LEVEL) / 2.0
     for n in _counts():
-        if (student(1.0 - tail, n) + student(POWER, n)) * interval.spread / math.sqrt(
-            n
-        ) <= distance:
+        reach = student(1.0 - tail, n) + student(POWER, n)
+        if reach * interval.spread / math.sqrt(n) <= distance:
             return n
     return None
 

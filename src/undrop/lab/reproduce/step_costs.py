@@ -1,4 +1,4 @@
-"""What a step of each method costs, in steps of plain dropout: measured epoch by epoch, in turns."""
+"""Measure what a step of each method costs, in steps of plain dropout."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from undrop.lab.reproduce import tables
-from undrop.lab.reproduce.measures import REFERENCE
+from undrop.lab.reproduce.results import REFERENCE
 from undrop.lab.train import Callback, Config, merge, train_interleaved
 
-__all__ = ["measure_step_costs"]
-
-_STEPS = 25
-"""Steps of an epoch, where the setting limits its text."""
+_STEPS = 25  # of an epoch, if the setting limits its text
 _EPOCHS = 8
-_WARMUP = 2
-"""Epochs that are not counted: engines prove themselves in the first steps of a model."""
+_WARMUP = 2  # epochs that are not counted: engines run their checks in the first steps
 
 
 def measure_step_costs(
@@ -30,9 +26,9 @@ def measure_step_costs(
 ) -> dict[str, float]:
     """Return each method's time for a step, divided by plain dropout's.
 
-    All methods train in one process, an epoch each in turn, so that whatever slows the machine down
-    slows them alike. The result is the median over epochs of the ratio in the same turn. Evaluation is
-    not counted.
+    All methods train in one process, one epoch of each in turn, so that other work on the machine slows
+    all of them down alike. The result is the median over epochs of the ratio in the same turn.
+    Evaluation is not counted.
 
     Args:
         setting: what to train.

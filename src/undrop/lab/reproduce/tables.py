@@ -1,7 +1,4 @@
-"""The experiments as data: methods, settings, scales, claims, and the paper's numbers.
-
-This module reads the TOML files in ``tables/`` and checks them.
-"""
+"""The experiments as data: read the TOML files in ``tables/`` and check them."""
 
 from __future__ import annotations
 
@@ -19,29 +16,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = [
-    "EXPERIMENTS",
-    "SCALES",
-    "Claim",
-    "Experiment",
-    "Method",
-    "PaperNumber",
-    "Setting",
-    "experiment",
-    "experiments_at",
-    "method",
-    "paper_number",
-    "setting",
-    "step_cost",
-]
-
 SCALES = {
     "smoke": "seconds, for tests",
     "small": "hours on a laptop",
-    "medium": "minutes a run, a day on a laptop",
+    "medium": "minutes per run, a day on a laptop",
     "paper": "the paper's own settings, on GPUs",
 }
-"""The scales, and what they take."""
+"""The scales, and how long they take."""
 
 EXPERIMENTS = (
     "averaging-noise",
@@ -66,24 +47,16 @@ EXPERIMENTS = (
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        name: its name in ``methods.toml``.
-        label: its name in figures and tables.
-        cost: the cost of a step, in plain steps.
-        settings: the settings that it changes.
-        tune: further settings to try; the best variant on the first seed is the method.
-        search: whether every seed tries all variants itself. Where time counts (see
-            :attr:`Setting.time`) the variants then share the time of one run.
-    """
-
-    name: str
-    label: str
-    cost: float
-    settings: Mapping[str, Any]
-    tune: tuple[Mapping[str, Any], ...] = ()
+    name: str  # in methods.toml
+    label: str  # in figures and tables
+    cost: float  # of a step, in plain steps
+    settings: Mapping[str, Any]  # that it changes
+    tune: tuple[Mapping[str, Any], ...] = ()  # variants to try; the best on the first seed is used
     search: bool = False
+    """Whether every seed tries all variants. With a limit of time (:attr:`Setting.time`) the variants
+    share the time of one run."""
 
     def variants(self) -> list[dict[str, Any]]:
         """Return the settings of every variant; there is one unless the method is tuned."""
@@ -94,28 +67,18 @@ class Method:
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, a corpus and a way of training, at one scale.
+    """A model, a corpus and a way of training, at one scale."""
 
-    Attributes:
-        name: its name in ``settings.toml``.
-        scale: one of :data:`SCALES`.
-        seconds: the estimated time of a plain run.
-        settings: sections of a training config.
-        probe: the name of a measurement on the trained model, or None.
-        time: how long a run may take, in runs of plain dropout; None counts epochs instead.
-        base: the setting whose steps it takes, whose costs are in ``step_costs.toml``.
-    """
-
-    name: str
+    name: str  # in settings.toml
     scale: str
-    seconds: float
-    settings: Mapping[str, Any]
-    probe: str | None = None
-    time: float | None = None
-    base: str = ""
+    seconds: float  # the estimated time of a plain run
+    settings: Mapping[str, Any]  # sections of a training config
+    probe: str | None = None  # the name of a measurement on the trained model
+    time: float | None = None  # the limit of a run in runs of plain dropout; None counts epochs
+    base: str = ""  # the setting with the same steps, whose costs are in step_costs.toml
 
     def epochs(self, method: Method) -> int:
-        """Return the number of epochs of a method's run: as many as fit into the time, if one is set."""
+        """Return the number of epochs of a method's run, as many as fit into the time if it is set."""
         epochs: int = self.settings["train"]["epochs"]
         if self.time is None:
             return epochs
@@ -138,8 +101,7 @@ class Claim:
     under: tuple[str, ...]
     above: float
     below: float
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Likely reasons why it does not hold, by scale."""
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why it may not hold, by scale
 
 
 @dataclass(frozen=True)
@@ -155,8 +117,7 @@ class Experiment:
     figure: str
     measure: str
     claims: tuple[Claim, ...]
-    more: tuple[str, ...] = ()
-    """Further cells, each ``setting:method``."""
+    more: tuple[str, ...] = ()  # further cells, each setting:method
 
     @property
     def cells(self) -> list[tuple[str, str]]:
@@ -202,9 +163,9 @@ def method(name: str) -> Method:
 
 
 def step_cost(setting: Setting, method: Method) -> float:
-    """Return the time of a method's step in steps of plain dropout, as measured on the setting.
+    """Return the time of a method's step in steps of plain dropout.
 
-    A method that was not measured has the estimate of ``methods.toml``.
+    It is the measured time on the setting, or else the estimate in ``methods.toml``.
     """
     measured = _table("step_costs.toml").get(setting.scale, {}).get(setting.base, {})
     return float(measured.get(method.name, method.cost))
@@ -251,17 +212,13 @@ def experiment(name: str) -> Experiment:
         raise UnknownNameError("experiment", name, EXPERIMENTS)
     values = dict(_table("experiments", f"{name}.toml"))
     settings = tuple(values.pop("settings"))
-    claims = tuple(_claim(claim, settings[0]) for claim in values.pop("claims"))
-    methods = tuple(values.pop("methods"))
-    measure = values.pop("measure", "best_valid_ppl")
-    more = tuple(values.pop("more", ()))
     return Experiment(
         name,
         settings=settings,
-        methods=methods,
-        claims=claims,
-        measure=measure,
-        more=more,
+        methods=tuple(values.pop("methods")),
+        claims=tuple(_claim(claim, settings[0]) for claim in values.pop("claims")),
+        measure=values.pop("measure", "best_valid_ppl"),
+        more=tuple(values.pop("more", ())),
         **values,
     )
 
@@ -289,7 +246,7 @@ def _claim(values: Mapping[str, Any], default: str) -> Claim:
 
 
 def _cell(name: str, default: str) -> str:
-    """A method's name alone stands for it on the experiment's first setting."""
+    """A method's name alone means the method on the experiment's first setting."""
     return name if ":" in name else f"{default}:{name}"
 
 

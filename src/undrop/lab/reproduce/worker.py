@@ -1,4 +1,4 @@
-"""The worker: one run, from its start or its last checkpoint, to its record."""
+"""The worker does one run, from its start or its last checkpoint, and returns its record."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from undrop.lab.train import Callback, RunFolder, run
 from undrop.lab.train.environment import device_of, machine, versions
 from undrop.lab.train.runs import open_run
 
-__all__ = ["commit", "epochs_done", "execute", "single_threaded"]
-
 _TIMES = "times.json"
 
 
@@ -34,8 +32,8 @@ def single_threaded() -> None:
 def execute(job: Run, scratch: str) -> Record:
     """Train, measure, and return the record.
 
-    The folder ``scratch`` is kept, because the record is not on the disk yet. A run that diverges (a
-    number is infinite or NaN) is a result too: its record holds the epochs before.
+    The folder ``scratch`` stays, because the record is not on the disk yet. A run that diverges (a
+    number is infinite or NaN) is a result too: its record has the epochs before.
 
     Raises:
         UndropError: if something went wrong; ``scratch`` then holds the work done so far.
@@ -52,7 +50,7 @@ def execute(job: Run, scratch: str) -> Record:
 class Stopwatch(Callback):
     """Measures the time of every epoch, also of a run that was resumed.
 
-    On a CPU it counts processor seconds, which do not depend on what else the machine does.
+    On a CPU it counts processor seconds, which other work on the machine does not change.
     """
 
     def __init__(self, folder: Path, *, on_cpu: bool) -> None:
@@ -81,8 +79,7 @@ class Stopwatch(Callback):
 
 
 def _record(job: Run, folder: Path, stopwatch: Stopwatch, ended: str, test: float | None) -> Record:
-    lines = RunFolder(folder).metrics.read()
-    epochs = [line for line in lines if line["kind"] == "epoch"]
+    epochs = RunFolder(folder).metrics.epochs()
     if not epochs:
         raise NonFiniteError(f"{job.title} diverged in its first epoch: lower optimizer.lr.")
     times = [stopwatch.times[str(line["epoch"])] for line in epochs]
@@ -118,12 +115,12 @@ def _record(job: Run, folder: Path, stopwatch: Stopwatch, ended: str, test: floa
 
 
 def _short(value: float) -> float:
-    """Six digits are enough for a curve, and keep the record small."""
+    """Round to six digits, which are enough for a curve and keep the record small."""
     return float(f"{value:.6g}")
 
 
 def commit() -> str | None:
-    """Return the git commit of the code, with a + if it has changes; None outside of git."""
+    """Return the git commit of the code, with a + if the code has changes; None without git."""
     here = Path(__file__).parent
     try:
         head = _git(here, "rev-parse", "HEAD")

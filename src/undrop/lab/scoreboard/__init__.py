@@ -1,1 +1,1 @@
-"""A scoreboard of today's tasks: what dropout, weight decay and the regularizers are worth."""
+"""A scoreboard: dropout, weight decay and the regularizers on a few of today's tasks."""

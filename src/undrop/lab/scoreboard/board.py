@@ -1,4 +1,4 @@
-"""The scoreboard's runs: tuning on a seed that is not reported, then every method on the others."""
+"""The scoreboard's runs: the search on seed 0, then every method on the reported seeds."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from undrop.files import naming_disk_errors, read_json, write_json
 from undrop.lab.scoreboard.run import Spec, execute
 from undrop.lab.scoreboard.tasks import TASKS
 
-__all__ = ["METHODS", "Board", "Method", "RunRecords", "run_board"]
-
 TUNING_SEED = 0
 """The seed of every search; the reported seeds are 1, 2, …"""
-_SLOWER = 1.05
-"""Above this cost of a step, a run at equal time is another run than the one at equal steps."""
+_SLOWER = 1.05  # the cost of a step from which a run at equal time has fewer epochs
 
-RunRecords = dict[str, dict[str, Any]]
-"""Records by key."""
+RunRecords = dict[str, dict[str, Any]]  # by key
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: what it is, and which options are searched for."""
+    """A way to train, and the options that are searched for."""
 
     label: str
     kind: str
@@ -50,13 +46,7 @@ METHODS = {
 
 
 class Board:
-    """The runs of one task, and what its records say.
-
-    Args:
-        task: the task's name.
-        records: the finished runs.
-        seeds: the number of reported seeds.
-    """
+    """The runs of one task on ``seeds`` reported seeds, and the results in its records."""
 
     def __init__(self, task: str, records: RunRecords, seeds: int) -> None:
         self.name, self.task, self.records = task, TASKS[task], records
@@ -92,7 +82,7 @@ class Board:
         return min(tries, key=lambda s: float(self.records[s.key]["validation"]))
 
     def chosen(self, name: str, *, timed: bool) -> Spec | None:
-        """Return the options that the search chose, with the epochs that fit into dropout's time."""
+        """Return the run that the search chose; if ``timed``, with the epochs of dropout's time."""
         method = METHODS[name]
         tries = list(self._tries(method))
         done = not method.decayed or len(tries) > 1 + len(self.task.probabilities) * method.dropped
@@ -106,7 +96,7 @@ class Board:
         return replace(best, epochs=fit)
 
     def cost(self, name: str) -> float | None:
-        """Return the processor seconds of a step in those of dropout, from the searches' records."""
+        """Return the processor seconds of a step divided by dropout's, from the search."""
         own, plain = self._pace(METHODS[name].kind), self._pace("dropout")
         return None if own is None or plain is None else own / plain
 
@@ -143,7 +133,7 @@ def run_board(
     jobs: int = 1,
     say: Callable[[Spec, dict[str, Any]], None] = lambda spec, record: None,
 ) -> int:
-    """Run what has no record yet, task by task, and return the number of records.
+    """Do the runs that have no record yet, task by task, and return the number of records.
 
     Args:
         folder: the folder of results; records are in its ``records/``.

@@ -1,4 +1,4 @@
-"""The data of the scoreboard's tasks: a part to train on, one to tune on, and one for the report."""
+"""The data of the scoreboard's tasks: parts to train on, to tune on and to report on."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from torch import Tensor, nn
 
 from undrop.errors import DataError
 
-__all__ = ["Batch", "Data", "batches", "characters", "fashion", "graph", "table", "words"]
-
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Sizes: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Data:
-    """Three parts; ``dim`` counts the examples of inputs and targets.
+    """Three parts; dimension ``dim`` of inputs and targets counts the examples.
 
-    A graph has all its nodes in every part, and is never cut into batches: ``whole``. The targets of
-    nodes that are not in a part are -100.
+    A graph is ``whole``: every part has all its nodes and is one batch. The targets of nodes outside
+    a part are -100.
     """
 
     train: Batch
@@ -38,7 +36,7 @@ class Data:
 
 
 def batches(data: Data, part: str, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
-    """Yield a part in batches; with a generator in random order, and only full ones."""
+    """Yield a part in batches; with a generator, in random order and only full batches."""
     inputs, targets = getattr(data, part)
     if data.whole:
         yield inputs, targets
@@ -72,43 +70,49 @@ def _windows(ids: Tensor, steps: int) -> Batch:
     return inputs, targets
 
 
+def _piece(text: list[str], sizes: Sizes, seed: int) -> list[str]:
+    total = sum(sizes)
+    start = (seed * total) % (len(text) - total)
+    return text[start : start + total]
+
+
+def _text(ids: list[int], sizes: Sizes, steps: int) -> Data:
+    train, validation, test = (
+        _windows(part, steps) for part in torch.tensor(ids).split(list(sizes))
+    )
+    return Data(train, validation, test, dim=1)
+
+
 def words(
     file: str, sizes: Sizes, vocabulary: int, steps: int, common_from: str | None = None
 ) -> Callable[[Path, int], Data]:
-    """Return a function that cuts another stretch of a corpus for each seed.
+    """Return a function that takes a different piece of a corpus for each seed.
 
     The vocabulary is that of the training part, or of the file ``common_from``.
     """
 
     def data(root: Path, seed: int) -> Data:
-        text, total = _words(root / file), sum(sizes)
-        start = (seed * total) % (len(text) - total)
-        stretch = text[start : start + total]
-        known = stretch[: sizes[0]] if common_from is None else _words(root / common_from)
+        piece = _piece(_words(root / file), sizes, seed)
+        known = piece[: sizes[0]] if common_from is None else _words(root / common_from)
         index = word_index(known, vocabulary)
-        ids = torch.tensor([index.get(word, 0) for word in stretch])
-        train, validation, test = (_windows(part, steps) for part in ids.split(list(sizes)))
-        return Data(train, validation, test, dim=1)
+        return _text([index.get(word, 0) for word in piece], sizes, steps)
 
     return data
 
 
 def word_index(text: list[str], vocabulary: int) -> dict[str, int]:
-    """Return the number of each of the most common words; 0 is every other word."""
+    """Return the numbers of the most common words; every other word is 0."""
     common = Counter(text).most_common(vocabulary - 1)
     return {word: i + 1 for i, (word, _) in enumerate(common)}
 
 
 def characters(file: str, sizes: Sizes, steps: int) -> Callable[[Path, int], Data]:
-    """Return a function that cuts another stretch of a text for each seed, by characters."""
+    """Return a function that takes a different piece of a text for each seed, by characters."""
 
     def data(root: Path, seed: int) -> Data:
-        text, total = _read(root / file), sum(sizes)
+        text = list(_read(root / file))
         index = {c: i for i, c in enumerate(sorted(set(text)))}
-        start = (seed * total) % (len(text) - total)
-        ids = torch.tensor([index[c] for c in text[start : start + total]])
-        train, validation, test = (_windows(part, steps) for part in ids.split(list(sizes)))
-        return Data(train, validation, test, dim=1)
+        return _text([index[c] for c in _piece(text, sizes, seed)], sizes, steps)
 
     return data
 
@@ -120,7 +124,7 @@ def _split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
 
 
 def fashion(sizes: Sizes) -> Callable[[Path, int], Data]:
-    """Return a function that draws other images of Fashion-MNIST for each seed, at 14 × 14."""
+    """Return a function that draws images of Fashion-MNIST for a seed, at 14 × 14."""
 
     def idx(root: Path, file: str, offset: int) -> Tensor:
         path = root / "fashion-mnist" / file
@@ -141,7 +145,7 @@ def fashion(sizes: Sizes) -> Callable[[Path, int], Data]:
 
 
 def table(name: str, sizes: Sizes, *, regression: bool = False) -> Callable[[Path, int], Data]:
-    """Return a function that shuffles a table of scikit-learn for each seed."""
+    """Return a function that shuffles a table of scikit-learn for a seed."""
 
     def data(root: Path, seed: int) -> Data:
         from sklearn import datasets
@@ -160,10 +164,10 @@ def table(name: str, sizes: Sizes, *, regression: bool = False) -> Callable[[Pat
 
 
 def graph(nodes: int, classes: int, features: int, sizes: Sizes) -> Callable[[Path, int], Data]:
-    """Return a function that draws another graph of communities for each seed.
+    """Return a function that draws a graph of communities for a seed.
 
-    The first ``nodes`` columns of an input row are the node's row of the normalized adjacency matrix,
-    the others its features: a noisy direction of its class.
+    The first ``nodes`` columns of an input row are the node's row of the normalized adjacency matrix;
+    the others are its features, the direction of its class plus noise.
     """
 
     def data(root: Path, seed: int) -> Data:

@@ -1,4 +1,4 @@
-"""The models of the scoreboard that are not among the lab's: a residual ConvNet, a GCN, and LoRA."""
+"""The scoreboard's own models: a residual ConvNet, a GCN, and LoRA adapters on a GPT."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from undrop.lab.models import GPT
 from undrop.lab.scoreboard.data import batches, words
 from undrop.noise import structured_dropout
-
-__all__ = ["GCN", "Adapted", "ResidualNet"]
 
 
 class _Block(nn.Module):
@@ -70,7 +68,7 @@ class GCN(nn.Module):
 
 
 class _LoRA(nn.Module):
-    """A frozen linear layer plus a trained one of low rank, with dropout before it."""
+    """A frozen linear layer plus a trained layer of low rank with dropout on its input."""
 
     def __init__(self, base: nn.Linear, rank: int, p: float) -> None:
         super().__init__()
@@ -108,13 +106,13 @@ def _pretrained(root: Path) -> dict[str, Tensor]:
 
 
 class Adapted(nn.Module):
-    """A GPT that was trained on WikiText-2, with LoRA adapters of rank 8 (Hu et al. 2022)."""
+    """A GPT trained on WikiText-2, with LoRA adapters (Hu et al. 2022)."""
 
     def __init__(self, root: Path, p: float, rank: int = 8) -> None:
         super().__init__()
         seed = torch.random.get_rng_state()
         weights = _pretrained(root)
-        torch.random.set_rng_state(seed)  # the same adapters whether or not it was trained just now
+        torch.random.set_rng_state(seed)  # so that the cache does not change the adapters
         self.gpt = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_SIZES)
         self.gpt.load_state_dict(weights)
         self.gpt.requires_grad_(False)

@@ -17,18 +17,16 @@ from undrop.report.figures import OURS, check_drawable, new_figure, save, styled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["write_board"]
-
 _REFERENCE = "dropout"
 _HOW = """
-Every number is a test loss (nats, or squared error) at the epoch that is best by validation. p and the \
-weight decay of each method are searched for on the validation part of seed 0, which is not reported. \
-A difference is to tuned dropout on the same seed; below 0 is better. Its interval is Student's, \
-widened so that all intervals of this page hold at once with 95 % (Bonferroni). Equal time: a method \
-whose step takes longer than dropout's has fewer epochs, by processor seconds measured during the \
-search, with the same cosine to zero. The tuner has no search: its one run is compared with the best of \
-dropout's. ε₀ is the step over which the engine takes u, 0.05 unless it is named: a larger one sees \
-more of the function than its derivative."""
+Every number is a test loss (nats, or squared error) at the epoch with the best validation loss. p \
+and the weight decay of each method are chosen on the validation part of seed 0, which is not \
+reported. A difference is to tuned dropout on the same seed; below 0 is better. Its interval is \
+Student's, widened so that all intervals of this page hold together with 95 % (Bonferroni). Equal \
+time: a method whose step takes longer than dropout's trains for fewer epochs, by the processor \
+seconds of the search, with the same cosine schedule to zero. The tuner has no search: its one run \
+is compared with the best run of dropout. ε₀ is the size of the noise from which the engine \
+computes u, 0.05 by default: a larger one measures more of the function than its derivative."""
 
 
 def write_board(folder: Path, out: Path, seeds: int | None = None) -> Path:
@@ -82,34 +80,23 @@ def difference(board: Board, name: str, *, timed: bool, comparisons: int) -> Int
 
 
 def _table(board: Board, comparisons: int) -> Table:
-    heads = (
-        "method",
-        "chosen",
-        "cost of a step",
-        "test loss",
-        "equal steps",
-        "equal time",
-        "seeds",
-    )
+    first, last = ("method", "chosen"), ("equal steps", "equal time", "seeds")
+    heads = (*first, "cost of a step", "test loss", *last)
     rows = []
     for name, method in board.methods.items():
         losses = list(board.losses(name, timed=False).values())
         cost = board.cost(name)
-        shown = [
-            ""
-            if name == _REFERENCE
-            else _shown(difference(board, name, timed=t, comparisons=comparisons))
-            for t in (False, True)
-        ]
-        rows.append(
-            (
-                method.label,
-                _choice(board, name),
-                "" if cost is None else f"× {cost:.2f}",
-                f"{sum(losses) / len(losses):.4f}" if losses else "not run yet",
-                *shown,
-                str(len(losses)),
+        differences = ("", "")
+        if name != _REFERENCE:
+            steps, time = (
+                difference(board, name, timed=timed, comparisons=comparisons)
+                for timed in (False, True)
             )
+            differences = (_shown(steps), _shown(time))
+        pace = "" if cost is None else f"× {cost:.2f}"
+        mean = f"{sum(losses) / len(losses):.4f}" if losses else "not run yet"
+        rows.append(
+            (method.label, _choice(board, name), pace, mean, *differences, str(len(losses)))
         )
     return Table(heads, rows, numbers=heads[2:])
 

@@ -23,33 +23,20 @@ from undrop.losses import Loss
 from undrop.objectives import Analytic, Dropout
 from undrop.tuning import Tuner
 
-__all__ = ["Spec", "execute"]
-
-_LOOKS = 8
-"""How often a run looks at its validation part, to keep the best weights."""
+_EVALUATIONS = 8  # of the validation and the test part during a run
 
 Backward = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that affects the result of a run.
+    """Everything that affects the result of a run."""
 
-    Attributes:
-        task: its name.
-        kind: "none", "dropout", "analytic", "analytic:ε₀" with another step than the engine's, or
-            "tuner".
-        p: the dropout probability that the model declares.
-        decay: the weight decay.
-        seed: of the data, the weights and the noise.
-        epochs: the number of epochs.
-    """
-
-    task: str
-    kind: str
-    p: float
-    decay: float
-    seed: int
+    task: str  # its name
+    kind: str  # "none", "dropout", "analytic", "tuner", or "analytic:ε₀" with another ε₀
+    p: float  # the drop probability of the model's dropouts
+    decay: float  # the weight decay
+    seed: int  # of the data, the weights and the noise
     epochs: int
 
     @property
@@ -60,7 +47,7 @@ class Spec:
 
 
 def execute(spec: Spec, root: str) -> dict[str, Any]:
-    """Train, and return the record: losses at the epoch that is best by validation, and seconds."""
+    """Train, and return the record: losses at the epoch with the best validation, and seconds."""
     single_threaded()
     task = TASKS[spec.task]
     data = task.data(Path(root), spec.seed)
@@ -91,11 +78,11 @@ def _train(
     backward: Backward,
     data: Data,
 ) -> tuple[list[list[float]], float, int]:
-    """Return [validation, test] at each look, processor seconds of training, and steps."""
+    """Return [validation, test] at each evaluation, processor seconds of training, and steps."""
     order = torch.Generator().manual_seed(spec.seed)
     per_epoch = 1 if data.whole else data.train[0].shape[data.dim] // task.batch
     total, step, seconds, curve = per_epoch * spec.epochs, 0, 0.0, []
-    looks = {math.ceil(spec.epochs * (k + 1) / _LOOKS) - 1 for k in range(_LOOKS)}
+    evaluated = {math.ceil(spec.epochs * (k + 1) / _EVALUATIONS) - 1 for k in range(_EVALUATIONS)}
     for epoch in range(spec.epochs):
         began = time.process_time()
         for inputs, targets in batches(data, "train", task.batch, order):
@@ -107,7 +94,7 @@ def _train(
             optimizer.step()
             step += 1
         seconds += time.process_time() - began
-        if epoch in looks:
+        if epoch in evaluated:
             losses = [_evaluate(model, task.loss(), data, part) for part in ("validation", "test")]
             if not math.isfinite(losses[0]):
                 break
@@ -134,8 +121,8 @@ def _logits(output: Any) -> Tensor:
 
 
 def _backward(spec: Spec, task: Task, model: nn.Module, loss: Loss, data: Data) -> Backward:
-    """Return what a step does before the optimizer's."""
-    if spec.kind in ("none", "dropout"):  # PyTorch's own step: what others are compared with
+    """Return the function that computes the gradients of a batch."""
+    if spec.kind in ("none", "dropout"):  # PyTorch's own step, which others are compared with
 
         def plain(inputs: Tensor, targets: Tensor) -> None:
             loss.value(_logits(model(inputs)), targets).backward()
@@ -144,7 +131,7 @@ def _backward(spec: Spec, task: Task, model: nn.Module, loss: Loss, data: Data) 
     if spec.kind == "tuner":
         shuffled = torch.Generator().manual_seed(spec.seed)
         held = batches(data, "validation", task.batch, shuffled)
-        step: Callable[..., Any] = Tuner(Dropout(loss=loss), held, interval=10).step
+        step: Callable[..., Any] = Tuner(Dropout(loss=loss), held).step
     else:
         epsilon = spec.kind.partition(":")[2]
         engine = Antithetic(float(epsilon)) if epsilon else "auto"

@@ -14,38 +14,22 @@ from undrop.lab.scoreboard.models import GCN, VOCABULARY, Adapted, ResidualNet
 from undrop.losses import MSE, CrossEntropy, Loss
 from undrop.registry import Registry
 
-__all__ = ["TASKS", "Task"]
-
 
 @dataclass(frozen=True)
 class Task:
-    """What is the same for every method: data, model, and AdamW with a cosine to zero.
+    """What all methods share: data, model, and AdamW with a cosine schedule to zero."""
 
-    Attributes:
-        label: its name in the report.
-        data: makes the data of a seed, given the folder of the corpora.
-        model: makes the model with a dropout probability, given that folder.
-        batch: the size of a batch.
-        epochs: the number of epochs of plain dropout.
-        lr: the first learning rate.
-        probabilities: the dropout probabilities to try.
-        decays: the weight decays to try.
-        loss: makes the loss.
-        fraction: the part of the batch that ``Analytic`` regularizes; 1 where examples interact.
-        refused: methods that refuse the task, and why.
-    """
-
-    label: str
-    data: Callable[[Path, int], data.Data]
-    model: Callable[[Path, float], nn.Module]
+    label: str  # in the report
+    data: Callable[[Path, int], data.Data]  # of a seed, given the folder of the corpora
+    model: Callable[[Path, float], nn.Module]  # with a dropout probability, given that folder
     batch: int
-    epochs: int
-    lr: float
-    probabilities: tuple[float, ...] = (0.1, 0.2, 0.4)
-    decays: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
+    epochs: int  # of plain dropout
+    lr: float  # the learning rate at the start
+    probabilities: tuple[float, ...] = (0.1, 0.2, 0.4)  # to try
+    decays: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)  # to try
     loss: Callable[[], Loss] = CrossEntropy
-    fraction: float = 0.25
-    refused: Mapping[str, str] = field(default_factory=dict)
+    fraction: float = 0.25  # of the batch that Analytic regularizes; 1 if examples interact
+    refused: Mapping[str, str] = field(default_factory=dict)  # methods that refuse it, and why
 
 
 def _gpt(vocabulary: int, p: float) -> nn.Module:
@@ -55,10 +39,11 @@ def _gpt(vocabulary: int, p: float) -> nn.Module:
 TASKS: Registry[str, Task] = Registry("task")
 """The tasks by name, the most important first."""
 
+_WIKITEXT = "wikitext-2/wiki.train.tokens"
 TASKS.register("gpt-wikitext")(
     Task(
         "GPT, 12,000 words of WikiText-2",
-        data.words("wikitext-2/wiki.train.tokens", (12_000, 4_000, 8_000), 1_000, 64),
+        data.words(_WIKITEXT, (12_000, 4_000, 8_000), 1_000, 64),
         lambda root, p: _gpt(1_000, p),
         batch=8,
         epochs=12,
@@ -110,13 +95,7 @@ TASKS.register("convnet-depth")(
 TASKS.register("lora")(
     Task(
         "LoRA on GPT, WikiText-2 to Penn Treebank",
-        data.words(
-            "ptb/ptb.train.txt",
-            (6_000, 4_000, 8_000),
-            VOCABULARY,
-            32,
-            common_from="wikitext-2/wiki.train.tokens",
-        ),
+        data.words("ptb/ptb.train.txt", (6_000, 4_000, 8_000), VOCABULARY, 32, _WIKITEXT),
         Adapted,
         batch=10,
         epochs=20,

@@ -11,19 +11,13 @@
 
 from __future__ import annotations
 
-from undrop.lab.train.callbacks import LOGGERS as LOGGERS
-from undrop.lab.train.callbacks import Callback as Callback
-from undrop.lab.train.callbacks import Logger as Logger
-from undrop.lab.train.components import MODELS as MODELS
-from undrop.lab.train.components import OBJECTIVES as OBJECTIVES
-from undrop.lab.train.config import Config as Config
-from undrop.lab.train.folder import RunFolder as RunFolder
-from undrop.lab.train.presets import configure as configure
-from undrop.lab.train.presets import merge as merge
-from undrop.lab.train.presets import presets as presets
-from undrop.lab.train.session import Summary as Summary
-from undrop.lab.train.session import run as run
-from undrop.lab.train.session import train_interleaved as train_interleaved
+from undrop.lab.models import MODELS
+from undrop.lab.train.callbacks import LOGGERS, Callback, Logger
+from undrop.lab.train.components import OBJECTIVES
+from undrop.lab.train.config import Config
+from undrop.lab.train.folder import RunFolder
+from undrop.lab.train.presets import configure, merge, presets
+from undrop.lab.train.session import Summary, run, train_interleaved
 
 __all__ = [
     "LOGGERS",

@@ -20,21 +20,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from undrop.errors import MissingExtraError
 from undrop.files import naming_disk_errors, replacing
-from undrop.losses import Loss
 from undrop.registry import Registry
 
 if TYPE_CHECKING:
+    from undrop.diagnosis import Watcher
     from undrop.lab.train.config import Config
     from undrop.lab.train.folder import RunFolder
     from undrop.lab.train.trainer import Trainer
-
-__all__ = ["LOGGERS", "Callback", "Logger", "RunInfo", "Watch"]
 
 
 @dataclass(frozen=True)
@@ -99,18 +95,12 @@ class Callback:
         """Called last, also if the run stops early or fails."""
 
 
-class _Watching(Protocol):
-    def observe(
-        self, step: int, model: nn.Module, inputs: Any, targets: Any, *, loss: Loss
-    ) -> Mapping[str, float] | None: ...
-
-
 class Watch(Callback):
     """Adds the figures of an :class:`undrop.Watcher` to the metrics."""
 
     kind = "watch"
 
-    def __init__(self, watcher: _Watching) -> None:
+    def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
 
     def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> Mapping[str, float] | None:

@@ -22,8 +22,6 @@ from undrop.errors import CheckpointError
 from undrop.files import naming_disk_errors, read_json, replacing, sha256
 from undrop.tensor_files import load_tensors, pack, save_tensors, unpack
 
-__all__ = ["Checkpoints"]
-
 _FORMAT = 1
 _REFUSED = ".refused"
 

@@ -17,11 +17,8 @@ from pydantic_core.core_schema import ValidationInfo
 
 from undrop import objectives
 from undrop.errors import ConfigError, UnknownNameError
-from undrop.lab.models import MODELS
 from undrop.objectives import Objective
 from undrop.registry import Registry
-
-__all__ = ["MODELS", "OBJECTIVES", "Checked", "as_config_error", "build", "complete"]
 
 OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry("objective")
 """The objectives; the paper's variants are the same classes with other defaults."""
@@ -49,7 +46,7 @@ _TYPES: dict[str, Any] = {
     "strength": float,
     "sites": str | list[str] | dict[str, float] | None,
 }
-"""What an option can be in a config, where the constructor takes more than JSON can say."""
+"""The types in a config of options whose constructor also takes values that JSON does not have."""
 
 _SHOULD = "Input should be "
 _LONGEST = 60  # characters of a value in an error message
@@ -134,7 +131,7 @@ def as_config_error(
     known: Callable[[Sequence[str]], Iterable[str]],
     within: Sequence[str] = (),
 ) -> ConfigError:
-    """Say the first problem of a validation in one sentence: the setting, its value, its range.
+    """Return the first problem of a validation as one sentence: the setting, its value, its range.
 
     Args:
         error: pydantic's error.

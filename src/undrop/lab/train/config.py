@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -13,29 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from undrop.errors import ConfigError, RunError
 from undrop.lab import corpora
 from undrop.lab.corpora import Corpus
-from undrop.lab.models import LanguageModel
+from undrop.lab.models import MODELS, LanguageModel
 from undrop.lab.train.callbacks import LOGGERS
-from undrop.lab.train.components import (
-    MODELS,
-    OBJECTIVES,
-    Checked,
-    as_config_error,
-    build,
-    complete,
-)
+from undrop.lab.train.components import OBJECTIVES, Checked, as_config_error, build, complete
 from undrop.lab.train.environment import is_out_of_memory
 from undrop.objectives import Objective
-
-__all__ = [
-    "Config",
-    "DataConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "ScheduleConfig",
-    "TrainConfig",
-]
-
+from undrop.registry import Registry
 
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0.0)]
@@ -52,8 +35,14 @@ class _Component(BaseModel):
     """The name of a component, and its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
+    registry: ClassVar[Registry[str, Any]]
 
     name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        return complete(cls.registry, values, cls.model_fields["name"].default)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -64,23 +53,15 @@ class _Component(BaseModel):
 class ModelConfig(_Component):
     """A language model of :mod:`undrop.lab.models` and the arguments of its constructor."""
 
+    registry = MODELS
     name: str = "awd-lstm"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, values: Any) -> Any:
-        return complete(MODELS, values, cls.model_fields["name"].default)
 
 
 class ObjectiveConfig(_Component):
     """An objective of :mod:`undrop.objectives` and the arguments of its constructor."""
 
+    registry = OBJECTIVES
     name: str = "dropout"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, values: Any) -> Any:
-        return complete(OBJECTIVES, values, cls.model_fields["name"].default)
 
 
 class DataConfig(_Section):

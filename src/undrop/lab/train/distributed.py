@@ -24,10 +24,8 @@ from undrop.tensor_files import from_bytes, to_bytes
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Gradient", "World", "is_main", "join_world", "new_prefix_store"]
-
 _CPU = torch.device("cpu")
-_POLL = 0.005  # seconds between two looks at the store
+_POLL = 0.005  # seconds between two checks of the store
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,9 @@ def new_prefix_store(store: Store, rank: int, size: int, wait: timedelta | None 
     """Return an empty section of the store that only the processes of this start share.
 
     ``torchrun`` keeps one store across restarts, and a process that finds the address of a killed
-    process there waits for it (pytorch issue 135712). So the main process picks a new random name,
-    and every other process asks for it with a random token that no earlier start can have answered.
+    process in it waits for that process (pytorch issue 135712). So the main process picks a new random
+    name, and every other process requests it with a random token of its own, which no earlier start
+    can have answered.
 
     Args:
         store: the store of ``torchrun``.

@@ -20,18 +20,6 @@ from undrop.torch_compat import portable_lstm
 if TYPE_CHECKING:
     from undrop.lab.train.config import TrainConfig
 
-__all__ = [
-    "Interrupts",
-    "autocast",
-    "catch_signals",
-    "device_of",
-    "find_device",
-    "is_out_of_memory",
-    "machine",
-    "torch_settings",
-    "versions",
-]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # a RuntimeError on the CPU
@@ -98,7 +86,7 @@ class Interrupts:
         self.received: signal.Signals | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal; the second one interrupts at once."""
+        """Remember the first signal; the second one interrupts the process immediately."""
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

@@ -19,9 +19,7 @@ from undrop.lab.train.checkpoints import Checkpoints
 from undrop.lab.train.distributed import World
 from undrop.tensor_files import load_tensors, owned, save_tensors
 
-__all__ = ["MetricsFile", "RunFolder", "RunRecorder"]
-
-_PATIENCE = 0.1  # seconds; outlasts a process that only checks who holds the lock
+_PATIENCE = 0.1  # seconds; longer than a process needs to check who holds the lock
 
 
 class RunFolder:
@@ -75,9 +73,9 @@ class RunFolder:
         return read_json(self._config)
 
     def _guess(self) -> str:
-        """A question that names the run beside this folder with the nearest name, if there is one."""
-        beside = [config.parent.name for config in self.path.parent.glob("*/config.json")]
-        near = get_close_matches(self.path.name, beside, n=1)
+        """A question with the most similar name of a run in the same folder, if there is one."""
+        others = [config.parent.name for config in self.path.parent.glob("*/config.json")]
+        near = get_close_matches(self.path.name, others, n=1)
         return f" Did you mean {self.path.parent / near[0]}?" if near else ""
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -211,6 +209,10 @@ class MetricsFile:
         if not all(isinstance(record, dict) for record in records):
             raise RunError(f"{self.path} was changed: not every line is a JSON object.")
         return records
+
+    def epochs(self) -> list[dict[str, Any]]:
+        """Read the records of the epochs."""
+        return [record for record in self.read() if record["kind"] == "epoch"]
 
 
 class RunRecorder:

@@ -16,8 +16,6 @@ from undrop.lab.corpora.encode import Tokens
 from undrop.lab.models import LanguageModel
 from undrop.lab.train.distributed import World
 
-__all__ = ["Clock", "Means", "Speed", "mean_loss", "perplexity"]
-
 _LARGEST = 700.0  # exp of anything larger overflows a float
 
 

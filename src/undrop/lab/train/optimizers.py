@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from undrop.errors import NonFiniteError
 from undrop.lab.train.config import OptimizerConfig, ScheduleConfig
 
-__all__ = ["Average", "Progress", "Stepper", "lr_factor"]
-
 
 class Progress(NamedTuple):
     """How far a run is, in each of the units that a schedule can count in."""
@@ -165,12 +163,7 @@ def _optimizer(
     parameters: Sequence[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     decay = config.weight_decay
-    if config.name == "adam":
-        return torch.optim.Adam(
-            parameters, config.lr, betas=config.betas, eps=config.eps, weight_decay=decay
-        )
-    if config.name == "adamw":
-        return torch.optim.AdamW(
-            parameters, config.lr, betas=config.betas, eps=config.eps, weight_decay=decay
-        )
-    return torch.optim.SGD(parameters, config.lr, momentum=config.momentum, weight_decay=decay)
+    if config.name in ("sgd", "asgd"):
+        return torch.optim.SGD(parameters, config.lr, momentum=config.momentum, weight_decay=decay)
+    adam = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+    return adam(parameters, config.lr, betas=config.betas, eps=config.eps, weight_decay=decay)

@@ -9,8 +9,6 @@ from typing import Any
 from undrop.errors import RunError, UnknownNameError
 from undrop.report.figures import line_style, literal, new_figure, save, styled
 
-__all__ = ["curves"]
-
 _LABELS = {
     "valid_ppl": "validation perplexity",
     "test_ppl": "test perplexity",

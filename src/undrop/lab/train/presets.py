@@ -1,4 +1,4 @@
-"""Presets: named settings in TOML files, undrop's or your own, and how settings override each other."""
+"""Presets: named settings in TOML files, undrop's or your own, and the rules for overriding them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-__all__ = ["configure", "describe", "merge", "parse_override", "preset", "presets"]
 
 _NAMED = ("model", "objective")
 """The sections whose options belong to the name in the section."""
@@ -42,11 +40,6 @@ def _read_own(path: str) -> dict[str, Any]:
         raise ConfigError(f"the preset {path} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad TOML, a zero byte in the path
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-
-
-def describe(name: str) -> str:
-    """Return the description of a preset."""
-    return str(_read(name)["description"])
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from undrop.lab.train.config import Config
 from undrop.lab.train.environment import device_of
 from undrop.lab.train.folder import RunFolder
 from undrop.report import Table
+from undrop.report.frames import as_frame
 from undrop.report.html import fragment
 
-__all__ = ["Run", "find_runs", "open_run", "row"]
+_NOT_SHOWN = ["kind", "epoch", "time"]
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,18 @@ class Run:
     config: Config
     corpus: Corpus
     model: LanguageModel
+    folder: RunFolder
+
+    def to_frame(self) -> Any:
+        """The epochs as a pandas DataFrame: perplexities, losses and seconds."""
+        epochs = self.folder.metrics.epochs()
+        rows = [{**record, **record["time"]} for record in epochs]
+        return as_frame(rows, [record["epoch"] for record in epochs]).drop(columns=_NOT_SHOWN)
 
     def _repr_html_(self) -> str:
-        """The settings that matter most, for a notebook."""
+        """The settings that matter most and the results, for a notebook."""
+        found = row(self.folder)
+        results = {"validation perplexity": "best_valid_ppl", "test perplexity": "test_ppl"}
         rows = [
             ("model", self.config.model.name),
             ("parameters", f"{sum(p.numel() for p in self.model.parameters()):,}"),
@@ -37,6 +47,7 @@ class Run:
             ("learning rate", f"{self.config.optimizer.lr:g}"),
             ("epochs", str(self.config.train.epochs)),
             ("seed", str(self.config.train.seed)),
+            *((name, f"{found[key]:.2f}") for name, key in results.items() if found.get(key)),
         ]
         return fragment(Table(("setting", "value"), rows, title="A run, at its best epoch").html())
 
@@ -66,7 +77,7 @@ def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:
             f"the weights in {folder.path} do not fit its config.json on {corpus.name}, or were "
             "changed."
         ) from error
-    return Run(config, corpus, model.eval())
+    return Run(config, corpus, model.eval(), folder)
 
 
 def find_runs(root: str | Path) -> Iterator[RunFolder]:
@@ -89,8 +100,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
     """Return what a list of runs shows about one run."""
     try:
         config = Config.parse(folder.read_config())
-        epochs = [record for record in folder.metrics.read() if record["kind"] == "epoch"]
-        return _row(folder, config, epochs, folder.read_summary())
+        return _row(folder, config, folder.metrics.epochs(), folder.read_summary())
     except (UndropError, LookupError, TypeError, ValueError) as error:
         return {"path": str(folder.path), "status": f"unreadable: {error}"}
 

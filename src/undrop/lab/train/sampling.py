@@ -11,8 +11,6 @@ from undrop.errors import OptionError
 from undrop.lab.corpora import EOS, Vocabulary
 from undrop.lab.models import LanguageModel, State
 
-__all__ = ["sample"]
-
 
 @torch.no_grad()
 def sample(

@@ -26,8 +26,6 @@ from undrop.lab.train.folder import RunFolder, RunRecorder
 from undrop.lab.train.metrics import perplexity
 from undrop.lab.train.trainer import Trainer
 
-__all__ = ["Session", "Summary", "open_session", "run", "train_interleaved"]
-
 _CHANGEABLE = {
     *("preset", "data.dir", "train.epochs", "train.patience", "train.loggers"),
     *("train.log_every", "train.checkpoint_every"),
@@ -35,7 +33,7 @@ _CHANGEABLE = {
 """The settings that may change when a run is resumed."""
 
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-"""What loading a state raises if it is valid JSON but not the state of this run."""
+"""The errors of loading a state that is valid JSON but belongs to something else than this run."""
 
 
 class Summary(BaseModel):

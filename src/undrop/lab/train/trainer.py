@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from undrop.errors import NonFiniteError, RunError, StoppedError
 from undrop.lab.corpora import Corpus
@@ -21,8 +22,6 @@ from undrop.lab.train.metrics import Clock, Means, Speed, mean_loss, perplexity
 from undrop.lab.train.optimizers import Progress, Stepper, lr_factor
 from undrop.lab.train.tuning import tuner_for
 from undrop.rng_snapshot import RngSnapshot, derive_seed, seed_all
-
-__all__ = ["Trainer"]
 
 _PARTS = {"loss": None, "explicit": None, "implicit": None}
 """The parts that every record has; None if the objective has no such part."""
@@ -43,7 +42,7 @@ class Trainer:
         corpus: the text.
         recorder: writes the run's files and calls the callbacks.
         world: the processes that train together.
-        interrupts: tells whether a signal asked the run to stop.
+        interrupts: remembers a signal that asks the run to stop.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Trainer:
         inputs = {"tokens": window.inputs.to(device), "state": self._hidden, "logits": False}
         targets = window.targets.to(device)
         with autocast(config.train, device):
-            tuned = None if self.tuner is None else self.tuner.observe(self.model, inputs)
+            tuned = None if self.tuner is None else self.tuner.observe(self.model, inputs, targets)
             step = self._gradient(inputs, targets)
         norm = self._stepper.step(factor)
         self._hidden = detach(step.output[1])
@@ -198,7 +197,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _explain_failures(self, where: str, streams: int, length: int) -> Iterator[None]:
-        """Say where a failure happened and which checkpoint is left."""
+        """Add to an error where it happened, and the last good checkpoint."""
         try:
             yield
         except NonFiniteError as error:
@@ -252,7 +251,7 @@ class Trainer:
             "averaged": self._stepper.averaging,
         }
         self._stepper.observe(valid)
-        times = {"judging": self.clock.seconds - started}
+        times = {"evaluation": self.clock.seconds - started}
         self.last = self._record("epoch", values, times)
         self.best = self.last if better else self.best
         self.epoch, self._trained = self.epoch + 1, False
@@ -331,16 +330,10 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self._stepper.load_state_dict(state["stepper"])
         self._windows.load_state_dict(state["windows"])
-        self._hidden = _to_device(own["hidden"], self.world.device)
+        self._hidden = tree_map_only(Tensor, lambda x: x.to(self.world.device), own["hidden"])
         self._rng = RngSnapshot.from_state_dict(own["rng"])
         self.objective.load_state_dict(own["objective"])
         if self.tuner is not None:
             self.tuner.load_state_dict(own["tuner"])
         self._since_log.load_state_dict(own["since_log"])
         self._since_epoch.load_state_dict(own["since_epoch"])
-
-
-def _to_device(state: Any, device: torch.device) -> Any:
-    if isinstance(state, tuple):
-        return tuple(_to_device(part, device) for part in state)
-    return state.to(device) if isinstance(state, Tensor) else state

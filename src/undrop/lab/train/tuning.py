@@ -18,17 +18,23 @@ from undrop.tuning import Tuner
 if TYPE_CHECKING:
     from undrop.lab.train.trainer import Trainer
 
-__all__ = ["KeepTuner", "tuner_for"]
-
 
 class KeepTuner(Callback):
-    """Keeps the tuner of a run, for what it found."""
+    """Keeps the tuner of a run, whose history has the results.
 
-    tuner: Tuner | None = None
+    Args:
+        interval: the steps between its trials; None leaves them as they are.
+    """
+
+    def __init__(self, interval: int | None = None) -> None:
+        self.tuner: Tuner | None = None
+        self.interval = interval
 
     def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> None:
-        """Take it."""
+        """Keep the tuner."""
         self.tuner = trainer.tuner
+        if self.tuner is not None and self.interval is not None:
+            self.tuner.interval = self.interval
 
 
 def tuner_for(
@@ -39,14 +45,14 @@ def tuner_for(
     The last ``train.tune`` of the text is cut into windows of the training's shape.
 
     Raises:
-        ConfigError: with several processes, which would tune apart.
+        ConfigError: with several processes, each of which would tune for itself.
         DataError: if the share makes fewer than two batches.
     """
     share, data = config.train.tune, config.data
     if not share:
         return None, text
     if world.size > 1:
-        raise ConfigError("train.tune works in one process: set it to 0, or start a single one.")
+        raise ConfigError("train.tune needs a single process: set it to 0, or start one process.")
     left = round((1.0 - share) * len(text))
     held, streams, length = text[left:], data.batch_size, data.length
     count = (len(held) - 1) // (streams * length)

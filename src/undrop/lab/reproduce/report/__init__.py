@@ -1,4 +1,4 @@
-"""Reports: one HTML page, the same as Markdown, figures as files, and verdicts as JSON."""
+"""Reports: the same content as one HTML page and as Markdown, figures, and verdicts as JSON."""
 
 from __future__ import annotations
 

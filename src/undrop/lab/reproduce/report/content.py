@@ -1,4 +1,4 @@
-"""What a report says, as data: the same for HTML and Markdown."""
+"""What a report says, as data for both HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from undrop.lab.reproduce.claims import (
     Verdict,
     verdicts,
 )
-from undrop.lab.reproduce.measures import MEASURES, REFERENCE
 from undrop.lab.reproduce.records import Record
-from undrop.lab.reproduce.results import Results
+from undrop.lab.reproduce.results import MEASURES, REFERENCE, Results
 from undrop.lab.reproduce.statistics import Interval
 from undrop.report import Table
-
-__all__ = ["Content", "Row", "Section", "compose", "number"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def compose(results: Results, scale: str) -> Content:
 
 
 def _used(results: Results) -> list[Record]:
-    """Every record that the experiments use, tuning included, each once."""
+    """Every record that the experiments use, including those of the tuning, each once."""
     runs = {run.key for run in results.plan.needed(results.records)}
     return [record for key in sorted(runs) if (record := results.records.get(key)) is not None]
 
@@ -120,7 +117,7 @@ def _row(experiment: tables.Experiment, setting: str, method: str, results: Resu
 
 
 def _cost(results: Results, setting: str, method: str) -> float | None:
-    """A step's time in plain dropout's, from pairs of records by the same code on the same machine."""
+    """A step's time divided by plain dropout's, from records of the same code and machine."""
     own, plain = results.of(setting, method), results.of(setting, REFERENCE)
     ratios = [
         _pace(record) / _pace(plain[seed])
@@ -136,7 +133,7 @@ def _pace(record: Record) -> float:
 
 
 def _choice(method: tables.Method, choice: int | None) -> str:
-    """What the tuning chose, and from how many."""
+    """The variant that the tuning chose, and the number of variants."""
     if len(method.tune) < 2 or choice is None:
         return ""
     chosen = [f"{k} = {v:g}" for part in method.tune[choice].values() for k, v in part.items()]
@@ -144,7 +141,7 @@ def _choice(method: tables.Method, choice: int | None) -> str:
 
 
 def _table(experiment: tables.Experiment, rows: Sequence[Row], *, paper: bool) -> Table:
-    """The numbers; the paper's stand beside ours only where the setting is the paper's."""
+    """The numbers; the paper's are shown only at the paper's own scale."""
     measure = MEASURES[experiment.measure]
     several = len({setting for setting, _ in experiment.cells}) > 1
     heads = ["method", measure.label, "95 % interval", "seeds", "cost of a step"]
@@ -172,7 +169,7 @@ def _numbers(row: Row, digits: int) -> tuple[str, ...]:
 
 
 def number(value: float | None, digits: int) -> str:
-    """Return a number as text; infinity is a quality that was never reached."""
+    """Return a number as text; infinity means that a quality was never reached."""
     if value is None:
         return ""
     return "never" if value == float("inf") else f"{value:.{digits}f}"
@@ -183,15 +180,13 @@ def _settings(results: Results) -> Table:
     rows = []
     for name, cell in settings.items():
         config = cell.run(0, cell.seeds[0]).config
-        options = ", ".join(
-            f"{k} {v}" for k, v in cell.setting.settings["model"].items() if k != "name"
-        )
-        data = ", ".join(
-            f"{k} {v}" for k, v in cell.setting.settings["data"].items() if k != "name"
+        model, data = (
+            ", ".join(f"{k} {v}" for k, v in cell.setting.settings[part].items() if k != "name")
+            for part in ("model", "data")
         )
         how = f"{config.optimizer.name}, lr {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
         how += f"{config.schedule.name}, {config.train.epochs} epochs"
-        rows.append((name, f"{config.model.name}: {options}", f"{config.data.name}: {data}", how))
+        rows.append((name, f"{config.model.name}: {model}", f"{config.data.name}: {data}", how))
     return Table(("setting", "model", "data", "training"), rows)
 
 

@@ -1,4 +1,4 @@
-"""Figures in the paper's style: perplexity by epoch with a band over seeds, or methods side by side."""
+"""Figures in the paper's style: perplexity by epoch with a band over seeds, or methods compared."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from undrop.lab.reproduce.measures import MEASURES, REFERENCE
 from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.report.content import Row, Section
-from undrop.lab.reproduce.results import Results
+from undrop.lab.reproduce.results import MEASURES, REFERENCE, Results
 from undrop.registry import Registry
 from undrop.report.figures import OTHER, OURS, line_style, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["KINDS", "draw", "mathtext"]
 
 KINDS: Registry[str, Callable[[Section, Results], Any]] = Registry("figure")
 """The kinds of figures; an experiment names one."""
@@ -54,7 +51,7 @@ def mathtext(label: str) -> str:
 
 @KINDS.register("validation")
 def _validation(section: Section, results: Results) -> Figure:
-    """Curves, and beside them their difference to plain dropout's, since they nearly coincide."""
+    """Curves, and beside them their difference to plain dropout, which is small."""
     figure = new_figure(8.4, 3.8)
     left, right = figure.subplots(1, 2)
     _curves(left, section, results, "valid_ppl")
@@ -69,7 +66,7 @@ def _differences(axes: Axes, section: Section, results: Results) -> None:
         if row.method == REFERENCE or not pairs:
             continue
         length = min(len(record.curve.epoch) for pair in pairs for record in pair)
-        late = slice(length // 3, length)  # the first epochs would flatten everything that matters
+        late = slice(length // 3, length)  # the first epochs would hide the differences
         own, plain = (
             np.asarray([record.curve.valid_ppl[late] for record in side])
             for side in zip(*pairs, strict=True)
@@ -108,7 +105,7 @@ _AXES = {
 
 
 def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
-    """A line for each method, the mean over seeds, in a band from the least to the greatest."""
+    """A line for each method, the mean over seeds, with a band from the least to the greatest."""
     ends = []
     for index, row in enumerate(section.rows):
         records = list(results.of(row.setting, row.method).values())
@@ -137,12 +134,12 @@ def _count_epochs(axes: Axes) -> None:
 
 
 def _top(y: str, ends: Sequence[float]) -> float:
-    """The upper limit: the first epochs would flatten everything that matters."""
+    """The upper limit, below the first epochs, which would flatten the rest."""
     return float(np.median(ends) * (1.45 if y == "valid_ppl" else 3.0))
 
 
 def _aligned(records: Sequence[Record], y: str) -> tuple[Any, Any]:
-    """The curves of several seeds, as long as the shortest."""
+    """The curves of several seeds, cut to the length of the shortest."""
     length = min(len(record.curve.epoch) for record in records)
     ys = [getattr(record.curve, y)[:length] for record in records]
     if any(value is None for values in ys for value in values):
@@ -151,7 +148,7 @@ def _aligned(records: Sequence[Record], y: str) -> tuple[Any, Any]:
 
 
 def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
-    """Black for plain dropout, grey for none; the others along a map that prints in grey too."""
+    """Black for plain dropout, grey for none; the others from a colour map that prints in grey."""
     import matplotlib as mpl
 
     fixed = {"drop-1": "black", "none": "#999999"}
@@ -163,7 +160,7 @@ def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
 
 @KINDS.register("bars")
 def _bars(section: Section, results: Results) -> Figure:
-    """A point with its interval for each method, the best on top, in each setting."""
+    """A point with its interval for each method, by setting, the best on top."""
     settings = list(dict.fromkeys(row.setting for row in section.rows))
     rows = sorted(
         (row for row in section.rows if row.interval is not None),

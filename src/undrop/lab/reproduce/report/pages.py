@@ -8,14 +8,12 @@ from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, NOT_RUN, UNDECIDED
 from undrop.lab.reproduce.report.content import Content, Section, number
 from undrop.report import Table, html
 
-__all__ = ["as_html", "as_markdown"]
-
 _MARKS = {HOLDS: "good", DOES_NOT_HOLD: "bad", UNDECIDED: "open", NOT_RUN: "open"}
 _HOW = (
     "A ratio is the geometric mean over seeds, paired by seed, with Student's interval. A claim holds "
-    "if the whole interval lies where the claim asks. For an undecided claim, the last column says how "
-    "many seeds would decide it with a chance of 80 %, if the ratio and its spread are what they are "
-    "now."
+    "if the whole interval lies in the range that the claim asks for. For an undecided claim, the last "
+    "column is the number of seeds that would decide it with a probability of 80 %, if the measured "
+    "ratio and spread are the true ones."
 )
 
 

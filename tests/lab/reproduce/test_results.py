@@ -6,7 +6,7 @@ import pytest
 
 from fake_records import fake_record
 from undrop.errors import UnknownNameError
-from undrop.lab.reproduce.measures import MEASURES
+from undrop.lab.reproduce.results import MEASURES
 
 
 @pytest.fixture
@@ -26,15 +26,15 @@ def pair(plan):
         ("seconds_per_step", 0.6),
     ],
 )
-def test_a_measure_of_a_record(pair, name, value):
+def test_each_measure_reads_its_number_from_a_record(pair, name, value):
     assert MEASURES[name].of(*pair) == pytest.approx(value)
 
 
-def test_evaluation_is_not_counted_as_training(pair):
+def test_the_training_seconds_of_a_record_leave_out_evaluation(pair):
     assert pair[0].training_seconds == pytest.approx([6.0, 12.0, 18.0, 24.0])
 
 
-def test_a_quality_that_is_never_reached_takes_forever(pair):
+def test_a_quality_that_is_never_reached_has_an_infinite_time(pair):
     slow, dropout = pair
     better = similar_record(dropout, [50.0, 50.0])
     assert MEASURES["epochs_to_quality"].of(slow, better) == math.inf
@@ -44,6 +44,6 @@ def similar_record(record, valid):
     return record.model_copy(update={"best_valid_ppl": min(valid)})
 
 
-def test_unknown_measures_are_named():
+def test_an_unknown_measure_gets_a_suggestion():
     with pytest.raises(UnknownNameError, match="unknown measure 'best_valid': did you mean"):
         MEASURES["best_valid"]

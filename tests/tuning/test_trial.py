@@ -1,0 +1,104 @@
+"""A trial compares two trainings that differ in one thing, and restores all that it touched."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import undrop
+from device import new_generator
+from undrop.tuning.trial import Trial, Window
+
+
+def linear(p=0.5):
+    """A linear model with dropout on its input, in float64."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Dropout(p), nn.Linear(3, 1, bias=False)).double()
+
+
+def data(count, seed, rows=8):
+    random = new_generator(seed)
+    x = torch.randn(count, rows, 3, generator=random, dtype=torch.float64)
+    teacher = torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64)
+    return [(each, each @ teacher) for each in x]
+
+
+def trial_for(model, objective, length=0.05, seed=7):
+    weights = list(model.parameters())
+    lengths = torch.full((len(weights),), length)
+    return Trial(objective, model, weights, lengths, data(4, 1), data(2, 2), seed)
+
+
+def by_hand(model, p, decay, length=0.05, seed=7):
+    """The same branch with torch's own dropout."""
+    model = copy.deepcopy(model)
+    model[0].p = p
+    torch.manual_seed(seed)
+    for x, y in data(4, 1):
+        model.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            w = model[1].weight
+            step = length * w.grad / w.grad.norm()
+            w.mul_(1.0 - decay).sub_(step)
+    model[0].p = 0.0
+    with torch.no_grad():
+        return sum(float(nn.functional.mse_loss(model(x), y)) for x, y in data(2, 2)) / 2
+
+
+def setting(objective, p, decay=0.0):
+    def apply():
+        objective.site_p = {"0": p}
+        return [decay]
+
+    return apply
+
+
+def test_the_difference_is_that_of_two_trainings_by_hand():
+    """Plain sums in the order of the trial: equal but for the last places."""
+    model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
+    found = trial_for(model, objective).difference(
+        setting(objective, 0.3, 0.01), setting(objective, 0.1)
+    )
+    expected = by_hand(model, 0.1, 0.0) - by_hand(model, 0.3, 0.01)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert abs(found) > 1e-4
+
+
+def test_the_same_setting_twice_makes_no_difference():
+    model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
+    same = setting(objective, 0.3)
+    assert trial_for(model, objective).difference(same, same) == 0.0
+
+
+def test_dropout_on_the_inputs_of_a_noiseless_teacher_is_in_the_way():
+    model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
+    more, less = setting(objective, 0.5), setting(objective, 0.01)
+    found = [trial_for(model, objective, seed=s).difference(more, less) for s in range(10)]
+    assert sum(found) / 10 < 0.0
+
+
+def test_a_branch_that_explodes_loses_and_two_of_them_say_nothing():
+    model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
+    fine, bad = setting(objective, 0.3), setting(objective, 0.3, math.inf)
+    before = copy.deepcopy(model.state_dict())
+    trial = trial_for(model, objective)
+    assert trial.difference(bad, fine) == -1.0
+    assert trial.difference(fine, bad) == 1.0
+    assert trial.difference(bad, bad) == 0.0
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_lengths_are_those_of_the_moves_and_steps_without_one_do_not_count():
+    window, weight = Window(), torch.zeros(2, requires_grad=True)
+    for shift in (0.0, 3.0, 0.0, 1.0):
+        with torch.no_grad():
+            weight += torch.tensor([shift, 0.0])
+        window.add([weight], None, None)
+    assert window.lengths.tolist() == [2.0]
+    again = Window()
+    again.load_state_dict(window.state_dict())
+    assert again.lengths.tolist() == [2.0]
+    assert Window().lengths is None

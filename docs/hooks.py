@@ -7,6 +7,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)</code>")
+_CELL = re.compile(r"<td[ >].*?</td>", re.S)
+_IN_A_FIGURE = re.compile(r"(?<=[\d%]) (?=[±…])|(?<=[±…]) (?=[-\d])")
 _VERDICTS = "<!-- verdicts -->"
 _GLOSSARY = "<!-- glossary -->"
 
@@ -18,8 +20,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show the roles of docstrings, such as :class:`~undrop.Step`, as the bare name."""
-    return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
+    """Show the roles of docstrings, such as :class:`~undrop.Step`, as the bare name.
+
+    In tables, "1.2 ± 0.3" and "(1.1 … 1.3)" stay on one line.
+    """
+    html = _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
+    return _CELL.sub(lambda cell: _IN_A_FIGURE.sub("\N{NO-BREAK SPACE}", cell[0]), html)
 
 
 def glossary(path: Path) -> str:

@@ -296,12 +296,31 @@ def test_an_exception_in_your_own_code_is_one_sentence(
     assert len(shown.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["sites", "diagnose", "check"])
+def test_a_model_that_cannot_run_on_your_data_is_one_sentence(
+    tmp_path, monkeypatch, capsys, command
+):
+    (tmp_path / "misfit.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(20, 5), torch.nn.Dropout(0.5))\n"
+        "def batches():\n"
+        "    yield torch.randn(8, 7), torch.randint(5, (8,))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "misfit", raising=False)
+    shown = refused(capsys, command, "--model", "misfit:model", "--data", "misfit:batches")
+    assert "misfit:model can't be called on the first batch: RuntimeError: mat1 and mat2" in shown
+    assert "--debug shows where" in shown
+    assert len(shown.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (
             ("--model", "mine", "--data", "mine:batches"),
-            "unknown model 'mine': there are awd-lstm,",
+            "transformer-xl, or give your own as MODULE:NAME or path/to/file.py:NAME.",
         ),
         (("--model", "gpt", "--data", "mine:batches"), "gpt is one of undrop's language models"),
         (

@@ -113,9 +113,22 @@ def test_version_by_the_script_and_by_python_m(capsys):
             "No such option --jsn. Did you mean --json? See `undrop data li",
         ),
         (["data", "info"], "Missing argument 'name'. See `undrop data info --help`."),
+        (
+            ["diagnose", "--compare", "a.json"],
+            "'--compare' requires 2 arguments. See `undrop diagnose --help`.",
+        ),
+        (
+            ["diagnose", "--seconds", "five"],
+            "Invalid value for '--seconds': it must be a valid number. See `undrop diagnose",
+        ),
+        (
+            ["bench", "--threads", "-1"],
+            "Invalid value for '--threads': it must be greater than or equal to 0. See `undrop",
+        ),
+        (["train", "--model", "mine:net"], "in your own loop with undrop.Analytic()."),
     ],
 )
-def test_a_misspelt_command_or_option_gets_the_nearest_one(capsys, words, sentence):
+def test_a_wrong_command_line_is_one_sentence_with_a_way_out(capsys, words, sentence):
     assert cli.main(words) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

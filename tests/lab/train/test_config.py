@@ -34,10 +34,10 @@ def test_component_options_default_to_the_constructors():
         ({"optimizer": {"lr": float("nan")}}, r"optimizer\.lr must be a finite number, got nan\."),
         ({"optimizer": {"name": "sdg"}}, "optimizer.name must be 'sgd', 'asgd', 'adam' or 'adamw'"),
         ({"data": {"fraction": 1.5}}, "data.fraction must be less than or equal to 1, got 1.5"),
-        ({"train": {"epochs": "many"}}, "train.epochs must be a valid integer.*got 'many'"),
+        ({"train": {"epochs": "many"}}, "train.epochs must be a valid integer, got 'many'"),
         (
             {"objective": {"name": "drop-k", "k": "x"}},
-            "objective.k must be a valid integer.*got 'x'",
+            "objective.k must be a valid integer, got 'x'",
         ),
         ({"objective": {"strength": 1}}, "unknown setting 'objective.strength'"),
         ({"optimizer": {"betas": [0.9]}}, r"optimizer\.betas\.1 must be given"),

@@ -164,7 +164,7 @@ def _main(words: list[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except (Exception, KeyboardInterrupt) as error:
-        return _errors.report(error, debug=debug)
+        return _errors.report(error, " ".join(["undrop", *_command_in(words)]), debug=debug)
 
 
 def _run(words: list[str]) -> None:

@@ -23,11 +23,12 @@ _LABEL = "error:"
 _USAGE_ERROR: type[BaseException] = typer.BadParameter.__mro__[2]
 
 
-def report(error: BaseException, *, debug: bool) -> int:
+def report(error: BaseException, command: str, *, debug: bool) -> int:
     """Print what went wrong on stderr and return the exit code; a bug is raised again.
 
     Args:
         error: what the command raised.
+        command: the command, as in ``undrop train``.
         debug: whether to print the traceback too.
     """
     if isinstance(error, BrokenPipeError):  # the reader (`| head`) has closed the pipe
@@ -36,7 +37,7 @@ def report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, StoppedError):  # the user asked for it: not an error
         _say(str(error))
         return INTERRUPTED
-    sentence = _sentence(error)
+    sentence = _sentence(error, command)
     if sentence is None:
         raise error
     if debug:
@@ -55,12 +56,12 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _sentence(error: BaseException) -> str | None:
+def _sentence(error: BaseException, command: str) -> str | None:
     """One sentence for the error; empty if it has been printed already, None for a bug."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted."
     if isinstance(error, _USAGE_ERROR):
-        return _usage_sentence(error)
+        return _usage_sentence(error, command)
     if isinstance(error, UndropError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -69,13 +70,16 @@ def _sentence(error: BaseException) -> str | None:
     return None
 
 
-def _usage_sentence(error: BaseException) -> str:
+def _usage_sentence(error: BaseException, command: str) -> str:
     message: str = error.format_message()  # type: ignore[attr-defined]
     if not message or type(error).__name__ == "NoArgsIsHelpError":
         return ""  # the help was printed instead
     if near := getattr(error, "possibilities", None):
         message = f"No such option {error.option_name}. Did you mean {' or '.join(near)}?"  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "undrop"
+    path = context.command_path if context is not None else command
+    message = message.replace("Input should be", "it must be").partition(", unable to parse")[
+        0
+    ]  # it repeats what it says before
     stop = "" if message[-1] in ".?!" else "."
     return f"{message}{stop} See `{path} --help`."

@@ -136,7 +136,10 @@ def check_corpus(name: str | None, data_dir: Path | None = None) -> None:
 
 
 def named(
-    kind: str, names: Callable[[], Names], unless: Callable[[str], bool] | None = None
+    kind: str,
+    names: Callable[[], Names],
+    unless: Callable[[str], bool] | None = None,
+    hint: str = "",
 ) -> dict[str, Any]:
     """Return settings of a typer option whose value is a name, or several.
 
@@ -146,6 +149,7 @@ def named(
         kind: what the name names, for errors.
         names: returns the names.
         unless: whether a value is something else, such as a path, and not checked here.
+        hint: what else is accepted, as the end of a sentence.
     """
 
     def complete(incomplete: str) -> list[tuple[str, str]]:
@@ -154,7 +158,7 @@ def named(
     def check(value: Any) -> Any:
         for name in value if isinstance(value, list | tuple) else [value]:
             if unless is None or name is None or not unless(name):
-                check_name(kind, name, names())
+                check_name(kind, name, names(), hint)
         return value
 
     return {"autocompletion": complete, "callback": check}

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
 
 
+_OWN_PLACE = "MODULE:NAME or path/to/file.py:NAME"
+
+
 def _is_own(text: str) -> bool:
     """Whether a value is MODULE:NAME or FILE.py:NAME."""
     return ":" in text
@@ -51,17 +54,15 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Instead of RUN: a new model by a name of `undrop models`, or your own as MODULE:NAME "
-        "or path/to/file.py:NAME.",
-        **named("model", models, unless=_is_own),
+        help=f"Instead of RUN: a new model by a name of `undrop models`, or your own as {_OWN_PLACE}.",
+        **named("model", models, _is_own, f", or give your own as {_OWN_PLACE}"),
     ),
 ]
 DataName = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="For --model: a corpus, or your own (inputs, targets) pairs as MODULE:NAME or "
-        "path/to/file.py:NAME.",
+        help=f"For --model: a corpus, or your own (inputs, targets) pairs as {_OWN_PLACE}.",
         autocompletion=named("corpus", corpora)["autocompletion"],
     ),
 ]
@@ -116,7 +117,7 @@ def _what_is_missing(run: Path | None, model: str | None) -> str:
     if model is not None:
         return (
             f"--model {model} needs data to run on: add --data with a name of `undrop data list`, or "
-            "with your own (inputs, targets) pairs as MODULE:NAME or path/to/file.py:NAME."
+            f"with your own (inputs, targets) pairs as {_OWN_PLACE}."
         )
     return "name what to look into: a RUN, or --model and --data."
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from undrop.diagnosis.measure.batches import collect
 from undrop.errors import OptionError, UndropError
 from undrop.files import near_path
+from undrop.intercept.model_call import call
 from undrop.lab.corpora.batching import TrainingWindows, Window
 from undrop.lab.corpora.encode import Tokens
 from undrop.lab.models import LanguageModel, detach
@@ -40,6 +42,23 @@ class Source:
     """The run that it comes from, if any."""
     learning_rate: float | None = None
     """The run's."""
+    names: tuple[str, str] | None = None
+    """The names of your own model and data."""
+
+    @contextmanager
+    def one_sentence(self) -> Iterator[None]:
+        """Turn an exception that your own model raises without undrop as well into one sentence."""
+        try:
+            yield
+        except UndropError:
+            raise
+        except Exception:
+            if self.names is not None:
+                model, data = self.names
+                inputs = collect(made(data), 1)[0].inputs
+                with _one_sentence(model, "called on the first batch"):
+                    call(self.model, inputs)
+            raise
 
 
 def windows(
@@ -138,7 +157,8 @@ def from_names(
             f"{model} must be a torch module or a function that returns one, got "
             f"{type(found).__name__}."
         )
-    return Source(found, made(data), None if loss is None else _attribute(loss))
+    own_loss = None if loss is None else _attribute(loss)
+    return Source(found, made(data), own_loss, names=(model, data))
 
 
 def _of_language_model(

@@ -50,13 +50,14 @@ def check(
     from undrop.diagnosis.measure.batches import collect
 
     batch = collect(source.batches, 1)[0]
-    found = undrop.check(
-        _objective(source, objective),
-        source.model,
-        (batch.inputs, batch.targets),
-        seconds=seconds,
-        progress=progress,
-    )
+    with source.one_sentence():
+        found = undrop.check(
+            _objective(source, objective),
+            source.model,
+            (batch.inputs, batch.targets),
+            seconds=seconds,
+            progress=progress,
+        )
     if json:
         print_json(found)
     else:

@@ -134,12 +134,13 @@ def _measured(source: Source, seed: int, learning_rate: float | None, **options:
     if learning_rate is not None:
         options["learning_rate"] = learning_rate
     device = next((p.device for p in source.model.parameters()), torch.device("cpu"))
-    return undrop.diagnose(
-        source.model,
-        source.batches,
-        loss=source.loss,
-        classes=source.classes,
-        batch_dim=source.batch_dim,
-        generator=torch.Generator(device).manual_seed(seed),
-        **options,
-    )
+    with source.one_sentence():
+        return undrop.diagnose(
+            source.model,
+            source.batches,
+            loss=source.loss,
+            classes=source.classes,
+            batch_dim=source.batch_dim,
+            generator=torch.Generator(device).manual_seed(seed),
+            **options,
+        )

@@ -30,7 +30,8 @@ def list_sites(
     from undrop.intercept import sites
     from undrop.intercept.site import UNACCOUNTED
 
-    found = sites(source.model, collect(source.batches, 1)[0].inputs)
+    with source.one_sentence():
+        found = sites(source.model, collect(source.batches, 1)[0].inputs)
     if json:
         print_json({"sites": found, "unaccounted": found.unaccounted})
         return

@@ -22,7 +22,11 @@ RUNS = Path("runs")
 """Where runs go without --out."""
 
 Model = Annotated[
-    str | None, typer.Option(help="A name of `undrop models`.", **named("model", models))
+    str | None,
+    typer.Option(
+        help="A name of `undrop models`.",
+        **named("model", models, hint="; train your own in your own loop with undrop.Analytic()"),
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/…")]
 Seed = Annotated[int | None, typer.Option(help="The seed of everything that is random.")]

@@ -141,6 +141,7 @@ def as_config_error(
     first = error.errors(include_url=False, include_context=False)[0]
     path = [*within, *map(str, first["loc"])]
     name, text = ".".join(path), first["msg"].removeprefix("Value error, ")
+    text = text.partition(", unable to parse")[0]  # it repeats what it says before
     if first["type"] == "extra_forbidden":
         return _unknown(path, known(path[:-1]))
     if first["type"] == "missing":

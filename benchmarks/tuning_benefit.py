@@ -1,17 +1,15 @@
 """Does a site's benefit say what retraining without the site does? See `--help`.
 
-A case is a task, a p and a site; `results/tuning/cases.json` lists them, written before the first run.
-For each seed the model is trained with p at every site and diagnosed at its last weights, then trained
-again without each site in turn. Fixed beforehand:
+A case is a task, a p, and a site or weight decay; `results/tuning/cases.json` lists them, written before
+the first run. For each seed the model is trained with p at every site and diagnosed at its last weights:
+`undrop.diagnose` with the optimizer, at half the peak learning rate, four repeats. Then it is trained again
+without each site in turn, and once with the weight decay that the diagnosis tried. Fixed beforehand:
 
-- truth of a case: the mean over seeds of the test loss without the site minus with it, at the end of
-  training; positive where the site helps;
-- score of a case: the mean over seeds of z, the site's benefit over its standard error;
+- truth of a case: the mean over seeds of the test loss without it minus with it, at the end of training;
+  positive where it helps;
+- score of a case: the mean over seeds of z, the benefit over its standard error;
 - result: the AUC of the score for the sign of the truth, with an interval by drawing groups of cases of
   one task and p with replacement, since cases of a group share their trained models.
-
-Beside it the records hold the loss at the epoch that is best on the validation part, and z with the
-regularizer measured on held-out batches (`z_held`).
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from tuning_tasks import TASKS, Data, Task, batches
 
 import undrop
@@ -30,11 +29,11 @@ from tuning import Records, dropout_slots, plain, train
 from undrop.diagnosis.measure.estimates import Estimate
 
 CASES = Path("results/tuning/cases.json")
-PROBABILITIES = {"wikitext-gpt": (0.2,)}
-"""The p of a task's cases; 0.2 and 0.5 for the others."""
-SEEDS = (5, 6, 7, 8)
-"""None of the seeds of the comparison of methods."""
-DRAWS, BATCHES = 4, 16
+PROBABILITIES = (0.1, 0.35)
+SEEDS = (10, 11, 12, 13)
+"""None of the seeds of any other experiment."""
+REPEATS, BATCHES = 4, 16
+DECAY = "weight decay"
 Run = dict[str, Any]
 
 
@@ -45,72 +44,75 @@ def site_names(task: Task, data: Data) -> list[str]:
 
 
 def write_cases(root: Path) -> None:
-    """All sites of all tasks."""
+    """All sites of all tasks, and weight decay."""
     cases = []
     for task in TASKS.values():
-        names = site_names(task, task.data(root, SEEDS[0]))
-        for p in PROBABILITIES.get(task.name, (0.2, 0.5)):
-            cases += [{"task": task.name, "p": p, "site": name} for name in names]
+        names = [*site_names(task, task.data(root, SEEDS[0])), DECAY]
+        for p in PROBABILITIES:
+            cases += [{"task": task.name, "p": p, "what": name} for name in names]
     lines = ",\n".join(json.dumps(case) for case in cases)
     CASES.write_text(f"[\n{lines}\n]\n")
 
 
-def z(found: Estimate) -> float:
-    """The figure over its standard error."""
-    return found.value / found.stderr if found.stderr else 0.0
+def shown(found: Estimate) -> list[float | None]:
+    """The benefit, its standard error and z."""
+    return [found.value, found.stderr, found.z]
 
 
-def diagnosed(task: Task, data: Data, model: nn.Module, part: str) -> undrop.Diagnosis:
-    """The benefit of each site, its regularizer measured on batches of a part."""
+def diagnosed(task: Task, data: Data, model: nn.Module, optimizer: Any) -> Run:
+    """The benefit of each site and of weight decay."""
     order = torch.Generator().manual_seed(0)
-    held = list(batches(data, "validation", task.batch, order))
-    half = len(held) // 2
-    own = list(batches(data, "train", task.batch, order)) if part == "train" else held[:half]
-    return undrop.diagnose(
+    hook = optimizer.register_step_pre_hook(
+        lambda *_: clip_grad_norm_(model.parameters(), task.clip) and None
+    )
+    found = undrop.diagnose(
         model,
-        own[:BATCHES],
-        validation=held[half:][:BATCHES],
-        learning_rate=task.lr,
+        list(batches(data, "train", task.batch, order))[:BATCHES],
+        validation=list(batches(data, "validation", task.batch, order))[:BATCHES],
+        optimizer=optimizer,
+        learning_rate=0.5 * task.lr,
         loss=task.loss(),
         implicit=False,
-        draws=DRAWS,
-        seconds=20.0,
+        draws=REPEATS,
+        seconds=1000.0,
         batch_dim=data.dim,
         generator=torch.Generator().manual_seed(0),
         progress=False,
-    )
+    ).benefit
+    hook.remove()
+    assert found is not None
+    scores = {name: shown(estimate) for name, estimate in found.sites.items()}
+    scores |= {DECAY: shown(found.weight_decay), "every site": shown(found.every_site)}
+    return {"benefit": scores, "decay": found.decay}
 
 
 def with_every_site(task: Task, data: Data, seed: int, p: float) -> Run:
     """Train with p at every site, and diagnose."""
-    kept: list[nn.Module] = []
+    kept: list[Any] = []
 
-    def method(model: nn.Module, *rest: Any):
-        kept.append(model)
-        return plain(model, *rest)
+    def method(model: nn.Module, loss: undrop.Loss, optimizer: Any, *rest: Any):
+        kept.extend((model, optimizer))
+        return plain(model, loss, optimizer, *rest)
 
     result = train(task, data, seed, {"start": p}, method)
-    for part, key in (("train", "z"), ("validation", "z_held")):
-        benefit = diagnosed(task, data, kept[0], part).benefit
-        assert benefit is not None
-        result[key] = {name: z(found) for name, found in benefit.sites.items()}
-    return result
+    return {**result, **diagnosed(task, data, *kept)}
 
 
-def run(root: Path, records: Records, seed: int, task: Task, p: float, sites: list[str]) -> None:
+def run(root: Path, records: Records, seed: int, task: Task, p: float, what: list[str]) -> None:
     """The runs of one seed, task and p that have no record yet."""
     data = task.data(root, seed)
     key: Run = {"task": task.name, "p": p, "seed": seed}
-    if not records.find(**key, without=None):
-        records.add({**key, "without": None, **with_every_site(task, data, seed, p)})
+    if not records.find(**key, changed=None):
+        records.add({**key, "changed": None, **with_every_site(task, data, seed, p)})
+    (whole,) = records.find(**key, changed=None)
     names = site_names(task, data)
     assert len(names) == len(dropout_slots(task.model(p)))
-    for site in sites:
-        if not records.find(**key, without=site):
-            ps = [0.0 if name == site else p for name in names]
-            found = train(task, data, seed, {"start": p, "ps": ps}, plain)
-            records.add({**key, "without": site, **found})
-            print(key, site, flush=True)
+    for name in what:
+        if not records.find(**key, changed=name):
+            ps = [0.0 if other == name else p for other in names]
+            how = {"start": p, "ps": ps, "decay": whole["decay"] if name == DECAY else 0.0}
+            records.add({**key, "changed": name, **train(task, data, seed, how, plain)})
+            print(key, name, flush=True)
 
 
 def main() -> None:
@@ -123,14 +125,13 @@ def main() -> None:
     if not CASES.exists():
         write_cases(options.data)
         return
-    cases = json.loads(CASES.read_text())
     groups: dict[tuple[str, float], list[str]] = {}
-    for case in cases:
-        groups.setdefault((case["task"], case["p"]), []).append(case["site"])
+    for case in json.loads(CASES.read_text()):
+        groups.setdefault((case["task"], case["p"]), []).append(case["what"])
     records = Records(options.records)
     for seed in SEEDS:
-        for (name, p), sites in groups.items():
-            run(options.data, records, seed, TASKS[name], p, sites)
+        for (name, p), what in groups.items():
+            run(options.data, records, seed, TASKS[name], p, what)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def _corpus(name: str, sizes: tuple[int, int, int], vocabulary: int, steps: int)
     def data(root: Path, seed: int) -> Data:
         total = sum(sizes)
         file = "ptb/ptb.train.txt" if name == "ptb" else "wikitext-2/wiki.train.tokens"
-        words = _words(root / file, 10 * total)
+        words = _words(root / file, 30 * total)
         return _text(words[seed * total :][:total], sizes, vocabulary, steps)
 
     return data

@@ -1,25 +1,17 @@
-"""The benefit of a site against what one gradient step does to the validation loss, in float64."""
+"""The benefit of a site against trainings by hand, in float64."""
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import undrop
 from device import new_generator
-from problems import problem
-from undrop.diagnosis.measure.analytic import AnalyticNoise
-from undrop.diagnosis.measure.benefit import (
-    inner,
-    site_gradient,
-    two_way_error,
-    validation_gradient,
-)
-from undrop.engines import as_engine
-from undrop.generators import Generators
+from undrop.diagnosis.measure.benefit import STEPS, Training, two_way_error
+from undrop.diagnosis.measure.branches import Branches
 
 
 def net():
@@ -34,81 +26,61 @@ def data(seed, n=6):
     return x, torch.randint(3, (n,), generator=generator)
 
 
-def site_benefit(model, train, validation, site, engine="exact", seed=0, loss=None):
-    loss = undrop.CrossEntropy() if loss is None else loss
-    parameters = list(model.parameters())
-    push = site_gradient(
-        model,
-        *train,
-        loss,
-        parameters,
-        site,
-        strength=undrop.TAYLOR,
-        generator=Generators(new_generator(seed)),
-        noise=AnalyticNoise(as_engine(engine)),
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+
+
+def by_hand(model, batches, held, p, seed, decay=0.0):
+    """Train with torch's own dropout and optimizer; the loss on each validation batch."""
+    model = copy.deepcopy(model).train()
+    model[2].p, model[5].p = p
+    optimizer = sgd(model)
+    torch.manual_seed(seed)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for w in model.parameters():
+                w.mul_(1.0 - 0.1 * decay)
+        optimizer.step()
+    with torch.no_grad():
+        return [float(nn.functional.cross_entropy(model.eval()(x), y)) for x, y in held]
+
+
+@pytest.mark.parametrize(("p", "decay"), [((0.3, 0.5), 0.0), ((1e-9, 0.5), 0.0), ((0.3, 0.5), 0.2)])
+def test_a_branch_is_a_training_by_hand(p, decay):
+    model, batches, held = net(), [data(s) for s in range(5)], [data(8), data(9)]
+    objective, training = undrop.Dropout(), Training(model, sgd(model), None, decay or None)
+    objective.site_p = {"2": p[0], "5": p[1]}
+    branches = Branches(objective, model, training.weights, batches, held, 7)
+    with training.steps(more_decay=decay > 0.0) as move:
+        found = branches.losses(move)
+    assert found == pytest.approx(by_hand(model, batches, held, p, 7, decay), rel=1e-9)
+    assert found != pytest.approx(by_hand(model, batches, held, (0.3, 0.1), 7), rel=1e-3)
+
+
+def test_a_branch_leaves_weights_gradients_and_the_optimizer_as_they_were():
+    model = net()
+    optimizer = sgd(model)
+    nn.functional.cross_entropy(model(data(1)[0]), data(1)[1]).backward()
+    optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    torch.manual_seed(3)
+    undrop.diagnose(
+        *(model, [data(2), data(3)]),
+        validation=[data(4), data(5)],
+        optimizer=optimizer,
+        learning_rate=0.5,
+        draws=2,
+        implicit=False,
+        progress=False,
     )
-    return inner(validation_gradient(model, *validation, loss, parameters), push)
-
-
-@pytest.mark.parametrize("site", ["2", "5"])
-def test_benefit_is_the_fall_of_the_validation_loss_over_one_gradient_step(site):
-    """(L_val(W + γ∇R) - L_val(W - γ∇R)) / 2γ, the step taken with the exact engine's gradient."""
-    model, train, validation = net(), data(1), data(2)
-    found = site_benefit(model, train, validation, site)
-    options = {"engine": "exact", "implicit": False, "sites": site}
-    regularized = undrop.Analytic(strength=undrop.TAYLOR, **options)(model, *train).total
-    plain = undrop.NoRegularization()(model, *train).total
-    parameters = list(model.parameters())
-    push = torch.autograd.grad(regularized - plain, parameters)
-    step = 1e-5
-
-    @torch.no_grad()
-    def loss_after(size):
-        for p, g in zip(parameters, push, strict=True):
-            p.sub_(g, alpha=size)
-        value = float(F.cross_entropy(model.eval()(validation[0]), validation[1]))
-        for p, g in zip(parameters, push, strict=True):
-            p.add_(g, alpha=size)
-        model.train()
-        return value
-
-    fall = (loss_after(-step) - loss_after(step)) / (2 * step)
-    assert abs(found) > 1e-4
-    assert found == pytest.approx(fall, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["mlp", "lstm"])
-def test_the_mean_over_draws_is_the_exact_engines_benefit(name):
-    made = problem(name)
-    batch = (made.inputs, made.targets)
-    site = undrop.sites(made.model, made.inputs)[0].name
-    exact = site_benefit(made.model, batch, batch, site, loss=made.loss)
-    values = torch.tensor(
-        [
-            site_benefit(made.model, batch, batch, site, "auto", seed, loss=made.loss)
-            for seed in range(200)
-        ]
-    )
-    error = values.std().item() / 200**0.5
-    assert abs(values.mean().item() - exact) < 4 * error  # 200 draws
-
-
-def test_a_site_whose_name_looks_like_a_pattern_is_chosen_alone():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(3, 3)
-            self.add_module("[ab]", nn.Dropout(0.5))
-            self.b = nn.Dropout(0.5)
-
-        def forward(self, x):
-            return self.b(self.get_submodule("[ab]")(self.a(x)))
-
-    torch.manual_seed(0)
-    model = Odd().double()
-    alone = site_benefit(model, data(1), data(2), "[ab]")
-    assert alone == pytest.approx(site_benefit(model, data(1), data(2), "b"), rel=1e-9)
-    assert alone != 0.0
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], gradients))
+    after = torch.rand(())
+    torch.manual_seed(3)
+    assert after == torch.rand(())
 
 
 def test_the_two_way_error_has_the_spread_of_repeated_tables():
@@ -134,53 +106,109 @@ def test_one_row_or_one_column_has_no_error():
     assert two_way_error(np.ones((4, 1)))[0] is None
 
 
-def diagnosed(validation, **options):
-    model = net()
-    train = [data(seed) for seed in range(10, 16)]
-    options = {"seconds": 1e3, "draws": 2, "implicit": False, "progress": False, **options}
-    return model, train, undrop.diagnose(model, train, validation=validation, **options)
+def teacher(seed, rows=16, noise=0.0):
+    random = new_generator(seed)
+    x = torch.randn(rows, 8, generator=random).double()
+    y = x[:, :1] - 2.0 * x[:, 1:2]
+    return x, y + noise * torch.randn(rows, 1, generator=random).double()
 
 
-def test_a_diagnosis_with_validation_batches_has_the_benefit_of_every_site():
-    """Per 1,000 steps, against the exact engine over all pairs of batches."""
-    validation = [data(seed) for seed in range(20, 25)]
-    model, train, found = diagnosed(validation, learning_rate=0.01, draws=20)
+def linear(p=0.5):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Dropout(p), nn.Linear(8, 1)).double()
+
+
+def diagnosed(model, train, held, **options):
+    options = {"seconds": 1e3, "draws": 6, "implicit": False, "progress": False, **options}
+    random = torch.Generator().manual_seed(0)
+    loss = undrop.MSE() if held[0][1].is_floating_point() else None
+    return undrop.diagnose(model, train, validation=held, loss=loss, generator=random, **options)
+
+
+def fitted(model, batches, steps=300):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model.eval()
+    for step in range(steps):
+        x, y = batches[step % len(batches)]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return model.train()
+
+
+def test_dropout_on_a_noiseless_teachers_inputs_is_in_the_way():
+    """It shrinks weights that are right."""
+    train, held = [teacher(s) for s in range(6)], [teacher(s) for s in range(10, 14)]
+    model = fitted(linear(), train)
+    found = diagnosed(model, train, held, learning_rate=0.01)
     benefit = found.benefit
-    assert list(benefit.sites) == ["2", "5"]
-    for name, estimate in benefit.sites.items():
-        pairs = [site_benefit(model, t, v, name) for t in train for v in validation]
-        exact = 1000 * 0.01 * sum(pairs) / len(pairs)
-        # the error is also over batches, so that this is a loose bound on the noise of the draws
-        assert abs(estimate.value - exact) < 3 * estimate.stderr
-        assert estimate.z == pytest.approx(estimate.value / estimate.stderr)
-    total = sum(estimate.value for estimate in benefit.sites.values())
-    assert benefit.every_site.value == pytest.approx(total)
+    assert benefit.sites["0"].high < 0.0
+    assert benefit.sites["0"].z < -2.0
+    assert benefit.every_site == benefit.sites["0"]  # it is the only one
+    assert benefit.weight_decay.value < 0.0
+    assert any(
+        s.startswith("Dropout at `0` is in the way, lower its p: after 20") for s in found.advice
+    )
+    assert "It is in the way: after 20 steps without it" in found.conclusion
+
+
+def test_dropout_and_weight_decay_help_a_model_that_has_learnt_noise():
+    """10 noisy rows determine 9 weights, which shrinking improves."""
+    train, held = [teacher(0, 10, noise=4.0)], [teacher(s, 64) for s in range(10, 14)]
+    model = fitted(linear(0.3), train, 3000)
+    found = diagnosed(model, train * 2, held, learning_rate=0.01, weight_decay=1.0)
+    assert found.benefit.sites["0"].low > 0.0
+    assert found.benefit.weight_decay.low > 0.0
+    assert found.benefit.decay == 1.0
+    assert any(s.startswith("Keep the dropout at `0`, or raise its p") for s in found.advice)
+    assert any(s.startswith("Weight decay helps") for s in found.advice)
     assert "benefit" in str(found)
     assert found.to_json()["benefit"]["learning_rate"] == 0.01
 
 
-def test_the_benefit_of_weight_decay_is_the_product_with_the_weights():
-    validation = [data(seed) for seed in range(20, 23)]
-    model, _, found = diagnosed(validation, learning_rate=0.01, weight_decay=0.1)
-    parameters = list(model.parameters())
-    loss = undrop.CrossEntropy()
-    products = [
-        inner(
-            validation_gradient(model, *batch, loss, parameters), [p.detach() for p in parameters]
-        )
-        for batch in validation
-    ]
-    decay = found.benefit.weight_decay
-    assert decay.value == pytest.approx(1000 * 0.01 * 0.1 * sum(products) / 3, rel=1e-9)
-    error = np.std(products, ddof=1) / 3**0.5
-    assert decay.stderr == pytest.approx(1000 * 0.01 * 0.1 * error, rel=1e-9)
-    assert found.benefit.decay == 0.1
+def test_the_default_decay_takes_one_percent_off_in_a_branch():
+    training = Training(net(), None, 0.002, None)
+    assert training.name == "AdamW"
+    assert training.decay * 0.002 * STEPS == pytest.approx(0.01)
+
+
+def test_a_site_that_the_time_does_not_reach_has_no_figure():
+    train, held = [data(seed) for seed in range(6)], [data(seed) for seed in range(20, 23)]
+    found = diagnosed(net(), train, held, seconds=1e-6, draws=2)
+    assert all(math.isnan(estimate.value) for estimate in found.benefit.sites.values())
+    assert math.isfinite(found.benefit.every_site.value)
+    assert any(s.startswith("No evidence at `2`, `5`: the time ended") for s in found.advice)
+    assert "nan" not in str(found)
 
 
 def test_one_validation_batch_gives_no_evidence_either_way():
-    _, _, found = diagnosed([data(20)])
+    found = diagnosed(net(), [data(1), data(2)], [data(20)])
     assert all(estimate.stderr is None for estimate in found.benefit.sites.values())
     assert any(s.startswith("No evidence either way at `") for s in found.advice)
+
+
+def test_an_optimizer_that_does_not_fit_is_refused():
+    train, held = [data(1), data(2)], [data(20), data(21)]
+    for optimizer, text in (
+        (sgd(net()), "the SGD has parameters that Sequential has not"),
+        (object(), "optimizer must be one of torch's, got object"),
+    ):
+        with pytest.raises(undrop.errors.OptionError, match=text):
+            diagnosed(net(), train, held, optimizer=optimizer)
+    model = net()
+    ended = sgd(model)
+    ended.param_groups[0]["lr"] = 0.0
+    with pytest.raises(undrop.errors.OptionError, match="rate of the SGD is 0, at which nothing"):
+        diagnosed(model, train, held, optimizer=ended)
+
+
+def test_steps_that_explode_are_refused():
+    train, held = [teacher(s) for s in range(3)], [teacher(s) for s in range(10, 12)]
+    model = linear()
+    with pytest.raises(
+        undrop.errors.NonFiniteError, match="20 steps of SGD with a learning rate of"
+    ):
+        diagnosed(model, train, held, optimizer=sgd(model), learning_rate=1e30)
 
 
 def test_validation_data_that_is_the_training_data_is_refused():

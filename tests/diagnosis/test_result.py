@@ -55,7 +55,7 @@ def test_json_has_the_stable_keys(found, tmp_path):
     found.save(tmp_path / "d.json")
     values = json.loads((tmp_path / "d.json").read_text())
     assert values == json.loads(json.dumps(found.to_json()))
-    assert values["format"] == 2
+    assert values["format"] == 3
     figure = {"value", "stderr", "low", "high"}
     for part in ("r_drop", "half_quadratic", "curvature", "rest"):
         assert set(values["explicit"]["parts"][part]) == figure
@@ -217,7 +217,7 @@ def test_saved_diagnoses_are_compared(found, tmp_path):
     ("text", "message"),
     [
         ("[]", "is not a diagnosis: give a file that undrop diagnose --save wrote"),
-        ('{"explicit": {}}', "is a diagnosis in format 1, this version of undrop reads format 2"),
+        ('{"explicit": {}}', "is a diagnosis in format 1, this version of undrop reads format 3"),
     ],
 )
 def test_a_file_that_is_no_diagnosis_is_refused(tmp_path, text, message):
@@ -329,12 +329,11 @@ def benefit_of(found, decay=UNKNOWN, **sites):
         every_site=Estimate.of(0.1, 0.01),
         weight_decay=decay,
         decay=1e-3,
-        decay_given=False,
+        steps=20,
+        optimizer="SGD",
         learning_rate=0.1,
-        strength=0.5,
-        batches=4,
+        repeats=8,
         validation_batches=4,
-        samples=8,
     )
     return advise(found.sites, found.explicit, None, benefit)
 
@@ -343,9 +342,14 @@ def test_benefits_become_actions():
     found = diagnosed(model_with_shares(1.0))
     helps, harms = Estimate.of(0.012, 0.002), Estimate.of(-0.03, 0.01)
     advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
-    assert advice[0].startswith("Try a larger p at `a`: +0.0120 ± 0.0020 ")
-    assert advice[1].startswith("Dropout at `b` is in the way: try a smaller p (-0.030 ± 0.010,")
-    assert advice[2] == "No evidence either way at `c`: too few batches."
+    after = "after 20 steps without it the validation loss is"
+    assert (
+        advice[0] == f"Keep the dropout at `a`, or raise its p: {after} higher by 0.0120 ± 0.0020."
+    )
+    assert (
+        advice[1] == f"Dropout at `b` is in the way, lower its p: {after} lower by 0.030 ± 0.010."
+    )
+    assert advice[2] == "No evidence either way at `c`: give it more seconds."
     assert not any("Weight decay" in sentence for sentence in advice)
 
 
@@ -357,7 +361,7 @@ def test_weight_decay_is_set_against_the_best_site():
     (as_well,) = [s for s in benefit_of(found, Estimate.of(0.01, 0.001), a=site) if "decay" in s]
     assert as_well.startswith("Weight decay helps as well")
     (in_the_way,) = [s for s in benefit_of(found, Estimate.of(-0.5, 0.01), a=site) if "decay" in s]
-    assert in_the_way.startswith("Weight decay would be in the way")
+    assert in_the_way.startswith("More weight decay would be in the way")
 
 
 def test_advice_is_never_empty():

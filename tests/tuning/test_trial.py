@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 import undrop
 from device import new_generator
-from undrop.tuning.trial import Trial, Window
+from undrop.diagnosis.measure.branches import Branches
+from undrop.tuning.trial import Window, difference
 
 
 def linear(p=0.5):
@@ -28,7 +30,8 @@ def data(count, seed, rows=8):
 def trial_for(model, objective, length=0.05, seed=7):
     weights = list(model.parameters())
     lengths = torch.full((len(weights),), length)
-    return Trial(objective, model, weights, lengths, data(4, 1), data(2, 2), seed)
+    branches = Branches(objective, model, weights, data(4, 1), data(2, 2), seed)
+    return partial(difference, branches, lengths)
 
 
 def by_hand(model, p, decay, length=0.05, seed=7):
@@ -59,9 +62,7 @@ def setting(objective, p, decay=0.0):
 def test_the_difference_is_that_of_two_trainings_by_hand():
     """Plain sums in the order of the trial: equal but for the last places."""
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
-    found = trial_for(model, objective).difference(
-        setting(objective, 0.3, 0.01), setting(objective, 0.1)
-    )
+    found = trial_for(model, objective)(setting(objective, 0.3, 0.01), setting(objective, 0.1))
     expected = by_hand(model, 0.1, 0.0) - by_hand(model, 0.3, 0.01)
     assert found == pytest.approx(expected, rel=1e-6)
     assert abs(found) > 1e-4
@@ -70,13 +71,13 @@ def test_the_difference_is_that_of_two_trainings_by_hand():
 def test_the_same_setting_twice_makes_no_difference():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     same = setting(objective, 0.3)
-    assert trial_for(model, objective).difference(same, same) == 0.0
+    assert trial_for(model, objective)(same, same) == 0.0
 
 
 def test_dropout_on_the_inputs_of_a_noiseless_teacher_is_in_the_way():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     more, less = setting(objective, 0.5), setting(objective, 0.01)
-    found = [trial_for(model, objective, seed=s).difference(more, less) for s in range(10)]
+    found = [trial_for(model, objective, seed=s)(more, less) for s in range(10)]
     assert sum(found) / 10 < 0.0
 
 
@@ -85,9 +86,9 @@ def test_a_branch_that_explodes_loses_and_two_of_them_say_nothing():
     fine, bad = setting(objective, 0.3), setting(objective, 0.3, math.inf)
     before = copy.deepcopy(model.state_dict())
     trial = trial_for(model, objective)
-    assert trial.difference(bad, fine) == -1.0
-    assert trial.difference(fine, bad) == 1.0
-    assert trial.difference(bad, bad) == 0.0
+    assert trial(bad, fine) == -1.0
+    assert trial(fine, bad) == 1.0
+    assert trial(bad, bad) == 0.0
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from undrop.diagnosis.measure.batches import NumberedBatch, collect, shared_examples
-from undrop.diagnosis.measure.benefit import Benefit, measure_benefit
+from undrop.diagnosis.measure.benefit import Benefit, Training, measure_benefit
 from undrop.diagnosis.measure.explicit import Explicit, measure_explicit
 from undrop.diagnosis.measure.implicit import Implicit, measure_implicit
 from undrop.diagnosis.measure.model import MeasuredModel
@@ -19,11 +20,11 @@ from undrop.diagnosis.report.advice import advise, conclude
 from undrop.diagnosis.report.provenance import provenance_of
 from undrop.diagnosis.report.result import Diagnosis
 from undrop.errors import DataError, OptionError
-from undrop.losses import Loss
+from undrop.losses import Loss, as_loss
 from undrop.options import as_float
 from undrop.report import Progress
 
-SECONDS, MAX_BATCHES, LEARNING_RATE = 30.0, 16, 1e-3
+SECONDS, MAX_BATCHES = 30.0, 16
 _TIME = {"explicit effect": 3.0, "implicit effect": 2.0, "benefit": 2.0}
 """How the time is shared out."""
 _SAME_DATA = "{}, on which every regularizer looks harmful: pass batches of other data."
@@ -34,7 +35,8 @@ def diagnose(
     batches: Iterable[Any],
     *,
     validation: Iterable[Any] | None = None,
-    learning_rate: float = LEARNING_RATE,
+    optimizer: Optimizer | None = None,
+    learning_rate: float | None = None,
     weight_decay: float | None = None,
     loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
     implicit: bool = True,
@@ -53,11 +55,14 @@ def diagnose(
     Args:
         model: any module with dropout, in train or eval mode.
         batches: pairs (inputs, targets) of training data, such as a DataLoader.
-        validation: pairs from other data: with them every site gets a benefit, the fall of the
-            validation loss that its explicit part causes.
-        learning_rate: the benefit is per 1,000 steps of this size.
+        validation: pairs from other data: with them every site gets a benefit, by how much the
+            validation loss is lower after 20 steps with it than after 20 steps without it.
+        optimizer: the one that trains the model, which takes these steps and is left as it was; None
+            is AdamW.
+        learning_rate: of these steps; None takes the optimizer's, and 0.001 for AdamW. At the end of a
+            schedule give that of its middle.
         weight_decay: the coefficient whose benefit is shown beside the sites'; None takes the one that
-            pushes the weights as strongly as all dropout together.
+            takes 1 % off the weights in 20 steps.
         loss: as for an objective: None is cross-entropy on the model's output.
         implicit: whether to measure gradient noise as well.
         seconds: the time to spend; more gives smaller errors. It takes longer if a minimum of
@@ -77,43 +82,42 @@ def diagnose(
         OutputError: if the model draws random numbers that can't be repeated.
     """
     _check(seconds, draws, max_batches, learning_rate, weight_decay)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise OptionError(f"optimizer must be one of torch's, got {type(optimizer).__name__}.")
     began = time.monotonic()
     own, other = _collected(batches, validation, max_batches, batch_dim)
     measured = MeasuredModel(model, own, loss=loss, generator=generator, batch_dim=batch_dim)
-    held_out = None if other is None else measured.prepared(other)
-    noise, benefit = None, None
-    wanted = [n for n, on in zip(_TIME, (True, implicit, held_out is not None), strict=True) if on]
+    noise, benefit, training = None, None, None
+    if other is not None:
+        training = Training(measured.model, optimizer, learning_rate, weight_decay)
+    wanted = [n for n, on in zip(_TIME, (True, implicit, other is not None), strict=True) if on]
     with Progress(progress) as shown, measured.preserved():
         bar = shown.bar()
         budgets = _budgets(wanted, seconds, lambda done, what: bar.show(done, title=what))
         explicit = measure_explicit(measured, next(budgets), draws=draws, names=classes)
         if implicit:
             noise = measure_implicit(measured, next(budgets), draws=draws)
-        if held_out is not None:
+        if other is not None and training is not None:
             benefit = measure_benefit(
-                *(measured, held_out, next(budgets)),
-                learning_rate=learning_rate,
-                weight_decay=weight_decay,
-                draws=draws,
+                *(measured, own, other, next(budgets), training), loss=as_loss(loss), repeats=draws
             )
-    return _result(measured, explicit, noise, benefit, held_out, time.monotonic() - began)
+    return _result(measured, explicit, noise, benefit, other, time.monotonic() - began)
 
 
 def _check(
     seconds: float,
     draws: int | None,
     max_batches: int,
-    learning_rate: float,
+    learning_rate: float | None,
     weight_decay: float | None,
 ) -> None:
     check_seconds(seconds)
     for name, value, least in (("draws", draws, 2), ("max_batches", max_batches, 1)):
         if value is not None and value < least:
             raise OptionError(f"{name} must be at least {least}, got {value}.")
-    if not 0.0 < as_float(learning_rate) < float("inf"):
-        raise OptionError(f"learning_rate must be positive and finite, got {learning_rate!r}.")
-    if weight_decay is not None and not 0.0 < as_float(weight_decay) < float("inf"):
-        raise OptionError(f"weight_decay must be positive and finite, got {weight_decay!r}.")
+    for what, size in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        if size is not None and not 0.0 < as_float(size) < float("inf"):
+            raise OptionError(f"{what} must be positive and finite, got {size!r}.")
 
 
 def _collected(

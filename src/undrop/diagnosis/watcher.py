@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.diagnosis.measure.analytic import AnalyticNoise, analytic_term, gradient
-from undrop.diagnosis.measure.benefit import inner
+from undrop.diagnosis.measure.gradients import inner
 from undrop.engines import Draw, ZeroLeaves
 from undrop.errors import EngineError, NoDropoutError
 from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, unwrapped

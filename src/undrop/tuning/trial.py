@@ -1,26 +1,18 @@
-"""What more or less of something does: the last steps of the run again, twice, and the validation loss.
+"""A trial of a tuner: the last steps of the run again, in two branches.
 
-Both branches of a trial begin at the weights of the run, train on the same batches with the same random
-numbers, and differ in one thing: the noise of one site or of all sites, or weight decay. So most of the
-noise of training cancels in the difference of their validation losses, and what is left has both parts
-of dropout, explicit and implicit, at any p. No optimizer is asked for: each tensor moves along its
-gradient by as much as a step of the run moved it.
+No optimizer is asked for: each tensor moves along its gradient by as much as a step of the run moved it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from undrop.errors import NonFiniteError
-from undrop.intercept import Batch, keep_buffers, no_noise, unwrapped
-from undrop.objectives import Objective
-from undrop.rng_snapshot import RngSnapshot, seed_current
+from undrop.diagnosis.measure.branches import Branches
 
 
 class Window:
@@ -68,77 +60,40 @@ class Window:
         self._moves = int(state["moves"])
 
 
-class Trial(NamedTuple):
-    """The two branches of one comparison."""
+def difference(
+    branches: Branches,
+    lengths: Tensor,
+    more: Callable[[], list[float]],
+    less: Callable[[], list[float]],
+) -> float:
+    """L_val with less minus L_val with more: positive where more helps.
 
-    objective: Objective
-    model: nn.Module
-    weights: list[Tensor]
-    lengths: Tensor
-    """How far each tensor moves in one step."""
-    batches: Sequence[tuple[Any, Any]]
-    """What both branches train on."""
-    held: Sequence[tuple[Any, Any]]
-    """What they are compared on."""
-    seed: int
-    """Of the random numbers that both draw."""
+    A branch that explodes loses by 1, and two of them say nothing.
 
-    def difference(self, more: Callable[[], list[float]], less: Callable[[], list[float]]) -> float:
-        """L_val with less minus L_val with more: positive where more helps.
+    Args:
+        branches: what both train on.
+        lengths: how far each tensor moves in one step.
+        more: sets the objective for one branch, and returns how much of each tensor weight decay takes
+            off in a step.
+        less: the same for the other branch.
+    """
 
-        Args:
-            more: sets the objective for one branch, and returns how much of each tensor weight decay
-                takes off in a step.
-            less: the same for the other branch.
-        """
-        with_more, with_less = (self._loss(setting()) for setting in (more, less))
-        if math.isfinite(with_more) and math.isfinite(with_less):
-            return with_less - with_more
-        return 0.0 if with_more == with_less else math.copysign(1.0, with_less - with_more)
+    def losses(setting: Callable[[], list[float]]) -> list[float] | None:
+        decays = setting()
 
-    def _loss(self, decays: list[float]) -> float:
-        """The validation loss at the end of one branch; all is as before then."""
-        with self._unchanged():
-            try:
-                for inputs, targets in self.batches:
-                    self._move(inputs, targets, decays)
-                loss = sum(self._validation(*batch) for batch in self.held) / len(self.held)
-            except NonFiniteError:
-                return math.inf
-        return loss if math.isfinite(loss) else math.inf
-
-    def _move(self, inputs: Any, targets: Any, decays: list[float]) -> None:
-        total = self.objective(self.model, inputs, targets).total
-        found = torch.autograd.grad(total, self.weights, allow_unused=True, materialize_grads=True)
-        gradients = list(found)
-        factors = self.lengths / _norms(gradients).clamp_min(torch.finfo(torch.float32).tiny)
-        with torch.no_grad():
+        def move(gradients: list[Tensor]) -> None:
+            norms = _norms(gradients).clamp_min(torch.finfo(torch.float32).tiny)
             if any(decays):
-                torch._foreach_mul_(self.weights, [1.0 - decay for decay in decays])
-            torch._foreach_mul_(gradients, factors.tolist())
-            torch._foreach_sub_(self.weights, gradients)
+                torch._foreach_mul_(branches.weights, [1.0 - decay for decay in decays])
+            torch._foreach_mul_(gradients, (lengths / norms).tolist())
+            torch._foreach_sub_(branches.weights, gradients)
 
-    def _validation(self, inputs: Any, targets: Any) -> float:
-        """The loss without dropout."""
-        bare = unwrapped(self.model)
-        _, inputs, targets = self.objective.loss.prepare(bare, inputs, targets)
-        batch = Batch(bare, inputs, targets, False)
-        with torch.no_grad():
-            return float(self.objective.forward_and_loss(batch, no_noise)[1])
+        return branches.losses(move)
 
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Restore weights, buffers, random states and the objective's counts at the end."""
-        weights = [w.detach().clone() for w in self.weights]
-        state = self.objective.state_dict()
-        with RngSnapshot(self.model), keep_buffers(unwrapped(self.model)):
-            seed_current(self.seed)
-            try:
-                yield
-            finally:
-                with torch.no_grad():
-                    torch._foreach_copy_(self.weights, weights)
-                self.objective.load_state_dict(state)
+    with_more, with_less = losses(more), losses(less)
+    if with_more is None or with_less is None:
+        return float(with_less is None) - float(with_more is None)
+    return fmean(with_less) - fmean(with_more)
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from undrop.diagnosis.measure.branches import Branches
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.generators import Generators
 from undrop.intercept import Selection, unwrapped
@@ -21,7 +22,7 @@ from undrop.options import as_float, check_int
 from undrop.report import Table
 from undrop.tuning.history import DECAY, EVERY, Entry, History
 from undrop.tuning.rule import HIGHEST, LOWEST, START, Moments, log_odds, probability
-from undrop.tuning.trial import Trial, Window
+from undrop.tuning.trial import Window, difference
 from undrop.tuning.validation import Validation, set_aside
 
 STEPS = 10
@@ -190,21 +191,21 @@ class Tuner:
         generator = self._generators(weights[0].device)
         seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
         held = self.validation.next(HELD)
-        trial = Trial(self.objective, model, weights, lengths, batches, held, seed)
+        branches = Branches(self.objective, model, weights, batches, held, seed)
         tried = self._next()
         more, less = (partial(self._branch, weights, tried, sign * APART) for sign in (1.0, -1.0))
         try:
-            difference = trial.difference(more, less)
+            found = difference(branches, lengths, more, less)
         finally:
             self._apply(self._logs)
         moments = self._moments.setdefault(tried, Moments())
-        self._logs = self._shifted(tried, moments.move(difference, self.rate))
+        self._logs = self._shifted(tried, moments.move(found, self.rate))
         for name in self._declared:
             bounded = max(self._logs[name], log_odds(LOWEST))
             self._logs[name] = min(bounded, log_odds(HIGHEST))
         self._apply(self._logs)
         values = {n: math.exp(v) if n == DECAY else probability(v) for n, v in self._logs.items()}
-        self.history.entries.append(Entry(self.steps, tried, difference, values))
+        self.history.entries.append(Entry(self.steps, tried, found, values))
 
     def _next(self) -> str:
         """What to try: all sites together more often than single ones, which take turns."""

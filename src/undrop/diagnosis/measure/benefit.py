@@ -1,97 +1,50 @@
-"""Whether dropout helps: how much a site's explicit part lowers the validation loss per step.
+"""Whether dropout helps: the validation loss after some steps without it, minus that with it.
 
-With R_i = strength · E[u_iᵀHu_i], u_i from noise at site i alone, one gradient step of size γ
-
-    W ← W - γ(∇L + Σ_i ∇R_i)    changes the validation loss by    -γ Σ_i ⟨∇L_val, ∇R_i⟩ + O(γ²),
-
-so benefit_i = ⟨∇L_val, ∇R_i⟩ is what site i takes off the validation loss per step and unit of learning
-rate. It is positive where more of this dropout helps and negative where the dropout is in the way.
-Weight decay is such a term too, with ∇R = λW.
+The steps begin at the model's weights, in paired branches: one with the dropout that the model declares,
+one without each site, one without any, and one with more weight decay. Repeats have other batches and
+masks. A table of differences has a row for each repeat and a column for each validation batch; both are
+random samples.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
-from undrop.diagnosis.measure.analytic import AnalyticNoise, analytic_term, gradient
 from undrop.diagnosis.measure.batches import NumberedBatch
+from undrop.diagnosis.measure.branches import Branches, Move
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.measure.gradients import trained_parameters
 from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
-from undrop.engines import as_engine
-from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, no_noise
+from undrop.errors import NonFiniteError, OptionError
 from undrop.losses import Loss
+from undrop.objectives import Dropout
 
-_GROUPS = 8  # of validation batches, whose gradients are held
-_LEAST = 2  # training samples
-
-
-def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """⟨a, b⟩ over lists of tensors, in float64."""
-    return math.fsum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
-
-
-def validation_gradient(
-    model: nn.Module, inputs: Any, targets: Any, loss: Loss, parameters: Sequence[Tensor]
-) -> list[Tensor]:
-    """∇L_val on one batch, with every dropout off; keeps running statistics."""
-    with keep_statistics(model), Interception(model, no_noise):
-        logits = logits_of(call(model, inputs))
-    loss.check(logits, targets)
-    return gradient(loss.value(logits, targets), parameters)
-
-
-def site_gradient(
-    model: nn.Module,
-    inputs: Any,
-    targets: Any,
-    loss: Loss,
-    parameters: Sequence[Tensor],
-    site: str,
-    *,
-    strength: float,
-    generator: Callable[[torch.device], torch.Generator],
-    noise: AnalyticNoise | None = None,
-) -> list[Tensor]:
-    """∇R_i for one draw of η at one site, an unbiased sample of its expectation.
-
-    Args:
-        model: in train mode.
-        inputs: of a training batch.
-        targets: of a training batch.
-        loss: the training loss.
-        parameters: the trainable ones.
-        site: the name of the site.
-        strength: the factor of uᵀHu: ½ for dropout, an objective's own for ``Analytic``.
-        generator: gives the random generator for a device.
-        noise: the engine, the mask structure and the fraction; its selection is not used.
-    """
-    made = AnalyticNoise() if noise is None else noise
-    alone = AnalyticNoise(
-        made.engine, made.mask, Selection({_literal(site): 1.0}), made.fraction, made.batch_dim
-    )
-    term = analytic_term(model, inputs, targets, loss, generator, alone, explicit=strength)
-    return gradient(term, parameters)
-
-
-def _literal(name: str) -> str:
-    """A pattern that matches this name alone: ``[`` would open a set of characters."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+STEPS = 20
+"""The steps of a branch."""
+LEARNING_RATE = 1e-3
+"""That of AdamW, where no optimizer is given."""
+SHRINKAGE = 0.01
+"""What weight decay takes off the weights in a branch, where no coefficient is given."""
+_OFF = 1e-9  # a p that drops nothing, but draws as many random numbers as any other
+_EVERY, _DECAY = object(), object()
 
 
 def two_way_error(table: NDArray[np.float64]) -> tuple[float | None, float]:
     """The standard error of the mean of a table, and its degrees of freedom.
 
-    Rows (training batches) and columns (validation batches) are both random samples. With mean
-    squares MS of rows, columns and residuals of an r × c table, the variance of the mean is
+    Rows (repeats) and columns (validation batches) are both random samples. With mean squares MS of
+    rows, columns and residuals of an r × c table, the variance of the mean is
     (MS_rows + MS_columns - MS_residual)/rc, at least the larger of its first two terms. None where
     there are fewer than two rows or columns.
     """
@@ -111,157 +64,214 @@ def two_way_error(table: NDArray[np.float64]) -> tuple[float | None, float]:
 
 
 class Benefit(NamedTuple):
-    """How much each explicit part lowers the validation loss, per 1,000 steps.
-
-    To first order and for plain gradient steps of the learning rate; positive helps.
-    """
+    """How much lower the validation loss is after some steps with something than without it."""
 
     sites: dict[str, Estimate]
+    """The dropout of each site; NaN where the time did not suffice for it."""
     every_site: Estimate
-    """All sites together."""
+    """All dropout together."""
     weight_decay: Estimate
-    """Weight decay with the coefficient ``decay``."""
+    """Weight decay with the coefficient ``decay``, beside what the optimizer has."""
     decay: float
-    """λ: the given coefficient, or the one whose push λ‖W‖ is as large as that of all dropout."""
-    decay_given: bool
+    """λ."""
+    steps: int
+    """The steps of a branch."""
+    optimizer: str
+    """The optimizer that takes them."""
     learning_rate: float
-    strength: float
-    batches: int
+    repeats: int
+    """How many times they were taken."""
     validation_batches: int
-    samples: int
-    """Training samples of ∇R_i per site."""
+
+
+class Training:
+    """The optimizer of the branches.
+
+    Args:
+        model: whose weights it moves.
+        optimizer: one that trains the model, whose state is left as it is; None is AdamW.
+        learning_rate: None takes the optimizer's.
+        weight_decay: λ of the branch with more of it; None takes 1 % off the weights in a branch.
+
+    Raises:
+        OptionError: for an optimizer that does not fit the model, or a learning rate of 0.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        learning_rate: float | None,
+        weight_decay: float | None,
+    ) -> None:
+        self.weights = trained_parameters(model)
+        rate = LEARNING_RATE if learning_rate is None else learning_rate
+        made = AdamW(self.weights, lr=rate, weight_decay=0.0) if optimizer is None else optimizer
+        self._optimizer, self._rate = made, learning_rate
+        known = {id(p) for p in model.parameters()}
+        every = [p for group in made.param_groups for p in group["params"]]
+        if not all(id(p) in known for p in every):
+            raise OptionError(
+                f"the {self.name} has parameters that {type(model).__name__} has not: pass the "
+                "optimizer that trains this model."
+            )
+        if not self.learning_rate > 0.0:
+            raise OptionError(
+                f"the learning rate of the {self.name} is {self.learning_rate:g}, at which nothing "
+                "happens: pass learning_rate=, that of the middle of the training."
+            )
+        shrinkage = SHRINKAGE / (STEPS * self.learning_rate)
+        self.decay = shrinkage if weight_decay is None else weight_decay
+
+    @property
+    def name(self) -> str:
+        """The optimizer's class."""
+        return type(self._optimizer).__name__
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest of its groups."""
+        if self._rate is not None:
+            return self._rate
+        return max(float(group["lr"]) for group in self._optimizer.param_groups)
+
+    @contextmanager
+    def steps(self, *, more_decay: bool) -> Iterator[Move]:
+        """Yield what takes a step; the end restores the optimizer and all gradients.
+
+        Args:
+            more_decay: whether each step also takes learning rate · λ off the weights.
+        """
+        groups = self._optimizer.param_groups
+        every = [p for group in groups for p in group["params"]]
+        state = copy.deepcopy(self._optimizer.state_dict())
+        gradients = [p.grad for p in every]
+        for p in every:
+            p.grad = None
+        if self._rate is not None:
+            for group in groups:
+                group["lr"] = self._rate
+        kept = 1.0 - self.learning_rate * self.decay
+
+        def move(found: list[Tensor]) -> None:
+            for weight, gradient in zip(self.weights, found, strict=True):
+                weight.grad = gradient
+            if more_decay:
+                torch._foreach_mul_(self.weights, kept)
+            with torch.enable_grad():
+                self._optimizer.step()
+
+        try:
+            yield move
+        finally:
+            self._optimizer.load_state_dict(state)
+            for p, gradient in zip(every, gradients, strict=True):
+                p.grad = gradient
 
 
 def measure_benefit(
     measured: MeasuredModel,
+    batches: Sequence[NumberedBatch],
     validation: Sequence[NumberedBatch],
     budget: Budget,
+    training: Training,
     *,
-    learning_rate: float,
-    weight_decay: float | None = None,
-    strength: float = 0.5,
-    engine: str = "auto",
-    draws: int | None = None,
+    loss: Loss,
+    repeats: int | None = None,
 ) -> Benefit:
-    """Measure the benefit of every site until the time or the draws are used up.
+    """Train branches until the time or the repeats are used up.
 
     Args:
-        measured: the model with its training batches.
+        measured: the model.
+        batches: training batches.
         validation: batches of other data.
-        budget: the time; every site is sampled on two batches in any case.
-        learning_rate: γ.
-        weight_decay: λ; None takes the one whose push is as large as dropout's.
-        strength: the factor of uᵀHu: ½ for dropout.
-        engine: how u is computed.
-        draws: the largest number of samples per site and training batch; None uses all the time.
+        budget: the time; all dropout together and weight decay are measured once in any case.
+        training: the optimizer.
+        loss: the training loss.
+        repeats: the largest number of them; None uses all the time.
     """
-    study = _Study(measured, validation, strength, AnalyticNoise(as_engine(engine)))
-    rounds = None if draws is None else max(1, draws)
-    for batch in budget.visits(measured.batches, rounds, least=_LEAST):
-        study.visit(batch)
-    return study.result(learning_rate, weight_decay)
+    study = _Study(measured, batches, validation, training, loss)
+    for _ in budget.visits([None], repeats):
+        study.repeat(budget)
+    return study.result()
 
 
 class _Study:
-    """Products of ∇L_val (by group of validation batches) with ∇R_i (by training batch)."""
+    """Differences of validation losses, by what was left out and repeat."""
 
     def __init__(
         self,
         measured: MeasuredModel,
+        batches: Sequence[NumberedBatch],
         validation: Sequence[NumberedBatch],
-        strength: float,
-        noise: AnalyticNoise,
+        training: Training,
+        loss: Loss,
     ) -> None:
-        self.measured, self.strength, self.noise = measured, strength, noise
-        self.parameters = trained_parameters(measured.model)
-        self.validation_batches = len(validation)
-        self.groups = self._validation_groups(validation)
-        self.rows: dict[str, dict[int, list[NDArray[np.float64]]]] = {
-            name: {} for name in measured.sites.names
-        }
-        self.samples = 0
-        self._sum: list[Tensor] | None = None  # of ∇R over samples, and of ‖∇R‖²
-        self._squares = 0.0
+        self.measured, self.training = measured, training
+        self.batches = [(batch.inputs, batch.targets) for batch in batches]
+        self.validation = [(batch.inputs, batch.targets) for batch in validation]
+        self.objective = Dropout(loss=loss)
+        self.p = {site.name: site.p for site in measured.sites}
+        self.rows: dict[Any, list[list[float]]] = {_EVERY: [], _DECAY: []}
+        self.rows |= {name: [] for name in self.p}
+        self.repeats = 0
 
-    def _validation_groups(self, validation: Sequence[NumberedBatch]) -> list[list[Tensor]]:
-        """The mean gradient of each group of validation batches, at most ``_GROUPS`` of them."""
-        groups = []
-        for start in range(min(_GROUPS, len(validation))):
-            members = validation[start::_GROUPS]
-            found = [self._validation(batch) for batch in members]
-            groups.append([torch.stack(parts).mean(0) for parts in zip(*found, strict=True)])
-        return groups
+    def repeat(self, budget: Budget) -> None:
+        """Train one branch of each kind, as far as the time allows; sites take turns to be first."""
+        branches = self._branches()
+        reference = self._losses(branches)
+        names, first = list(self.p), self.repeats % len(self.p)
+        for place, what in enumerate([_EVERY, _DECAY, *names[first:], *names[:first]]):
+            if (place >= 2 or self.repeats) and budget.spent():
+                break
+            found = self._losses(branches, what)
+            sign = -1.0 if what is _DECAY else 1.0
+            pairs = zip(found, reference, strict=True)
+            self.rows[what].append([sign * (a - b) for a, b in pairs])
+        self.repeats += 1
 
-    def _validation(self, batch: NumberedBatch) -> list[Tensor]:
-        self.measured.restart_randomness()
-        return validation_gradient(
-            self.measured.model, batch.inputs, batch.targets, self.measured.loss, self.parameters
-        )
+    def _branches(self) -> Branches:
+        device = self.training.weights[0].device
+        generator = self.measured.generators(device)
+        seed = int(torch.randint(2**31, (), generator=generator, device=device))
+        shape = (STEPS,)
+        order = torch.randint(len(self.batches), shape, generator=generator, device=device)
+        chosen = [self.batches[i] for i in order.tolist()]
+        model, weights = self.measured.model, self.training.weights
+        return Branches(self.objective, model, weights, chosen, self.validation, seed)
 
-    def visit(self, batch: NumberedBatch) -> None:
-        """Sample ∇R_i of every site once on a training batch."""
-        total: list[Tensor] | None = None
-        for name, rows in self.rows.items():
-            push = site_gradient(
-                self.measured.model,
-                batch.inputs,
-                batch.targets,
-                self.measured.loss,
-                self.parameters,
-                name,
-                strength=self.strength,
-                generator=self.measured.generators,
-                noise=self.noise,
+    def _losses(self, branches: Branches, without: Any = None) -> list[float]:
+        off = set(self.p) if without is _EVERY else {without}
+        self.objective.site_p = {name: _OFF if name in off else p for name, p in self.p.items()}
+        with self.training.steps(more_decay=without is _DECAY) as move:
+            found = branches.losses(move)
+        if found is None:
+            raise NonFiniteError(
+                f"{STEPS} steps of {self.training.name} with a learning rate of "
+                f"{self.training.learning_rate:g} make the loss of {self.measured.name} infinite: pass "
+                "the optimizer= or the learning_rate= that trains this model."
             )
-            row = np.array([inner(group, push) for group in self.groups])
-            rows.setdefault(batch.number, []).append(row)
-            total = push if total is None else [a + b for a, b in zip(total, push, strict=True)]
-        assert total is not None
-        self.samples += 1
-        self._squares += inner(total, total)
-        before = [torch.zeros_like(t) for t in total] if self._sum is None else self._sum
-        self._sum = [a + b for a, b in zip(before, total, strict=True)]
+        return found
 
-    def result(self, learning_rate: float, weight_decay: float | None) -> Benefit:
-        """Read the products, in loss per 1,000 steps."""
-        steps = 1000.0 * learning_rate
-        tables = {name: self._table(rows) for name, rows in self.rows.items()}
-        every = np.sum(list(tables.values()), axis=0)
-        decay = self._matched_decay() if weight_decay is None else weight_decay
-        weights = [p.detach() for p in self.parameters]
-        columns = np.array([inner(group, weights) for group in self.groups])
-        freedom = len(columns) - 1.0
-        error = float(columns.std(ddof=1)) / math.sqrt(len(columns)) if freedom else None
+    def result(self) -> Benefit:
+        """Read the tables."""
+        training = self.training
         return Benefit(
-            sites={name: _estimate(table).scaled(steps) for name, table in tables.items()},
-            every_site=_estimate(every).scaled(steps),
-            weight_decay=Estimate.of(float(columns.mean()), error, freedom).scaled(decay * steps),
-            decay=decay,
-            decay_given=weight_decay is not None,
-            learning_rate=learning_rate,
-            strength=self.strength,
-            batches=len(next(iter(self.rows.values()))),
-            validation_batches=self.validation_batches,
-            samples=self.samples,
+            sites={name: _estimate(self.rows[name]) for name in self.p},
+            every_site=_estimate(self.rows[_EVERY]),
+            weight_decay=_estimate(self.rows[_DECAY]),
+            decay=training.decay,
+            steps=STEPS,
+            optimizer=training.name,
+            learning_rate=training.learning_rate,
+            repeats=self.repeats,
+            validation_batches=len(self.validation),
         )
 
-    def _table(self, rows: dict[int, list[NDArray[np.float64]]]) -> NDArray[np.float64]:
-        """One row per training batch; one per draw if there is only one batch."""
-        if len(rows) == 1:
-            return np.stack(next(iter(rows.values())))
-        return np.stack([np.mean(draws, axis=0) for draws in rows.values()])
 
-    def _matched_decay(self) -> float:
-        """‖E∇R‖ / ‖W‖; products of different samples only, so that noise does not enlarge it."""
-        assert self._sum is not None
-        n = self.samples
-        square = inner(self._sum, self._sum) - self._squares
-        norm = math.sqrt(max(square, 0.0) / (n * (n - 1))) if n > 1 else math.sqrt(self._squares)
-        weights = [p.detach() for p in self.parameters]
-        size = math.sqrt(inner(weights, weights))
-        return norm / size if size else 0.0
-
-
-def _estimate(table: NDArray[np.float64]) -> Estimate:
+def _estimate(rows: list[list[float]]) -> Estimate:
+    if not rows:
+        return Estimate(math.nan, None)
+    table = np.array(rows)
     error, freedom = two_way_error(table)
     return Estimate.of(float(table.mean()), error, freedom)

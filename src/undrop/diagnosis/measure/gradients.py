@@ -21,6 +21,11 @@ from undrop.errors import GradientsDisabledError
 from undrop.intercept import SiteAction
 
 
+def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """⟨a, b⟩ over lists of tensors, in float64."""
+    return math.fsum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+
+
 def group_of(parameter: str) -> str:
     """The part of a model that a parameter belongs to: its top-level module, or the list element."""
     first, *rest = parameter.split(".")

@@ -5,6 +5,7 @@ A sentence is written only where the 95 % interval of its figure supports it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from undrop.diagnosis.measure.benefit import Benefit
@@ -19,7 +20,6 @@ _POOR = 0.5
 _NOTHING = 0.01  # a share that does not matter
 _SOME = 0.2  # a part that does
 _ROUNDING = 1e-9  # of R_drop: less is no curvature
-_PER = "per 1,000 steps"
 
 TOO_LITTLE = "Too little data to say"
 
@@ -94,13 +94,13 @@ def _noise_sentence(implicit: Implicit) -> str:
 
 
 def _benefit_sentence(benefit: Benefit) -> str:
-    total = benefit.every_site
+    total, after = benefit.every_site, f"after {benefit.steps} steps"
     if total.includes_zero:
-        return f"{TOO_LITTLE} whether it helps on the validation data (benefit {signed(total)} {_PER})."
-    helps = total.value > 0.0
-    says, verb = ("helps", "lowers") if helps else ("is in the way", "raises")
-    by = f"by {total if helps else total.scaled(-1.0)} {_PER}"
-    return f"At these weights it {says}: its explicit part {verb} the validation loss {by}."
+        return f"{TOO_LITTLE} whether it helps on the validation data (benefit {signed(total)} {after})."
+    if total.value > 0.0:
+        return f"It helps: {after} without it the validation loss is higher by {total}."
+    by = total.scaled(-1.0)
+    return f"It is in the way: {after} without it the validation loss is lower by {by}."
 
 
 def advise(
@@ -144,35 +144,34 @@ def _mistakes(sites: Sites) -> Iterator[str]:
 
 
 def _benefits(benefit: Benefit) -> Iterator[str]:
-    ordered = sorted(benefit.sites.items(), key=lambda item: -item[1].value)
+    after = f"after {benefit.steps} steps without it the validation loss is"
+    known = {name: found for name, found in benefit.sites.items() if not math.isnan(found.value)}
+    ordered = sorted(known.items(), key=lambda item: -item[1].value)
     for name, found in ordered:
         if found.low > 0.0:
-            yield (
-                f"Try a larger p at `{name}`: {signed(found)} (the fall of the validation loss {_PER} "
-                "that it causes now)."
-            )
+            yield f"Keep the dropout at `{name}`, or raise its p: {after} higher by {found}."
     for name, found in reversed(ordered):
         if found.high < 0.0:
-            yield (
-                f"Dropout at `{name}` is in the way: try a smaller p ({signed(found)}, a rise of the "
-                f"validation loss {_PER})."
-            )
+            by = found.scaled(-1.0)
+            yield f"Dropout at `{name}` is in the way, lower its p: {after} lower by {by}."
     unknown = [f"`{name}`" for name, found in ordered if found.includes_zero]
     if unknown:
-        yield f"No evidence either way at {', '.join(unknown)}: too few batches."
+        way_out = "more seconds" if benefit.validation_batches > 1 else "more validation batches"
+        yield f"No evidence either way at {', '.join(unknown)}: give it {way_out}."
+    if missing := [f"`{name}`" for name in benefit.sites if name not in known]:
+        yield f"No evidence at {', '.join(missing)}: the time ended before it; give it more seconds."
     yield from _decay(benefit)
 
 
 def _decay(benefit: Benefit) -> Iterator[str]:
-    decay = benefit.weight_decay
-    best = max(benefit.sites.values(), key=lambda found: found.high)
-    how = f"λ = {benefit.decay:.2g}" + ("" if benefit.decay_given else ", a push as strong")
-    if decay.low > max(best.high, 0.0):
-        yield f"Weight decay helps more than any dropout here: {signed(decay)} {_PER} ({how})."
+    decay, how = benefit.weight_decay, f"(λ = {benefit.decay:.2g}, {benefit.steps} steps)"
+    best = max((f.high for f in benefit.sites.values() if not math.isnan(f.value)), default=0.0)
+    if decay.low > max(best, 0.0):
+        yield f"Weight decay helps more than any dropout here: {signed(decay)} {how}."
     elif decay.low > 0.0:
-        yield f"Weight decay helps as well: {signed(decay)} {_PER} ({how})."
+        yield f"Weight decay helps as well: {signed(decay)} {how}."
     elif decay.high < 0.0:
-        yield f"Weight decay would be in the way: {signed(decay)} {_PER} ({how})."
+        yield f"More weight decay would be in the way: {signed(decay)} {how}."
 
 
 def _quadratic(explicit: Explicit) -> Iterator[str]:

@@ -14,7 +14,7 @@ GLOSSARY = (
     ("share", "a site's part of ½E[uᵀHu]: how strong its dropout is, not whether it helps"),
     (
         "benefit",
-        "the fall of the validation loss per 1,000 steps that a site's explicit part causes",
+        "the validation loss after some steps without a dropout, minus that with it: positive helps",
     ),
     ("z", "the benefit in standard errors; beyond 2 its sign is fairly certain"),
     ("ξ_approx", "∇(∂ℓ/∂ε): the analytic stand-in for dropout's gradient noise"),

@@ -101,11 +101,12 @@ def _sites(diagnosis: Diagnosis, axes: Any) -> None:
 
 def _benefit(diagnosis: Diagnosis, axes: Any) -> None:
     assert diagnosis.benefit is not None
-    found = sorted(diagnosis.benefit.sites.items(), key=lambda item: -abs(item[1].value))[:_ROWS]
+    known = [item for item in diagnosis.benefit.sites.items() if not math.isnan(item[1].value)]
+    found = sorted(known, key=lambda item: -abs(item[1].value))[:_ROWS]
     rows = [*found, ("weight decay", diagnosis.benefit.weight_decay)]
     _bars(axes, [name for name, _ in rows], [value for _, value in rows])
     axes.axvline(0.0, color="black", linewidth=0.8)
-    axes.set_xlabel("fall of the validation loss per 1,000 steps")
+    axes.set_xlabel(f"loss after {diagnosis.benefit.steps} steps without it, minus with it")
 
 
 def _curve(diagnosis: Diagnosis, axes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from undrop.report import Table, as_json, terminal_width, wrap
 if TYPE_CHECKING:
     from undrop.diagnosis.report.comparison import Comparison
 
-FORMAT = 2
+FORMAT = 3
 """The version of the JSON."""
 
 _WIDEST = 100  # columns of a paragraph
@@ -32,9 +33,8 @@ ERRORS = (
 EXACT = "Every mask was enumerated: ± is one standard error over batches alone."
 ONE_BATCH = "There is one batch: figures and errors are for that batch."
 BENEFIT = (
-    "The benefit is to first order, for plain gradient steps from these weights, and of the explicit "
-    "part alone: it says nothing about the noise, nor about many steps ahead. In tests its sign did not "
-    "predict what retraining without a site does: compare two runs before you keep a change."
+    "The benefit compares short trainings from these weights, with and without a dropout ({} repeats of "
+    "{} steps with {}). It sees nothing that takes longer: compare two runs before you keep a change."
 )
 
 
@@ -130,7 +130,8 @@ class Diagnosis:
         if implicit is not None:
             notes += _implicit_notes(implicit)
         if self.benefit is not None:
-            notes.append(BENEFIT)
+            b = self.benefit
+            notes.append(BENEFIT.format(b.repeats, b.steps, b.optimizer))
         return notes
 
     def tables(self) -> Iterator[Table]:
@@ -173,11 +174,10 @@ class Diagnosis:
             heads += ["benefit", "z"]
             rows = [[*row, *_with_z(self.benefit.sites[row[0]])] for row in rows]
             rows.append(["all sites", "", "", *_with_z(self.benefit.every_site)])
-            given = "" if self.benefit.decay_given else ", as strong a push"
-            label = f"weight decay (λ = {self.benefit.decay:.2g}{given})"
+            label = f"weight decay (λ = {self.benefit.decay:.2g})"
             rows.append([label, "", "", *_with_z(self.benefit.weight_decay)])
-            rate = self.benefit.learning_rate
-            title = f"Sites: strength and benefit (loss per 1,000 steps of {rate:g})"
+            steps, rate = self.benefit.steps, self.benefit.learning_rate
+            title = f"Sites: strength, and benefit (loss after {steps} steps of {rate:g})"
         return Table(heads, rows, numbers={"p", "z"}, title=title)
 
     def _alone(self) -> Table:
@@ -240,6 +240,8 @@ def _wrapped(text: str, room: int) -> list[str]:
 
 
 def _with_z(found: Estimate) -> tuple[str, str]:
+    if math.isnan(found.value):
+        return "–", "–"
     return signed(found), "–" if found.z is None else f"{found.z:+.1f}"
 
 

@@ -24,6 +24,7 @@ from undrop.lab.corpora.batching import TrainingWindows, Window
 from undrop.lab.corpora.encode import Tokens
 from undrop.lab.models import LanguageModel, detach
 from undrop.lab.train import Config, configure
+from undrop.lab.train.optimizers import clipped_optimizer
 from undrop.lab.train.runs import Run, open_run
 from undrop.losses import Loss
 
@@ -40,8 +41,8 @@ class Source:
     validation: Iterable[tuple[Any, Any]] | None = None
     run: Run | None = None
     """The run that it comes from, if any."""
-    learning_rate: float | None = None
-    """The run's."""
+    optimizer: torch.optim.Optimizer | None = None
+    """As the run's, newly made."""
     names: tuple[str, str] | None = None
     """The names of your own model and data."""
 
@@ -172,7 +173,9 @@ def _of_language_model(
         batch_dim=1,
         validation=windows(model, corpus.valid, config, batches),
         run=run,
-        learning_rate=None if run is None else config.optimizer.lr,
+        optimizer=None
+        if run is None
+        else clipped_optimizer(list(model.parameters()), config.optimizer),
     )
 
 

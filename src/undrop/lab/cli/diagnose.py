@@ -37,14 +37,14 @@ WithBenefit = Annotated[
 LearningRate = Annotated[
     float | None,
     typer.Option(
-        help="The benefit is per 1,000 steps of this size.", show_default="the run's, or 0.001"
+        help="That of the steps that the benefit compares.", show_default="the run's, or 0.001"
     ),
 ]
 WeightDecay = Annotated[
     float | None,
     typer.Option(
         help="A weight decay to compare the benefit with.",
-        show_default="as strong as all dropout together",
+        show_default="1 % off the weights in 20 steps",
     ),
 ]
 Compare = Annotated[
@@ -93,7 +93,7 @@ def diagnose(
     found = _measured(
         source,
         seed,
-        source.learning_rate if learning_rate is None else learning_rate,
+        learning_rate=learning_rate,
         validation=held_out if benefit else None,
         weight_decay=weight_decay,
         implicit=implicit,
@@ -126,18 +126,17 @@ def _own(name: str) -> Any:
     return made(name)
 
 
-def _measured(source: Source, seed: int, learning_rate: float | None, **options: Any) -> Diagnosis:
+def _measured(source: Source, seed: int, **options: Any) -> Diagnosis:
     import torch
 
     import undrop
 
-    if learning_rate is not None:
-        options["learning_rate"] = learning_rate
     device = next((p.device for p in source.model.parameters()), torch.device("cpu"))
     with source.one_sentence():
         return undrop.diagnose(
             source.model,
             source.batches,
+            optimizer=source.optimizer,
             loss=source.loss,
             classes=source.classes,
             batch_dim=source.batch_dim,

@@ -159,6 +159,21 @@ class Stepper:
             self.average.load_state_dict(state["average"])
 
 
+def clipped_optimizer(
+    parameters: Sequence[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """An optimizer that clips the gradients itself."""
+    made = _optimizer(parameters, config)
+    limit = config.clip
+    if limit is not None:
+        made.register_step_pre_hook(lambda *_: _clip(parameters, limit))
+    return made
+
+
+def _clip(parameters: Sequence[nn.Parameter], limit: float) -> None:
+    nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+
+
 def _optimizer(
     parameters: Sequence[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.Optimizer:

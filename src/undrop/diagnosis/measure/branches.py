@@ -1,0 +1,80 @@
+"""Short trainings from the same weights, compared by their validation loss.
+
+Branches begin at the weights that a model has, train on the same batches with the same random numbers,
+and differ in one thing: the noise of one site or of all sites, or weight decay. So most of the noise of
+training cancels in the difference of their validation losses, and what is left has both parts of
+dropout, explicit and implicit, at any p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from undrop.errors import NonFiniteError
+from undrop.intercept import Batch, keep_buffers, no_noise, unwrapped
+from undrop.objectives import Objective
+from undrop.rng_snapshot import RngSnapshot, seed_current
+
+Move = Callable[[list[Tensor]], None]
+"""Moves the weights by one step, given their gradients."""
+
+
+class Branches(NamedTuple):
+    """What the branches of one comparison share."""
+
+    objective: Objective
+    model: nn.Module
+    weights: list[Tensor]
+    """Those that move."""
+    batches: Sequence[tuple[Any, Any]]
+    """What a branch trains on, one step each."""
+    held: Sequence[tuple[Any, Any]]
+    """What branches are compared on."""
+    seed: int
+    """Of the random numbers that all of them draw."""
+
+    def losses(self, move: Move) -> list[float] | None:
+        """Train one branch, and return its loss on each validation batch; None if it explodes.
+
+        Weights, buffers, random states and the objective's counts are then as before.
+        """
+        with self._unchanged():
+            try:
+                for inputs, targets in self.batches:
+                    total = self.objective(self.model, inputs, targets).total
+                    found = torch.autograd.grad(
+                        total, self.weights, allow_unused=True, materialize_grads=True
+                    )
+                    with torch.no_grad():
+                        move(list(found))
+                losses = [self._validation(*batch) for batch in self.held]
+            except NonFiniteError:
+                return None
+        return losses if all(map(math.isfinite, losses)) else None
+
+    def _validation(self, inputs: Any, targets: Any) -> float:
+        """The loss without dropout."""
+        bare = unwrapped(self.model)
+        _, inputs, targets = self.objective.loss.prepare(bare, inputs, targets)
+        batch = Batch(bare, inputs, targets, False)
+        with torch.no_grad():
+            return float(self.objective.forward_and_loss(batch, no_noise)[1])
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        weights = [w.detach().clone() for w in self.weights]
+        state = self.objective.state_dict()
+        with RngSnapshot(self.model), keep_buffers(unwrapped(self.model)):
+            seed_current(self.seed)
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    torch._foreach_copy_(self.weights, weights)
+                self.objective.load_state_dict(state)

@@ -2,8 +2,8 @@
 
 A case is a task, a p, and a site or weight decay; `results/tuning/cases.json` lists them, written before
 the first run. For each seed the model is trained with p at every site and diagnosed at its last weights:
-`undrop.diagnose` with the optimizer, at half the peak learning rate, four repeats. Then it is trained again
-without each site in turn, and once with the weight decay that the diagnosis tried. Fixed beforehand:
+`undrop.diagnose` with the optimizer, at half the peak learning rate, four repeats. Then it is trained
+again without each site in turn, and once with the weight decay that was tried. Fixed beforehand:
 
 - truth of a case: the mean over seeds of the test loss without it minus with it, at the end of training;
   positive where it helps;

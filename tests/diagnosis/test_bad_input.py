@@ -27,6 +27,11 @@ def test_an_empty_list_of_batches_is_refused():
     refused(errors.DataError, "there are no batches: pass at least one pair", model(), [])
 
 
+def test_an_empty_batch_is_refused():
+    x, y = batch()
+    refused(errors.DataError, r"the batch is empty, .*: skip it\.$", model(), [(x[:0], y[:0])])
+
+
 def test_a_used_up_generator_is_refused():
     spent = (batch() for _ in range(3))
     list(spent)

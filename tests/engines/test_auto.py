@@ -195,6 +195,7 @@ def test_every_engine_has_its_name():
             lambda h: h.scatter(1, torch.zeros(len(h), 6, dtype=torch.long), h, reduce="multiply"),
             "aten::scatter with reduce",
         ),
+        (lambda h: (torch.eye(6).to_sparse() @ h.T).T, "aten::mm of a sparse tensor"),
     ],
 )
 def test_a_variant_of_a_proven_op_is_not_proven_with_it(way, op):

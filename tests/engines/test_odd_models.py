@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import odd_shapes  # noqa: F401, which adds models to odd_models
 import undrop
 from odd_models import LOSSES, MODELS, problem
 from random_checks import (

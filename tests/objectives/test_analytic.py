@@ -189,3 +189,20 @@ def test_a_recurrent_net_is_given_its_own_state_back(engine):
     torch.testing.assert_close(
         state, tuple(s.detach() for s in expected), rtol=tolerance, atol=1e-3
     )
+
+
+class SparseWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(3, 4), nn.Linear(4, 2), nn.Dropout(0.3)
+        self.weight = nn.Parameter(torch.eye(4).to_sparse())
+
+    def forward(self, x):
+        h = self.drop(torch.tanh(self.first(x)))
+        return self.last(torch.sparse.mm(self.weight, h.T).T)
+
+
+def test_sparse_weights_are_trained():
+    model = SparseWeights()
+    undrop.Analytic()(model, torch.randn(5, 3), torch.randint(2, (5,))).backward()
+    assert model.weight.grad.to_dense().abs().sum() > 0.0

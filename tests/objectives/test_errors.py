@@ -1,6 +1,6 @@
 """Bad input is answered by one sentence of an error of its own, and nothing in the model has changed."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import undrop
 from device import DEVICE, new_generator
 from undrop.errors import (
+    DataError,
     EvalModeError,
     GradientsDisabledError,
     NoDropoutError,
@@ -136,6 +137,31 @@ def test_a_drop_probability_of_zero_is_the_plain_loss(objective, later):
     parts = objective(model, X, Y).parts
     assert parts["loss"] == pytest.approx(plain, rel=1e-5)
     assert parts.get("explicit", 0.0) == parts.get("implicit", 0.0) == 0.0
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_nothing_else_is_said_about_a_drop_probability_of_zero_or_one(p, caplog):
+    with suppress(UnsupportedDropoutError):
+        undrop.Analytic()(Net(nn.Dropout(p)), X, Y)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_empty_batch_is_refused(objective, later):
+    model = Net(end=lambda y: y)
+    if later:
+        objective(model, X, Y)
+    with pytest.raises(DataError, match=r"batch is empty, .* has the shape \(0, 3\): skip it\.$"):
+        objective(model, X[:0], Y[:0])
+    assert objective.steps == later
+
+
+def test_an_empty_tensor_beside_others_is_no_empty_batch():
+    class WithContext(Net):
+        def forward(self, context, x):
+            return super().forward(x) + context.sum()
+
+    assert undrop.Analytic()(WithContext(), (X[:0], X), Y).parts["loss"] > 0.0
 
 
 def test_a_model_in_eval_mode_is_refused(objective):

@@ -38,7 +38,6 @@ from undrop.errors import EngineError, NoDropoutError, OptionError
 from undrop.intercept import (
     Interception,
     RngSnapshot,
-    copied_buffers,
     keep_buffers,
     map_tensors,
 )
@@ -149,18 +148,24 @@ class Antithetic(Engine):
                 f"{reason}: use engine='tangent'."
             )
         _say_once(batch.model, reason)
-        epsilon = self._epsilon(request)
         rng = RngSnapshot.of(batch.model, draw.generator)
-        buffers = copied_buffers(batch.model)
-        with Interception(batch.model, ScaledNoise(draw, epsilon)):
-            up, plus = request.run()
-        if rng.moved():
-            rng.restart()
-        with (
-            keep_buffers(batch.model, buffers),
-            Interception(batch.model, ScaledNoise(draw, -epsilon)),
-        ):
-            down, minus = request.run()
+
+        def run(epsilon: float) -> tuple[Any, Any]:
+            if rng.moved():
+                rng.restart()
+            with Interception(batch.model, ScaledNoise(draw, epsilon)):
+                return request.run()
+
+        sigma = _sigma.get(batch.model, 1.0)
+        while True:
+            epsilon = self._epsilon(request, sigma)
+            with keep_buffers(batch.model):
+                down, minus = run(-epsilon)
+            if draw.largest <= sigma:
+                break
+            sigma = draw.largest  # ε₀ was too large for it
+        _sigma[batch.model] = max(1.0, draw.largest)
+        up, plus = run(epsilon)
         u = map_tensors(lambda a, b: (a - b) * (0.5 / epsilon), plus, minus)
         f = map_tensors(midpoint, plus, minus)
         c = request.coefficients
@@ -257,6 +262,8 @@ class _Known(torch.autograd.Function):
         return scaled.to(ctx.dtype), None, None
 
 
+_sigma: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+"""By model: the largest σ of its last step with two passes."""
 _said: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from undrop.engines.antithetic import Antithetic
 from undrop.engines.base import ENGINES, Engine, Evaluation, Request
 from undrop.engines.proven import first_unproven_op
+from undrop.engines.proving import NO_DROPOUT
 from undrop.engines.tangent import Tangent
 from undrop.errors import EngineError
 
@@ -47,7 +48,7 @@ class Auto(Engine):
         plan, reason = self._antithetic.plan(request)
         if plan is not None and not (request.half_precision and _has_batch_norm(model)):
             return self._antithetic
-        if request.fraction < 1.0:
+        if request.fraction < 1.0 or reason == NO_DROPOUT:
             return self._antithetic  # which says why it can't
         reason = reason or "half precision with batch norm needs more digits than ±ε₀ leaves"
         known = _chosen.get(model)

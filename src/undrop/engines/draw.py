@@ -48,13 +48,17 @@ class Draw:
         self.generator = generator
         self.asked = False
         """Whether the pass has reached any site."""
+        self.largest = 0.0
+        """The largest σ that a pass has met."""
         self._drawn: dict[str, TensorWeakRef] = {}
         self._states: dict[str, Tensor] = {}  # of the generator, before each site's draw
 
     def scale(self, site: Site) -> float:
         """The site's σ, times the root of its weight; 0 where it is not chosen."""
         self.asked = True
-        return site.sigma * math.sqrt(self.selection.weight(site.name))
+        scale = site.sigma * math.sqrt(self.selection.weight(site.name))
+        self.largest = max(self.largest, scale)
+        return scale
 
     def shape(self, site: Site) -> tuple[int, ...]:
         """The shape of η at the site."""

@@ -124,6 +124,8 @@ class TangentTrace(TorchDispatchMode):
 def _variant(func: Any, args: tuple[Any, ...]) -> str:
     """The op's name, extended for variants that the proof of the plain op does not cover."""
     name: str = func.overloadpacket.__name__
+    if any(isinstance(t, Tensor) and t.layout is not torch.strided for t in args):
+        return f"{name} of a sparse tensor"
     if name == "linalg_vector_norm" and len(args) > 1 and args[1] != 2:
         return f"{name} of order {args[1]}"
     if name == "scatter" and "reduce" in func._overloadname:

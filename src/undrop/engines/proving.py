@@ -32,6 +32,7 @@ from undrop.engines.trial import (
     buffers_of,
     close,
     dim_of,
+    equal,
     grown,
     without_nan,
 )
@@ -131,12 +132,12 @@ class Prover:
             self.aliased = mode.aliased
         self.output = outputs[-1]
         self.moving = tuple(
-            name for name, old in before.items() if not torch.equal(self.buffers[name], old)
+            name for name, old in before.items() if not equal(self.buffers[name], old)
         )
         for a, b in zip(
             *(map(without_nan, tensors_in(out)) for out in (outputs[0], outputs[-1])), strict=True
         ):
-            if not torch.equal(a, b) and not close(a, b):
+            if not equal(a, b) and not close(a, b):
                 raise EngineError(
                     f"two passes of {type(self.batch.model).__name__} without noise differ, so it "
                     "draws random numbers that undrop can't hold still, or keeps something from one "
@@ -170,6 +171,8 @@ class Prover:
         """
         if not self.sites:
             raise NotStackable(NO_DROPOUT)
+        for site in self.sites:
+            site.sigma  # noqa: B018, raises where p = 1
         reason, second_best = "its examples interact", None
         for dim in self._dims(last):
             try:

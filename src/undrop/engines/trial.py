@@ -214,10 +214,31 @@ def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
+def _stored(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the dense tensors that a sparse tensor consists of; a dense one is its own."""
+    if x.layout is torch.strided:
+        return (x,)
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    by_row = x.layout in (torch.sparse_csr, torch.sparse_bsr)
+    places = (x.crow_indices(), x.col_indices()) if by_row else (x.ccol_indices(), x.row_indices())
+    return *places, x.values()
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether a and b are the same to the bit; sparse ones, if they store the same."""
+    if a.layout is not b.layout or a.shape != b.shape:
+        return False
+    return all(map(torch.equal, _stored(a), _stored(b)))
+
+
 def close(a: Tensor, b: Tensor, tolerance: float | None = None, floor: float = 0.0) -> bool:
     """Return whether a and b agree to rounding, relative to the largest entry of b."""
-    if a.shape != b.shape:
+    if a.layout is not b.layout or a.shape != b.shape:
         return False
+    if a.layout is not torch.strided:
+        pairs = zip(_stored(a), _stored(b), strict=True)
+        return all(close(x, y, tolerance, floor) for x, y in pairs)
     if not a.is_floating_point():
         return bool((a == b).all())
     if not a.numel():

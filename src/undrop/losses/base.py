@@ -12,13 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from undrop.errors import EngineError, OptionError
+from undrop.errors import DataError, EngineError, OptionError
 from undrop.intercept.model_call import logits_of
+from undrop.intercept.pytrees import tensors_in
 from undrop.kernels.softmax import Coefficients, working_dtype
 from undrop.losses.by_class import ByClass
 from undrop.registry import Registry
@@ -52,6 +54,14 @@ def padded(u: Tensor, output: Tensor, dim: int) -> Tensor:
 def last_entries(x: Tensor, u: Tensor, dim: int) -> Tensor:
     """The entries of x along ``dim`` that u belongs to: the last ones."""
     return x if u.shape == x.shape else x.narrow(dim, x.shape[dim] - u.shape[dim], u.shape[dim])
+
+
+def _refuse_empty(inputs: Any, targets: Any) -> None:
+    """Raise for a batch without examples: the first tensors of its inputs and targets are empty."""
+    firsts = [t for tree in (inputs, targets) for t in islice(tensors_in(tree), 1)]
+    if firsts and not any(t.numel() for t in firsts):
+        shape = tuple(firsts[0].shape)
+        raise DataError(f"the batch is empty, its first tensor has the shape {shape}: skip it.")
 
 
 class Derivatives(NamedTuple):
@@ -115,10 +125,15 @@ class Loss(ABC):
         return ()
 
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
-        """A batch as this loss takes it: without targets, a dict of inputs has them as ``labels``."""
+        """A batch as this loss takes it: without targets, a dict of inputs has them as ``labels``.
+
+        Raises:
+            DataError: if the batch is empty.
+        """
         if targets is None and isinstance(inputs, Mapping) and "labels" in inputs:
             targets = inputs["labels"]
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        _refuse_empty(inputs, targets)
         return Prepared(self, inputs, targets)
 
     @abstractmethod

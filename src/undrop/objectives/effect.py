@@ -15,10 +15,11 @@ _EXPLICIT, _IMPLICIT = 1e-10, 1e-5
 
 
 def fingerprint(parameters: Sequence[Tensor]) -> Tensor:
-    """One number that changes with the weights."""
-    if not parameters:  # only the inputs are trained
+    """One number that changes with the weights; sparse ones, which have no norm, do not count."""
+    dense = [p.detach() for p in parameters if p.layout is torch.strided]
+    if not dense:  # only the inputs are trained
         return torch.zeros(())
-    norms = torch._foreach_norm([p.detach() for p in parameters], 1)
+    norms = torch._foreach_norm(dense, 1)
     dtype = torch.float32 if norms[0].device.type == "mps" else torch.float64  # MPS has no float64
     return torch.stack([norm.to(dtype) for norm in norms]).sum()
 

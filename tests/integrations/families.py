@@ -11,6 +11,8 @@ from torch import Tensor
 
 V = 7  # words
 
+T5_HAS_SDPA = hf.T5ForConditionalGeneration._supports_sdpa  # from Transformers 5 on
+
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 4, "intermediate_size": 4}
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 BERT = {**SMALL, "vocab_size": V, "max_position_embeddings": 6, "num_labels": 3}
@@ -52,6 +54,7 @@ def llama(attention: str) -> hf.PreTrainedModel:
 
 
 def t5(attention: str) -> hf.PreTrainedModel:
+    attention = attention if T5_HAS_SDPA else "eager"
     size = {"vocab_size": V, "d_model": 4, "d_kv": 4, "d_ff": 4, "num_layers": 1, "num_heads": 1}
     config = hf.T5Config(
         **size, num_decoder_layers=1, decoder_start_token_id=0, attn_implementation=attention
@@ -107,6 +110,8 @@ class Family:
     make: Callable[[str], hf.PreTrainedModel]
     batch: Callable[[int], dict[str, Tensor]]
     sites: tuple[str, ...]
+    older: tuple[str, ...] = ()
+    """The sites in older versions of Transformers, if they have other names there."""
 
     def model(self, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Any:
         torch.manual_seed(0)
@@ -117,9 +122,17 @@ class Family:
         made = self.batch(n)
         return {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
 
-    def names(self, attention: str) -> list[str]:
-        word = "attention" if attention == "sdpa" else "dropout"
-        return [name.format(a=word) for name in self.sites]
+    def names(self, attention: str) -> list[list[str]]:
+        """The names that its sites may have."""
+        sdpa = attention == "sdpa" and (self.make is not t5 or T5_HAS_SDPA)
+        return [
+            [name.format(a="attention" if sdpa else word) for name in sites]
+            for sites, word in (
+                (self.sites, "dropout"),
+                (self.older, "dropout"),
+                (self.sites, "attn_dropout"),
+            )
+        ]
 
 
 GPT2_SITES = ("transformer.drop", "transformer.h.0.attn.{a}", "transformer.h.0.attn.resid_dropout")
@@ -145,6 +158,12 @@ T5_SITES = (
     "decoder.block.0.layer.2.dropout",
     "decoder.dropout#2",
 )
+OLDER_VIT_SITES = (
+    "vit.embeddings.dropout",
+    "vit.encoder.layer.0.attention.attention.{a}",
+    "vit.encoder.layer.0.attention.output.dropout",
+    "vit.encoder.layer.0.output.dropout",
+)
 VIT_SITES = ("vit.embeddings.dropout", "vit.layers.0.attention.{a}", "vit.layers.0.dropout")
 
 FAMILIES = {
@@ -154,5 +173,5 @@ FAMILIES = {
     "bert-sequence": Family(bert_sequence, sequence_classes, (*BERT_SITES, "dropout")),
     "llama": Family(llama, language, ("model.layers.0.self_attn.{a}",)),
     "t5": Family(t5, partial(language, length=2), T5_SITES),
-    "vit": Family(vit, images, (*VIT_SITES, "vit.layers.0.dropout#2")),
+    "vit": Family(vit, images, (*VIT_SITES, "vit.layers.0.dropout#2"), OLDER_VIT_SITES),
 }

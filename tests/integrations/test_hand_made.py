@@ -130,7 +130,11 @@ def test_jitter_of_mixtral_is_named(transformers):
     )
     _, sites = kinds(transformers.MixtralForCausalLM(config), {"input_ids": TOKENS})
     (other,) = sites.unaccounted
-    assert (other.function, other.module) == ("uniform_", "model.layers.0.mlp")
+    assert other.function == "uniform_"
+    assert other.module in (
+        "model.layers.0.mlp",
+        "model.layers.0.block_sparse_moe",
+    )  # as of 5, and before
 
 
 @pytest.mark.parametrize("name", ["dropout_edge", "dropout_node"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import undrop
 from integrations.families import FAMILIES, Family
-from integrations.two_trainers import run
+from integrations.two_trainers import UndropTrainer, run
 from undrop.errors import (
     CheckpointError,
     MissingExtraError,
@@ -21,7 +21,7 @@ from undrop.errors import (
     RecomputationError,
     TargetError,
 )
-from undrop.integrations.transformers import UndropMixin, UndropTrainer
+from undrop.integrations.transformers import UndropMixin
 from undrop.losses import CrossEntropy, Task
 
 
@@ -40,7 +40,6 @@ def arguments(folder, **options) -> hf.TrainingArguments:
         "learning_rate": 0.5,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
-        "train_sampling_strategy": "sequential",
         **options,
     }
     return hf.TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **given)

@@ -9,11 +9,19 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 
 import undrop
-from undrop.integrations.transformers import UndropTrainer
+from undrop.integrations import transformers as integration
 
 V = 7
+
+
+class UndropTrainer(integration.UndropTrainer):
+    """Takes its examples in their order; older versions of Transformers have no option for it."""
+
+    def _get_train_sampler(self, *_: object) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
 
 
 def examples() -> list[dict[str, Tensor]]:
@@ -48,7 +56,6 @@ def run(folder: Path, processes: int) -> dict[str, object]:
         optim="sgd",
         learning_rate=0.5,
         max_grad_norm=0.0,
-        train_sampling_strategy="sequential",
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,17 @@ from undrop.errors import (
 )
 from undrop.integrations.transformers import UndropMixin
 from undrop.losses import CrossEntropy, Task
+
+
+@pytest.fixture(autouse=True)
+def precision_of_each_test():
+    """Older Trainers leave theirs in the environment, where the next one finds it."""
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+LOG_ERROR = 1e-5 if int(hf.__version__.split(".")[0]) >= 5 else 6e-5
+"""Of the loss in the log, which older Trainers round to four digits."""
 
 
 def examples(family: Family, n: int = 8) -> list[dict[str, Tensor]]:
@@ -76,7 +88,7 @@ def test_every_family_takes_steps_and_logs_the_parts(name, tmp_path):
     for log in logs:
         parts = [log[f"undrop/{part}"] for part in ("loss", "explicit", "implicit")]
         assert parts[1] > 0
-        assert sum(parts) == pytest.approx(log["loss"], abs=1e-5)
+        assert sum(parts) == pytest.approx(log["loss"], abs=LOG_ERROR)
 
 
 def test_the_first_step_says_that_it_is_active(tmp_path, caplog):
@@ -101,11 +113,21 @@ def stacked(data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([example[name] for example in data]) for name in data[0]}
 
 
+def shares(trainer, batches: list[dict[str, Tensor]]) -> list[float]:
+    """The targets of each batch, over the number that the Trainer counts.
+
+    Older Trainers count the first token of a language model too, which is no target.
+    """
+    counted = float(trainer._get_num_items_in_batch(batches, torch.device("cpu")))
+    return [int((batch["labels"][:, 1:] != -100).sum()) / counted for batch in batches]
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_step_is_that_of_the_plain_loop(tmp_path, attention):
     data, model = examples(FAMILIES["llama"], 4), FAMILIES["llama"].model(attention)
     trainer = trained(tmp_path, "llama", model=copy.deepcopy(model), data=data, max_steps=1)
-    torch.testing.assert_close(weights(trainer), sgd(model, [stacked(data)], [1.0]))
+    batches = [stacked(data)]
+    torch.testing.assert_close(weights(trainer), sgd(model, batches, shares(trainer, batches)))
 
 
 def uneven(family: Family) -> list[dict[str, Tensor]]:
@@ -123,7 +145,7 @@ def test_accumulated_micro_batches_count_by_their_targets(tmp_path):
     two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
     trainer = trained(tmp_path, "llama", model=copy.deepcopy(model), data=data, **two)
     batches = [stacked(data[:2]), stacked(data[2:])]
-    torch.testing.assert_close(weights(trainer), sgd(model, batches, [4 / 5, 1 / 5]))
+    torch.testing.assert_close(weights(trainer), sgd(model, batches, shares(trainer, batches)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-tokens", "bert-sequence"])
@@ -151,7 +173,7 @@ def test_models_that_take_no_count_of_targets(tmp_path):
     torch.testing.assert_close(weights(trainer), sgd(model, batches, [0.5, 0.5]))
     log = trainer.state.log_history[0]
     parts = sum(log[f"undrop/{part}"] for part in ("loss", "explicit", "implicit"))
-    assert parts == pytest.approx(log["loss"], abs=1e-5)
+    assert parts == pytest.approx(log["loss"], abs=LOG_ERROR)
 
 
 @pytest.mark.portable
@@ -184,7 +206,11 @@ def test_half_precision_is_seen_by_the_engine(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["gpt2", "bert-masked", "llama", "t5"])
 def test_gradient_checkpointing_changes_nothing(tmp_path, name):
     plain = trained(tmp_path, name, seeded(engine="antithetic"))
-    checkpointed = trained(tmp_path, name, seeded(engine="antithetic"), gradient_checkpointing=True)
+    how = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    checkpointed = trained(tmp_path, name, seeded(engine="antithetic"), **how)
     torch.testing.assert_close(weights(checkpointed), weights(plain), rtol=1e-5, atol=1e-7)
 
 
@@ -247,12 +273,13 @@ def test_resuming_from_a_checkpoint_without_undrop_says_so(tmp_path, caplog):
 def test_label_smoothing_is_the_trainers(tmp_path):
     """Without noise the loss is what a plain Trainer reports in eval mode."""
     family, how = FAMILIES["llama"], {"label_smoothing_factor": 0.3, "max_steps": 1}
-    ours = trained(tmp_path, "llama", **how)
+    ours = trained(tmp_path, "llama", seeded(engine="tangent"), **how)
     plain = hf.Trainer(
         family.model(), arguments(tmp_path, **how), eval_dataset=examples(family)[:4]
     )
     expected = plain.evaluate()["eval_loss"]
-    assert ours.state.log_history[0]["undrop/loss"] == pytest.approx(expected, rel=1e-4)
+    (share,) = shares(ours, [stacked(examples(family)[:4])])
+    assert ours.state.log_history[0]["undrop/loss"] == pytest.approx(share * expected, rel=1e-4)
 
 
 class OnLabels(UndropTrainer):

@@ -56,6 +56,7 @@ def run(folder: Path, processes: int) -> dict[str, object]:
         optim="sgd",
         learning_rate=0.5,
         max_grad_norm=0.0,
+        average_tokens_across_devices=True,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,

@@ -6,9 +6,19 @@ import torch.nn.functional as F
 from torch.func import jvp
 
 from device import new_generator
-from undrop.kernels.softmax import cross_entropy_combined, cross_entropy_derivatives
+from undrop.kernels.output_layers import Logits
+from undrop.kernels.softmax import Coefficients, SoftmaxOptions
 
 FORMS = ("hessian", "identity")
+
+
+def cross_entropy_derivatives(logits, u, target, label_smoothing=0.0, form="hessian"):
+    return Logits().derivatives(logits, u, target, SoftmaxOptions(label_smoothing, form))
+
+
+def cross_entropy_combined(logits, u, target, coefficients, label_smoothing=0.0, form="hessian"):
+    options = SoftmaxOptions(label_smoothing, form, Coefficients(*coefficients))
+    return Logits().combined(logits, u, target, options)
 
 
 def problem(shape=(4, 3), classes=7, ignored=2, dtype=torch.float64, seed=0):

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _BLOCK_ELEMENTS = 1 << 17  # of one buffer: the few that a block has stay in the cache of a core
 
@@ -54,13 +53,14 @@ class Coefficients(NamedTuple):
         return total.clone() if total is loss else total
 
 
-class Rule(NamedTuple):
-    """How to treat rows."""
+class SoftmaxOptions(NamedTuple):
+    """What to compute of rows."""
 
     smoothing: float = 0.0  # of labels, as in torch
     form: str = "hessian"  # or "identity": ‖u‖² in place of uᵀHu
     coefficients: Coefficients | None = None  # None: compute no gradient
     seed: int | None = None  # of random draws, so that the backward pass repeats them
+    ignore_index: int = -100  # the target that marks an ignored row
 
 
 class Terms(NamedTuple):
@@ -92,6 +92,8 @@ class Terms(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence[Terms]) -> Terms:
         """Those of all rows."""
+        if len(parts) == 1:
+            return parts[0]
         return Terms(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
@@ -105,6 +107,14 @@ class Work(NamedTuple):
     def part(self, rows: slice) -> Work:
         """Those of some rows."""
         return Work(*(x[rows] for x in self))
+
+
+class GradientBuffers(NamedTuple):
+    """Where gradients are written; ``moved`` may be the memory of u, ``tangent`` and ``plain`` of z."""
+
+    plain: Tensor  # d/dz of the rows without a tangent
+    moved: Tensor  # d/dz of the others
+    tangent: Tensor  # d/du
 
 
 def row_blocks(rows: int, classes: int) -> list[slice]:
@@ -159,18 +169,20 @@ def loss_gradient_(p: Tensor, target: Tensor, smoothing: float, c: Weight) -> No
     _subtract_target_(p.mul_(c), target, smoothing, c)
 
 
-def tangent_rows(z: Tensor, u: Tensor, target: Tensor, rule: Rule, work: Work) -> Terms:
+def tangent_rows(
+    z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions, work: Work
+) -> Terms:
     """The terms of each row along the tangent u; fills the buffers.
 
     Args:
         z: logits (rows, classes).
         u: their tangent.
         target: class of each row.
-        rule: label smoothing and quadratic form.
+        options: label smoothing and quadratic form.
         work: the buffers; ``work.v`` may be u itself and ``work.pv`` z itself.
     """
-    wanted_z, wanted_u = (_expected(x, target, rule.smoothing) for x in (z, u))
-    norm = torch.linalg.vecdot(u, u) if rule.form == "identity" else None
+    wanted_z, wanted_u = (_expected(x, target, options.smoothing) for x in (z, u))
+    norm = torch.linalg.vecdot(u, u) if options.form == "identity" else None
     log_sum = _softmax(z, work.p)
     mean = torch.mul(work.p, u, out=work.pv).sum(-1)
     v = torch.sub(u, mean.unsqueeze(-1), out=work.v)
@@ -180,12 +192,12 @@ def tangent_rows(z: Tensor, u: Tensor, target: Tensor, rule: Rule, work: Work) -
 
 
 def tangent_gradients_(
-    work: Work, terms: Terms, target: Tensor, rule: Rule, c: Coefficients
+    work: Work, terms: Terms, target: Tensor, options: SoftmaxOptions, c: Coefficients
 ) -> None:
     """In place: ``work.v`` to d/dz and ``work.pv`` to d/du of the total with coefficients c."""
     v, pv, p = work
     c0, c1, c2 = (v.new_ones(()) * weight for weight in c)
-    if rule.form == "identity":
+    if options.form == "identity":
         du = (v + terms.mean.unsqueeze(-1)).mul_(2.0 * c1).addcmul_(p, c2)
         torch.mul(pv, c2, out=v).addcmul_(p, c0)
         pv.copy_(du)
@@ -193,11 +205,11 @@ def tangent_gradients_(
         # d/dz = p(c₀ - c₁Σpv²) + pv(c₁v + c₂) - c₀t
         v.mul_(c1).add_(c2).mul_(pv).addcmul_(p, c0 - c1 * terms.quadratic.unsqueeze(-1))
         pv.mul_(2.0 * c1).addcmul_(p, c2)
-    _subtract_target_(v, target, rule.smoothing, c0)
-    _subtract_target_(pv, target, rule.smoothing, c2)
+    _subtract_target_(v, target, options.smoothing, c0)
+    _subtract_target_(pv, target, options.smoothing, c2)
 
 
-class _Rows(NamedTuple):
+class LogitRows(NamedTuple):
     """Logits z (n, classes), the tangent u of the last of them, each row's class and weight."""
 
     z: Tensor
@@ -216,40 +228,39 @@ class _Rows(NamedTuple):
         return [*without, *((slice(plain + b.start, plain + b.stop), b) for b in of_u)]
 
 
-def _sweep(
-    rows: _Rows, rule: Rule, c: Coefficients | None, gradients: tuple[Tensor, Tensor] | None
+def sweep(
+    rows: LogitRows, options: SoftmaxOptions, c: Coefficients | None, to: GradientBuffers | None
 ) -> Tensor:
-    """The means of the three terms, block by block; gradients in z and u go to ``gradients``.
+    """The means of the three terms, block by block; the gradients in z and u go to ``to``.
 
     ``c`` are the coefficients of each row; without them there is no gradient.
     """
-    means = rows.z.new_zeros(3)
-    blocks = rows.blocks()
+    parts, blocks = [], rows.blocks()
     longest = max((block.stop - block.start for block, _ in blocks), default=0)
-    scratch = rows.z.new_empty((3, longest, rows.z.shape[-1]))
+    buffers = [rows.z.new_empty((longest, rows.z.shape[-1])) for _ in range(1 if to else 3)]
     for block, of_u in blocks:
-        p, dz, du = scratch[:, : block.stop - block.start]
+        p, *rest = (buffer[: block.stop - block.start] for buffer in buffers)
         z, target = rows.z[block], rows.target[block]
-        if gradients is not None:
-            dz, du = gradients[0][block], gradients[1][of_u] if of_u is not None else du
         if of_u is None:
-            terms = Terms.of_loss(loss_rows(z, target, rule.smoothing, dz))
+            dz = rest[0] if to is None else to.plain[block]
+            terms = Terms.of_loss(loss_rows(z, target, options.smoothing, dz))
             if c is not None:
-                loss_gradient_(dz, target, rule.smoothing, c.part(block).loss)
+                loss_gradient_(dz, target, options.smoothing, c.part(block).loss)
         else:
+            dz, du = rest if to is None else (to.moved[of_u], to.tangent[of_u])
             work = Work(dz, du, p)
-            terms = tangent_rows(z, rows.u[of_u], target, rule, work)
+            terms = tangent_rows(z, rows.u[of_u], target, options, work)
             if c is not None:
-                tangent_gradients_(work, terms, target, rule, c.part(block))
-        means += terms.sums(rows.weight[block])
-    return means
+                tangent_gradients_(work, terms, target, options, c.part(block))
+        parts.append(terms)
+    return Terms.joined(parts).sums(rows.weight) if parts else rows.z.new_zeros(3)
 
 
 _FEW = 1 << 15  # entries of logits for which the number of calls is what costs
 
 
-def _at_once(rows: _Rows, c: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """What ``_sweep`` computes for the Hessian, in as few calls as possible; for few logits.
+def _at_once(rows: LogitRows, c: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """What ``sweep`` computes for the Hessian, in as few calls as possible; for few logits.
 
     The coefficients c are numbers, and all N rows count, each with the weight w = 1/N.
     """
@@ -273,69 +284,22 @@ def _at_once(rows: _Rows, c: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return means, (dz, du)
 
 
-def _with_gradients(rows: _Rows, rule: Rule) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def with_gradients(
+    rows: LogitRows, options: SoftmaxOptions
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The means of the three terms, and the gradients of the total in z and u."""
-    c = rule.coefficients
+    c = options.coefficients
     assert c is not None
-    few = rows.z.numel() <= _FEW and rule.form == "hessian" and not rule.smoothing
+    few = rows.z.numel() <= _FEW and options.form == "hessian" and not options.smoothing
     if few and not rows.ignored and not any(isinstance(each, Tensor) for each in c):
         return _at_once(rows, c)
-    gradients = torch.empty_like(rows.z), torch.empty_like(rows.u)
-    return _sweep(rows, rule, c.times(rows.weight), gradients), gradients
+    dz, du = torch.empty_like(rows.z), torch.empty_like(rows.u)
+    plain = len(dz) - len(du)
+    to = GradientBuffers(dz[:plain], dz[plain:], du)
+    return sweep(rows, options, c.times(rows.weight), to), (dz, du)
 
 
-class _Derivatives(torch.autograd.Function):
-    """Means of ℓ, uᵀHu and ∂ℓ/∂ε.
-
-    The backward pass starts again from z and u, which costs less than storing p and v.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, z: Tensor, u: Tensor, target: Tensor, weight: Tensor, rule: Rule
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(z, u, target, weight)
-        ctx.rule = rule
-        loss, quadratic, directional = _sweep(_Rows(z, u, target, weight), rule, None, None)
-        return loss, quadratic, directional
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        rows = _Rows(*ctx.saved_tensors)
-        gradients = torch.empty_like(rows.z), torch.empty_like(rows.u)
-        _sweep(rows, ctx.rule, Coefficients(*incoming).times(rows.weight), gradients)
-        return (*gradients, None, None, None)
-
-
-class _Combined(torch.autograd.Function):
-    """The weighted total, with its gradients formed in the forward pass, and the three means."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, z: Tensor, u: Tensor, target: Tensor, weight: Tensor, ignored: bool, rule: Rule
-    ) -> tuple[Tensor, Tensor]:
-        assert rule.coefficients is not None
-        rows = _Rows(z, u, target, weight, ignored)
-        if any(ctx.needs_input_grad):
-            means, gradients = _with_gradients(rows, rule)
-            ctx.save_for_backward(*gradients)
-        else:
-            means = _sweep(rows, rule, None, None)
-        ctx.mark_non_differentiable(means)
-        return rule.coefficients.total(means), means
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (
-            gradient * g if needed else None
-            for gradient, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        )
-        return *scaled, None, None, None, None
-
-
-def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> _Rows:
+def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> LogitRows:
     """As rows in the working type, with their weights."""
     dtype = working_dtype(logits.dtype)
     if logits.dim() != 2:
@@ -343,8 +307,8 @@ def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> _
         target = target.reshape(-1)
     z, tangent = logits.to(dtype), u.to(dtype)
     if _none_is(ignore_index, target):
-        return _Rows(z, tangent, target, z.new_full(target.shape, 1.0 / len(target)), False)
-    return _Rows(z, tangent, *row_weights(target, ignore_index, dtype))
+        return LogitRows(z, tangent, target, z.new_full(target.shape, 1.0 / len(target)), False)
+    return LogitRows(z, tangent, *row_weights(target, ignore_index, dtype))
 
 
 def _none_is(value: int, target: Tensor) -> bool:
@@ -355,68 +319,20 @@ def _none_is(value: int, target: Tensor) -> bool:
     return bool(values.min() > value) or not (values == value).any()
 
 
-def cross_entropy_derivatives(
-    logits: Tensor,
-    u: Tensor,
-    target: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    form: str = "hessian",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of ℓ, uᵀHu and ∂ℓ/∂ε over the targets that are not ignored (0 if all are).
+def cross_entropy_with_gradients(
+    logits: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, its three means, and its gradients in logits and u.
 
-    Differentiable once, in ``logits`` and ``u``. uᵀHu is a variance, hence never negative.
+    The means are over the targets that are not ignored (0 if all are). Nothing has a graph.
 
     Args:
         logits: (..., classes).
         u: their tangent ∂logits/∂ε, of the same shape, or of the last rows; 0 for the others.
         target: classes (...).
-        ignore_index: the target that marks an ignored row.
-        label_smoothing: the share of the target's distribution that is spread over all classes.
-        form: "hessian", or "identity" for ‖u‖² in place of uᵀHu.
+        options: what to compute, with coefficients.
     """
-    rows = _prepared(logits, u, target, ignore_index)
-    loss, quadratic, directional = _Derivatives.apply(*rows[:4], Rule(label_smoothing, form))
-    return loss, quadratic, directional
-
-
-def cross_entropy_combined(
-    logits: Tensor,
-    u: Tensor,
-    target: Tensor,
-    coefficients: Coefficients | tuple[float, float, float],
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    form: str = "hessian",
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, and its three means without coefficients or graph.
-
-    The gradients are formed in the same sweep as the values: the backward pass only scales them.
-    The other arguments are those of ``cross_entropy_derivatives``.
-    """
-    rows = _prepared(logits, u, target, ignore_index)
-    rule = Rule(label_smoothing, form, Coefficients(*coefficients))
-    total, (loss, quadratic, directional) = _Combined.apply(*rows, rule)
-    return total, (loss, quadratic, directional)
-
-
-def cross_entropy_with_gradients(
-    logits: Tensor,
-    u: Tensor,
-    target: Tensor,
-    coefficients: Coefficients,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    form: str = "hessian",
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The total and the three means of ``cross_entropy_combined``, and the total's gradients.
-
-    The gradients in logits and u have their shapes; nothing has a graph.
-    """
-    rows = _prepared(logits, u, target, ignore_index)
-    rule = Rule(label_smoothing, form, coefficients)
-    means, (dz, du) = _with_gradients(rows, rule)
-    return coefficients.total(means), means, (dz.view(logits.shape), du.view(u.shape))
+    rows = _prepared(logits, u, target, options.ignore_index)
+    means, (dz, du) = with_gradients(rows, options)
+    assert options.coefficients is not None
+    return options.coefficients.total(means), means, (dz.view(logits.shape), du.view(u.shape))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from undrop.errors import OptionError
 from undrop.kernels.adaptive import AdaptiveOutput, Layer
-from undrop.kernels.fused import row_chunks
-from undrop.kernels.softmax import Rule
-from undrop.losses.features import FeatureLoss
+from undrop.kernels.output_layers import row_chunks
+from undrop.kernels.softmax import Coefficients, SoftmaxOptions
+from undrop.losses.softmax import FeatureLoss
 
 FISHER = ("exact", "drawn")
 
@@ -57,22 +57,19 @@ class AdaptiveSoftmax(FeatureLoss):
         head = Layer(None, head_weight, head_bias)
         output = AdaptiveOutput(head, [Layer(*tail) for tail in tails], cutoffs, chunk)
         super().__init__(
-            output,
-            width=head_weight.shape[1],
-            classes=output.classes,
-            ignore_index=ignore_index,
-            chunk=chunk,
+            output, width=head_weight.shape[1], classes=output.words, ignore_index=ignore_index
         )
         self.adaptive = output
         self.fisher = fisher
         self.generator = generator
 
-    def _rule(self, form: str) -> Rule:
+    def _options(self, form: str, coefficients: Coefficients | None = None) -> SoftmaxOptions:
+        options = super()._options(form, coefficients)
         if self.fisher == "exact":
-            return super()._rule(form)
+            return options
         device = "cpu" if self.generator is None else self.generator.device
         seed = torch.randint(2**62, (), generator=self.generator, device=device)
-        return super()._rule(form)._replace(seed=int(seed))
+        return options._replace(seed=int(seed))
 
     @torch.no_grad()
     def _draw(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -85,7 +82,7 @@ class AdaptiveSoftmax(FeatureLoss):
         head, *tails = self.adaptive.layers(self.adaptive.parameters)
         labels = pick(head, features)
         chosen = labels - self.adaptive.shortlist
-        for number, (tail, words) in enumerate(zip(tails, self.adaptive.words, strict=True)):
+        for number, (tail, words) in enumerate(zip(tails, self.adaptive.tails, strict=True)):
             own = chosen == number
             if bool(own.any()):
                 labels[own] = words.start + pick(tail, features[own])
@@ -95,10 +92,12 @@ class AdaptiveSoftmax(FeatureLoss):
         """Σ ℓ_ŷ with ŷ drawn from the model."""
         kept = self._kept(output, target)  # the value that is ignored may be one of the classes
         rows = kept.detach()
-        parts = row_chunks(len(rows), self.adaptive.widest, self.chunk)
+        parts = row_chunks(len(rows), self.adaptive.classes, self.chunk)
         none = torch.empty(0, dtype=torch.long, device=rows.device)
         labels = torch.cat([none, *(self._draw(rows[part], generator) for part in parts)])
-        return self.adaptive.loss(kept, labels, Rule(), -1) * self.count(output, target)
+        return self.adaptive.loss(kept, labels, SoftmaxOptions(ignore_index=-1)) * self.count(
+            output, target
+        )
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """⟨v, z⟩ with random signs v on all logits z, those of the head and of every tail."""

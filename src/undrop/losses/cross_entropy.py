@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrop.errors import OptionError
-from undrop.kernels.softmax import (
-    Coefficients,
-    cross_entropy_combined,
-    cross_entropy_derivatives,
-    cross_entropy_with_gradients,
-    working_dtype,
-)
-from undrop.losses.base import (
-    CONVERTERS,
-    ONES,
-    ClosedForm,
-    Derivatives,
-    WithGradients,
-    is_plain_mean,
-    precise,
-)
+from undrop.kernels.output_layers import Logits
+from undrop.kernels.softmax import Coefficients, cross_entropy_with_gradients
+from undrop.losses.base import CONVERTERS, WithGradients, is_plain_mean, precise
 from undrop.losses.by_class import ByClass, softmax_by_class
+from undrop.losses.softmax import SoftmaxLoss
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
 
-class CrossEntropy(ClosedForm):
+class CrossEntropy(SoftmaxLoss):
     """ℓ = -log softmax(F)_y, for logits F and class indices y of the shape of F without its classes.
 
     With p = softmax(F) and v = u - Σ_k p_k u_k the quadratic form is uᵀHu = Σ p v², and
@@ -45,10 +30,7 @@ class CrossEntropy(ClosedForm):
     def __init__(
         self, *, ignore_index: int = -100, label_smoothing: float = 0.0, class_dim: int = -1
     ) -> None:
-        if not 0.0 <= label_smoothing < 1.0:
-            raise OptionError(f"label_smoothing must lie in [0, 1), got {label_smoothing}.")
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
+        super().__init__(Logits(), ignore_index, label_smoothing)
         self.class_dim = class_dim
 
     @property
@@ -70,15 +52,6 @@ class CrossEntropy(ClosedForm):
         dims = output.dim()  # 1: one example without a batch
         last = dims <= 1 or self.class_dim == -1 or self.class_dim == dims - 1
         return output if last else output.movedim(self.class_dim, -1)
-
-    def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """The number of targets that are not ignored."""
-        return (
-            not_ignored(target, self.ignore_index)
-            .sum()
-            .clamp(min=1)
-            .to(working_dtype(output.dtype))
-        )
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean cross-entropy; 0 if every target is ignored."""
@@ -112,38 +85,6 @@ class CrossEntropy(ClosedForm):
             target = target.reshape(-1)
         return logits, tangent, target.long()
 
-    def _derivatives_of_part(
-        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
-    ) -> Derivatives:
-        rows = self._paired(output, u, target, dim)
-        with self.explaining_errors(output, target):
-            return Derivatives(*cross_entropy_derivatives(*rows, **self._options(form)))
-
-    def _options(self, form: str) -> dict[str, Any]:
-        return {
-            "ignore_index": self.ignore_index,
-            "label_smoothing": self.label_smoothing,
-            "form": form,
-        }
-
-    def combined(
-        self,
-        output: Tensor,
-        u: Tensor,
-        target: Tensor,
-        form: str = "hessian",
-        coefficients: Coefficients | tuple[float, float, float] = ONES,
-        *,
-        dim: int = 0,
-    ) -> tuple[Tensor, Derivatives]:
-        """The total, with its gradient formed in the same sweep."""
-        if form == "loss-jacobian":
-            return super().combined(output, u, target, form, coefficients, dim=dim)
-        rows = self._paired(output, u, target, dim)
-        with self.explaining_errors(output, target):
-            total, parts = cross_entropy_combined(*rows, coefficients, **self._options(form))
-        return total, Derivatives(*parts)
-
     def with_gradients(
         self,
         output: Tensor,
@@ -160,7 +101,7 @@ class CrossEntropy(ClosedForm):
             return None
         try:  # a step of a small net notices the context manager of explaining_errors
             total, means, gradients = cross_entropy_with_gradients(
-                output, u, target.long(), coefficients, **self._options(form)
+                output, u, target.long(), self._options(form, coefficients)
             )
         except (IndexError, RuntimeError):
             self.check_values(output, target)

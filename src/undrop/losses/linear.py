@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.errors import OptionError
-from undrop.kernels.fused import row_chunks
-from undrop.kernels.head import LinearOutput
-from undrop.kernels.softmax import Rule
+from undrop.kernels.output_layers import LinearOutput, row_chunks
+from undrop.kernels.softmax import SoftmaxOptions
 from undrop.losses.base import precise
 from undrop.losses.by_class import ByClass, softmax_by_class
-from undrop.losses.features import FeatureLoss
+from undrop.losses.softmax import FeatureLoss
 
 
 class LinearCrossEntropy(FeatureLoss):
@@ -50,7 +49,6 @@ class LinearCrossEntropy(FeatureLoss):
             classes=weight.shape[0],
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            chunk=chunk,
         )
         self.weight, self.bias = weight, bias
 
@@ -74,7 +72,9 @@ class LinearCrossEntropy(FeatureLoss):
                 logits = precise(F.linear(rows[part], self.weight, self.bias))
                 p = torch.softmax(logits, -1)
                 labels[part] = torch.multinomial(p, 1, generator=generator).squeeze(-1)
-        return self.layer.loss(kept, labels, Rule(), -1) * self.count(output, target)
+        return self.layer.loss(kept, labels, SoftmaxOptions(ignore_index=-1)) * self.count(
+            output, target
+        )
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """⟨v, W f + b⟩ with random signs v on the logits, as ``CrossEntropy`` has it."""

@@ -1,0 +1,408 @@
+"""Output layers with their softmax cross-entropy, along a tangent, for a chunk of rows at a time.
+
+No more than a chunk of logits is ever held. A chunk computes its logits, forms the gradients of the
+total in them by the closed forms of ``softmax.py``, and multiplies these back: three GEMMs, over the
+rows of the features f and of their tangent ḟ together. Rows without a tangent cost what the loss
+alone costs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from undrop.kernels.softmax import (
+    Coefficients,
+    GradientBuffers,
+    LogitRows,
+    SoftmaxOptions,
+    row_weights,
+    sweep,
+    working_dtype,
+)
+
+_CHUNK_ELEMENTS = 1 << 22  # of a chunk's logits: rows enough for GEMMs at full speed
+_LEAST_ROWS = 64
+
+Parameters = Sequence[Tensor | None]
+Needs = Sequence[bool]
+"""Which gradients to compute: in the features, in the tangent, and in each parameter."""
+
+
+class OutputRows(NamedTuple):
+    """The input of an output layer."""
+
+    features: Tensor  # (rows, features)
+    tangent: Tensor | None  # of all rows, or of the last ones; None for none
+    target: Tensor  # (rows,)
+    weight: Tensor  # of each row in the mean: 1/N, or 0 for an ignored target
+
+    @property
+    def plain(self) -> int:
+        """The number of rows without a tangent, which come first."""
+        return len(self.target) - (0 if self.tangent is None else len(self.tangent))
+
+    def of_tangent(self, which: slice) -> slice:
+        """Where the tangent has those of some rows that have one."""
+        return slice(max(which.start - self.plain, 0), max(which.stop - self.plain, 0))
+
+    def part(self, which: slice) -> OutputRows:
+        """Some of the rows."""
+        tangent = None if self.tangent is None else self.tangent[self.of_tangent(which)]
+        tangent = tangent if tangent is not None and len(tangent) else None
+        return OutputRows(self.features[which], tangent, self.target[which], self.weight[which])
+
+
+class Swept(NamedTuple):
+    """The result of a sweep over all rows."""
+
+    means: Tensor  # of ℓ, uᵀHu and ∂ℓ/∂ε, (3,)
+    gradients: Parameters  # of the total, in the features, the tangent and each parameter
+
+
+def row_chunks(rows: int, classes: int, chunk: int | None) -> list[slice]:
+    """Cut rows into chunks of about equal size, none longer than ``chunk``."""
+    most = chunk or max(_LEAST_ROWS, _CHUNK_ELEMENTS // max(classes, 1))
+    pieces = -(-rows // most)
+    return [slice(rows * n // pieces, rows * (n + 1) // pieces) for n in range(pieces)]
+
+
+class Output(ABC):
+    """An output layer with its loss.
+
+    A subclass computes the terms of some rows in plain operations; ``sweep`` then differentiates
+    them chunk by chunk. A subclass that knows the gradients overrides ``sweep``.
+    """
+
+    parameters: Parameters
+    chunk: int | None = None  # rows at a time; None chooses by the number of classes
+    classes: int
+
+    @abstractmethod
+    def terms(
+        self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Σ over rows of weight times ℓ, uᵀHu and ∂ℓ/∂ε, in plain operations.
+
+        Either all rows have a tangent or none has; without one the last two are 0.
+        """
+
+    def sweep(
+        self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
+    ) -> Swept:
+        """The means and, if the options have coefficients, the gradients that are needed."""
+        c = options.coefficients
+        needs = needs if c is not None else [False] * len(needs)
+        means = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
+        to = _zeros(rows, parameters, needs)
+        held = [_leaf(x, need) for x, need in zip(parameters, needs[2:], strict=True)]
+        for part in self._chunks(rows):
+            some = rows.part(part)
+            inputs: list[Any] = [*map(_leaf, some[:2], needs), *held]
+            here = OutputRows(inputs[0], inputs[1], some.target, some.weight)
+            seed = None if options.seed is None else options.seed + part.start
+            with torch.set_grad_enabled(any(needs)):
+                terms = torch.stack(self.terms(here, held, options._replace(seed=seed)))
+                total = terms if c is None else c.total(terms)
+            means += terms.detach()
+            places = [part, rows.of_tangent(part), *(slice(None) for _ in held)]
+            used = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
+            if used:
+                leaves = [inputs[i] for i in used]
+                grads = torch.autograd.grad(
+                    total, leaves, allow_unused=True, materialize_grads=True
+                )
+                for i, gradient in zip(used, grads, strict=True):
+                    to[i][places[i]] += gradient  # type: ignore[index]
+        return Swept(means, to)
+
+    def _chunks(self, rows: OutputRows) -> list[slice]:
+        """The rows without a tangent, then those with one."""
+        plain = row_chunks(rows.plain, self.classes, self.chunk)
+        moved = row_chunks(len(rows.target) - rows.plain, self.classes, self.chunk)
+        return [*plain, *(slice(rows.plain + m.start, rows.plain + m.stop) for m in moved)]
+
+    def plain_means(
+        self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
+    ) -> Tensor:
+        """The three means in plain operations, which hold all logits."""
+        parts = (slice(0, rows.plain), slice(rows.plain, len(rows.target)))
+        some = [rows.part(part) for part in parts if part.stop > part.start]
+        terms = [torch.stack(self.terms(part, parameters, options)) for part in some]
+        return torch.stack([rows.weight.new_zeros(3), *terms]).sum(0)
+
+    def loss(self, features: Tensor, target: Tensor, options: SoftmaxOptions) -> Tensor:
+        """The mean of ℓ over targets that are not ignored (0 if all are); twice differentiable.
+
+        Args:
+            features: (..., features).
+            target: classes (...).
+            options: what to compute.
+        """
+        options = options._replace(coefficients=Coefficients(1.0, 0.0, 0.0))
+        mean: Tensor = self._apply(_Combined, features, None, target, options)[0]
+        return mean
+
+    def derivatives(
+        self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Means of ℓ, the quadratic form and ∂ℓ/∂ε along the tangent u of the last features."""
+        loss, quadratic, directional = self._apply(_Derivatives, features, u, target, options)
+        return loss, quadratic, directional
+
+    def combined(
+        self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The total with the options' coefficients, and its three means without them or a graph.
+
+        The gradients are formed in the same sweep as the values; the backward pass scales them.
+        """
+        total, means = self._apply(_Combined, features, u, target, options)
+        loss, quadratic, directional = means
+        return total, (loss, quadratic, directional)
+
+    def _apply(
+        self, function: Any, features: Tensor, u: Tensor | None, target: Tensor, options: Any
+    ) -> Any:
+        """Call one of the functions below, with all tensors in the type of the matrix products."""
+        dtype, width = self._dtype(features), features.shape[-1]
+        flat = target.reshape(-1).long()
+        weights = row_weights(flat, options.ignore_index, working_dtype(dtype))
+        rows = (None if x is None else x.reshape(-1, width).to(dtype) for x in (features, u))
+        parameters = (None if p is None else p.to(dtype) for p in self.parameters)
+        with torch.autocast(features.device.type, enabled=False):
+            return function.apply(self, options, *weights, *rows, *parameters)
+
+    def _dtype(self, features: Tensor) -> torch.dtype:
+        device, dtype = features.device.type, features.dtype
+        for parameter in self.parameters:
+            dtype = dtype if parameter is None else torch.promote_types(dtype, parameter.dtype)
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
+def _leaf(x: Tensor | None, needed: bool) -> Tensor | None:
+    return None if x is None else x.detach().requires_grad_(needed)
+
+
+def _zeros(rows: OutputRows, parameters: Parameters, needs: Needs) -> Parameters:
+    """Where gradients are added: in the working type, since they are sums; None if not needed."""
+    dtype = working_dtype(rows.features.dtype)
+    return [
+        torch.zeros_like(x, dtype=dtype) if need and x is not None else None
+        for x, need in zip((rows.features, rows.tangent, *parameters), needs, strict=True)
+    ]
+
+
+def softmax_terms(
+    z: Tensor, u: Tensor | None, target: Tensor, options: SoftmaxOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ℓ, uᵀHu and ∂ℓ/∂ε of each row of logits z along u, in plain operations; without u, ℓ and 0."""
+    loss = z.logsumexp(-1) - _expected(z, target, options.smoothing)
+    if u is None:
+        return loss, torch.zeros_like(loss), torch.zeros_like(loss)
+    p = z.softmax(-1)
+    mean = torch.linalg.vecdot(p, u)
+    directional = mean - _expected(u, target, options.smoothing)
+    if options.form == "identity":
+        return loss, torch.linalg.vecdot(u, u), directional
+    v = u - mean.unsqueeze(-1)
+    return loss, torch.linalg.vecdot(p * v, v), directional
+
+
+def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """Σ_k t_k x_k of each row, t being the target's distribution."""
+    picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return (1.0 - smoothing) * picked + smoothing * x.mean(-1) if smoothing else picked
+
+
+class Logits(Output):
+    """Cross-entropy on logits: an output layer without parameters."""
+
+    parameters = ()
+
+    def _dtype(self, features: Tensor) -> torch.dtype:
+        return working_dtype(features.dtype)
+
+    def terms(
+        self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the softmax."""
+        found = softmax_terms(rows.features, rows.tangent, rows.target, options)
+        loss, quadratic, directional = (rows.weight @ x for x in found)
+        return loss, quadratic, directional
+
+    def sweep(
+        self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
+    ) -> Swept:
+        """By the closed forms."""
+        z = rows.features
+        u = z[:0] if rows.tangent is None else rows.tangent
+        c, to = options.coefficients, None
+        dz = du = None
+        if c is not None and any(needs):
+            dz, du = torch.empty_like(z), torch.empty_like(u)
+            to = GradientBuffers(dz[: rows.plain], dz[rows.plain :], du)
+        times = None if c is None or to is None else c.times(rows.weight)
+        means = sweep(LogitRows(z, u, rows.target, rows.weight), options, times, to)
+        return Swept(means, [dz, du])
+
+
+class LinearOutput(Output):
+    """Cross-entropy on ``W f + b``; the parameters are W (classes, features) and b (classes,).
+
+    Args:
+        weight: W.
+        bias: b, or None.
+        chunk: rows at a time; None chooses by the number of classes.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
+        self.parameters = (weight, bias)
+        self.chunk, self.classes = chunk, len(weight)
+
+    def terms(
+        self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the softmax of all logits."""
+        weight, bias = parameters
+        assert weight is not None
+        z = F.linear(rows.features, weight, bias)
+        u = None if rows.tangent is None else F.linear(rows.tangent, weight)
+        return Logits().terms(rows._replace(features=z, tangent=u), (), options)
+
+    def sweep(
+        self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
+    ) -> Swept:
+        """Chunk by chunk, with the gradients of the logits in their place."""
+        weight, bias = parameters
+        assert weight is not None
+        c = options.coefficients
+        to = _zeros(rows, parameters, needs if c is not None else [False] * len(needs))
+        dtype, buffer = working_dtype(weight.dtype), weight.new_empty(0)
+        means = rows.features.new_zeros(3, dtype=dtype)
+        for part in row_chunks(len(rows.target), len(weight), self.chunk):
+            some = rows.part(part)
+            n, plain = len(some.target), some.plain
+            stack = some.features
+            if some.tangent is not None:
+                stack = torch.cat((stack, some.tangent))
+            if buffer.numel() < len(stack) * len(weight):  # fresh pages cost as much as a pass
+                buffer = weight.new_empty(len(stack) * len(weight))
+            out = buffer[: len(stack) * len(weight)].view(len(stack), len(weight))
+            z = torch.mm(stack, weight.t(), out=out).to(dtype)
+            if bias is not None:
+                z[:n].add_(bias)
+            # The gradients of z and u take the memory of u and z.
+            places = None if c is None else GradientBuffers(z[:plain], z[n:], z[plain:n])
+            times = None if c is None else c.times(some.weight)
+            logits = LogitRows(z[:n], z[n:], some.target, some.weight)
+            means += sweep(logits, options, times, places)
+            if c is not None:
+                _multiply_back(z, weight, some, to, (part, rows.of_tangent(part)))
+        return Swept(means, to)
+
+
+def _multiply_back(
+    g: Tensor, weight: Tensor, rows: OutputRows, to: Parameters, places: tuple[slice, slice]
+) -> None:
+    """Add what the gradients of the logits give in features, tangent, W and b.
+
+    Args:
+        g: the gradients of z without a tangent, of u, and of the other z.
+        weight: W.
+        rows: the chunk.
+        to: where to add.
+        places: the chunk's rows in the first two of them.
+    """
+    n, plain = len(rows.target), rows.plain
+    features, tangent, to_weight, to_bias = to
+    if to_bias is not None:
+        to_bias.add_(g[:plain].sum(0)).add_(g[n:].sum(0))
+    g = g.to(weight.dtype)
+    if to_weight is not None:
+        source = rows.features
+        if rows.tangent is not None:
+            source = torch.cat((source[:plain], rows.tangent, source[plain:]))
+        if to_weight.dtype == g.dtype:
+            to_weight.addmm_(g.t(), source)
+        else:
+            to_weight.add_(g.t() @ source)
+    if features is None and tangent is None:
+        return
+    back = g @ weight
+    if features is not None:
+        features[places[0]] = torch.cat((back[:plain], back[n:])) if n < len(back) else back
+    if tangent is not None and rows.tangent is not None:
+        tangent[places[1]] = back[plain:n]
+
+
+class _Derivatives(torch.autograd.Function):
+    """Means of ℓ, uᵀHu and ∂ℓ/∂ε; the backward pass computes the logits again, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Output,
+        options: SoftmaxOptions,
+        target: Tensor,
+        weight: Tensor,
+        *inputs: Any,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(target, weight, *inputs)
+        ctx.output, ctx.options = output, options
+        rows, parameters = OutputRows(inputs[0], inputs[1], target, weight), inputs[2:]
+        return output.sweep(rows, parameters, options, [False] * len(inputs)).means.unbind()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        target, weight, *inputs = ctx.saved_tensors
+        rows, parameters = OutputRows(inputs[0], inputs[1], target, weight), inputs[2:]
+        options = ctx.options._replace(coefficients=Coefficients(*incoming))
+        with torch.autocast(target.device.type, enabled=False):
+            found = ctx.output.sweep(rows, parameters, options, ctx.needs_input_grad[4:])
+        cast = (None if g is None else g.to(inputs[0].dtype) for g in found.gradients)
+        return None, None, None, None, *cast
+
+
+class _Combined(torch.autograd.Function):
+    """The weighted total, with its gradients formed in the forward pass, and the three means."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Output,
+        options: SoftmaxOptions,
+        target: Tensor,
+        weight: Tensor,
+        *inputs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.output, ctx.options, c = output, options, options.coefficients
+        assert c is not None
+        rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
+        asked = options if any(needs) else options._replace(coefficients=None)
+        means, gradients = output.sweep(rows, inputs[2:], asked, needs)
+        ctx.mark_non_differentiable(means)
+        ctx.save_for_backward(target, weight, *inputs, *gradients)
+        return c.total(means), means
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        target, weight, *saved = ctx.saved_tensors
+        inputs, formed = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        if not torch.is_grad_enabled():
+            scaled = (None if x is None else (x * g).to(inputs[0].dtype) for x in formed)
+            return None, None, None, None, *scaled
+        # A second derivative is wanted.
+        rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
+        means = ctx.output.plain_means(rows, inputs[2:], ctx.options)
+        total = ctx.options.coefficients.total(means)
+        leaves = [x for x, need in zip(inputs, needs, strict=True) if need]
+        found = iter(torch.autograd.grad(total, leaves, g, create_graph=True))
+        return None, None, None, None, *(next(found) if need else None for need in needs)

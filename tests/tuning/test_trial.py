@@ -64,20 +64,21 @@ def test_the_difference_is_that_of_two_trainings_by_hand():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     found = trial_for(model, objective)(setting(objective, 0.3, 0.01), setting(objective, 0.1))
     expected = by_hand(model, 0.1, 0.0) - by_hand(model, 0.3, 0.01)
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert abs(found) > 1e-4
+    assert found.value == pytest.approx(expected, rel=1e-6)
+    assert abs(found.value) > 1e-4
+    assert 0.0 < found.error < math.inf
 
 
 def test_the_same_setting_twice_makes_no_difference():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     same = setting(objective, 0.3)
-    assert trial_for(model, objective)(same, same) == 0.0
+    assert trial_for(model, objective)(same, same).z == 0.0
 
 
 def test_dropout_on_the_inputs_of_a_noiseless_teacher_is_in_the_way():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     more, less = setting(objective, 0.5), setting(objective, 0.01)
-    found = [trial_for(model, objective, seed=s)(more, less) for s in range(10)]
+    found = [trial_for(model, objective, seed=s)(more, less).value for s in range(10)]
     assert sum(found) / 10 < 0.0
 
 
@@ -86,9 +87,9 @@ def test_a_branch_that_explodes_loses_and_two_of_them_say_nothing():
     fine, bad = setting(objective, 0.3), setting(objective, 0.3, math.inf)
     before = copy.deepcopy(model.state_dict())
     trial = trial_for(model, objective)
-    assert trial(bad, fine) == -1.0
-    assert trial(fine, bad) == 1.0
-    assert trial(bad, bad) == 0.0
+    assert trial(bad, fine).z == -2.0
+    assert trial(fine, bad).z == 2.0
+    assert trial(bad, bad).z == 0.0
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 

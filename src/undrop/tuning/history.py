@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from undrop.errors import DataError
 from undrop.report import Table
+from undrop.tuning.rule import CLEAR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,8 +20,6 @@ DECAY = "weight decay"
 """The name of trials of weight decay."""
 EVERY = "every site"
 """The name of trials of all sites together."""
-CLEAR = 2.0
-"""The z-score from which on a sign counts as known."""
 RECENT = 10
 """The number of trials that a benefit is the mean of."""
 
@@ -37,10 +37,17 @@ class Entry(NamedTuple):
 
 
 class Benefit(NamedTuple):
-    """The mean difference of the last trials of one thing, and its standard error."""
+    """A mean difference of validation losses and its standard error; positive where more helps."""
 
     value: float
     error: float
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Benefit:
+        """The mean of independent differences."""
+        n = len(differences)
+        error = stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+        return cls(fmean(differences), error)
 
     @property
     def z(self) -> float:
@@ -71,7 +78,7 @@ class History:
         found: dict[str, list[float]] = {}
         for entry in self.entries:
             found.setdefault(entry.tried, []).append(entry.difference)
-        return {name: _benefit(differences[-RECENT:]) for name, differences in found.items()}
+        return {name: Benefit.of(differences[-RECENT:]) for name, differences in found.items()}
 
     def path(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps and the values of one site, or of weight decay."""
@@ -130,12 +137,6 @@ class History:
     def to_json(self) -> list[dict[str, Any]]:
         """Return one dictionary per trial, for programs."""
         return [entry._asdict() for entry in self.entries]
-
-
-def _benefit(differences: list[float]) -> Benefit:
-    n = len(differences)
-    error = stdev(differences) / math.sqrt(n) if n > 1 else math.inf
-    return Benefit(fmean(differences), error)
 
 
 def _shown(found: Benefit) -> tuple[str, str, str]:

@@ -1,10 +1,11 @@
 """How far the logarithm of a value moves after a trial.
 
-    move = rate · m / √v
+    move = ± size · min(1, |z|/2)
 
-m and v are running means of the differences that the trials of one thing found, and of their squares,
-with the factors 0.5 and 0.8 and corrected for their start, as in Adam. So the scale of the loss does not
-matter: trials that agree move the value by ``rate`` each, and those that contradict each other by less.
+z is the difference of the trial's branches over its standard error. The size begins at the rate, doubles
+with every trial that agrees with the one before it of the same thing, and halves with one that does not.
+So a start that is far off is left behind in a few trials, whatever the rate, and trials that say nothing
+move nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 START = 0.1
-"""The p of every site at the first step."""
+"""The p of every site that the first trial sees."""
 LOWEST, HIGHEST = 0.005, 0.7
 """The bounds of p."""
-MEMORY, SQUARES = 0.5, 0.8
-"""The factors of the running means."""
+SMALLEST, LARGEST = 0.1, math.log(9.0)
+"""The bounds of a move's size."""
+CLEAR = 2.0
+"""The z-score from which on a sign counts as known."""
 
 
 def log_odds(p: float) -> float:
@@ -32,21 +35,23 @@ def probability(log_variance: float) -> float:
 
 
 @dataclass
-class Moments:
-    """The running moments of the differences that trials of one thing found."""
+class Pace:
+    """The size of the moves of one thing, and the sign of its last trial."""
 
-    count: int = 0
-    mean: float = 0.0
-    square: float = 0.0
+    size: float
+    sign: float = 0.0
 
-    def move(self, difference: float, rate: float) -> float:
-        """Take in one difference, and return how far to move."""
-        self.count += 1
-        self.mean = MEMORY * self.mean + (1.0 - MEMORY) * difference
-        self.square = SQUARES * self.square + (1.0 - SQUARES) * difference**2
-        mean = self.mean / (1.0 - MEMORY**self.count)
-        size = math.sqrt(self.square / (1.0 - SQUARES**self.count))
-        return rate * mean / size if size > 0.0 else 0.0
+    def move(self, z: float) -> float:
+        """Take in the z-score of one trial, and return how far to move."""
+        if z == 0.0:
+            return 0.0
+        sign = math.copysign(1.0, z)
+        if sign == self.sign:
+            self.size = min(2.0 * self.size, LARGEST)
+        elif sign == -self.sign:
+            self.size = max(0.5 * self.size, SMALLEST)
+        self.sign = sign
+        return sign * self.size * min(1.0, abs(z) / CLEAR)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it."""

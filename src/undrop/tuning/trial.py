@@ -6,13 +6,14 @@ No optimizer is asked for: each tensor moves along its gradient by as much as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from undrop.diagnosis.measure.branches import Branches
+from undrop.tuning.history import Benefit
+from undrop.tuning.rule import CLEAR
 
 
 class Window:
@@ -65,10 +66,10 @@ def difference(
     lengths: Tensor,
     more: Callable[[], list[float]],
     less: Callable[[], list[float]],
-) -> float:
-    """L_val with less minus L_val with more: positive where more helps.
+) -> Benefit:
+    """L_val with less minus L_val with more, over the validation batches: positive where more helps.
 
-    A branch that explodes loses by 1, and two of them say nothing.
+    A branch that explodes loses clearly, and two of them say nothing.
 
     Args:
         branches: what both train on.
@@ -92,8 +93,8 @@ def difference(
 
     with_more, with_less = losses(more), losses(less)
     if with_more is None or with_less is None:
-        return float(with_less is None) - float(with_more is None)
-    return fmean(with_less) - fmean(with_more)
+        return Benefit(float(with_less is None) - float(with_more is None), 1.0 / CLEAR)
+    return Benefit.of([b - a for a, b in zip(with_more, with_less, strict=True)])
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from undrop.objectives import Analytic, Dropout, Objective, Step
 from undrop.options import as_float, check_int
 from undrop.report import Table
 from undrop.tuning.history import DECAY, EVERY, Entry, History
-from undrop.tuning.rule import HIGHEST, LOWEST, START, Moments, log_odds, probability
+from undrop.tuning.rule import HIGHEST, LOWEST, START, Pace, log_odds, probability
 from undrop.tuning.trial import Window, difference
 from undrop.tuning.validation import Validation, set_aside
 
@@ -42,7 +42,8 @@ class Tuner:
     trials of single sites. A trial is 20 steps without an optimizer's update and 8 passes: about 28 %
     of a step on average at the default interval.
 
-    Every site starts at p = 0.1, whatever p the model declares; a site that declares 0 is not tuned.
+    Every site starts at p = 0.1, whatever p the model declares, and σ² rises to it before the first
+    trial. A site that declares 0 is not tuned.
 
     >>> import torch, undrop
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 2))
@@ -64,7 +65,7 @@ class Tuner:
         training: the training set, for a share: train on what :attr:`training` holds then.
         optimizer: also adjust the weight decay of this optimizer, which must not be 0.
         interval: steps between trials.
-        rate: how far trials that agree move log σ² and log λ, each.
+        rate: how far the first clear trial moves log σ² or log λ; moves grow while trials agree.
         batch_size: examples per validation batch that is set aside.
         generator: where random numbers come from; None makes one that ``torch.manual_seed`` seeds.
 
@@ -101,7 +102,7 @@ class Tuner:
         self.steps = 0
         self._generators = Generators(generator)
         self._logs: dict[str, float] = {}  # log σ² of every site, log λ
-        self._moments: dict[str, Moments] = {}
+        self._paces: dict[str, Pace] = {}
         self._declared: dict[str, float] = {}
         self._window = Window()
         if optimizer is not None:
@@ -134,6 +135,7 @@ class Tuner:
             self._begin(bare, inputs)
         self.validation.compare(inputs, getattr(self.objective, "batch_dim", None) or 0)
         self.steps += 1
+        self._rise()
         if -self.steps % self.interval >= STEPS:
             return None
         weights = self.objective.trainable_parameters(bare)
@@ -145,6 +147,17 @@ class Tuner:
             return None
         self._try(model, weights, window.lengths, window.batches[-STEPS:])
         return self.figures()
+
+    def _rise(self) -> None:
+        """Let σ² rise from 0 to its start before the steps of the first trial.
+
+        Strong noise in the first steps of a training can ruin it for good: in a ConvNet with p = 0.6
+        it turned 9 of 10 ReLU units off.
+        """
+        last = self.interval - STEPS
+        if self.steps <= last:
+            by = math.log(self.steps / last)
+            self._apply({n: v if n == DECAY else v + by for n, v in self._logs.items()})
 
     def figures(self) -> dict[str, float]:
         """Return the newest ``p/SITE``, ``benefit/SITE`` and ``weight decay``, for a log."""
@@ -198,14 +211,14 @@ class Tuner:
             found = difference(branches, lengths, more, less)
         finally:
             self._apply(self._logs)
-        moments = self._moments.setdefault(tried, Moments())
-        self._logs = self._shifted(tried, moments.move(found, self.rate))
+        pace = self._paces.setdefault(tried, Pace(self.rate))
+        self._logs = self._shifted(tried, pace.move(found.z))
         for name in self._declared:
             bounded = max(self._logs[name], log_odds(LOWEST))
             self._logs[name] = min(bounded, log_odds(HIGHEST))
         self._apply(self._logs)
         values = {n: math.exp(v) if n == DECAY else probability(v) for n, v in self._logs.items()}
-        self.history.entries.append(Entry(self.steps, tried, found, values))
+        self.history.entries.append(Entry(self.steps, tried, found.value, values))
 
     def _next(self) -> str:
         """What to try: all sites together more often than single ones, which take turns."""
@@ -247,7 +260,7 @@ class Tuner:
             "steps": self.steps,
             "position": self.validation.position,
             "logs": dict(self._logs),
-            "moments": {name: found.state_dict() for name, found in self._moments.items()},
+            "paces": {name: pace.state_dict() for name, pace in self._paces.items()},
             "window": self._window.state_dict(),
             "history": [list(entry) for entry in self.history.entries],
             "generators": self._generators.state_dict(),
@@ -271,7 +284,7 @@ class Tuner:
         self.steps = int(state["steps"])
         self.validation.position = int(state["position"])
         self._logs = dict(state["logs"])
-        self._moments = {name: Moments(**values) for name, values in state["moments"].items()}
+        self._paces = {name: Pace(**values) for name, values in state["paces"].items()}
         self._window = Window()
         self._window.load_state_dict(state["window"])
         self.history.entries = [Entry(*values) for values in state["history"]]

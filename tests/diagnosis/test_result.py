@@ -158,7 +158,7 @@ def test_importing_the_diagnosis_is_light():
     import sys
 
     code = (
-        "import sys, undrop, undrop.diagnosis.report.page\n"
+        "import sys, undrop, undrop.diagnosis.report.plots\n"
         "heavy = {'scipy', 'matplotlib', 'pydantic', 'transformers', 'rich', 'pandas'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "assert callable(undrop.diagnose) and callable(undrop.bound) and callable(undrop.check)\n"

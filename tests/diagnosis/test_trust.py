@@ -11,10 +11,9 @@ from torch import nn
 import undrop
 from device import new_generator
 from undrop.diagnosis.measure import explicit as explicit_module
-from undrop.diagnosis.measure.batches import collect
 from undrop.diagnosis.measure.enumeration import enumerable
 from undrop.diagnosis.measure.expansion import Expander
-from undrop.diagnosis.measure.model import MeasuredModel
+from undrop.diagnosis.measure.model import MeasuredModel, collect
 
 
 class Mixing(nn.Module):

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from undrop.diagnosis.measure.batches import NumberedBatch, collect, shared_examples
 from undrop.diagnosis.measure.benefit import Benefit, Training, measure_benefit
 from undrop.diagnosis.measure.explicit import Explicit, measure_explicit
 from undrop.diagnosis.measure.implicit import Implicit, measure_implicit
-from undrop.diagnosis.measure.model import MeasuredModel
+from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, collect, shared_examples
 from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import advise, conclude
 from undrop.diagnosis.report.provenance import provenance_of

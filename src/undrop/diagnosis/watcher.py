@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.measure.analytic import AnalyticNoise, analytic_term, gradient
-from undrop.diagnosis.measure.gradients import inner
+from undrop.diagnosis.measure.gradients import AnalyticNoise, analytic_term, gradient, inner
 from undrop.engines import Draw, ZeroLeaves
 from undrop.errors import EngineError, NoDropoutError
 from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, unwrapped

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from undrop.errors import MissingExtraError, OptionError, TargetError
+from undrop.files import replacing
 from undrop.integrations.policy import PolicyStep, StandIn, label_statistics
-from undrop.integrations.state import load_state, save_state
 from undrop.intercept import (
     Interception,
     RngSnapshot,
@@ -36,7 +36,8 @@ from undrop.intercept import (
 from undrop.losses import ModelLoss, Task
 from undrop.losses.heads import check_attention, check_same_loss, decoder_inputs, read_head
 from undrop.objectives import Analytic, Objective, Step
-from undrop.objectives.effect import has_no_effect
+from undrop.objectives.finite import has_no_effect
+from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes
 from undrop.tuning import Tuner
 
 try:
@@ -350,3 +351,18 @@ class UndropTrainer(UndropMixin, Trainer):
     >>> type(trainer.objective).__name__
     'Analytic'
     """
+
+
+def save_state(objective: Objective | Tuner, path: Path) -> None:
+    """Write the state of an objective, whole or not at all."""
+    with replacing(path) as temporary:
+        save_tensors(temporary, {"objective": to_bytes(objective.state_dict())})
+
+
+def load_state(objective: Objective | Tuner, path: Path) -> None:
+    """Restore an objective's saved state.
+
+    Raises:
+        CheckpointError: if the file is not there, cut short or changed.
+    """
+    objective.load_state_dict(from_bytes(load_tensors(path)["objective"]))

@@ -13,8 +13,8 @@ from undrop.intercept.unaccounted import Unaccounted
 from undrop.noise import sigma
 from undrop.options import as_float
 from undrop.report import Table
-from undrop.report.frames import as_frame
 from undrop.report.html import fragment
+from undrop.report.plain import as_frame
 
 
 @dataclass(frozen=True)

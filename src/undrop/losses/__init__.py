@@ -2,15 +2,13 @@
 
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.adaptive import AdaptiveSoftmax
-from undrop.losses.base import CONVERTERS, FORMS, Derivatives, Loss, Prepared
+from undrop.losses.base import CONVERTERS, FORMS, ByClass, Derivatives, Loss, Prepared
 from undrop.losses.bce import BCEWithLogits
-from undrop.losses.by_class import ByClass
-from undrop.losses.convert import as_loss
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.generic import Generic
 from undrop.losses.heads import Task
 from undrop.losses.linear import LinearCrossEntropy
-from undrop.losses.model_loss import ModelLoss
+from undrop.losses.model_loss import ModelLoss, as_loss
 from undrop.losses.mse import MSE
 
 __all__ = [

@@ -8,8 +8,14 @@ from torch import Tensor, nn
 
 from undrop.kernels.output_layers import Logits
 from undrop.kernels.softmax import Coefficients, cross_entropy_with_gradients
-from undrop.losses.base import CONVERTERS, WithGradients, is_plain_mean, precise
-from undrop.losses.by_class import ByClass, softmax_by_class
+from undrop.losses.base import (
+    CONVERTERS,
+    ByClass,
+    WithGradients,
+    is_plain_mean,
+    precise,
+    softmax_by_class,
+)
 from undrop.losses.softmax import SoftmaxLoss
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 

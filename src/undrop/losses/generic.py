@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from undrop.errors import TargetError, UndropError
+from undrop.errors import OptionError, TargetError, UndropError
 from undrop.intercept.pytrees import map_tensors, tensors_in
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.base import ONES, Derivatives, Loss, number, padded, precise
-from undrop.losses.own_dropout import RefuseDropout
 
 _log = logging.getLogger("undrop")
 
@@ -271,3 +273,52 @@ def _described(x: Any) -> str:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+_DROPOUTS = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
+}
+
+
+class RefuseDropout(TorchFunctionMode):
+    """A context in which dropout that drops is an error.
+
+    Args:
+        loss: the name of the loss that runs in it.
+    """
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, if it does not drop.
+
+        Raises:
+            OptionError: naming the loss and what to do.
+        """
+        kwargs = kwargs or {}
+        if func in _DROPOUTS and _drops(func, args, kwargs):
+            raise OptionError(
+                f"the loss {self._loss} has dropout in it, which undrop can't replace there: move that "
+                "part into the model, or call eval() on the loss."
+            )
+        return func(*args, **kwargs)
+
+
+def _drops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        given = inspect.signature(func).bind(*args, **kwargs)
+    except ValueError:  # a function in C: (input, p, train)
+        p, train = (kwargs.get(k, v) for k, v in zip(("p", "train"), args[1:], strict=True))
+    else:
+        given.apply_defaults()
+        p, train = given.arguments["p"], given.arguments["training"]
+    return bool(p and train)

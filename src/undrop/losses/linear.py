@@ -9,8 +9,7 @@ from torch import Tensor
 from undrop.errors import OptionError
 from undrop.kernels.output_layers import LinearOutput, row_chunks
 from undrop.kernels.softmax import SoftmaxOptions
-from undrop.losses.base import precise
-from undrop.losses.by_class import ByClass, softmax_by_class
+from undrop.losses.base import ByClass, precise, softmax_by_class
 from undrop.losses.softmax import FeatureLoss
 
 

@@ -1,9 +1,9 @@
-"""The default loss: a Transformers model's own, or cross-entropy."""
+"""What a user passes as a loss, and the default: a Transformers model's own, or cross-entropy."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from undrop.intercept import (
     no_noise,
 )
 from undrop.kernels.softmax import Coefficients
-from undrop.losses.base import ONES, Derivatives, Loss, Prepared, WithGradients
-from undrop.losses.by_class import ByClass
+from undrop.losses.base import CONVERTERS, ONES, ByClass, Derivatives, Loss, Prepared, WithGradients
 from undrop.losses.cross_entropy import CrossEntropy
+from undrop.losses.generic import Generic
 from undrop.losses.heads import (
     Task,
     check_attention,
@@ -206,3 +206,28 @@ def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
         loss=task.loss,
         way_out="its loss has a part that undrop does not know; pass loss= and the targets for it",
     )
+
+
+def as_loss(loss: Loss | Callable[[Tensor, Any], Tensor] | None) -> Loss:
+    """A ``Loss`` from what a user passes.
+
+    None is the model's own loss, or cross-entropy. A torch loss module becomes the ``Loss`` that is
+    registered for its class in ``CONVERTERS``; any other callable is wrapped in ``Generic``.
+
+    Raises:
+        OptionError: for a class in place of an instance, or for something that can't be called.
+    """
+    if loss is None:
+        return ModelLoss()
+    if isinstance(loss, Loss):
+        return loss
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise OptionError(f"loss must be an instance, got the class {name}: pass {name}().")
+    convert = CONVERTERS.find(type(loss))  # the class itself: a subclass may compute something else
+    found = convert(loss) if convert is not None else None
+    if found is not None:
+        return found
+    if callable(loss):
+        return Generic(loss)
+    raise OptionError(f"loss must be a Loss or a callable, got {type(loss).__name__}.")

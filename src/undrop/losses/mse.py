@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from undrop.losses.base import (
     CONVERTERS,
+    ByClass,
     ClosedForm,
     Derivatives,
+    elementwise_by_class,
     is_plain_mean,
     last_entries,
     number,
     precise,
 )
-from undrop.losses.by_class import ByClass, elementwise_by_class
 from undrop.losses.targets import check_like_output, check_range
 
 

@@ -1,13 +1,16 @@
-"""Any result as values that JSON has."""
+"""Any result as values that JSON has, or as a pandas DataFrame."""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from undrop.errors import UndropError
 
 
 def as_json(value: Any) -> Any:
@@ -40,3 +43,18 @@ def as_json(value: Any) -> Any:
     if isinstance(value, Iterable):
         return [as_json(item) for item in value]
     raise TypeError(f"{type(value).__name__} has no form in JSON: give it a to_json method.")
+
+
+def as_frame(rows: Iterable[Mapping[str, Any]], index: Sequence[Any]) -> Any:
+    """Return a DataFrame with one row per mapping.
+
+    Raises:
+        UndropError: if pandas is not installed.
+    """
+    try:
+        pandas = importlib.import_module("pandas")
+    except ImportError as error:
+        raise UndropError(
+            "to_frame() needs pandas: pip install pandas, or use to_json()."
+        ) from error
+    return pandas.DataFrame(list(rows), index=list(index))

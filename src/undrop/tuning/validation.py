@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from undrop.diagnosis.measure.batches import shared_examples
+from undrop.diagnosis.measure.model import shared_examples
 from undrop.errors import DataError, OptionError
 
 LIMIT = 64

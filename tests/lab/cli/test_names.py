@@ -12,7 +12,7 @@ from undrop.lab.cli import _names, main
 from undrop.lab.corpora import CATALOGUE
 from undrop.lab.reproduce import EXPERIMENTS
 from undrop.lab.train import MODELS, OBJECTIVES
-from undrop.lab.train.presets import presets
+from undrop.lab.train.config import presets
 
 
 @pytest.mark.parametrize(

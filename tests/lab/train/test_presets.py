@@ -3,7 +3,7 @@ import pytest
 from undrop.errors import ConfigError, OptionError, UnknownNameError
 from undrop.lab.cli import _names
 from undrop.lab.train import configure, merge, presets
-from undrop.lab.train.presets import parse_override
+from undrop.lab.train.config import parse_override
 
 PAPER = ("ptb-awd-lstm", "wt2-awd-lstm", "wt103-transformer-xl", "wt103-qrnn")
 

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from undrop.diagnosis.measure.batches import NumberedBatch
 from undrop.diagnosis.measure.branches import Branches, Move
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.measure.gradients import trained_parameters
-from undrop.diagnosis.measure.model import MeasuredModel
+from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch
 from undrop.diagnosis.measure.timing import Budget
 from undrop.errors import NonFiniteError, OptionError
 from undrop.losses import Loss

@@ -18,8 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.measure.batches import NumberedBatch
-from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, SiteNoise
+from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, NumberedBatch, SiteNoise
 from undrop.engines import Draw, ZeroLeaves
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.errors import NoDropoutError, NonFiniteError

@@ -12,13 +12,12 @@ from itertools import cycle, islice
 from math import fsum
 from typing import NamedTuple
 
-from undrop.diagnosis.measure.batches import NumberedBatch
 from undrop.diagnosis.measure.classes import ClassShare, ClassShares
 from undrop.diagnosis.measure.enumeration import Masks, enumerable, expected_loss
 from undrop.diagnosis.measure.estimates import Estimate, Samples
 from undrop.diagnosis.measure.estimates import Masks as Kind
 from undrop.diagnosis.measure.expansion import Expanded, Expander
-from undrop.diagnosis.measure.model import MeasuredModel
+from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch
 from undrop.diagnosis.measure.r_drop import MaskSample, Parts, parts_of, sample_mask
 from undrop.diagnosis.measure.timing import Budget
 from undrop.intercept import Site

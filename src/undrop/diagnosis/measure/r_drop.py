@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.measure.batches import NumberedBatch, collect
 from undrop.diagnosis.measure.estimates import Estimate, Samples
 from undrop.diagnosis.measure.expansion import Expanded, Expander, Terms
-from undrop.diagnosis.measure.model import MeasuredModel, SiteNoise
+from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, SiteNoise, collect
 from undrop.losses import Loss
 
 

@@ -12,8 +12,8 @@ from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError
 from undrop.files import read_json
 from undrop.report import Table, as_json, terminal_width, wrap
-from undrop.report.frames import as_frame
 from undrop.report.html import fragment, paragraph
+from undrop.report.plain import as_frame
 
 _NAMED = 3  # changes that the conclusion names
 _P_AT = "p at "

@@ -8,7 +8,7 @@ from typing import Any
 from undrop.diagnosis.measure.benefit import Benefit
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.measure.explicit import Explicit
-from undrop.report.frames import as_frame
+from undrop.report.plain import as_frame
 
 
 def figure_frame(figures: Mapping[str, Estimate]) -> Any:

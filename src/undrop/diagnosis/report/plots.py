@@ -1,4 +1,4 @@
-"""The figures of a diagnosis, drawn; readable without colour."""
+"""The figures of a diagnosis, drawn, readable without colour; and the page that shows them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undrop.diagnosis.measure.estimates import Estimate
+from undrop.report import html
 from undrop.report.figures import bar_style, line_style, literal, new_figure, save, styled
 from undrop.report.figures import svg as as_svg
 
 if TYPE_CHECKING:
     from undrop.diagnosis.report.result import Diagnosis
+
 
 _ROWS = 12  # the most bars in a panel
 _TICKS = 6  # the most labels below bars, which may be long
@@ -195,3 +197,41 @@ def _shrinking(diagnosis: Diagnosis, axes: Any) -> None:
     axes.set_xticks(ks, [str(k) for k in ks])
     axes.set(xlabel="k", ylabel="trace")
     axes.legend()
+
+
+def write(diagnosis: Diagnosis, path: Path) -> None:
+    """Write the page, whole or not at all."""
+    pictures = [
+        html.figure(picture(diagnosis, title, panel), title)
+        for title, panel in panels(diagnosis).items()
+    ]
+    text = html.page(
+        f"What dropout does in {diagnosis.model}",
+        *_summary(diagnosis),
+        html.heading("In pictures"),
+        '<div class="figures">' + "\n".join(pictures) + "</div>",
+        *_tables(diagnosis),
+        html.heading("How it was measured"),
+        html.bullets(diagnosis.notes),
+        diagnosis.glossary().html(),
+        diagnosis.origin().html(),
+    )
+    html.write(path, text)
+
+
+def notebook(diagnosis: Diagnosis) -> str:
+    """The conclusion and the tables for a notebook's output cell."""
+    return html.fragment(*_summary(diagnosis), *_tables(diagnosis))
+
+
+def _summary(diagnosis: Diagnosis) -> list[str]:
+    return [
+        html.callout("Conclusion", html.paragraph(diagnosis.conclusion)),
+        html.heading("What to do"),
+        html.bullets(diagnosis.advice),
+    ]
+
+
+def _tables(diagnosis: Diagnosis) -> list[str]:
+    """The rows of wide tables become cards on a narrow screen."""
+    return [table.html("cards" if len(table.heads) > 3 else "") for table in diagnosis.tables()]

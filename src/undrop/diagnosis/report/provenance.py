@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from undrop import __version__
-from undrop.diagnosis.measure.batches import NumberedBatch
+from undrop.diagnosis.measure.model import NumberedBatch
 
 
 @dataclass(frozen=True)

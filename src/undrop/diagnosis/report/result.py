@@ -14,13 +14,13 @@ from undrop.diagnosis.measure.estimates import Estimate, percent
 from undrop.diagnosis.measure.explicit import Explicit
 from undrop.diagnosis.measure.implicit import Implicit
 from undrop.diagnosis.report.advice import signed
-from undrop.diagnosis.report.glossary import GLOSSARY
 from undrop.diagnosis.report.provenance import Provenance
 from undrop.intercept import Sites
 from undrop.report import Table, as_json, terminal_width, wrap
 
 if TYPE_CHECKING:
     from undrop.diagnosis.report.comparison import Comparison
+
 
 FORMAT = 3
 """The version of the JSON."""
@@ -93,7 +93,7 @@ class Diagnosis:
 
     def html(self, path: str | Path) -> None:
         """Write one page that needs no other file and no network."""
-        from undrop.diagnosis.report.page import write
+        from undrop.diagnosis.report.plots import write
 
         write(self, Path(path))
 
@@ -230,7 +230,7 @@ class Diagnosis:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from undrop.diagnosis.report.page import notebook
+        from undrop.diagnosis.report.plots import notebook
 
         return notebook(self)
 
@@ -304,3 +304,25 @@ def _shrinking(implicit: Implicit) -> Table:
 
 def _or_dash(estimate: Estimate | None) -> str:
     return "–" if estimate is None else str(estimate)
+
+
+GLOSSARY = (
+    ("site", "where the model multiplies an activation or weight h by 1 + ε·σ·η"),
+    ("p", "the drop probability of a site; σ = sqrt(p/(1-p)); η is noise of mean 0, variance 1"),
+    ("F, ℓ, H", "the model's output, its loss, and the Hessian of ℓ in F"),
+    ("u", "the output tangent ∂F/∂ε: how the noise moves the output, to first order"),
+    ("R_drop", "E ℓ(with dropout) - ℓ(without): what dropout adds to the loss"),
+    ("½E[uᵀHu]", "the explicit regularizer: the part of R_drop that undrop.Analytic replaces"),
+    ("curvature", "½E[Dℓ·∂²F/∂ε²]: the second-order part from the model's own curvature"),
+    ("rest", "what second order misses of R_drop"),
+    ("share", "a site's part of ½E[uᵀHu]: how strong its dropout is, not whether it helps"),
+    (
+        "benefit",
+        "the validation loss after some steps without a dropout, minus that with it: positive helps",
+    ),
+    ("z", "the benefit in standard errors; beyond 2 its sign is fairly certain"),
+    ("ξ_approx", "∇(∂ℓ/∂ε): the analytic stand-in for dropout's gradient noise"),
+    ("trace", "the mean squared size of gradient noise"),
+    ("±", "one standard error; in brackets the 95 % interval"),
+)
+"""Symbols and their meaning, in the order in which a diagnosis shows them."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from undrop.diagnosis.measure.batches import collect
+from undrop.diagnosis.measure.model import collect
 from undrop.errors import OutputError
 from undrop.intercept import call, logits_of, preserve_model, unwrapped
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from undrop.errors import UndropError
 from undrop.lab.reproduce.campaign import Listener, Status
-from undrop.lab.reproduce.plan import Run
+from undrop.lab.reproduce.plan import PlannedRun
 from undrop.lab.reproduce.records import Record
 from undrop.lab.train.callbacks import Callback, RunInfo
 from undrop.report import Bar, Progress, duration
@@ -141,7 +141,7 @@ class CampaignProgress(Listener):
         title = f"{status.done}/{status.total} runs"
         self._bar.show(status.seconds_done / whole, self._left(status), title=title)
 
-    def ended(self, run: Run, record: Record) -> None:
+    def ended(self, run: PlannedRun, record: Record) -> None:
         """Print the result of a run, and without a bar how far the campaign is."""
         line = (
             f"{run.title}: best validation {record.best_valid_ppl:.2f} (epoch {record.best_epoch}), "
@@ -152,7 +152,7 @@ class CampaignProgress(Listener):
             line += f"  [{done}, {self._left(self._status)}]"
         self._progress.print(line)
 
-    def failed(self, run: Run, error: UndropError) -> None:
+    def failed(self, run: PlannedRun, error: UndropError) -> None:
         """Print why a run failed."""
         self._progress.print(f"{run.title} failed: {error}")
 

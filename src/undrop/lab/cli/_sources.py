@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.measure.batches import collect
+from undrop.diagnosis.measure.model import collect
 from undrop.errors import OptionError, UndropError
 from undrop.files import near_path
 from undrop.intercept.model_call import call

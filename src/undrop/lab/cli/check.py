@@ -47,7 +47,7 @@ def check(
     """Compare an objective's analytic terms with dropout itself on the first batch."""
     source = open_source(run, model, data, loss, data_dir, 1)
     import undrop
-    from undrop.diagnosis.measure.batches import collect
+    from undrop.diagnosis.measure.model import collect
 
     batch = collect(source.batches, 1)[0]
     with source.one_sentence():

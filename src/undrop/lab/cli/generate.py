@@ -30,8 +30,7 @@ def generate(
     import torch
 
     from undrop.lab.corpora import EOS
-    from undrop.lab.train.runs import open_run
-    from undrop.lab.train.sampling import sample
+    from undrop.lab.train.runs import open_run, sample
 
     opened = open_run(run, data_dir=data_dir)
     with working(f"sampling {words} words"):

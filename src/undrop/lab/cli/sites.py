@@ -26,7 +26,7 @@ def list_sites(
 ) -> None:
     """Run the model once and list the dropouts that it uses."""
     source = open_source(run, model, data, loss, data_dir, 1)
-    from undrop.diagnosis.measure.batches import collect
+    from undrop.diagnosis.measure.model import collect
     from undrop.intercept import sites
     from undrop.intercept.site import UNACCOUNTED
 

@@ -4,12 +4,11 @@ Language models read windows of text, time first, and carry a state from window 
 ``output, state = model(tokens, state)``.
 """
 
-from undrop.lab.models.awd_lstm import AWDLSTM
-from undrop.lab.models.convnet import ConvNet
+from undrop.lab.models.classifiers import MLP, ConvNet
 from undrop.lab.models.gpt import GPT
 from undrop.lab.models.language import MODELS, LanguageModel, LinearHead, State, detach
-from undrop.lab.models.mlp import MLP
 from undrop.lab.models.qrnn import QRNN
+from undrop.lab.models.recurrent import AWDLSTM
 from undrop.lab.models.transformer_xl import TransformerXL
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What AWD language models share: dropouts around a stack of recurrent layers."""
+"""AWD language models: dropouts around a stack of recurrent layers, and AWD-LSTM."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from undrop.lab.models.language import LanguageModel, State
+from undrop.lab.models.language import MODELS, LanguageModel, State
 from undrop.nn.adaptive import AdaptiveEmbedding
-from undrop.nn.dropout import EmbeddingDropout, LockedDropout
+from undrop.nn.dropout import EmbeddingDropout, LockedDropout, WeightDrop
 from undrop.options import check_int, check_probability
 
 _SPREAD = 0.1  # initial embeddings are uniform in ±0.1, or normal with the same variance
@@ -99,3 +99,19 @@ def _embedding(
     embedding = nn.Embedding(vocab_size, size)
     nn.init.uniform_(embedding.weight, -_SPREAD, _SPREAD)
     return embedding
+
+
+@MODELS.register("awd-lstm")
+class AWDLSTM(RecurrentLM):
+    """LSTM layers with DropConnect on their hidden-to-hidden weights and locked dropout between.
+
+    Merity, Keskar & Socher 2018, "Regularizing and optimizing LSTM language models". The arguments are
+    those of :class:`RecurrentLM`. The defaults are the model of Wei, Kakade & Ma 2020 on Penn Treebank
+    and WikiText-2: q = 0.4 at all sites but the embedding's rows, which are not dropped.
+
+    The state is ``((h, c), …)``, a pair (1, B, size) for each layer.
+    """
+
+    def layer(self, index: int, inputs: int, outputs: int, weight_dropout: float) -> nn.Module:
+        """Make one nn.LSTM, a fused kernel; our own dropout is between the layers."""
+        return WeightDrop(nn.LSTM(inputs, outputs), ["weight_hh_l0"], weight_dropout)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from undrop.errors import UndropError
 from undrop.lab.reproduce.executors import Executor
-from undrop.lab.reproduce.plan import Plan, Run
+from undrop.lab.reproduce.plan import Plan, PlannedRun
 from undrop.lab.reproduce.records import Record, Records
 from undrop.lab.reproduce.worker import epochs_done
 
@@ -30,10 +30,10 @@ class Listener:
     def status(self, status: Status) -> None:
         """Called about twice a second with the progress of the campaign."""
 
-    def ended(self, run: Run, record: Record) -> None:
+    def ended(self, run: PlannedRun, record: Record) -> None:
         """Called when a run has ended and its record is saved."""
 
-    def failed(self, run: Run, error: UndropError) -> None:
+    def failed(self, run: PlannedRun, error: UndropError) -> None:
         """Called when a run has failed."""
 
 
@@ -68,14 +68,14 @@ class Campaign:
             if self.records.get(run.key) is not None:
                 self._remove(run)
 
-    def _remove(self, run: Run) -> None:
+    def _remove(self, run: PlannedRun) -> None:
         shutil.rmtree(self._scratch(run), ignore_errors=True)
 
-    def _runnable(self) -> list[Run]:
+    def _runnable(self) -> list[PlannedRun]:
         missing = self.plan.missing(self.records)
         return [run for run in missing if run.key not in self._failed]
 
-    def _run_all(self, runs: Sequence[Run]) -> None:
+    def _run_all(self, runs: Sequence[PlannedRun]) -> None:
         estimates = self.plan.estimates(runs, self.records)
         open_runs = {run.key: run for run in runs}
 
@@ -109,5 +109,5 @@ class Campaign:
             seconds_left=max(0.0, self.plan.remaining(self.records) - unfinished),
         )
 
-    def _scratch(self, run: Run) -> Path:
+    def _scratch(self, run: PlannedRun) -> Path:
         return (self.folder / "runs" / run.key[:16]).absolute()

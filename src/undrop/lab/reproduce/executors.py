@@ -17,12 +17,12 @@ from threading import Thread
 from typing import Any, TypeAlias
 
 from undrop.errors import MissingExtraError, OptionError, RunError, StoppedError, UndropError
-from undrop.lab.reproduce.plan import Run
+from undrop.lab.reproduce.plan import PlannedRun
 from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.worker import execute, single_threaded
 from undrop.registry import Registry
 
-Outcome: TypeAlias = tuple[Run, Record | UndropError]
+Outcome: TypeAlias = tuple[PlannedRun, Record | UndropError]
 """A run, and its record or the error that it ended with."""
 
 _INTERVAL = 0.5  # seconds between two checks of the runs
@@ -45,7 +45,10 @@ class Executor(ABC):
         self.jobs = jobs
 
     def outcomes(
-        self, runs: Sequence[Run], scratch: Callable[[Run], Path], look: Callable[[], None]
+        self,
+        runs: Sequence[PlannedRun],
+        scratch: Callable[[PlannedRun], Path],
+        look: Callable[[], None],
     ) -> Iterator[Outcome]:
         """Start the runs in order, and yield each when it ends.
 
@@ -54,7 +57,7 @@ class Executor(ABC):
             scratch: returns the folder for a run's files.
             look: called after each check of the runs.
         """
-        queue, waiting = list(runs), dict[Any, Run]()
+        queue, waiting = list(runs), dict[Any, PlannedRun]()
         with self.opened():
             while queue or waiting:
                 # Start no more runs than there are processes: a started run can't be taken back.
@@ -70,7 +73,7 @@ class Executor(ABC):
         """Start the workers; after an exception, ask the unfinished runs to save and stop."""
 
     @abstractmethod
-    def start(self, run: Run, scratch: str) -> Any:
+    def start(self, run: PlannedRun, scratch: str) -> Any:
         """Start a run and return a handle to it."""
 
     @abstractmethod
@@ -102,7 +105,7 @@ class Local(Executor):
             for pool in [*self._idle, *self._busy.values()]:
                 pool.shutdown()
 
-    def start(self, run: Run, scratch: str) -> Future[Record]:
+    def start(self, run: PlannedRun, scratch: str) -> Future[Record]:
         """Give the run to an idle process."""
         pool = self._idle.pop()
         future = pool.submit(_execute_for_parent, run, scratch)
@@ -146,7 +149,7 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _execute_for_parent(run: Run, scratch: str) -> Record:
+def _execute_for_parent(run: PlannedRun, scratch: str) -> Record:
     try:
         return execute(run, scratch)
     finally:
@@ -181,7 +184,7 @@ class RayCluster(Executor):
             if ours:
                 self._ray.shutdown()
 
-    def start(self, run: Run, scratch: str) -> Any:
+    def start(self, run: PlannedRun, scratch: str) -> Any:
         """Start a task, with a GPU if the run needs one: a task sees only what it requests."""
         gpus = int(self._gpus and run.config.train.device != "cpu")
         task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(_execute_anywhere)
@@ -203,7 +206,7 @@ class RayCluster(Executor):
         return record
 
 
-def _execute_anywhere(run: Run, scratch: str) -> Record:
+def _execute_anywhere(run: PlannedRun, scratch: str) -> Record:
     single_threaded()
     return execute(run, scratch)
 

@@ -14,7 +14,7 @@ from undrop.lab.train import Config, merge
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training, perhaps with a measurement at its end."""
 
     config: Config  # every setting, including the seed
@@ -47,21 +47,21 @@ class Cell:
     method: tables.Method
     seeds: tuple[int, ...]
     overlay: Mapping[str, Any]
-    _runs: dict[tuple[int, int], Run] = field(default_factory=dict)
+    _runs: dict[tuple[int, int], PlannedRun] = field(default_factory=dict)
 
-    def run(self, variant: int, seed: int) -> Run:
+    def run(self, variant: int, seed: int) -> PlannedRun:
         """Return the run of a variant with a seed."""
         if (variant, seed) not in self._runs:
             self._runs[variant, seed] = self._make(variant, seed)
         return self._runs[variant, seed]
 
-    def _make(self, variant: int, seed: int) -> Run:
+    def _make(self, variant: int, seed: int) -> PlannedRun:
         chosen = self.method.variants()[variant]
         values = merge(merge(self.setting.settings, chosen), self.overlay)
         values = merge(
             values, {"train": {"seed": seed, "epochs": self.setting.epochs(self.method)}}
         )
-        return Run(Config.parse(values), self.setting.probe, self.setting.name, self._cost)
+        return PlannedRun(Config.parse(values), self.setting.probe, self.setting.name, self._cost)
 
     @property
     def _cost(self) -> float:
@@ -98,7 +98,7 @@ class Cell:
         }
         return {seed: record for seed, record in found.items() if record is not None}
 
-    def needed(self, records: Records) -> list[Run]:
+    def needed(self, records: Records) -> list[PlannedRun]:
         """Return the tuning runs on the first seed, then the chosen variant on the other seeds."""
         if self.method.search:
             return [self.run(variant, seed) for seed in self.seeds for variant in self.variants]
@@ -145,16 +145,16 @@ class Plan:
             for setting, method in pairs
         }
 
-    def needed(self, records: Records) -> list[Run]:
+    def needed(self, records: Records) -> list[PlannedRun]:
         """Return every run that is known now, each once, the cheapest first."""
-        runs: dict[str, Run] = {}
+        runs: dict[str, PlannedRun] = {}
         for cell in self.cells.values():
             for run in cell.needed(records):
                 runs.setdefault(run.key, run)
         seconds = self.estimates(runs.values(), records)
         return sorted(runs.values(), key=lambda run: seconds[run.key])
 
-    def missing(self, records: Records) -> list[Run]:
+    def missing(self, records: Records) -> list[PlannedRun]:
         """Return the needed runs without a record."""
         return [run for run in self.needed(records) if records.get(run.key) is None]
 
@@ -163,7 +163,7 @@ class Plan:
         counted = ((cell, cell.waiting(records)) for cell in self.cells.values())
         return [(cell, count) for cell, count in counted if count]
 
-    def estimates(self, runs: Iterable[Run], records: Records) -> dict[str, float]:
+    def estimates(self, runs: Iterable[PlannedRun], records: Records) -> dict[str, float]:
         """Return seconds on one core by key, from the setting's records or else from its table."""
         names = {cell.setting.name for cell in self.cells.values()}
         paces = {name: self._pace(name, records) for name in names}

@@ -174,7 +174,7 @@ def step_cost(setting: Setting, method: Method) -> float:
 def setting(name: str, scale: str) -> Setting:
     """Return the setting of that name at a scale, on top of the preset or setting it extends."""
     from undrop.lab.train import merge
-    from undrop.lab.train.presets import preset
+    from undrop.lab.train.config import preset
 
     table = _table("settings.toml")
     if name not in table:

@@ -1,25 +1,72 @@
-"""The worker does one run, from its start or its last checkpoint, and returns its record."""
+"""The worker does one run, probes the trained model if asked, and returns the record."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from undrop.diagnosis.measure.r_drop import measure_r_drop
 from undrop.errors import NonFiniteError
 from undrop.files import read_json, write_json
-from undrop.lab.reproduce.plan import Run
-from undrop.lab.reproduce.probes import PROBES
+from undrop.lab.corpora.batching import TrainingWindows
+from undrop.lab.models import State, detach
+from undrop.lab.reproduce.plan import PlannedRun
 from undrop.lab.reproduce.records import Curve, Record
 from undrop.lab.train import Callback, RunFolder, run
 from undrop.lab.train.environment import device_of, machine, versions
-from undrop.lab.train.runs import open_run
+from undrop.lab.train.runs import Run, open_run
+from undrop.registry import Registry
+
+PROBES: Registry[str, Callable[[Run], dict[str, float]]] = Registry("probe")
+"""The probes by the name that a setting gives."""
+
+_MASKS = 8
+_WINDOWS = 40
+
+
+@PROBES.register("taylor")
+def taylor(run: Run) -> dict[str, float]:
+    """Compare R_drop with the quadratic term of its Taylor expansion, on the training split.
+
+    - ``dropped``: R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x)), over masks;
+    - ``quadratic``: ½ E[uᵀHu], R_approx with Taylor's factor;
+    - ``taylor_share``: quadratic / dropped.
+
+    Both are means over the first windows of the split, with the same masks.
+    """
+    device = next(run.model.parameters()).device
+    found = measure_r_drop(
+        run.model,
+        _windows(run, device),
+        loss=run.model.loss(),
+        masks=_MASKS,
+        generator=torch.Generator(device).manual_seed(run.config.train.seed),
+    )
+    return {
+        "dropped": found.parts.r_drop.value,
+        "quadratic": found.parts.half_quadratic.value,
+        "taylor_share": found.quadratic_share.value,
+    }
+
+
+def _windows(run: Run, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """The first windows, each with the state after the window before it, in eval mode."""
+    state: State | None = None
+    data = run.config.data
+    for window in islice(TrainingWindows(run.corpus.train, data.batch_size, data.length), _WINDOWS):
+        tokens, targets = window.inputs.to(device), window.targets.to(device)
+        yield {"tokens": tokens, "state": state, "logits": False}, targets
+        with torch.no_grad():
+            state = detach(run.model(tokens, state, logits=False)[1])
+
 
 _TIMES = "times.json"
 
@@ -29,7 +76,7 @@ def single_threaded() -> None:
     torch.set_num_threads(1)
 
 
-def execute(job: Run, scratch: str) -> Record:
+def execute(job: PlannedRun, scratch: str) -> Record:
     """Train, measure, and return the record.
 
     The folder ``scratch`` stays, because the record is not on the disk yet. A run that diverges (a
@@ -78,7 +125,9 @@ class Stopwatch(Callback):
             write_json(self._path, self.times)
 
 
-def _record(job: Run, folder: Path, stopwatch: Stopwatch, ended: str, test: float | None) -> Record:
+def _record(
+    job: PlannedRun, folder: Path, stopwatch: Stopwatch, ended: str, test: float | None
+) -> Record:
     epochs = RunFolder(folder).metrics.epochs()
     if not epochs:
         raise NonFiniteError(f"{job.title} diverged in its first epoch: lower optimizer.lr.")

@@ -5,6 +5,8 @@
 # undrop what each of them does, and test its answer by training again with one of them removed.
 
 # %%
+import textwrap
+
 import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
@@ -29,7 +31,7 @@ def network():
 
 
 # %% [markdown]
-# `undrop.sites` runs the model once and lists every dropout it meets.
+# `undrop.sites` runs the model once and lists every dropout that runs.
 
 # %%
 print(undrop.sites(network(), images[:1]))
@@ -72,7 +74,15 @@ batches, held_out = (
     [(images[rows], labels[rows]) for rows in part.split(50)] for part in (train, validation)
 )
 diagnosis = undrop.diagnose(model, batches, validation=held_out, learning_rate=1e-3, seconds=10)
-print(diagnosis)
+print(textwrap.fill(diagnosis.conclusion, 90))
+
+# %% [markdown]
+# `print(diagnosis)` shows everything, and a notebook shows it as tables if `diagnosis` is the last line of a cell.
+# Here are the first two of its tables. A share says how strong a dropout is, and a benefit says whether it helps.
+
+# %%
+for table in list(diagnosis.tables())[:2]:
+    print(table.text(90), end="\n\n")
 
 # %% [markdown]
 # The direct test is to train again with one site switched off.

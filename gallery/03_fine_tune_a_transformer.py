@@ -24,8 +24,12 @@ from undrop.integrations.transformers import UndropTrainer
 def model():
     set_seed(0)
     config = BertConfig(
-        **{"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 16},
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
         num_labels=2,
     )
     return BertForSequenceClassification(config)
@@ -57,9 +61,18 @@ print(undrop.sites(model(), batch))
 # %%
 arguments = TrainingArguments(
     "out",
-    **{"max_steps": 160, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "seed": 0},
-    **{"eval_strategy": "steps", "eval_steps": 20, "logging_steps": 20, "save_strategy": "no"},
-    **{"report_to": [], "use_cpu": True, "disable_tqdm": True, "log_level": "error"},
+    max_steps=160,
+    per_device_train_batch_size=32,
+    learning_rate=1e-3,
+    seed=0,
+    eval_strategy="steps",
+    eval_steps=20,
+    logging_steps=20,
+    save_strategy="no",
+    report_to=[],
+    use_cpu=True,
+    disable_tqdm=True,
+    log_level="error",
 )
 plain = Trainer(model(), arguments, train_dataset=train, eval_dataset=validation)
 regularized = UndropTrainer(
@@ -88,3 +101,7 @@ below.set(xlabel="step", ylabel="part of the objective")
 below.legend()
 figure.tight_layout()
 plt.show()
+
+# %% [markdown]
+# Both runs end at about the same validation loss. The explicit part is small at first and grows as the network becomes
+# certain of its answers. The implicit part has mean zero: each point is one draw.

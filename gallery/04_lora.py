@@ -65,8 +65,11 @@ def adapted(p):
     model = GPT2LMHeadModel(config)
     model.load_state_dict(state)
     lora = LoraConfig(
-        **{"r": 8, "lora_alpha": 16, "lora_dropout": p},
-        **{"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+        r=8,
+        lora_alpha=16,
+        lora_dropout=p,
+        target_modules=["c_attn", "c_fc"],
+        fan_in_fan_out=True,
     )
     return get_peft_model(model, lora).train()
 
@@ -99,3 +102,7 @@ axes.set(xlabel="lora_dropout", ylabel="loss per token")
 axes.legend()
 figure.tight_layout()
 plt.show()
+
+# %% [markdown]
+# A larger `lora_dropout` fits the seen text less closely. New text gains up to about 0.2, and `Analytic` is ahead of
+# dropout at every rate. This is one seed of a toy task.

@@ -2,7 +2,7 @@
 # # Your own site and your own loss
 #
 # undrop knows the dropouts and losses of torch. This notebook adds one of each: a dropout that drops
-# neighboring features together, and the loss of Poisson regression. Each is one small class.
+# neighboring features together, and the loss of Poisson regression. Each takes a few lines.
 
 # %%
 import matplotlib.pyplot as plt
@@ -96,3 +96,6 @@ axes.set(xlabel="step", ylabel="test loss")
 axes.legend()
 figure.tight_layout()
 plt.show()
+
+# %% [markdown]
+# On 60 examples the network overfits without regularization. Group dropout and its replacement both prevent most of that.

@@ -57,7 +57,8 @@ def render(script: Path) -> None:
         f"[gallery/{script.name}](https://github.com/undrop/undrop/blob/main/gallery/{script.name})"
     )
     note = f"*This page is the notebook {source} with its output.*"
-    page.write_text("\n\n".join([first, *rest, note]) + "\n", encoding="utf-8")
+    wide = "---\nhide: [toc]\n---"  # room for code; a page has one heading
+    page.write_text("\n\n".join([wide, first, *rest, note]) + "\n", encoding="utf-8")
 
 
 def _figures(page: Path, number: int) -> list[str]:

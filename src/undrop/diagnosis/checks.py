@@ -23,7 +23,6 @@ from undrop.objectives import Objective
 from undrop.report import Progress, Table, as_json
 from undrop.report.html import fragment, paragraph
 
-SECONDS = 10.0
 _ROUGH = 0.5
 _LEAST = 4  # draws
 
@@ -121,7 +120,7 @@ def check(
     model: nn.Module,
     batch: Any,
     *,
-    seconds: float = SECONDS,
+    seconds: float = 10.0,
     draws: int | None = None,
     generator: torch.Generator | None = None,
     progress: bool = True,

@@ -23,7 +23,6 @@ from undrop.losses import Loss, as_loss
 from undrop.options import as_float
 from undrop.report import Progress
 
-SECONDS, MAX_BATCHES = 30.0, 16
 _TIME = {"explicit effect": 3.0, "implicit effect": 2.0, "benefit": 2.0}
 """How the time is shared out."""
 _SAME_DATA = "{}, on which every regularizer looks harmful: pass batches of other data."
@@ -39,9 +38,9 @@ def diagnose(
     weight_decay: float | None = None,
     loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
     implicit: bool = True,
-    seconds: float = SECONDS,
+    seconds: float = 30.0,
     draws: int | None = None,
-    max_batches: int = MAX_BATCHES,
+    max_batches: int = 16,
     classes: Sequence[str] | None = None,
     batch_dim: int = 0,
     generator: torch.Generator | None = None,

@@ -244,8 +244,16 @@ KINDS = {
     "DropBlock": (lambda: Residual(DropBlock), "per feature"),
     "LayerDrop": (LayerDrop, "per batch"),
     "LayerDrop by item": (lambda: LayerDrop(skip="item"), "per batch"),
+    "LayerDrop that skips most": (lambda: LayerDrop(0.7), "per batch"),
+    "module dropout that drops most": (lambda: Residual(lambda: ModuleDropout(0.7)), "per batch"),
 }
 """A net of each kind, and its mask structure."""
 
-DROPPED = {"DropBlock": P / 3, "a mask that keeps few": 0.7, "a mask that drops many": 0.7}
+MOSTLY = (
+    "a mask that keeps few",
+    "a mask that drops many",
+    "LayerDrop that skips most",
+    "module dropout that drops most",
+)
+DROPPED = {"DropBlock": P / 3, **dict.fromkeys(MOSTLY, 0.7)}
 """The p of kinds that do not have p = P."""

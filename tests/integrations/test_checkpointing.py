@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import undrop
+from hand_made import ModuleDropout
 from undrop.errors import EngineError, RecomputationError
 from undrop.intercept import checkpointing
 from undrop.objectives import SAM, Jacobian, RDrop
@@ -245,3 +246,37 @@ def test_other_hooks_are_left_as_they_were():
     assert top() is None
     assert found == [1, 0]  # the second run is no region of its own
     torch.testing.assert_close(x.grad, x.detach().cos())
+
+
+class SkippedLayers(nn.Module):
+    """LayerDrop whose layers are checkpointed one by one, as in Transformers."""
+
+    def __init__(self, layer: type[nn.Module], checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer(), layer()]).to(D)
+        self.head, self.checkpointed = nn.Linear(8, 3, dtype=D), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 0.2:
+                continue
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.head(x)
+
+
+class DroppingLayer(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh())
+
+
+@pytest.mark.parametrize("layer", [DroppingLayer, ModuleDropout])
+def test_layers_that_are_skipped_may_be_checkpointed(layer):
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = SkippedLayers(layer, checkpointed)
+        x, y = torch.randn(4, 8, dtype=D), torch.tensor([0, 1, 2, 0])
+        assert len(undrop.sites(model, x)) == 4
+        undrop.Analytic(generator=torch.Generator().manual_seed(0))(model, x, y).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*found)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import undrop
-from hand_made import LayerDrop
+from hand_made import LayerDrop, ModuleDropout
 from undrop.errors import NoDropoutError
 
 
@@ -143,9 +143,70 @@ def test_a_branch_around_another_dropout_is_named():
     assert [other.module for other in found.unaccounted] == ["own"]
 
 
-def test_layers_that_are_mostly_skipped_are_named():
-    with pytest.raises(NoDropoutError, match="rand in 'the model'"):
-        undrop.sites(LayerDrop(0.7), torch.randn(3, 5, 3))
+class Skipped(LayerDrop):
+    """Layers of which ``run`` is skipped, by a branch for each."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.dropout = run, nn.Dropout(0.2)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        for layer in self.layers:
+            if torch.rand([]) >= self.layerdrop:
+                h = self.run(self, layer, h)
+        return self.last(h.mean(1))
+
+
+def test_a_branch_around_a_layer_and_a_dropout_is_named():
+    """The noise of the dropout is skipped too, which a blend before it would not show."""
+    net = Skipped(lambda net, layer, h: net.dropout(layer(h)[0]))
+    found = undrop.sites(net, torch.randn(3, 5, 3))
+    assert found.names == ("dropout", "dropout#2")
+    assert [other.function for other in found.unaccounted] == ["rand"]
+
+
+class Inner(nn.Module):
+    """A layer with something else in it that drops."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.drop = drop
+
+    def forward(self, x):
+        return x + torch.tanh(self.drop(x))
+
+
+def test_a_branch_within_a_layer_that_is_skipped_is_a_site():
+    net = Skipped(lambda net, layer, h: layer(h))
+    net.layers = nn.ModuleList([Inner(ModuleDropout()), Inner(ModuleDropout())])
+    found = undrop.sites(net, torch.randn(3, 5, 3))
+    assert {s.kind for s in found} == {"layer-drop", "module-drop"}
+    assert len(found) == 4
+    assert not found.unaccounted
+
+
+class Uneven(nn.Module):
+    """Not a product with a mask: it depends on how many are kept."""
+
+    def forward(self, x):
+        kept = torch.rand(len(x), 1, 1) < 0.5
+        return x * torch.nonzero(kept).numel() + 0.0 * kept
+
+
+def test_what_only_looks_like_a_mask_is_seen_behind_a_layer_that_is_skipped():
+    net = Skipped(lambda net, layer, h: layer(h))
+    net.layers = nn.ModuleList([Inner(nn.Identity()), Inner(Uneven())])
+    found = undrop.sites(net, torch.randn(3, 5, 3))
+    assert {s.kind for s in found} == {"layer-drop"}
+    assert [other.module for other in found.unaccounted] == ["layers.1.drop"]
+
+
+def test_a_p_that_rises_above_a_half_stays_the_p_of_what_is_dropped():
+    net, x = LayerDrop(0.1), torch.randn(3, 5, 3)
+    for p in (0.4, 0.5, 0.9):
+        net.layerdrop = p
+        assert [(s.kind, s.p) for s in undrop.sites(net, x)] == [("layer-drop", p)] * 2
 
 
 def test_without_regularization_masks_are_at_their_mean_and_the_rest_is_random():

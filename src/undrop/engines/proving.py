@@ -74,7 +74,7 @@ class Prover:
         """Those that the pass changed."""
         self.random = False
         """Whether the model draws random numbers that are not dropout."""
-        self.draws: tuple[bool, ...] = ()
+        self.draws: tuple[bool | None, ...] = ()
         self.aliased = False
         self.says_nothing = False
         """Whether noise had no effect on the output, so that the proof is none."""

@@ -24,8 +24,8 @@ from undrop.engines.layout import Layout, Rows
 from undrop.engines.midpoint import MIDPOINT_RULES
 from undrop.intercept import SITE_RULES, Interception, Rule, Site, call, map_tensors
 from undrop.intercept.checkpointing import Region, enclosing_function
-from undrop.intercept.hand_masks import MaskDraw
 from undrop.intercept.interception import _depth
+from undrop.intercept.random_values import MaskDraw
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read, run_layers
 
 
@@ -90,8 +90,9 @@ class Plan:
     sites: tuple[SitePlan, ...]
     midpoints: bool = True
     """Whether kinked functions decide at the midpoint."""
-    draws: tuple[bool, ...] = ()
-    """For each random draw that a mask can be made of, whether it may become one."""
+    draws: tuple[bool | None, ...] = ()
+    """For each random draw that a mask can be made of, whether that drops where it is 1; None if it is
+    no mask."""
     aliased: bool = False
     """Whether a mask is used by the name of the tensor that it was drawn into."""
 
@@ -206,7 +207,7 @@ class StackedPass(Interception):
     def __enter__(self) -> StackedPass:
         """Begin."""
         if any(s.site.kind == "module-drop" for s in self.plan.sites):
-            self.watch_modules()
+            self.watch()
         TorchFunctionMode.__enter__(self)
         return self
 
@@ -237,7 +238,7 @@ class StackedPass(Interception):
             if _depth.value != self._depth:
                 return func(*args, **(kwargs or {}))
             if torch.is_grad_enabled() or func in SITE_RULES:
-                self._prepare_recomputation()
+                self.prepare_recomputation()
             elif self.gradients and enclosing_function() is not None:
                 return func(*args, **(kwargs or {}))  # an autograd function has its own backward
         return rule(self, *args, **(kwargs or {}))
@@ -255,17 +256,15 @@ class StackedPass(Interception):
         self.draw_index += 1
         if index >= len(self.plan.draws):
             raise PlanChanged
-        return str(index) if self.plan.draws[index] else None
+        return None if self.plan.draws[index] is None else str(index)
 
-    def not_a_mask(self, key: str, branch: bool = False) -> None:
+    def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
         """The plain pass decided what is a mask, so the plan no longer fits."""
         raise PlanChanged
 
-    def drops(self, key: str, chance: float, otherwise: bool) -> bool:
-        """Return whether a mask drops where it is 1, by the p of its site."""
-        if chance == 0.5 or self.index >= len(self.plan.sites):
-            return otherwise
-        return self.plan.sites[self.index].site.p == round(chance, 12)
+    def drops(self, key: str, rare: bool) -> bool:
+        """Return whether a mask drops where it is 1, as the plan says."""
+        return bool(self.plan.draws[int(key)])
 
     def around(self, key: str) -> bool:
         """Return whether a branch is blended around the module that asks."""

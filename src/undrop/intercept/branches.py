@@ -1,24 +1,21 @@
 """LayerDrop: a layer that a random branch skips is run, and its output blended with its input.
 
-A model asks ``if torch.rand([]) < p: continue``. It gets the more probable answer, by which the layer
-runs. The next module called is the layer: its output y becomes x + m·(y - x), with x its input and m
-the mask of the branch. Where that is not what the branch does, the module that asks is run a second
-time with the other answer, and its outputs y and z become z + m·(y - z).
+A model asks ``if torch.rand([]) < p: continue``. It gets the answer by which the layer runs. The next
+module called is the layer: its output y becomes x + m·(y - x), with x its input and m the mask of the
+branch. Where that is not what the branch does, the module that asks is run a second time with the
+other answer, and its outputs y and z become z + m·(y - z).
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping
-from types import FrameType
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules import module as torch_hooks
 
 from undrop.intercept.running_statistics import keep_buffers
 
@@ -26,40 +23,85 @@ if TYPE_CHECKING:
     from undrop.intercept.random_values import Mask
 
 
+class Watch:
+    """Sees every module that this thread calls, from its first to its last moment.
+
+    It writes into torch's dictionaries of hooks, as ``register_module_forward_hook`` does. That
+    function itself is nothing that torch.compile can trace.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        """The modules whose forward runs now, the innermost last."""
+        self.blends: list[Blend] = []
+        """The branches whose module has not returned yet."""
+        compiled = torch.compiler.is_compiling()
+        self._thread = None if compiled else threading.get_ident()
+        self._key = -1 if compiled else -id(self)  # torch numbers hooks from 0
+        torch_hooks._global_forward_pre_hooks[self._key] = self._begin
+        torch_hooks._global_forward_hooks[self._key] = self._end
+        torch_hooks._global_forward_hooks_with_kwargs[self._key] = True
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        del torch_hooks._global_forward_pre_hooks[self._key]
+        del torch_hooks._global_forward_hooks[self._key]
+        del torch_hooks._global_forward_hooks_with_kwargs[self._key]
+
+    def waiting(self) -> Blend | None:
+        """Return the branch whose module has not been called yet."""
+        return self.blends[-1] if self.blends and self.blends[-1].layer is None else None
+
+    def settle(self, end: bool = False) -> None:
+        """Refuse a branch that no module follows; at the end of a pass, one that is still open.
+
+        Raises:
+            NotAMask: for such a branch.
+        """
+        if self.waiting() or (end and self.blends):
+            raise self.blends[-1].mask.refuse("a branch that no module follows", branch=True)
+
+    def _elsewhere(self) -> bool:
+        return self._thread is not None and self._thread != threading.get_ident()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self._elsewhere():
+            return
+        self.running.append(module)
+        blend = self.waiting()
+        if blend is not None:
+            if self._thread is not None:
+                blend.mask.mode.prepare_recomputation()
+            blend.layer = module
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if self._elsewhere():
+            return output
+        while self.running and self.running.pop() is not module:
+            pass
+        while self.blends and self.blends[-1].layer is module:
+            output = self.blends.pop().of(args, kwargs, output)
+        return output
+
+
 class Blend:
-    """Waits for the next module that this thread calls, and blends its output.
+    """Blends the input and the output of the next module.
 
     Args:
         mask: the mask of the branch.
         factor: m, the soft value of "the layer runs".
+        layer: the module; None until it is called.
     """
 
-    def __init__(self, mask: Mask, factor: Tensor) -> None:
-        self.mask, self.factor = mask, factor
-        self._thread = threading.get_ident()
-        self._layer: nn.Module | None = None
-        self._hooks = (
-            register_module_forward_pre_hook(self._begin),
-            register_module_forward_hook(self._end, with_kwargs=True),
-        )
+    def __init__(self, mask: Mask, factor: Tensor, layer: nn.Module | None = None) -> None:
+        self.mask, self.factor, self.layer = mask, factor, layer
 
-    def remove(self) -> None:
-        """Wait no longer."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        if self._layer is None and threading.get_ident() == self._thread:
-            self._layer = module
-
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if module is not self._layer or threading.get_ident() != self._thread:
-            return None
-        self.remove()
-        self.mask.mode.blended(self)
+    def of(self, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return what the module returns from now on."""
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not inputs:
             raise self.mask.refuse("a branch around a module without tensors", branch=True)
+        self.mask.used(drops=not self.mask.keeps)
         return self._blended(inputs[0], output)
 
     def _blended(self, x: Tensor, output: Any) -> Any:
@@ -81,28 +123,23 @@ class Blend:
 
 
 class BlendAround(Blend):
-    """Blends what the module that asks for the branch returns in both branches.
+    """Blends what the module that asks for the branch returns in both branches."""
 
-    Args:
-        mask: the mask of the branch.
-        factor: m, the soft value of the branch that was taken.
-    """
+    def of(self, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return what the module returns from now on."""
+        module, mode = self.layer, self.mask.mode
+        assert module is not None
 
-    def __init__(self, mask: Mask, factor: Tensor) -> None:
-        super().__init__(mask, factor)
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
-            frame = frame.f_back
-        self._layer = None if frame is None else frame.f_locals["self"]
+        def run() -> Any:
+            return module.forward(*args, **kwargs)
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if module is not self._layer or threading.get_ident() != self._thread:
-            return None
-        self.remove()
-        mode = self.mask.mode
-        mode.blended(self)
-        with keep_buffers(module):
-            other = mode.replayed(self.mask, lambda: module.forward(*args, **kwargs))
+        buffers = any(m._buffers for m in module.modules())
+        with keep_buffers(module) if buffers else nullcontext():
+            other, calls = mode.replayed(self.mask, run, False)
+            if mode.uses is not None:  # what is dropped takes fewer functions
+                calls_kept = mode.replayed(self.mask, run, True)[1]
+                if calls != calls_kept:
+                    self.mask.used(drops=self.mask.keeps == (calls > calls_kept))
         return self._both(other, output)
 
     def _both(self, other: Any, output: Any) -> Any:
@@ -110,7 +147,7 @@ class BlendAround(Blend):
             return self._mixed(other, output)
         same = type(output) in (tuple, list) and type(other) is type(output)
         if same and len(output) == len(other):
-            return type(output)(map(self._both, other, output))
+            return type(output)([self._both(z, y) for z, y in zip(other, output, strict=True)])
         if output is other:
             return output
         raise self.mask.refuse("a branch between results of different kinds", branch=True)

@@ -110,16 +110,16 @@ def _proven_pass(model: nn.Module, inputs: Any, number: int = 0) -> Interception
     known = known_draws(model)
     while True:
         mode = _run(model, inputs)
-        uses = (mode.uses or {}).items()
-        roles = {k: min(u) for k, u in uses if len(u) == 1 and k not in known.drops}
-        known.drops.update(roles)
-        if any(mode.masks[key].flipped != drops for key, drops in roles.items()):
+        if known.learn(mode.uses or {}, mode.masks):
             continue  # now with the p that the uses say
-        bad = disproven(model, inputs, mode.masks)
+        try:
+            bad = disproven(model, inputs, mode.masks)
+        except NotAMask:
+            continue
         if not bad:
             return mode
         for key in bad:
-            known.refused(key, mode.masks[key].branch)
+            known.refused(key, mode.masks[key])
 
 
 def _run(model: nn.Module, inputs: Any) -> Interception:
@@ -135,7 +135,7 @@ def _run(model: nn.Module, inputs: Any) -> Interception:
         except (NotAMask, NeedsGraph):
             continue
         except Exception as error:
-            followed = [key for key, mask in mode.draws.items() if mask]
+            followed = [key for key, mask in mode.draws.items() if mask is not None]
             if isinstance(error, UndropError) or not followed:
                 raise
             # Perhaps code that takes real tensors alone has got a mask: let it be real.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from undrop.intercept.branches import Blend, BlendAround
+from undrop.intercept.branches import Blend, BlendAround, Watch
 from undrop.intercept.mask_functions import META
-from undrop.intercept.random_values import Mask, RandomValue, Uniform, leaves_of, replaced
+from undrop.intercept.random_values import Mask, MaskDraw, RandomValue, Uniform, leaves_of, replaced
 
 H = TypeVar("H")
 
@@ -31,10 +29,32 @@ class KnownDraws:
     """Whether a mask drops where it is 1, as far as its uses say so."""
     around: set[str] = field(default_factory=set)
     """Branches that are blended around the module that asks, not around the next one."""
+    turned: set[str] = field(default_factory=set)
+    """Branches that were tried with the less probable answer."""
 
-    def refused(self, key: str, branch: bool = False) -> None:
-        """Take a draw for no mask; a branch is tried around its own module first."""
-        (self.around if branch and key not in self.around else self.others).add(key)
+    def learn(self, uses: Mapping[str, set[bool]], masks: Mapping[str, MaskDraw]) -> bool:
+        """Note which value of each mask drops; return whether one was taken for the other."""
+        wrong = False
+        for key, right in uses.items():
+            if len(right) == 1 and key not in self.drops:
+                (is_right,) = right
+                self.drops[key] = masks[key].flipped == is_right
+                wrong = wrong or not is_right
+        return wrong
+
+    def refused(self, key: str, draw: MaskDraw | None = None) -> None:
+        """Take a draw for no mask.
+
+        A branch is tried with the other answer first, and then around the module that asks.
+        """
+        if draw is None or not draw.branch or key in self.around:
+            self.others.add(key)
+        elif key not in self.turned:
+            self.turned.add(key)
+            self.drops[key] = not draw.flipped
+        else:
+            self.drops.pop(key)
+            self.around.add(key)
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, KnownDraws] = weakref.WeakKeyDictionary()
@@ -47,34 +67,24 @@ def known_draws(model: nn.Module) -> KnownDraws:
     return _KNOWN.setdefault(model, KnownDraws())
 
 
-class MaskDraw(NamedTuple):
-    """How a draw became a mask: it is 1 where U is below (or above) the threshold."""
-
-    threshold: float | None
-    """None for a draw that is 0 or 1 by itself."""
-    below: bool
-    likely: bool
-    """Whether 1 is the more probable value."""
-    flipped: bool = False
-    """Whether the site is 1 - mask."""
-    site: str = ""
-    """The name of its site."""
-    branch: bool = False
-    """Whether it decides a branch."""
-
-    def number(self, one: bool) -> float:
-        """Return a number that the mask is 1 of, or 0."""
-        if self.threshold is None:
-            return float(one)
-        return self.threshold / 2 if one == self.below else (1.0 + self.threshold) / 2
-
-
 class Given(Protocol):
     """Gives a pass the real numbers of some draws."""
 
     def real(self, key: str, fill: Callable[[float], Tensor]) -> Tensor | None:
         """Return the numbers of a draw, or None to leave it to the pass."""
         ...
+
+
+@dataclass
+class Replay:
+    """A part of the pass that is run again with a given answer to one branch."""
+
+    key: str
+    """The draw of the branch."""
+    kept: bool
+    """Whether the answer is the one that keeps."""
+    begun: bool = False
+    """Whether the draw has happened."""
 
 
 class HandMasks:
@@ -87,23 +97,24 @@ class HandMasks:
     aliased = False
     """Whether the pass has used a tensor that was drawn in place, by its own name."""
     _aliases: dict[int, tuple[TensorWeakRef, RandomValue]] | None = None
-    _blend: Blend | None = None
     _branched: frozenset[str] = frozenset()
-    _replay: float | None = None
-    _watch: RemovableHandle | None = None
+    _replay: Replay | None = None
+    _watch: Watch | None = None
     uses: dict[str, set[bool]] | None = None
-    """For each mask whether it drops where it is 1, by its uses; None if it is not recorded."""
+    """For each mask whether its uses say that it drops where it is taken to; None if not recorded."""
+    functions = 0
+    """How many functions the model has called."""
 
     def next_draw(self) -> str | None:
         """Return the key of the draw that happens now; None if it is no mask."""
         raise NotImplementedError
 
-    def not_a_mask(self, key: str, branch: bool = False) -> None:
-        """Remember that a draw is no mask, or no branch around the next module."""
+    def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
+        """Remember that a draw is no mask, or that its branch is another one."""
         raise NotImplementedError
 
-    def drops(self, key: str, chance: float, otherwise: bool) -> bool:
-        """Return whether a mask, which is 1 with that chance, drops where it is 1."""
+    def drops(self, key: str, rare: bool) -> bool:
+        """Return whether a mask drops where it is 1, which is its rarer value or not."""
         raise NotImplementedError
 
     def around(self, key: str) -> bool:
@@ -157,9 +168,9 @@ class HandMasks:
 
     def _next(self, fill: Callable[[float], Tensor]) -> tuple[str | None, Tensor | None]:
         """Return the key of the draw that happens now (None: no mask), and its numbers if given."""
-        if self._replay is not None:
-            number, self._replay = self._replay, None
-            return None, fill(number)
+        if self._replay is not None and not self._replay.begun:
+            self._replay.begun = True
+            return self._replay.key, None
         key = self.next_draw()
         return key, None if key is None or self.given is None else self.given.real(key, fill)
 
@@ -196,21 +207,20 @@ class HandMasks:
         moved: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Mask:
         """Return the mask that is 1 with probability ``chance``: the site of h = keep·ones."""
-        likely = chance > 0.5 or (chance == 0.5 and not below)
-        flipped = self.drops(key, chance, not likely)
-        draw = MaskDraw(threshold, below, likely, flipped)
+        flipped = self.drops(key, chance < 0.5 or (chance == 0.5 and below))
+        draw = MaskDraw(threshold, below, flipped)
         p = round(chance if flipped else 1.0 - chance, 12)
 
         def make(kind: str | None) -> Tensor:
             h = fill(1.0 - p)
             with torch.set_grad_enabled(self.gradients or torch.is_grad_enabled()):
                 soft = self.noisy(h, p, **self.described(h.shape, kind))
-                self.met_mask(key, draw._replace(branch=kind is not None))
+                met = draw._replace(single=h.numel() == 1, branch=kind is not None)
+                self.met_mask(key, met)
                 return moved(self.resume(torch.rsub, (soft, 1.0), {}) if flipped else soft)
 
         like = moved(fill(0.0)) if dtype == torch.bool else None
-        made = Mask(self, key, make, dtype, likely=likely, like=like)  # type: ignore[arg-type]
-        made.unlikely = draw.number(not likely)
+        made = Mask(self, key, make, dtype, draw, like=like)  # type: ignore[arg-type]
         if like is None or like.numel() != 1:
             made.value()  # a single bool may be a branch, which has another kind
         return made
@@ -245,54 +255,44 @@ class HandMasks:
         self.aliased = True
         return replaced(args, look), replaced(kwargs, look)
 
-    def watch_modules(self) -> None:
-        """Let every module look for hooks at its end: one that asks for a branch gets its hook late."""
-        self._watch = register_module_forward_pre_hook(lambda module, args: None)
+    def watch(self) -> Watch:
+        """Watch the modules that the pass calls, from now on."""
+        if self._watch is None:
+            self._watch = Watch()
+        return self._watch
 
     def branch(self, mask: Mask) -> bool:
-        """Answer ``if mask:`` with the more probable branch, and blend it with the other one."""
+        """Answer ``if mask:`` by what is kept, and blend it with the other branch."""
+        if self._replay is not None and self._replay.key == mask.key:
+            return self._replay.kept == mask.keeps
         if mask.key not in self._branched:
-            self.settle()
+            watch = self.watch()
+            watch.settle()
             around = self.around(mask.key)
             value = mask.value("module-drop" if around else "layer-drop")
             if value.numel() != 1:
                 raise mask.refuse("a branch on many values")
-            factor = value if mask.likely else self.resume(torch.rsub, (value, 1.0), {})
+            factor = value if mask.keeps else self.resume(torch.rsub, (value, 1.0), {})
             self._branched |= {mask.key}
-            self._blend = (BlendAround if around else Blend)(mask, factor)
-        return mask.likely
+            blend = BlendAround(mask, factor, watch.running[-1]) if around else Blend(mask, factor)
+            watch.blends.append(blend)
+        return mask.keeps
 
-    def blended(self, blend: Blend) -> None:
-        """Note that a branch has found its module."""
-        self._blend = None
-
-    def replayed(self, mask: Mask, run: Callable[[], H]) -> H:
-        """Return what a part of the pass returns in the less probable branch.
+    def replayed(self, mask: Mask, run: Callable[[], H], kept: bool) -> tuple[H, int]:
+        """Return what a part of the pass returns with one answer, and how many functions it calls.
 
         Raises:
             NotAMask: if that part has sites or draws of its own.
         """
-        before, self._replay = self.position(), mask.unlikely
+        before, functions = self.position(), self.functions
+        self._replay = replay = Replay(mask.key, kept)
         try:
             output = run()
         finally:
-            unused, self._replay = self._replay is not None, None
-        if unused or self.position() != before:
+            self._replay = None
+        if not replay.begun or self.position() != before:
             raise mask.refuse("a branch around other random numbers", branch=True)
-        return output
-
-    def settle(self, failed: bool = False) -> None:
-        """Refuse a branch that no module followed.
-
-        Raises:
-            NotAMask: unless the pass has failed anyway.
-        """
-        blend, self._blend = self._blend, None
-        if blend is not None:
-            blend.remove()
-            refusal = blend.mask.refuse("a branch that no module follows", branch=True)
-            if not failed:
-                raise refusal
+        return output, self.functions - functions
 
 
 SHARED = "shared by all examples"

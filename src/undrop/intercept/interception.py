@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from undrop.errors import RecomputationError
+from undrop.intercept.branches import Blend
 from undrop.intercept.checkpointing import Region, enclosing_function, regions
-from undrop.intercept.hand_masks import Given, HandMasks, MaskDraw, known_draws, structure
+from undrop.intercept.hand_masks import Given, HandMasks, known_draws, structure
 from undrop.intercept.mask_functions import answer
-from undrop.intercept.random_values import Mask, Uniform
+from undrop.intercept.random_values import Mask, MaskDraw, Uniform
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
 from undrop.intercept.wrappers import paths
@@ -129,8 +130,9 @@ class Interception(HandMasks, TorchFunctionMode):
         self._names = paths(model)
         self._calls: Counter[str] = Counter()
         self.gradients = torch.is_grad_enabled()
-        self.draws: dict[str, bool] = {}
-        """For each random draw that a mask can be made of, whether it may become one."""
+        self.draws: dict[str, bool | None] = {}
+        """For each random draw that a mask can be made of, whether that drops where it is 1; None if
+        it is no mask."""
         self.masks: dict[str, MaskDraw] = {}
         """How draws became masks, by key."""
         self.given = given
@@ -143,7 +145,7 @@ class Interception(HandMasks, TorchFunctionMode):
         """Begin. What runs ``outside_interception`` from here on is left alone."""
         self._depth = _depth.value
         if self._known.around:
-            self.watch_modules()
+            self.watch()
         super().__enter__()
         return self
 
@@ -157,6 +159,7 @@ class Interception(HandMasks, TorchFunctionMode):
         """Call the rule of an intercepted function, and any other function itself."""
         rule = self._rules.get(func)
         self.trail = hash((self.trail, func))
+        self.functions += 1
         if types or self._aliases:
             found = self.followed(func, types, args, kwargs or {})
             if found is not NotImplemented:
@@ -165,7 +168,7 @@ class Interception(HandMasks, TorchFunctionMode):
             if func in RANDOM and (kwargs or {}).get("generator") is None:
                 self.drew = True
             return func(*args, **(kwargs or {}))
-        self._prepare_recomputation()
+        self.prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
 
     def followed(
@@ -186,7 +189,8 @@ class Interception(HandMasks, TorchFunctionMode):
         super().__exit__(*error)
         if self._watch is not None:
             self._watch.remove()
-        self.settle(failed=error[0] is not None)
+            if error[0] is None:
+                self._watch.settle(end=True)
 
     def resume(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -202,16 +206,18 @@ class Interception(HandMasks, TorchFunctionMode):
         self._calls[f"draw:{base}"] += 1
         count = self._calls[f"draw:{base}"]
         key = base if count == 1 else f"{base}#{count}"
-        self.draws[key] = key not in self._known.others
-        return key if self.draws[key] else None
+        mask = key not in self._known.others
+        self.draws[key] = False if mask else None
+        return key if mask else None
 
-    def not_a_mask(self, key: str, branch: bool = False) -> None:
-        """Remember that a draw is no mask, or no branch around the next module."""
-        self._known.refused(key, branch)
+    def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
+        """Remember that a draw is no mask, or that its branch is another one."""
+        self._known.refused(key, draw)
 
-    def drops(self, key: str, chance: float, otherwise: bool) -> bool:
-        """Return whether a mask drops where it is 1: by its uses, else where it is the rarer value."""
-        return self._known.drops.get(key, otherwise)
+    def drops(self, key: str, rare: bool) -> bool:
+        """Return whether a mask drops where it is 1: by its uses, else where that is the rarer value."""
+        self.draws[key] = self._known.drops.get(key, rare)
+        return bool(self.draws[key])
 
     def around(self, key: str) -> bool:
         """Return whether a branch is blended around the module that asks."""
@@ -255,7 +261,7 @@ class Interception(HandMasks, TorchFunctionMode):
             frame = frame.f_back
         return "mask"
 
-    def _prepare_recomputation(self) -> None:
+    def prepare_recomputation(self) -> None:
         """Make sure that a checkpointed region runs again under the same interception.
 
         Raises:
@@ -281,9 +287,12 @@ class Interception(HandMasks, TorchFunctionMode):
                 "mode: use engine='antithetic'."
             )
         again, run = self._at_this_point(), region.recompute_fn
+        branch = None if self._watch is None else self._watch.waiting()
 
         def run_again(*args: Any) -> None:
-            with keep_statistics(self._model), again():
+            with keep_statistics(self._model), again() as mode:
+                if branch is not None:
+                    mode.watch().blends.append(Blend(branch.mask, branch.factor))
                 run(*args)
 
         region.recompute_fn = run_again

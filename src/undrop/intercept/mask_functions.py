@@ -281,7 +281,7 @@ def _of_zeros_and_ones(m: Mask, operation: str, args: _Args) -> Any:
     if not opposite:
         return m.derived(value, dtype)
     made = m.derived(resume(torch.rsub, (value, 1.0), {}), dtype)
-    made.likely, made.opposite = not m.likely, not m.opposite
+    made.keeps = not m.keeps
     return made
 
 

@@ -6,16 +6,16 @@ pass returns in which the sites take the values of these masks. If it does not, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undrop.intercept.hand_masks import MaskDraw
-from undrop.intercept.interception import Interception, no_noise
+from undrop.intercept.interception import Interception
 from undrop.intercept.model_call import call
 from undrop.intercept.pytrees import tensors_in
+from undrop.intercept.random_values import MaskDraw
 from undrop.intercept.site import Site
 from undrop.rng_snapshot import RngSnapshot
 
@@ -28,19 +28,36 @@ def disproven(model: nn.Module, inputs: Any, masks: Mapping[str, MaskDraw]) -> s
         inputs: its inputs.
         masks: how each draw became a mask, from a pass without noise.
     """
-    if not masks or _agree(model, inputs, masks):
-        return set()
-    return {key for key, draw in masks.items() if not _agree(model, inputs, {key: draw})}
+    single = [key for key, draw in masks.items() if draw.single]
+    for dropped in _rounds(single) if masks else ():
+        numbers = _Numbers(masks, dropped)
+        if not _agree(model, inputs, numbers, set(masks)):
+            bad = {key for key in masks if not _agree(model, inputs, numbers, {key})}
+            return bad or set(masks)
+    return set()
 
 
-def _agree(model: nn.Module, inputs: Any, masks: Mapping[str, MaskDraw]) -> bool:
-    numbers = _Numbers(masks)
+def _rounds(keys: list[str]) -> Iterator[set[str]]:
+    """Yield sets of single values that drop: of any two, one drops where the other keeps, and back.
+
+    What a layer that is skipped, or a factor of 0, hides in one round is then seen in another.
+    """
+    for bit in range(max(1, (len(keys) - 1).bit_length())):
+        ones = {key for i, key in enumerate(keys) if i >> bit & 1}
+        yield ones
+        if keys:
+            yield set(keys) - ones
+
+
+def _agree(model: nn.Module, inputs: Any, numbers: _Numbers, soft: set[str]) -> bool:
+    """Return whether the sites ``soft`` do what the model does with these numbers."""
     rng = RngSnapshot(model)
     outputs = []
     try:
-        for given, action in ((numbers, no_noise), (None, numbers)):
+        for at_sites in (set[str](), soft):
+            numbers.at_sites = at_sites
             rng.restart()
-            with torch.no_grad(), Interception(model, action, given=given):
+            with torch.no_grad(), Interception(model, numbers, given=numbers):
                 outputs.append(call(model, inputs))
     finally:
         rng.restart()
@@ -59,35 +76,46 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 class _Numbers:
-    """Masks of zeros and ones in about equal parts: the numbers they are made of, and the masks."""
+    """Masks of zeros and ones in about equal parts: the numbers they are made of, and the masks.
 
-    def __init__(self, masks: Mapping[str, MaskDraw]) -> None:
-        self._masks = masks
+    Args:
+        masks: how each draw became a mask.
+        dropped: the masks of a single value that drop; the other ones keep.
+    """
+
+    def __init__(self, masks: Mapping[str, MaskDraw], dropped: set[str]) -> None:
+        self._masks, self._dropped = masks, dropped
         self._keys = {draw.site: key for key, draw in masks.items()}
         self._drawn: dict[str, Tensor] = {}
         self._generator = torch.Generator().manual_seed(0)
+        self.at_sites: set[str] = set()
+        """The draws that are followed to their sites; the other ones get real numbers."""
 
     def _ones(self, key: str, shape: torch.Size) -> Tensor:
-        """Return the mask of a draw; a single value is the less probable one."""
+        """Return the mask of a draw."""
         if key not in self._drawn:
-            single = shape.numel() == 1
-            fresh = torch.rand(shape, generator=self._generator) < 0.5
-            rare = torch.full(shape, not self._masks[key].likely)
-            self._drawn[key] = rare if single else fresh
+            draw = self._masks[key]
+            self._drawn[key] = (
+                torch.full(shape, draw.flipped == (key in self._dropped))
+                if draw.single
+                else torch.rand(shape, generator=self._generator) < 0.5
+            )
         return self._drawn[key]
 
     def real(self, key: str, fill: Callable[[float], Tensor]) -> Tensor | None:
         """Return the numbers of a draw that make its mask."""
-        if key not in self._masks:
+        if key not in self._masks or key in self.at_sites:
             return None
         like, draw = fill(0.0), self._masks[key]
         ones = self._ones(key, like.shape).to(like.device)
         return torch.where(ones, draw.number(True), draw.number(False)).to(like.dtype)
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """Return the mask at its site, and h at any other."""
+        """Return the mask at its site; at any other h with a factor, so that no site is overlooked."""
         key = self._keys.get(site.name)
         if key is None:
+            return h * torch.linspace(0.5, 1.5, h.shape[-1] if h.dim() else 1).to(h)
+        if key not in self.at_sites:
             return h
         ones = self._ones(key, h.shape).to(h.device)
         return (ones != self._masks[key].flipped).to(h.dtype)

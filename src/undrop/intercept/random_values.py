@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,28 @@ if TYPE_CHECKING:
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function that moves entries or casts them, with its further arguments."""
+
+
+class MaskDraw(NamedTuple):
+    """How a draw became a mask: it is 1 where U is below (or above) the threshold."""
+
+    threshold: float | None
+    """None for a draw that is 0 or 1 by itself."""
+    below: bool
+    flipped: bool
+    """Whether the mask drops where it is 1: then the site is 1 - mask."""
+    single: bool = False
+    """Whether it is one value for the whole batch."""
+    site: str = ""
+    """The name of its site."""
+    branch: bool = False
+    """Whether it decides a branch."""
+
+    def number(self, one: bool) -> float:
+        """Return a number that the mask is 1 of, or 0."""
+        if self.threshold is None:
+            return float(one)
+        return self.threshold / 2 if one == self.below else (1.0 + self.threshold) / 2
 
 
 class NotAMask(UnsupportedDropoutError):
@@ -154,8 +176,8 @@ class Mask(RandomValue):
         key: the name of the draw.
         make: returns the soft value; called when it is first needed.
         dtype: the type that the model sees.
+        draw: how the draw became a mask.
         binary: whether the mask proper is 0 or 1 everywhere.
-        likely: whether the event is the more probable one, for a branch.
         like: a tensor of the same shape and device, for as long as the value is not made.
     """
 
@@ -165,20 +187,18 @@ class Mask(RandomValue):
         key: str,
         make: Callable[[str | None], Tensor],
         dtype: torch.dtype,
+        draw: MaskDraw,
         *,
         binary: bool = True,
-        likely: bool = True,
         like: Tensor | None = None,
     ) -> None:
         super().__init__(mode, key)
         self._like = like
         self.make: Callable[[str | None], Tensor] | None = make
         self.dtype = dtype
-        self.binary, self.likely = binary, likely
-        self.opposite = False
-        """Whether it is 1 where the drawn mask is 0."""
-        self.unlikely = 0.0
-        """A number of the draw that leads to the less probable branch."""
+        self.draw, self.binary = draw, binary
+        self.keeps = not draw.flipped
+        """Whether it is 1 where the site keeps."""
         self.large = False
         """Whether it is multiplied by a large number, as a term of scores is."""
         self._value: Tensor | None = None
@@ -205,26 +225,26 @@ class Mask(RandomValue):
             self.key,
             lambda _: value,
             dtype or self.dtype,
+            self.draw,
             binary=self.binary if binary is None else binary,
-            likely=self.likely,
         )
-        made.opposite, made.unlikely, made.large = self.opposite, self.unlikely, self.large
+        made.keeps, made.large = self.keeps, self.large
         return made
 
     def used(self, *, drops: bool) -> None:
         """Note that a use drops something where this mask is 1, or where it is 0."""
         if self.mode.uses is not None:
-            self.mode.uses.setdefault(self.key, set()).add(drops != self.opposite)
+            self.mode.uses.setdefault(self.key, set()).add(drops != self.keeps)
 
     def become(self, other: Mask) -> Mask:
         """Take the value of another mask: an in-place function."""
         self._value, self.make = other.value(), None
-        self.binary, self.likely, self.opposite = other.binary, other.likely, other.opposite
+        self.binary, self.keeps = other.binary, other.keeps
         return self
 
     def refuse(self, use: str, branch: bool = False) -> NotAMask:
         """Return the error for a use that no mask has; from now on the draw is not a site."""
-        self.mode.not_a_mask(self.key, branch)
+        self.mode.not_a_mask(self.key, self.draw._replace(branch=branch))
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't put noise in its "
             "place: it is no site from now on, so repeat the call."

@@ -177,6 +177,16 @@ class Inner(nn.Module):
         return x + torch.tanh(self.drop(x))
 
 
+def test_a_layer_that_is_skipped_may_have_torch_s_attention():
+    net = Skipped(lambda net, layer, h: layer(h))
+    net.layers = nn.ModuleList(
+        [nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2)]
+    )
+    found = undrop.sites(net, torch.randn(3, 5, 3))
+    assert [s.kind for s in found].count("layer-drop") == 2
+    assert not found.unaccounted
+
+
 def test_a_branch_within_a_layer_that_is_skipped_is_a_site():
     net = Skipped(lambda net, layer, h: layer(h))
     net.layers = nn.ModuleList([Inner(ModuleDropout()), Inner(ModuleDropout())])

@@ -206,6 +206,7 @@ class StackedPass(Interception):
 
     def __enter__(self) -> StackedPass:
         """Begin."""
+        self.entered += 1
         if any(s.site.kind == "module-drop" for s in self.plan.sites):
             self.watch()
         TorchFunctionMode.__enter__(self)

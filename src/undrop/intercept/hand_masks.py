@@ -102,6 +102,8 @@ class HandMasks:
     _watch: Watch | None = None
     uses: dict[str, set[bool]] | None = None
     """For each mask whether its uses say that it drops where it is taken to; None if not recorded."""
+    entered = 0
+    """How many ``with`` blocks of this interception are open: some rules open another one."""
     functions = 0
     """How many functions the model has called."""
 

@@ -144,6 +144,7 @@ class Interception(HandMasks, TorchFunctionMode):
     def __enter__(self) -> Interception:
         """Begin. What runs ``outside_interception`` from here on is left alone."""
         self._depth = _depth.value
+        self.entered += 1
         if self._known.around:
             self.watch()
         super().__enter__()
@@ -187,7 +188,8 @@ class Interception(HandMasks, TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         """End."""
         super().__exit__(*error)
-        if self._watch is not None:
+        self.entered -= 1
+        if self._watch is not None and not self.entered:
             self._watch.remove()
             if error[0] is None:
                 self._watch.settle(end=True)

@@ -3,7 +3,7 @@
     python benchmarks/explicit_parts.py --data FOLDER [--seeds 5] [--records FILE] [--write]
 
 On every task of the scoreboard, with the p that dropout chose there, it measures how R_drop splits into
-½E[uᵀHu] (which R_approx keeps), ½E[Dℓ·∂²F/∂ε²] (which R_approx leaves out, and which can be negative) and
+½E[uᵀHu] (which R_approx keeps), ½E[Dℓ·∂²F/∂ε²] (which it leaves out, and which can be negative) and
 the rest. Then it trains without noise on ℓ plus the first part, on ℓ plus the first two, and on the mean
 loss over 8 masks, which has them all. ``--write`` puts the table into docs/reproducing.md.
 """

@@ -291,3 +291,24 @@ def test_a_gradient_is_taken_once(objective):
     step.backward()
     with pytest.raises(StepError, match="has been taken: call the objective again"):
         step.backward()
+
+
+def test_a_step_does_not_visit_every_module_to_ask_if_it_is_compiled(monkeypatch):
+    from undrop.objectives import base
+
+    asked = []
+    monkeypatch.setattr(base, "is_compiled", lambda model: bool(asked.append(model)))
+    p, objective = problem("mlp"), undrop.Analytic(generator=new_generator(0))
+    for _ in range(33):
+        objective(p.model, p.inputs, p.targets).backward()
+    assert len(asked) == 7  # at the steps 0, 1, 2, 4, 8, 16 and 32
+
+
+def test_parts_read_after_the_backward_pass_are_those_of_the_step():
+    p = problem("mlp")
+    first, second = (
+        undrop.Analytic(generator=new_generator(0))(p.model, p.inputs, p.targets) for _ in range(2)
+    )
+    before = first.parts
+    second.backward()
+    assert second.parts == before

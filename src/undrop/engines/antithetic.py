@@ -17,8 +17,8 @@ from undrop.engines.base import (
     Engine,
     Evaluation,
     Request,
+    WeightedParts,
     no_dropout_met,
-    weighted_parts,
 )
 from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
@@ -33,7 +33,7 @@ from undrop.engines.stacked import (
     run_stacked,
     stacked_noise,
 )
-from undrop.engines.stacking import Beginning, find_plan, still_right
+from undrop.engines.stacking import StateBeforeStep, find_plan, plan_holds
 from undrop.errors import EngineError, NoDropoutError, OptionError
 from undrop.intercept import (
     Interception,
@@ -73,22 +73,22 @@ class Antithetic(Engine):
         plan, reason = self.plan(request)
         if plan is None:
             return self._two_passes(request, reason)
-        beginning = Beginning(request.batch.model)
+        before = StateBeforeStep(request.batch.model)
         try:
             found, trail = self._one_pass(request, plan)
-            if self._still_right(request, trail, beginning.rng):
+            if plan_holds(request.batch, request.question, trail, before.rng):
                 if not request.loss.counts_calls:
                     measure_kinks(request, partial(self._total, plan))
                 return found
         except (PlanChanged, NotStackable, RuntimeError, IndexError, ValueError):
             pass
         # The model took another branch: another plan may fit, else two passes name the error.
-        beginning.restore()
+        before.restore()
         plan, reason = self.plan(request, again=True)
         if plan is None:
             return self._two_passes(request, reason)
         found, trail = self._one_pass(request, plan)
-        self._still_right(request, trail, beginning.rng)  # notes the branch, proven just now
+        plan_holds(request.batch, request.question, trail, before.rng)  # notes the new branch
         return found
 
     def _total(self, plan: Plan, request: Request, factor: float) -> Tensor:
@@ -100,9 +100,6 @@ class Antithetic(Engine):
         if plan is not None and request.loss.whole_output and None in plan.output_dims:
             return None, "the loss sees an output without the batch"
         return plan, reason
-
-    def _still_right(self, request: Request, trail: int, rng: RngSnapshot | None) -> bool:
-        return still_right(request.batch, request.question, trail, rng)
 
     def _one_pass(
         self, request: Request, plan: Plan, factor: float = 1.0
@@ -117,8 +114,9 @@ class Antithetic(Engine):
             batch, plan.dim, request.fraction, request.exact_output, plan.shares_noise
         )
         rows = Rows.drawn(layout, draw.generator(plan.sites[0].device))
-        epsilon = self._epsilon(request, max(draw.scale(s.site) for s in plan.sites)) * factor
-        noise = stacked_noise(plan, draw, rows, epsilon)
+        sigmas = [draw.scale(s.site) for s in plan.sites]
+        epsilon = self._epsilon(request, max(sigmas)) * factor
+        noise = stacked_noise(plan, draw, rows, [epsilon * sigma for sigma in sigmas])
         inputs = batch.inputs
         if not plan.late:
             inputs = map_dims(rows.stacked, inputs, plan.input_dims)
@@ -172,7 +170,7 @@ class Antithetic(Engine):
         total, parts = request.loss.combined(f, u, batch.targets, request.form, c)
         return Evaluation(
             total,
-            weighted_parts(c, *parts),
+            WeightedParts(c, parts),
             lambda: map_tensors(midpoint, up, down),
             f"antithetic: two passes, since {reason}",
         )
@@ -210,7 +208,7 @@ def _seen(
 
 def _combined(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, WeightedParts]:
     """Return the total and its parts, with u = 0 for the examples without noise.
 
     The explicit part is scaled by 1/ρ, which keeps its mean over the choice of examples, and the
@@ -225,12 +223,12 @@ def _combined(
     f, u, targets = _seen(request, plan, rows, stacked, factor)
     loss.check(f, targets)
     total, parts = loss.combined(f, u, targets, request.form, scaled, dim=plan.logits_dim)
-    return total, weighted_parts(scaled, *parts)
+    return total, WeightedParts(scaled, parts)
 
 
 def _one_node(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float, c: Coefficients
-) -> tuple[Tensor, dict[str, Tensor]] | None:
+) -> tuple[Tensor, WeightedParts] | None:
     """Return the same with a single autograd node; None if the loss can't form its gradient here."""
     x = request.loss.sees(stacked)
     targets = map_dims(rows.ordered, request.batch.targets, plan.target_dims)
@@ -243,7 +241,7 @@ def _one_node(
         if found is None:
             return None
         gradient = rows.joined(x, found.in_output, found.in_u, dim, factor)
-    return _Known.apply(x, found.total, gradient), weighted_parts(c, *found.means)
+    return _Known.apply(x, found.total, gradient), WeightedParts(c, found.means)
 
 
 class _Known(torch.autograd.Function):

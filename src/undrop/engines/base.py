@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -148,14 +148,32 @@ def refuse_whole_output(engine: Engine, request: Request) -> None:
         )
 
 
-def weighted_parts(
-    coefficients: Coefficients, loss: Tensor, explicit: Tensor, implicit: Tensor
-) -> dict[str, Tensor]:
-    """Return the parts by name, each times its coefficient; those of coefficient 0 are left out."""
-    names = ("loss", "explicit", "implicit")
-    values = zip(names, coefficients, (loss, explicit, implicit), strict=True)
-    return {
-        name: value.detach() if isinstance(c, float) and c == 1.0 else c * value.detach()
-        for name, c, value in values
-        if isinstance(c, Tensor) or c
-    }
+class WeightedParts(Mapping[str, Tensor]):
+    """The parts by name, each times its coefficient; those of coefficient 0 are left out.
+
+    They are computed when they are read: most steps of a training do not look at them.
+
+    Args:
+        coefficients: of the three means.
+        means: ℓ, uᵀHu and ∂ℓ/∂ε, without coefficients.
+    """
+
+    def __init__(self, coefficients: Coefficients, means: Iterable[Tensor]) -> None:
+        self._means = {
+            name: (c, mean.detach() if mean.requires_grad else mean)
+            for name, c, mean in zip(PART_NAMES, coefficients, means, strict=True)
+            if isinstance(c, Tensor) or c
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        c, mean = self._means[name]
+        return mean if isinstance(c, float) and c == 1.0 else c * mean
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._means)
+
+    def __len__(self) -> int:
+        return len(self._means)
+
+
+PART_NAMES = ("loss", "explicit", "implicit")

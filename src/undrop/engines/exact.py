@@ -10,10 +10,10 @@ from undrop.engines.base import (
     Engine,
     Evaluation,
     Request,
+    WeightedParts,
     refuse_fraction,
     refuse_sharded,
     refuse_whole_output,
-    weighted_parts,
 )
 from undrop.engines.blind_spots import look_for_blind_spots
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
@@ -47,7 +47,7 @@ class Exact(Engine):
         total = request.coefficients.loss * loss + request.coefficients.quadratic * explicit
         return Evaluation(
             total,
-            weighted_parts(request.coefficients, loss, explicit, zero),
+            WeightedParts(request.coefficients, (loss, explicit, zero)),
             lambda: output,
             self.name,
         )

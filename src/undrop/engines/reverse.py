@@ -10,10 +10,10 @@ from undrop.engines.base import (
     Engine,
     Evaluation,
     Request,
+    WeightedParts,
     refuse_fraction,
     refuse_sharded,
     refuse_whole_output,
-    weighted_parts,
 )
 from undrop.engines.blind_spots import look_for_blind_spots
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
@@ -51,7 +51,7 @@ class Reverse(Engine):
         implicit = self._implicit(request, action, loss) if c.directional else zero
         total = c.loss * loss + c.quadratic * explicit + c.directional * implicit
         return Evaluation(
-            total, weighted_parts(c, loss, explicit, implicit), lambda: output, self.name
+            total, WeightedParts(c, (loss, explicit, implicit)), lambda: output, self.name
         )
 
     def _explicit(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Tensor:

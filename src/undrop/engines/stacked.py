@@ -10,8 +10,8 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,11 @@ class SitePlan:
         rest = (*shape[: self.dim], *shape[self.dim + 1 :])
         return (self.repeats, *rest) if self.repeats > 1 else rest
 
+    def one_mask(self, draw: Draw) -> bool:
+        """Return whether all examples have the same η."""
+        shape, dim = self.eta_shape(draw), self.dim or 0
+        return self.repeats == 1 and shape[dim] == 1 < self.site.shape[dim]
+
     def placed(self, part: Tensor, rest: tuple[int, ...]) -> Tensor:
         """Return noise (rows, entries) in the site's own shape."""
         assert self.dim is not None
@@ -96,10 +101,41 @@ class Plan:
     aliased: bool = False
     """Whether a mask is used by the name of the tensor that it was drawn into."""
 
-    @property
+    @cached_property
     def shares_noise(self) -> bool:
         """Whether all examples share the noise of some site."""
         return any(s.dim is None for s in self.sites)
+
+    @cached_property
+    def noise_shapes(self) -> dict[tuple[Any, ...], NoiseShapes]:
+        """What :func:`stacked_noise` draws; filled when it first asks."""
+        return {}
+
+
+class NoiseShapes(NamedTuple):
+    """The noise of all sites that carry noise and do not share it, as columns of one tensor."""
+
+    sites: tuple[int, ...]
+    """Their places in the plan."""
+    rests: tuple[tuple[int, ...], ...]
+    """The shape of η at each without the batch."""
+    widths: tuple[int, ...]
+    """The columns of each."""
+    one_mask: tuple[bool, ...]
+    """Whether all examples have the same η."""
+
+    @classmethod
+    def of(cls, plan: Plan, draw: Draw, scales: Sequence[float]) -> NoiseShapes:
+        """Return the shapes for the mask structure of a draw and the sites whose scale is not 0."""
+        key = (draw.mask, *map(bool, scales))
+        found = plan.noise_shapes.get(key)
+        if found is None:
+            own = tuple(i for i, s in enumerate(plan.sites) if scales[i] and s.dim is not None)
+            rests = tuple(plan.sites[i].rest(draw) for i in own)
+            widths = tuple(math.prod(rest) for rest in rests)
+            found = cls(own, rests, widths, tuple(plan.sites[i].one_mask(draw) for i in own))
+            plan.noise_shapes[key] = found
+        return found
 
 
 def map_dims(
@@ -115,55 +151,49 @@ def map_dims(
     return map_tensors(on, tree)
 
 
-def stacked_noise(plan: Plan, draw: Draw, rows: Rows, epsilon: float) -> list[Any]:
-    """Draw σ·η for all sites at once.
+def stacked_noise(plan: Plan, draw: Draw, rows: Rows, scales: Sequence[float]) -> list[Any]:
+    """Draw ε₀·σ·η for all sites at once; ``scales`` are ε₀·σ, 0 for a site without noise.
 
     Returns:
         For each site None (no noise), the factors [1; 1 + ε₀ση; 1 - ε₀ση] of a stacked activation, or
         ε₀ση for a weight that all examples share.
     """
-    scales = [draw.scale(s.site) for s in plan.sites]
     noise: list[Any] = [None] * len(scales)
-    own = [i for i, s in enumerate(plan.sites) if scales[i] and s.dim is not None]
-    if own:
-        for i, factors in zip(own, _factors(plan, draw, rows, epsilon, own, scales), strict=True):
-            noise[i] = factors
-    for i, s in enumerate(plan.sites):
-        if scales[i] and s.dim is None:
-            noise[i] = draw.eta(s.site, s.dtype, s.device, epsilon * scales[i])
+    shapes = NoiseShapes.of(plan, draw, scales)
+    if shapes.sites:
+        parts = torch.split_with_sizes(_factors(plan, draw, rows, shapes, scales), shapes.widths, 1)
+        for i, part, rest in zip(shapes.sites, parts, shapes.rests, strict=True):
+            noise[i] = plan.sites[i].placed(part, rest)
+    if plan.shares_noise:
+        for i, s in enumerate(plan.sites):
+            if scales[i] and s.dim is None:
+                noise[i] = draw.eta(s.site, s.dtype, s.device, scales[i])
     return noise
 
 
 def _factors(
-    plan: Plan, draw: Draw, rows: Rows, epsilon: float, own: list[int], scales: list[float]
-) -> list[Tensor]:
-    """Return the factors of every per-example site as parts of one tensor (rows, all entries)."""
-    rests = [plan.sites[i].rest(draw) for i in own]
-    widths = [math.prod(rest) for rest in rests]
-    layout = rows.layout
-    scaled = [epsilon * scales[i] for i in own]
-    same = len(set(scaled)) == 1
-    eta = draw.eta_of_rows([plan.sites[i] for i in own], widths, rows, scaled[0] if same else 1.0)
-    if not same:
-        for part, scale in zip(eta.split(widths, 1), scaled, strict=True):
-            part.mul_(scale)
-    for place, i in enumerate(own):
-        s = plan.sites[i]
-        if s.repeats == 1 and s.eta_shape(draw)[s.dim or 0] == 1 < layout.batch:
-            part = eta.split(widths, 1)[place]
-            part.copy_(part[:1].expand_as(part))  # the mask is shared by all examples
+    plan: Plan, draw: Draw, rows: Rows, shapes: NoiseShapes, scales: Sequence[float]
+) -> Tensor:
+    """Return the factors of every per-example site as columns of one tensor (rows, all entries)."""
+    layout, own = rows.layout, [scales[i] for i in shapes.sites]
+    same = len(set(own)) == 1
+    eta = draw.eta_of_rows(
+        [plan.sites[i] for i in shapes.sites], shapes.widths, rows, own[0] if same else 1.0
+    )
+    if not same or any(shapes.one_mask):
+        parts = eta.split(shapes.widths, 1)
+        for part, scale, one_mask in zip(parts, own, shapes.one_mask, strict=True):
+            if not same:
+                part.mul_(scale)
+            if one_mask:
+                part.copy_(part[:1].expand_as(part))
     factors = eta.new_empty((layout.total, eta.shape[1]))
     before, plus, minus, after = layout.split(factors, 0)
     for ones in (*before, *after):
         ones.fill_(1.0)
     torch.add(eta, 1.0, out=plus)
     torch.sub(plus, eta, alpha=2.0, out=minus)
-    return [
-        plan.sites[i].placed(part, rest)
-        for part, i, rest in zip(
-            torch.split_with_sizes(factors, widths, 1), own, rests, strict=True
-        )
-    ]
+    return factors
 
 
 _LOOKS = frozenset(("__get__", "__len__", "size", "dim", "numel"))

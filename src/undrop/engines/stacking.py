@@ -95,14 +95,14 @@ def _outdated(proof: Proof, known: Stacking, model: nn.Module) -> bool:
     return isinstance(proof.plan, str) and known.modes != _modes(model)
 
 
-def still_right(batch: Batch, question: Question, trail: int, rng: RngSnapshot | None) -> bool:
+def plan_holds(batch: Batch, question: Question, trail: int, rng: RngSnapshot | None) -> bool:
     """Return whether the plan of a step is right for what the model did in that step.
 
     Args:
         batch: the model and the data.
         question: the one that the plan answers.
         trail: a hash of the functions that the model called.
-        rng: the random state at the beginning of the step, for a model that draws random numbers.
+        rng: the random state before the step, for a model that draws random numbers.
     """
     known = _KNOWN[batch.model]
     proof = known.proofs.get(question)
@@ -123,8 +123,8 @@ def still_right(batch: Batch, question: Question, trail: int, rng: RngSnapshot |
     return right
 
 
-class Beginning:
-    """The state of a model and its random numbers at the beginning of a step, to be put back.
+class StateBeforeStep:
+    """The state of a model and its random numbers before a step, to be restored.
 
     Only what a pass is known to change is saved: running statistics, buffers that moved in a proof (all
     of them, if the proof says nothing), and the random state of a model that draws from it.
@@ -140,7 +140,7 @@ class Beginning:
         self.rng = RngSnapshot(model) if known.draws else None
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore it."""
         self._statistics.restore()
         with torch.no_grad():
             for buffer, value in self._buffers:

@@ -16,8 +16,8 @@ from undrop.engines.base import (
     Engine,
     Evaluation,
     Request,
+    WeightedParts,
     refuse_fraction,
-    weighted_parts,
 )
 from undrop.engines.draw import Draw
 from undrop.engines.proven import first_unproven_op
@@ -51,7 +51,7 @@ class Tangent(Engine):
         _check_proof(request, hash((mode.trail, *(site.name for site in mode.sites))))
         c = request.coefficients
         total, parts = request.loss.combined(seen, u, request.batch.targets, request.form, c)
-        return Evaluation(total, weighted_parts(c, *parts), lambda: output, self.name)
+        return Evaluation(total, WeightedParts(c, parts), lambda: output, self.name)
 
 
 class DualNoise:

@@ -24,6 +24,7 @@ from torch import Tensor
 _BLOCK_ELEMENTS = 1 << 17  # of one buffer: the few that a block has stay in the cache of a core
 
 Weight = float | Tensor  # a number, a 0-d tensor, or a column with one entry for each row
+Means = Tensor | tuple[Tensor, ...]  # of ℓ, uᵀHu and ∂ℓ/∂ε: (3,), or three scalars
 
 
 class Coefficients(NamedTuple):
@@ -41,9 +42,9 @@ class Coefficients(NamedTuple):
         """Those of some rows, of coefficients that are columns."""
         return Coefficients(*(c[rows] if isinstance(c, Tensor) else c for c in self))
 
-    def total(self, means: Tensor) -> Tensor:
-        """The total, from the means of ℓ, uᵀHu and ∂ℓ/∂ε (3,)."""
-        loss, quadratic, directional = means.unbind()
+    def total(self, means: Means) -> Tensor:
+        """The total, from the means of ℓ, uᵀHu and ∂ℓ/∂ε."""
+        loss, quadratic, directional = means
         total = loss * self.loss if isinstance(self.loss, Tensor) or self.loss != 1.0 else loss
         for c, mean in ((self.quadratic, quadratic), (self.directional, directional)):
             if isinstance(c, Tensor):
@@ -259,7 +260,7 @@ def sweep(
 _FEW = 1 << 15  # entries of logits for which the number of calls is what costs
 
 
-def _at_once(rows: LogitRows, c: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _at_once(rows: LogitRows, c: Any) -> tuple[Means, tuple[Tensor, Tensor]]:
     """What ``sweep`` computes for the Hessian, in as few calls as possible; for few logits.
 
     The coefficients c are numbers, and all N rows count, each with the weight w = 1/N.
@@ -275,7 +276,7 @@ def _at_once(rows: LogitRows, c: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     pv = (p_u * v).mul_(w)
     pvv = pv * v
     quadratic = pvv.sum(-1, keepdim=True)
-    means = torch.stack((loss, quadratic.sum(), (first_u * u).sum()))
+    means = (loss, quadratic.sum(), (first_u * u).sum())
     du = (pv * (2.0 * c.quadratic)).add_(first_u, alpha=c.directional)
     dz = first if c.loss == 1.0 else first.mul_(c.loss)
     dz_u = dz[plain:] if plain else dz
@@ -284,9 +285,7 @@ def _at_once(rows: LogitRows, c: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return means, (dz, du)
 
 
-def with_gradients(
-    rows: LogitRows, options: SoftmaxOptions
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def with_gradients(rows: LogitRows, options: SoftmaxOptions) -> tuple[Means, tuple[Tensor, Tensor]]:
     """The means of the three terms, and the gradients of the total in z and u."""
     c = options.coefficients
     assert c is not None
@@ -321,7 +320,7 @@ def _none_is(value: int, target: Tensor) -> bool:
 
 def cross_entropy_with_gradients(
     logits: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, Means, tuple[Tensor, Tensor]]:
     """The total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, its three means, and its gradients in logits and u.
 
     The means are over the targets that are not ignored (0 if all are). Nothing has a graph.

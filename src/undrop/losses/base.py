@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from undrop.errors import DataError, EngineError, OptionError
 from undrop.intercept.model_call import logits_of
 from undrop.intercept.pytrees import tensors_in
-from undrop.kernels.softmax import Coefficients, working_dtype
+from undrop.kernels.softmax import Coefficients, Means, working_dtype
 from undrop.registry import Registry
 
 _CHUNK = 1 << 22  # numbers in a chunk of rows
@@ -117,7 +117,7 @@ class WithGradients(NamedTuple):
     """The total of a loss, and its gradients; nothing has a graph."""
 
     total: Tensor
-    means: Tensor  # ℓ, the quadratic form and ∂ℓ/∂ε, without coefficients (3,)
+    means: Means  # without coefficients
     in_output: Tensor
     in_u: Tensor
 
@@ -260,7 +260,7 @@ class Loss(ABC):
         are those of ``derivatives``.
         """
         parts = self.derivatives(output, u, target, form, dim=dim)
-        total = Coefficients(*coefficients).total(torch.stack(parts))
+        total = Coefficients(*coefficients).total(parts)
         return total, Derivatives(*(part.detach() for part in parts))
 
     def with_gradients(

@@ -76,11 +76,12 @@ class Objective(ABC):
         """Begin without any knowledge of models."""
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
         self._followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._compiled: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._finite = FiniteCheck()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is known about models, which another process finds out again."""
-        known = ("_sites", "_followed", "_finite")
+        known = ("_sites", "_followed", "_compiled", "_finite")
         return {k: v for k, v in self.__dict__.items() if k not in known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,7 +119,7 @@ class Objective(ABC):
         # Another model's pass may be what calls this; compiled code would hide its dropout.
         with outside_interception(), eager():
             bare = unwrapped(model)  # refuses what is no module
-            compiled = is_compiled(model)
+            compiled = self._is_compiled(model)
             _, inputs, targets = self.loss.prepare(bare, inputs, targets)
             batch = Batch(bare, inputs, targets, compiled)
             self._check(batch)
@@ -209,6 +210,16 @@ class Objective(ABC):
             self._sites[model] = found
             _say_unaccounted(model, found)
         return self._sites[model]
+
+    def _is_compiled(self, model: nn.Module) -> bool:
+        """Return whether the user compiled the model; looked up at steps 0, 1, 2, 4, 8, ….
+
+        The look-up visits every module. A model that is compiled between two of them runs as plain
+        Python until the next one, with the same numbers.
+        """
+        if model not in self._compiled or self.steps & (self.steps - 1) == 0:
+            self._compiled[model] = is_compiled(model)
+        return self._compiled[model]
 
     def _check(self, batch: Batch) -> None:
         if not torch.is_grad_enabled():

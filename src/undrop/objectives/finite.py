@@ -134,8 +134,10 @@ class FiniteCheck:
 
     def _watched(self, evaluation: Evaluation, batch: Batch) -> bool:
         """Whether it is not known yet that the regularizers have an effect."""
+        if self._effect.settled:
+            return False
         analytic = "loss" in evaluation.parts and {"explicit", "implicit"} & evaluation.parts.keys()
-        return bool(analytic) and not self._effect.settled and not is_sharded(batch.model)
+        return bool(analytic) and not is_sharded(batch.model)
 
     def _look(self, pending: _Pending, batch: Batch, objective: Trains) -> None:
         numbers = pending.values.numpy().tolist()  # host memory: no operation of torch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undrop.engines import Draw, Evaluation, ScaledNoise
 from undrop.engines.antithetic import midpoint
-from undrop.engines.base import weighted_parts
+from undrop.engines.base import WeightedParts
 from undrop.errors import OptionError
 from undrop.intercept import (
     Batch,
@@ -136,7 +136,7 @@ class Jacobian(Objective):
         c = Coefficients(loss=1.0, quadratic=0.5 * self.weight, directional=0.0)
         total, parts = self.loss.combined(0.5 * (plus + minus), u, batch.targets, "identity", c)
         yield Evaluation(
-            total, weighted_parts(c, *parts), lambda: map_tensors(midpoint, output, other)
+            total, WeightedParts(c, parts), lambda: map_tensors(midpoint, output, other)
         )
 
 

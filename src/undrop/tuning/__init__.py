@@ -1,6 +1,6 @@
 """Finding p of every dropout within one training run, and whether dropout will help at all."""
 
-from undrop.tuning.advice import Advice, SiteAdvice, advise, advise_from
+from undrop.tuning.advice import Advice, advise, advise_from
 from undrop.tuning.history import Entry, History
 from undrop.tuning.tuner import Tuner
 from undrop.tuning.validation import set_aside
@@ -9,7 +9,6 @@ __all__ = [
     "Advice",
     "Entry",
     "History",
-    "SiteAdvice",
     "Tuner",
     "advise",
     "advise_from",

@@ -3,115 +3,135 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from undrop.diagnosis.measure.batches import collect
+from undrop.diagnosis.measure.benefit import Benefit, Training, measure_benefit
+from undrop.diagnosis.measure.branches import loss_without_noise
+from undrop.diagnosis.measure.estimates import Estimate
+from undrop.diagnosis.measure.model import MeasuredModel
+from undrop.diagnosis.measure.timing import Budget
 from undrop.errors import DataError
 from undrop.objectives import Dropout, Objective
 from undrop.options import check_int
-from undrop.report import Table
-from undrop.tuning.history import DECAY, History
-from undrop.tuning.rule import START, log_odds, probability
-from undrop.tuning.tuner import STEPS, Tuner
+from undrop.report import Table, as_json
+from undrop.tuning.rule import START
+from undrop.tuning.tuner import Tuner
 
-TRIALS = 20
-"""How many trials a short training makes; the second half of them counts."""
-LEAST = 4
-"""The fewest trials to read an advice off."""
-HELPS = 0.05
-"""Dropout helps where every p of the second half lies above this, and does not where none does."""
-
-
-@dataclass(frozen=True)
-class SiteAdvice:
-    """One site, or all of them: the p that a tuner ended up at."""
-
-    name: str
-    p: float
-    """Where to start: the mean over the second half of the trials, on the scale of log σ²."""
-    low: float
-    """The lowest p in that half."""
-    high: float
-    """The highest p in that half."""
-
-    @property
-    def says(self) -> str:
-        """Whether dropout helps."""
-        if self.low > HELPS:
-            return "helps"
-        return "does not help" if self.high <= HELPS else "can't say"
+BATCHES = 16
+"""The most training and validation batches that the losses are compared on."""
+REPEATS = 2
+"""Of the short trainings with and without each site."""
+BEST = (0.05, 0.2)
+"""Between these lay the best of six p in each of 30 searches (docs/tuning.md)."""
 
 
 @dataclass(frozen=True)
 class Advice:
     """What a short training says."""
 
-    every: SiteAdvice
-    """All sites together: their mean on the scale of log σ²."""
-    sites: tuple[SiteAdvice, ...]
+    gap: Estimate
+    """The validation loss minus the training loss, both without dropout."""
+    benefit: Benefit
+    """What 20 more steps with and without each dropout say."""
     steps: int
+
+    @property
+    def says(self) -> str:
+        """Whether dropout will help: it does where the short training overfits already."""
+        return "helps" if self.gap.low > 0.0 else "no evidence either way"
 
     @property
     def verdict(self) -> str:
         """One sentence on all sites."""
-        where = f"p = {self.every.p:.2f} ({self.every.low:.2f} to {self.every.high:.2f})"
-        start = f"start at {where}"
-        if self.every.says == "helps":
-            return f"Dropout helps: {start}."
-        if self.every.says == "does not help":
-            return (
-                f"Dropout does not help in the first {self.steps} steps, where {where} is best. This "
-                f"says nothing about overfitting that comes later: if you expect it, start at {START:g}."
-            )
+        after = f"after {self.steps} steps the validation loss is"
+        start = f"start at p = {START:g} (in 30 searches the best was {BEST[0]:g} to {BEST[1]:g})"
+        if self.says == "helps":
+            helps = f"Dropout will probably help: {after} {self.gap} above the training loss."
+            return f"{helps} {start.capitalize()}."
         return (
-            f"{self.steps} steps can't say whether dropout helps: {start}, and ask again with more "
-            "steps, or let undrop.Tuner decide during the training."
+            f"No evidence either way: {after} not clearly above the training loss (by {self.gap}), so "
+            f"there is no overfitting yet that dropout could prevent. If you expect it later, {start}."
         )
 
     def table(self) -> Table:
-        """Return a row for all sites together and one for each."""
+        """Return a row for each site, for all of them and for weight decay."""
+        found = self.benefit
         rows = [
-            (s.name, f"{s.p:.2f}", f"{s.low:.2f} to {s.high:.2f}", s.says)
-            for s in (self.every, *self.sites)
+            *found.sites.items(),
+            ("every site", found.every_site),
+            (f"weight decay (λ = {found.decay:.2g})", found.weight_decay),
         ]
-        return Table(("site", "p", "range", "says"), rows, numbers={"p", "range"})
+        heads = ("site", "benefit", "z", "now")
+        return Table(
+            heads, [(name, *_shown(each)) for name, each in rows], numbers={"benefit", "z"}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for programs."""
-        every, *sites = ({**asdict(s), "says": s.says} for s in (self.every, *self.sites))
-        return {"verdict": self.verdict, "steps": self.steps, "every": every, "sites": sites}
+        return {
+            "verdict": self.verdict,
+            "says": self.says,
+            "p": START,
+            "steps": self.steps,
+            "gap": as_json(self.gap),
+            "benefit": as_json(self.benefit),
+        }
 
 
-def advise_from(history: History) -> Advice:
-    """Read the advice off the second half of a tuner's trials.
+def _shown(found: Estimate) -> tuple[str, str, str]:
+    says = "no evidence" if found.includes_zero else "helps" if found.value > 0.0 else "in the way"
+    error = "?" if found.stderr is None else f"{found.stderr:.1e}"
+    return f"{found.value:+.1e} ± {error}", "–" if found.z is None else f"{found.z:+.1f}", says
 
-    Raises:
-        DataError: if there are fewer than four.
+
+def advise_from(
+    tuner: Tuner, model: nn.Module, batches: Sequence[Any], optimizer: Optimizer
+) -> Advice:
+    """Read the advice off a model after a short training.
+
+    Args:
+        tuner: the one that set its p.
+        model: in train mode.
+        batches: the last training batches.
+        optimizer: the one that trained it.
     """
-    n = len(history.entries)
-    if n < LEAST:
-        raise DataError(
-            f"there are only {n} trials, and advice takes {LEAST}: train for more steps."
+    own, held = batches[-BATCHES:], tuner.validation.batches[:BATCHES]
+    losses = partial(loss_without_noise, tuner.objective, model)
+    gap = _difference([losses(*each) for each in held], [losses(*each) for each in own])
+    numbered = collect(own, BATCHES)
+    given = tuner.objective.loss
+    measured = MeasuredModel(model, numbered, loss=given)
+    training = Training(measured.model, optimizer, None, None)
+    with measured.preserved():
+        benefit = measure_benefit(
+            *(measured, numbered, collect(held, BATCHES), Budget(math.inf), training),
+            loss=given,
+            repeats=REPEATS,
+            probabilities=tuner.probabilities,
         )
-    late = history.entries[n // 2 :]
-    names = [name for name in history.values if name != DECAY]
-    paths = {name: [log_odds(entry.values[name]) for entry in late] for name in names}
-    every = [fmean(values) for values in zip(*paths.values(), strict=True)]
-    sites = tuple(_read(name, path) for name, path in paths.items())
-    return Advice(_read("every site", every), sites, late[-1].step)
+    return Advice(gap, benefit, tuner.steps)
 
 
-def _read(name: str, path: list[float]) -> SiteAdvice:
-    low, p, high = (probability(f(path)) for f in (min, fmean, max))
-    return SiteAdvice(name, min(max(p, low), high), low, high)  # a mean of equal values is rounded
+def _difference(a: list[float], b: list[float]) -> Estimate:
+    """The difference of two means, with Welch's degrees of freedom."""
+    value = fmean(a) - fmean(b)
+    if min(len(a), len(b)) < 2:
+        return Estimate.of(value, None)
+    parts = [(variance(x) / len(x), len(x) - 1.0) for x in (a, b)]
+    total = sum(v for v, _ in parts)
+    below = sum(v * v / n for v, n in parts)
+    return Estimate.of(value, math.sqrt(total), total**2 / below if below else math.inf)
 
 
 def advise(
@@ -123,10 +143,11 @@ def advise(
     objective: Objective | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> Advice:
-    """Train a copy of the model for a while and say whether dropout helps, where, and at which p.
+    """Train a copy of the model for a while, and say whether dropout will help, where, and at which p.
 
-    A :class:`~undrop.Tuner` makes 20 trials meanwhile, and the second half of them is the answer. It
-    can't see overfitting that appears only in a longer training.
+    The copy trains with p = 0.1 at every site. Dropout helps where its validation loss is then above its
+    training loss; else there is no evidence either way. Then 20 more steps with and without each site,
+    twice, say where it helps now: they cost 40 · (sites + 3) steps.
 
     Args:
         model: with dropout where you consider it; it is not changed.
@@ -136,18 +157,20 @@ def advise(
         objective: the one to train with; by default dropout with the cross-entropy.
         optimizer: makes the optimizer from the parameters; by default AdamW with lr = 1e-3.
     """
-    check_int("steps", steps, least=LEAST * STEPS)
+    check_int("steps", steps)
     trained = copy.deepcopy(model).train()
     make = optimizer or partial(torch.optim.AdamW, lr=1e-3)
     stepper = make(trained.parameters())
     chosen = Dropout() if objective is None else objective
-    tuner = Tuner(chosen, validation, interval=max(STEPS, steps // TRIALS))
+    tuner = Tuner(chosen, validation, interval=steps + 1)  # no trial
+    seen: list[Any] = []
     for inputs, targets in _repeated(batches, steps):
+        seen = [*seen[1 - BATCHES :], (inputs, targets)]
         step = tuner.step(trained, inputs, targets)
         stepper.zero_grad()
         step.backward()
         stepper.step()
-    return advise_from(tuner.history)
+    return advise_from(tuner, trained, seen, stepper)
 
 
 def _repeated(batches: Iterable[Any], steps: int) -> Iterator[Any]:

@@ -25,6 +25,8 @@ from undrop.tuning.rule import HIGHEST, LOWEST, START, Pace, log_odds, probabili
 from undrop.tuning.trial import Window, difference
 from undrop.tuning.validation import Validation, set_aside
 
+INTERVAL = 80
+"""The steps between trials."""
 STEPS = 10
 """The steps of each branch of a trial."""
 HELD = 4
@@ -81,7 +83,7 @@ class Tuner:
         *,
         training: Dataset[Any] | None = None,
         optimizer: Optimizer | None = None,
-        interval: int = 80,
+        interval: int = INTERVAL,
         rate: float = 0.7,
         batch_size: int = 32,
         generator: torch.Generator | None = None,
@@ -154,7 +156,7 @@ class Tuner:
         Strong noise in the first steps of a training can ruin it for good: in a ConvNet with p = 0.6
         it turned 9 of 10 ReLU units off.
         """
-        last = self.interval - STEPS
+        last = min(self.interval, INTERVAL) - STEPS
         if self.steps <= last:
             by = math.log(self.steps / last)
             self._apply({n: v if n == DECAY else v + by for n, v in self._logs.items()})

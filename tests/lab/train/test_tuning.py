@@ -107,8 +107,12 @@ def test_undrop_train_tune_sets_five_percent_aside(text, tmp_path, capsys):
 def test_undrop_advise_prints_a_row_for_each_site_and_a_verdict(text, tmp_path, capsys):
     assert main(["advise", "--data", str(text), *SMALL, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"input_dropout", "output_dropout"} <= {site["name"] for site in found["sites"]}
-    assert all(site["low"] <= site["p"] <= site["high"] for site in found["sites"])
+    assert {"input_dropout", "output_dropout"} <= set(found["benefit"]["sites"])
+    assert found["gap"]["low"] <= found["gap"]["value"] <= found["gap"]["high"]
     assert found["steps"] == 200
+    assert main(["advise", "--data", str(text), *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "output_dropout" in printed
+    assert found["verdict"] in " ".join(printed.split())
     assert main(["advise", "--data", str(text), *SMALL, "--share", "0"]) == 2
     assert "--share must lie" in capsys.readouterr().err

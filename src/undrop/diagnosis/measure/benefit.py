@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -177,6 +177,7 @@ def measure_benefit(
     *,
     loss: Loss,
     repeats: int | None = None,
+    probabilities: Mapping[str, float] | None = None,
 ) -> Benefit:
     """Train branches until the time or the repeats are used up.
 
@@ -188,8 +189,10 @@ def measure_benefit(
         training: the optimizer.
         loss: the training loss.
         repeats: the largest number of them; None uses all the time.
+        probabilities: p by site; None takes what the model declares.
     """
-    study = _Study(measured, batches, validation, training, loss)
+    p = {s.name: s.p for s in measured.sites} if probabilities is None else dict(probabilities)
+    study = _Study(measured, batches, validation, training, loss, p)
     for _ in budget.visits([None], repeats):
         study.repeat(budget)
     return study.result()
@@ -205,12 +208,12 @@ class _Study:
         validation: Sequence[NumberedBatch],
         training: Training,
         loss: Loss,
+        p: dict[str, float],
     ) -> None:
-        self.measured, self.training = measured, training
+        self.measured, self.training, self.p = measured, training, p
         self.batches = [(batch.inputs, batch.targets) for batch in batches]
         self.validation = [(batch.inputs, batch.targets) for batch in validation]
         self.objective = Dropout(loss=loss)
-        self.p = {site.name: site.p for site in measured.sites}
         self.rows: dict[Any, list[list[float]]] = {_EVERY: [], _DECAY: []}
         self.rows |= {name: [] for name in self.p}
         self.repeats = 0

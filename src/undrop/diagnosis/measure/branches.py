@@ -25,6 +25,15 @@ Move = Callable[[list[Tensor]], None]
 """Moves the weights by one step, given their gradients."""
 
 
+def loss_without_noise(objective: Objective, model: nn.Module, inputs: Any, targets: Any) -> float:
+    """The objective's loss on a batch, with every dropout off."""
+    bare = unwrapped(model)
+    _, inputs, targets = objective.loss.prepare(bare, inputs, targets)
+    batch = Batch(bare, inputs, targets, False)
+    with torch.no_grad():
+        return float(objective.forward_and_loss(batch, no_noise)[1])
+
+
 class Branches(NamedTuple):
     """What the branches of one comparison share."""
 
@@ -53,18 +62,12 @@ class Branches(NamedTuple):
                     )
                     with torch.no_grad():
                         move(list(found))
-                losses = [self._validation(*batch) for batch in self.held]
+                losses = [
+                    loss_without_noise(self.objective, self.model, *batch) for batch in self.held
+                ]
             except NonFiniteError:
                 return None
         return losses if all(map(math.isfinite, losses)) else None
-
-    def _validation(self, inputs: Any, targets: Any) -> float:
-        """The loss without dropout."""
-        bare = unwrapped(self.model)
-        _, inputs, targets = self.objective.loss.prepare(bare, inputs, targets)
-        batch = Batch(bare, inputs, targets, False)
-        with torch.no_grad():
-            return float(self.objective.forward_and_loss(batch, no_noise)[1])
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from undrop.lab.train import Config
     from undrop.tuning import Advice
 
-_SHORTEST = 200  # steps, for 20 trials
+_SHORTEST = 200  # steps
 
 
 @COMMANDS.register("advise")
@@ -51,16 +51,19 @@ def advise(
 def _advice(config: Config, share: float) -> Advice:
     from undrop.lab.cli._progress import progress_reporter
     from undrop.lab.train import run
+    from undrop.lab.train.optimizers import clipped_optimizer
     from undrop.lab.train.tuning import KeepTuner
-    from undrop.tuning.advice import TRIALS, advise_from
+    from undrop.tuning import advise_from
 
     with tempfile.TemporaryDirectory() as folder:
         short = _shortened(config, share)
         assert short.train.max_steps is not None
-        kept = KeepTuner(short.train.max_steps // TRIALS)
+        kept = KeepTuner(short.train.max_steps + 1)  # no trial
         run(short, out=Path(folder) / "run", callbacks=[progress_reporter(), kept])
     assert kept.tuner is not None
-    return advise_from(kept.tuner.history)
+    assert kept.model is not None
+    optimizer = clipped_optimizer(list(kept.model.parameters()), short.optimizer)
+    return advise_from(kept.tuner, kept.model.train(), list(kept.batches), optimizer)
 
 
 def _shortened(config: Config, share: float) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,30 +10,35 @@ import torch
 
 from undrop.errors import ConfigError, DataError
 from undrop.lab.corpora.encode import Tokens
+from undrop.lab.models import LanguageModel
 from undrop.lab.train.callbacks import Callback
 from undrop.lab.train.config import Config
 from undrop.lab.train.distributed import World
 from undrop.objectives import Objective
 from undrop.tuning import Tuner
+from undrop.tuning.advice import BATCHES
 
 if TYPE_CHECKING:
     from undrop.lab.train.trainer import Trainer
 
 
 class KeepTuner(Callback):
-    """Keeps the tuner of a run, whose history has the results.
+    """Keeps the tuner of a run, whose history has the results, the model and its last batches.
 
     Args:
-        interval: the steps between its trials; None leaves them as they are.
+        interval: the steps between trials; None leaves them as they are.
     """
 
     def __init__(self, interval: int | None = None) -> None:
         self.tuner: Tuner | None = None
+        self.model: LanguageModel | None = None
+        self.batches: deque[Any] = deque(maxlen=BATCHES)
         self.interval = interval
 
     def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> None:
-        """Keep the tuner."""
-        self.tuner = trainer.tuner
+        """Keep them."""
+        self.tuner, self.model = trainer.tuner, trainer.model
+        self.batches.append((inputs, targets))
         if self.tuner is not None and self.interval is not None:
             self.tuner.interval = self.interval
 

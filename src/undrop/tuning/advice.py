@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from undrop.diagnosis.measure.batches import collect
 from undrop.diagnosis.measure.benefit import Benefit, Training, measure_benefit
 from undrop.diagnosis.measure.branches import loss_without_noise
 from undrop.diagnosis.measure.estimates import Estimate
-from undrop.diagnosis.measure.model import MeasuredModel
+from undrop.diagnosis.measure.model import MeasuredModel, collect
 from undrop.diagnosis.measure.timing import Budget
 from undrop.errors import DataError
 from undrop.objectives import Dropout, Objective

@@ -3,9 +3,8 @@
 from contextlib import nullcontext
 from functools import partial
 
-from undrop.lab.reproduce import Record
 from undrop.lab.reproduce.executors import Executor
-from undrop.lab.reproduce.records import Curve
+from undrop.lab.reproduce.records import Curve, Record
 from undrop.lab.reproduce.worker import execute
 
 

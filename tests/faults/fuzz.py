@@ -235,7 +235,7 @@ def commanded(line: list[str]) -> None:
     with (
         mock.patch("undrop.lab.cli.commands", return_value=COMMANDS),
         mock.patch("undrop.lab.train.run", side_effect=stop),
-        mock.patch("undrop.lab.reproduce.Campaign.run", side_effect=stop),
+        mock.patch("undrop.lab.reproduce.campaign.Campaign.run", side_effect=stop),
         mock.patch("undrop.lab.cli.diagnose._measured", side_effect=stop),
         mock.patch("undrop.check", side_effect=stop),
         mock.patch("undrop.lab.corpora.corpus.fetch", side_effect=stop),

@@ -29,7 +29,7 @@ SHORT = {
 
 WARM = multiprocessing.get_context("forkserver")
 """Starts processes by forking one that has everything loaded: milliseconds instead of seconds."""
-WARM.set_forkserver_preload(["undrop.lab.reproduce", "torch._dynamo", "faults.lab"])
+WARM.set_forkserver_preload(["undrop.lab.reproduce.campaign", "torch._dynamo", "faults.lab"])
 
 
 class NotPossibleError(Exception):

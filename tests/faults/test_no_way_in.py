@@ -16,7 +16,7 @@ from undrop.errors import CheckpointError, OptionError, UndropError
 from undrop.files import sha256
 from undrop.lab import corpora, train
 from undrop.lab.cli.train import RUNS, _name
-from undrop.lab.reproduce import Records
+from undrop.lab.reproduce.records import Records
 from undrop.lab.train.checkpoints import _check
 from undrop.tensor_files import load_tensors
 

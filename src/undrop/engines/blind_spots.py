@@ -1,16 +1,23 @@
-"""Telling the user once if reverse mode misses a part of what noise does to the loss."""
+"""A pass to differentiate twice, and one log line if reverse mode misses a part of the noise."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from undrop.engines.base import Request
+from undrop.engines.base import (
+    Engine,
+    Request,
+    refuse_fraction,
+    refuse_sharded,
+    refuse_whole_output,
+)
 from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
 from undrop.engines.draw import Draw, ScaledNoise, ZeroLeaves
 from undrop.generators import Generators
@@ -23,6 +30,22 @@ _STEP = {torch.float64: 1e-5, torch.float32: 1e-2}
 """ε, before it is divided by the largest σ."""
 _SHARE = {torch.float64: 0.01, torch.float32: 0.2}
 """A difference that rounding and kinks do not make."""
+
+
+def pass_to_differentiate(engine: Engine, request: Request) -> tuple[Any, Tensor, ZeroLeaves]:
+    """Run the model with a zero leaf at every site: all it returns, what the loss sees, the leaves.
+
+    Raises:
+        EngineError: for what an engine that differentiates twice can't do.
+    """
+    refuse_sharded(engine, request.batch.model)
+    refuse_fraction(engine, request)
+    refuse_whole_output(engine, request)
+    look_for_blind_spots(request, engine.name)
+    action = ZeroLeaves(request.draw)
+    with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
+        output, seen = request.run()
+    return output, seen, action
 
 
 def look_for_blind_spots(request: Request, engine: str) -> None:

@@ -5,20 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from undrop.engines.base import (
-    ENGINES,
-    Engine,
-    Evaluation,
-    Request,
-    WeightedParts,
-    refuse_fraction,
-    refuse_sharded,
-    refuse_whole_output,
-)
-from undrop.engines.blind_spots import look_for_blind_spots
-from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
+from undrop.engines.base import ENGINES, Engine, Evaluation, Request, WeightedParts
+from undrop.engines.blind_spots import pass_to_differentiate
 from undrop.engines.draw import ZeroLeaves
-from undrop.intercept import Interception
 
 
 @ENGINES.register("exact")
@@ -32,13 +21,7 @@ class Exact(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """The weighted total, differentiable once more in the parameters."""
-        refuse_sharded(self, request.batch.model)
-        refuse_fraction(self, request)
-        refuse_whole_output(self, request)
-        look_for_blind_spots(request, self.name)
-        action = ZeroLeaves(request.draw)
-        with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
-            output, logits = request.run()
+        output, logits, action = pass_to_differentiate(self, request)
         loss = request.loss.value(logits, request.batch.targets)
         zero = torch.zeros_like(loss)
         explicit = (

@@ -81,45 +81,24 @@ def _softmax_dim(x: Tensor, dim: int | None) -> int:
 
 
 def _softmax(
-    function: Callable[..., Tensor],
-    mode: Interception,
-    input: Tensor,
-    dim: int | None = None,
-    *args: Any,
-    **kwargs: Any,
+    function: Callable[..., Tensor], mode: Interception, input: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """ṗ = p(ẋ - Σ p ẋ)."""
+    """ṗ = p(ẋ - Σ p ẋ); the tangent of log p is ẋ - Σ p ẋ."""
     x, tangent = unpacked(input)
-    p = function(x, dim, *args, **kwargs)
+    out = function(x, *args, **kwargs)
     if tangent is None:
-        return p
-    px = p * tangent.to(p.dtype)
-    total = px.sum(_softmax_dim(x, dim), keepdim=True)
-    return packed(p, torch.addcmul(px, p, total, value=-1.0))
+        return out
+    dim = _softmax_dim(x, args[0] if args else kwargs.get("dim"))
+    log = function.__name__ == "log_softmax"
+    tangent, p = tangent.to(out.dtype), out.exp() if log else out
+    px = p * tangent
+    total = px.sum(dim, keepdim=True)
+    return packed(out, tangent - total if log else torch.addcmul(px, p, total, value=-1.0))
 
 
-def _log_softmax(
-    function: Callable[..., Tensor],
-    mode: Interception,
-    input: Tensor,
-    dim: int | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    """The tangent of log p is ẋ - Σ p ẋ."""
-    x, tangent = unpacked(input)
-    log_p = function(x, dim, *args, **kwargs)
-    if tangent is None:
-        return log_p
-    tangent = tangent.to(log_p.dtype)
-    mean = (log_p.exp() * tangent).sum(_softmax_dim(x, dim), keepdim=True)
-    return packed(log_p, tangent - mean)
-
-
-for _function in (F.softmax, torch.softmax, Tensor.softmax):
-    TANGENT_RULES.register(_function)(partial(_softmax, _function))
-for _function in (F.log_softmax, torch.log_softmax, Tensor.log_softmax):
-    TANGENT_RULES.register(_function)(partial(_log_softmax, _function))
+for _name in ("softmax", "log_softmax"):
+    for _function in (getattr(owner, _name) for owner in (F, torch, Tensor)):
+        TANGENT_RULES.register(_function)(partial(_softmax, _function))
 
 
 @TANGENT_RULES.register(F.linear)

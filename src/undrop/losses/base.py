@@ -255,13 +255,19 @@ class Loss(ABC):
     ) -> tuple[Tensor, Derivatives]:
         """The total c₀·ℓ + c₁·quadratic + c₂·directional, and its parts without coefficients or graph.
 
-        A loss that forms its gradient in the forward pass needs the coefficients there and overrides
-        this. A loss may skip a part whose coefficient is 0, and report 0 for it. The other arguments
-        are those of ``derivatives``.
+        The other arguments are those of ``derivatives``.
+        """
+        return self._combined(output, u, target, form, Coefficients(*coefficients), dim)
+
+    def _combined(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
+    ) -> tuple[Tensor, Derivatives]:
+        """``combined``; a loss that forms its gradient in the forward pass overrides this.
+
+        A loss may skip a part whose coefficient is 0, and report 0 for it.
         """
         parts = self.derivatives(output, u, target, form, dim=dim)
-        total = Coefficients(*coefficients).total(parts)
-        return total, Derivatives(*(part.detach() for part in parts))
+        return c.total(parts), Derivatives(*(part.detach() for part in parts))
 
     def with_gradients(
         self,

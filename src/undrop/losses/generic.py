@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from undrop.errors import OptionError, TargetError, UndropError
 from undrop.intercept.pytrees import map_tensors, tensors_in
 from undrop.kernels.softmax import Coefficients
-from undrop.losses.base import ONES, Derivatives, Loss, number, padded, precise
+from undrop.losses.base import Derivatives, Loss, number, padded, precise
 
 _log = logging.getLogger("undrop")
 
@@ -123,21 +123,14 @@ class Generic(Loss):
 
         return self._derivatives(output, map_tensors(pad, output, u), target, form)
 
-    def combined(
-        self,
-        output: Any,
-        u: Any,
-        target: Any,
-        form: str = "hessian",
-        coefficients: Coefficients | tuple[float, float, float] = ONES,
-        *,
-        dim: int = 0,
+    def _combined(
+        self, output: Any, u: Any, target: Any, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
         """The total and its parts; a quadratic part whose coefficient is 0 is not computed."""
-        skipped = isinstance(coefficients[1], float | int) and coefficients[1] == 0
+        skipped = isinstance(c.quadratic, float | int) and c.quadratic == 0
         if not skipped:
-            return super().combined(output, u, target, form, coefficients, dim=dim)
-        total, parts = super().combined(output, u, target, "identity", coefficients, dim=dim)
+            return super()._combined(output, u, target, form, c, dim)
+        total, parts = super()._combined(output, u, target, "identity", c, dim)
         return total, parts._replace(quadratic=torch.zeros_like(parts.quadratic))
 
     def _derivatives(self, output: Any, u: Any, target: Any, form: str) -> Derivatives:

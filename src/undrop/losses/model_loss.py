@@ -20,7 +20,7 @@ from undrop.intercept import (
     no_noise,
 )
 from undrop.kernels.softmax import Coefficients
-from undrop.losses.base import CONVERTERS, ONES, ByClass, Derivatives, Loss, Prepared, WithGradients
+from undrop.losses.base import CONVERTERS, ByClass, Derivatives, Loss, Prepared, WithGradients
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.generic import Generic
 from undrop.losses.heads import (
@@ -142,18 +142,10 @@ class ModelLoss(Loss):
     ) -> Derivatives:
         return self.current._derivatives_of_part(output, u, target, form, dim)
 
-    def combined(
-        self,
-        output: Tensor,
-        u: Tensor,
-        target: Tensor,
-        form: str = "hessian",
-        coefficients: Coefficients | tuple[float, float, float] = ONES,
-        *,
-        dim: int = 0,
+    def _combined(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
-        """As the loss does."""
-        return self.current.combined(output, u, target, form, coefficients, dim=dim)
+        return self.current._combined(output, u, target, form, c, dim)
 
     @property
     def forms_gradients(self) -> bool:  # type: ignore[override]

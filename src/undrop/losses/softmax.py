@@ -9,7 +9,7 @@ from torch import Tensor
 from undrop.errors import OptionError, OutputError
 from undrop.kernels.output_layers import Output
 from undrop.kernels.softmax import Coefficients, SoftmaxOptions, working_dtype
-from undrop.losses.base import ONES, ClosedForm, Derivatives
+from undrop.losses.base import ClosedForm, Derivatives
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
 
@@ -59,23 +59,15 @@ class SoftmaxLoss(ClosedForm):
         with self.explaining_errors(output, target):
             return Derivatives(*self.layer.derivatives(*rows, self._options(form)))
 
-    def combined(
-        self,
-        output: Tensor,
-        u: Tensor,
-        target: Tensor,
-        form: str = "hessian",
-        coefficients: Coefficients | tuple[float, float, float] = ONES,
-        *,
-        dim: int = 0,
+    def _combined(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
         """The total, with its gradient formed in the same sweep over the rows."""
         if form == "loss-jacobian":
-            return super().combined(output, u, target, form, coefficients, dim=dim)
+            return super()._combined(output, u, target, form, c, dim)
         rows = self._paired(output, u, target, dim)
         with self.explaining_errors(output, target):
-            options = self._options(form, Coefficients(*coefficients))
-            total, parts = self.layer.combined(*rows, options)
+            total, parts = self.layer.combined(*rows, self._options(form, c))
         return total, Derivatives(*parts)
 
 

@@ -10,7 +10,7 @@ import pytest
 from undrop.lab.bench import METHODS, SUBJECTS
 from undrop.lab.cli import _names, main
 from undrop.lab.corpora import CATALOGUE
-from undrop.lab.reproduce import EXPERIMENTS
+from undrop.lab.reproduce.tables import EXPERIMENTS
 from undrop.lab.train import MODELS, OBJECTIVES
 from undrop.lab.train.config import presets
 

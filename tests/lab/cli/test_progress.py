@@ -9,7 +9,8 @@ from fake_records import fake_record
 from undrop.errors import RunError
 from undrop.lab.cli import _progress
 from undrop.lab.cli._progress import CampaignProgress, DemoProgress, TrainingProgress
-from undrop.lab.reproduce import Plan, Status
+from undrop.lab.reproduce.campaign import Status
+from undrop.lab.reproduce.plan import Plan
 from undrop.lab.train.callbacks import RunInfo
 from undrop.report import Progress
 

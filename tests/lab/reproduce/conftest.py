@@ -2,7 +2,7 @@
 
 import pytest
 
-from undrop.lab.reproduce import Plan
+from undrop.lab.reproduce.plan import Plan
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import pytest
 
 from fake_records import fake_record
 from undrop.errors import RunError, StoppedError
-from undrop.lab.reproduce import Record, executors
+from undrop.lab.reproduce import executors
 from undrop.lab.reproduce.executors import Local, RayCluster
+from undrop.lab.reproduce.records import Record
 from undrop.lab.train.environment import catch_signals
 
 FORK = multiprocessing.get_context("fork")

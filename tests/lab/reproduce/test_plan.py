@@ -3,7 +3,9 @@
 import pytest
 
 from fake_records import fake_record
-from undrop.lab.reproduce import Plan, Records, tables
+from undrop.lab.reproduce import tables
+from undrop.lab.reproduce.plan import Plan
+from undrop.lab.reproduce.records import Records
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 
 from fake_records import fake_record
 from undrop.errors import RunError
-from undrop.lab.reproduce import Plan, Records
+from undrop.lab.reproduce.plan import Plan
+from undrop.lab.reproduce.records import Records
 
 
 @pytest.fixture

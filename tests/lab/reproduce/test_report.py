@@ -7,12 +7,15 @@ from html.parser import HTMLParser
 import pytest
 
 from fake_records import fake_record
-from undrop.lab.reproduce import EXPERIMENTS, Plan, Records, tables
+from undrop.lab.reproduce import tables
+from undrop.lab.reproduce.plan import Plan
+from undrop.lab.reproduce.records import Records
 from undrop.lab.reproduce.report import write_report
 from undrop.lab.reproduce.report.content import compose
 from undrop.lab.reproduce.report.figures import mathtext
 from undrop.lab.reproduce.report.pages import as_html, as_markdown
 from undrop.lab.reproduce.results import Results
+from undrop.lab.reproduce.tables import EXPERIMENTS
 
 NAMES = ["averaging-noise", "loss-hessian", "equal-time", "taylor", "dataset-size"]
 

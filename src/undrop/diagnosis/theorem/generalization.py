@@ -28,7 +28,7 @@ from torch import Tensor
 
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import OptionError, TargetError
-from undrop.report import as_json
+from undrop.report import Table, as_json
 
 TAU = math.sqrt(2.0)
 """The exponential tail of cross-entropy."""
@@ -169,28 +169,36 @@ class Bound:
             "total": self.total,
         }
 
-    def __repr__(self) -> str:
-        rows = [
-            ("examples n, classes c", f"{self.examples:,}, {self.classes:,}"),
-            ("loss cut off at B", f"{self.truncation:.4g}"),
-            ("A = ‖Wᵀ‖₂,₁", f"{self.norm:.4g}"),
-            ("θ = log³(nc)·max‖x‖²", f"{self.theta:.4g}"),
-            ("μ(W), mean ‖Dℓ‖", f"{self.mu:.4g}"),
-            ("ν(W), mean tr D²ℓ", f"{self.nu:.4g}"),
-            *((f"term: {name}", f"{value:.4g}") for name, value in self.terms.items()),
-            ("sum of the terms (Theorem 4.1)", f"{self.total:.4g}"),
-            ("sum with τ (Theorem B.1)", f"{math.fsum(self.general_terms.values()):.4g}"),
-            (f"min G(β), at β = {self.beta:.3g}", f"{self.g_minimum:.4g}"),
-            ("training loss, cut off", str(self.train_loss)),
-        ]
+    def rows(self) -> list[tuple[str, str]]:
+        """Every figure with its label."""
+        numbers = {
+            "loss cut off at B": self.truncation,
+            "A = ‖Wᵀ‖₂,₁": self.norm,
+            "θ = log³(nc)·max‖x‖²": self.theta,
+            "μ(W), mean ‖Dℓ‖": self.mu,
+            "ν(W), mean tr D²ℓ": self.nu,
+            **{f"term: {name}": value for name, value in self.terms.items()},
+            "sum of the terms (Theorem 4.1)": self.total,
+            "sum with τ (Theorem B.1)": math.fsum(self.general_terms.values()),
+            "β where G(β) is least": self.beta,
+            "min over β of G(β)": self.g_minimum,
+        }
+        rows = [("examples n, classes c", f"{self.examples:,}, {self.classes:,}")]
+        rows += [(label, f"{value:.4g}") for label, value in numbers.items()]
+        rows.append(("training loss, cut off", str(self.train_loss)))
         if self.test_loss is not None:
             rows.append(("test loss, cut off", str(self.test_loss)))
             rows.append(("measured test - 1.01 · training", str(self.gap)))
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
+        return rows
+
+    def remarks(self) -> list[str]:
+        """Which assumptions hold, and what the constants mean."""
         verdict = {True: "holds", False: "FAILS", None: "can't be checked"}
-        lines += [f"- {a.what}: {verdict[a.holds]}; {a.why}" for a in self.assumptions]
-        return "\n".join([*lines, CONSTANTS])
+        return [*(f"{a.what}: {verdict[a.holds]}; {a.why}" for a in self.assumptions), CONSTANTS]
+
+    def __repr__(self) -> str:
+        table = Table(("figure", "value"), self.rows()).text()
+        return "\n".join([table, *(f"- {remark}" for remark in self.remarks())])
 
 
 CONSTANTS = (

@@ -31,7 +31,6 @@ def bound(
     json: Json = False,
 ) -> None:
     """Evaluate the bounds of Theorems 4.1 and B.1 for every run, side by side."""
-    from undrop.diagnosis.theorem.generalization import CONSTANTS
     from undrop.lab.train import RunFolder
 
     for run in runs:
@@ -43,52 +42,13 @@ def bound(
     if json:
         print_json(found)
         return
-    results = list(found.values())
     heads = ["", *(Path(name).name for name in found)]
-    columns = [_column(result) for result in results]
-    print_table(heads, list(zip(_LABELS, *columns, strict=True)), numbers=heads[1:])
+    columns = [result.rows() for result in found.values()]
+    rows = [(cells[0][0], *(cell for _, cell in cells)) for cells in zip(*columns, strict=True)]
+    print_table(heads, rows, numbers=heads[1:])
     typer.echo()
-    for assumption in results[0].assumptions[:3]:
-        what = assumption.what[0].upper() + assumption.what[1:]
-        print_text(f"{what}: {_VERDICTS[assumption.holds]} ({assumption.why}).")
-    print_text(CONSTANTS)
-
-
-_VERDICTS = {True: "holds", False: "FAILS", None: "can't be checked"}
-_LABELS = (
-    "tokens n",
-    "A = ‖Wᵀ‖₂,₁",
-    "θ",
-    "μ(W), mean ‖Dℓ‖",
-    "ν(W), mean tr D²ℓ",
-    "term of the gradient",
-    "term of the Hessian",
-    "term of the tail",
-    "term of ζ",
-    "sum (Theorem 4.1)",
-    "sum with τ (Theorem B.1)",
-    "min over β of G",
-    "sum < B: says more than ℓ ≤ B",
-    "training loss, cut off",
-    "test loss, cut off",
-    "measured test - 1.01 · training",
-)
-
-
-def _column(result: Bound) -> list[str]:
-    numbers = (
-        result.norm,
-        result.theta,
-        result.mu,
-        result.nu,
-        *result.terms.values(),
-        result.total,
-        sum(result.general_terms.values()),
-        result.g_minimum,
-    )
-    figures = (result.train_loss, result.test_loss, result.gap)
-    useful = "yes" if result.total < result.truncation else "no"
-    return [f"{result.examples:,}", *(f"{x:.4g}" for x in numbers), useful, *map(str, figures)]
+    for remark in next(iter(found.values())).remarks():
+        print_text(remark[0].upper() + remark[1:])
 
 
 def _bound(

@@ -16,7 +16,8 @@ from undrop.lab.cli._names import named
 from undrop.lab.cli._output import print_table
 
 if TYPE_CHECKING:
-    from undrop.lab.reproduce import Plan, Records
+    from undrop.lab.reproduce.plan import Plan
+    from undrop.lab.reproduce.records import Records
 
 SCOREBOARD = "scoreboard"
 RESULTS = Path("results")
@@ -65,7 +66,8 @@ def reproduce(
     ] = False,
 ) -> None:
     """Run the experiments that have no record yet, and save every record when its run ends."""
-    from undrop.lab.reproduce import Plan, Records
+    from undrop.lab.reproduce.plan import Plan
+    from undrop.lab.reproduce.records import Records
     from undrop.lab.reproduce.tables import experiments_at
 
     if experiments == [SCOREBOARD]:
@@ -85,7 +87,8 @@ def reproduce(
 def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
     from undrop.errors import StoppedError
     from undrop.lab.cli._progress import CampaignProgress
-    from undrop.lab.reproduce import Campaign, executor_named
+    from undrop.lab.reproduce.campaign import Campaign
+    from undrop.lab.reproduce.executors import executor_named
     from undrop.report import Progress
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

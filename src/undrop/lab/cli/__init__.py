@@ -10,7 +10,8 @@ function, or one for each of its sub-commands::
     @COMMANDS.register("data list")
     def list_corpora(...): ...
 
-The arguments of the function are the options of the command, and its docstring is the help.
+The arguments of the function are the options of the command, and its docstring is the help. An argument
+whose type is a dataclass stands for the dataclass's fields: options that several commands share.
 ``undrop --help`` imports no command, and ``undrop train`` imports ``train.py`` alone. A command file
 imports torch inside its function, so that help, completion and a wrong name answer at once.
 
@@ -23,11 +24,14 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -110,9 +114,34 @@ def _add(app: typer.Typer, name: str) -> None:
     for key, function in COMMANDS.items():
         first, _, second = key.partition(" ")
         if first == name:
-            (group if second else app).command(second or name)(function)
+            (group if second else app).command(second or name)(_with_groups(function))
     if group.registered_commands:
         app.add_typer(group, name=name, help=module.__doc__)
+
+
+def _with_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with the fields of each dataclass among its arguments in that one's place."""
+    signature = inspect.signature(function, eval_str=True)
+    groups = {p.name: p.annotation for p in signature.parameters.values()}
+    groups = {name: kind for name, kind in groups.items() if is_dataclass(kind)}
+    flat: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        fields = [parameter]
+        if parameter.name in groups:
+            types = get_type_hints(parameter.annotation, include_extras=True)
+            of_group = inspect.signature(parameter.annotation).parameters.values()
+            fields = [field.replace(annotation=types[field.name]) for field in of_group]
+        flat += [field.replace(kind=field.KEYWORD_ONLY) for field in fields]
+
+    @wraps(function)
+    def command(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {field: values.pop(field) for field in inspect.signature(group).parameters}
+            values[name] = group(**own)
+        function(**values)
+
+    command.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
+    return command
 
 
 def _show_version(wanted: bool) -> None:
@@ -173,7 +202,7 @@ def _run(words: list[str]) -> None:
     app = app_for(name)
     for key in COMMANDS:
         if key == " ".join(words)[: len(key)]:
-            check_early(COMMANDS[key], words)
+            check_early(_with_groups(COMMANDS[key]), words)
     command = get_command(app)
     with command.make_context("undrop", words) as context:
         gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,34 +77,40 @@ Batches = Annotated[int, typer.Option(min=1, help="The largest number of batches
 ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.")]
 
 
-def open_source(
-    run: Path | None,
-    model: str | None,
-    data: str | None,
-    loss: str | None,
-    data_dir: Path | None,
-    batches: int,
-) -> Source:
-    """Open the model and the data that the options name.
+@dataclass(frozen=True)
+class SourceOptions:
+    """The model and the data that a command looks into."""
 
-    Raises:
-        OptionError: if the options name no model, or two, or a run that does not exist.
-    """
-    from undrop.errors import OptionError
+    run: OptionalRun = None
+    model: ModelName = None
+    data: DataName = None
+    loss: LossName = None
+    data_dir: DataDir = None
 
-    if (run is None) == (model is None) or (data is None) == (run is None):
-        raise OptionError(_what_is_missing(run, model))
-    if run is not None:
-        _check_run(run)
-    elif data is not None and not _is_own(data):
-        check_corpus(data, data_dir)
-    from undrop.lab.cli import _sources
+    def open(self, batches: int) -> Source:
+        """Open them.
 
-    if run is not None:
-        return _sources.from_run(run, data_dir=data_dir, batches=batches)
-    assert model is not None
-    assert data is not None
-    return _sources.from_names(model, data, loss=loss, data_dir=data_dir, batches=batches)
+        Raises:
+            OptionError: if the options name no model, or two, or a run that does not exist.
+        """
+        from undrop.errors import OptionError
+
+        run, model, data = self.run, self.model, self.data
+        if (run is None) == (model is None) or (data is None) == (run is None):
+            raise OptionError(_what_is_missing(run, model))
+        if run is not None:
+            _check_run(run)
+        elif data is not None and not _is_own(data):
+            check_corpus(data, self.data_dir)
+        from undrop.lab.cli import _sources
+
+        if run is not None:
+            return _sources.from_run(run, data_dir=self.data_dir, batches=batches)
+        assert model is not None
+        assert data is not None
+        return _sources.from_names(
+            model, data, loss=self.loss, data_dir=self.data_dir, batches=batches
+        )
 
 
 def _what_is_missing(run: Path | None, model: str | None) -> str:

@@ -11,9 +11,9 @@ import typer
 
 from undrop.errors import OptionError
 from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import Corpus, DataDir, Json, ObjectiveName, Preset
+from undrop.lab.cli._options import Json
 from undrop.lab.cli._output import print_json
-from undrop.lab.cli.train import SHARE, Model, Seed, Settings, choose, resolve
+from undrop.lab.cli.train import TrainingOptions
 
 if TYPE_CHECKING:
     from undrop.lab.train import Config
@@ -24,24 +24,16 @@ _SHORTEST = 200  # steps
 
 @COMMANDS.register("advise")
 def advise(
-    preset: Preset = None,
-    model: Model = None,
-    data: Corpus = None,
-    objective: ObjectiveName = None,
-    data_dir: DataDir = None,
+    options: TrainingOptions,
     share: Annotated[
         float, typer.Option(help="The share of the planned steps to train for.")
     ] = 0.1,
-    seed: Seed = None,
-    settings: Settings = None,
     json: Json = False,
 ) -> None:
     """Train for a share of the planned steps, and print the advice on stdout."""
     if not 0.0 < share <= 1.0:
         raise OptionError(f"--share must lie in (0, 1], got {share}.")
-    chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
-    chosen["train"]["tune"] = SHARE
-    advice = _advice(resolve(preset, chosen, settings or [], None, False), share)
+    advice = _advice(options.config(tune=True), share)
     if json:
         print_json(advice.to_json())
     else:

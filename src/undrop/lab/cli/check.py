@@ -8,16 +8,7 @@ import typer
 
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._names import named, objectives
-from undrop.lab.cli._options import (
-    DataDir,
-    DataName,
-    Json,
-    LossName,
-    ModelName,
-    OptionalRun,
-    ShowProgress,
-    open_source,
-)
+from undrop.lab.cli._options import Json, ShowProgress, SourceOptions
 from undrop.lab.cli._output import print_json
 
 if TYPE_CHECKING:
@@ -27,10 +18,7 @@ if TYPE_CHECKING:
 
 @COMMANDS.register("check")
 def check(
-    run: OptionalRun = None,
-    model: ModelName = None,
-    data: DataName = None,
-    loss: LossName = None,
+    options: SourceOptions,
     objective: Annotated[
         str | None,
         typer.Option(
@@ -39,13 +27,12 @@ def check(
             **named("objective", objectives),
         ),
     ] = None,
-    data_dir: DataDir = None,
     seconds: Annotated[float, typer.Option(help="The time to spend.")] = 10.0,
     progress: ShowProgress = True,
     json: Json = False,
 ) -> None:
     """Compare an objective's analytic terms with dropout itself on the first batch."""
-    source = open_source(run, model, data, loss, data_dir, 1)
+    source = options.open(1)
     import undrop
     from undrop.diagnosis.measure.model import collect
 

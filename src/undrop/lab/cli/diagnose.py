@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import (
-    Batches,
-    DataDir,
-    DataName,
-    Json,
-    LossName,
-    ModelName,
-    OptionalRun,
-    ShowProgress,
-    open_source,
-)
+from undrop.lab.cli._options import Batches, Json, ShowProgress, SourceOptions
 from undrop.lab.cli._output import check_outputs, print_json, write_outputs
 
 if TYPE_CHECKING:
@@ -59,11 +49,7 @@ Compare = Annotated[
 
 @COMMANDS.register("diagnose")
 def diagnose(
-    run: OptionalRun = None,
-    model: ModelName = None,
-    data: DataName = None,
-    loss: LossName = None,
-    data_dir: DataDir = None,
+    options: SourceOptions,
     seconds: Annotated[
         float, typer.Option(help="The time to spend: more time gives smaller errors.")
     ] = 30.0,
@@ -88,7 +74,7 @@ def diagnose(
         _print(compare_files(*compare), json)
         return
     _check_outputs(save, plot, html)
-    source = open_source(run, model, data, loss, data_dir, batches)
+    source = options.open(batches)
     held_out = source.validation if validation is None else _own(validation)
     found = _measured(
         source,

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import (
-    DataDir,
-    DataName,
-    Json,
-    LossName,
-    ModelName,
-    OptionalRun,
-    open_source,
-)
+from undrop.lab.cli._options import Json, SourceOptions
 from undrop.lab.cli._output import print_json, print_table
 
 
 @COMMANDS.register("sites")
 def list_sites(
-    run: OptionalRun = None,
-    model: ModelName = None,
-    data: DataName = None,
-    loss: LossName = None,
-    data_dir: DataDir = None,
+    options: SourceOptions,
     json: Json = False,
 ) -> None:
     """Run the model once and list the dropouts that it uses."""
-    source = open_source(run, model, data, loss, data_dir, 1)
+    source = options.open(1)
     from undrop.diagnosis.measure.model import collect
     from undrop.intercept import sites
     from undrop.intercept.site import UNACCOUNTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,26 +51,56 @@ Callbacks = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What to train: a preset, or a model and its data, and settings on top."""
+
+    preset: Preset = None
+    model: Model = None
+    data: Corpus = None
+    objective: ObjectiveName = None
+    data_dir: DataDir = None
+    seed: Seed = None
+    settings: Settings = None
+
+    def config(
+        self, out: Path | None = None, resume: bool = False, *, tune: bool = False
+    ) -> Config:
+        """Return the config, on top of that of the run to resume, if there is one."""
+        check_corpus(self.data, self.data_dir)
+        chosen: dict[str, dict[str, Any]] = {
+            "model": {"name": self.model},
+            "data": {"name": self.data, "dir": self.data_dir and str(self.data_dir.absolute())},
+            "objective": {"name": self.objective},
+            "train": {"seed": self.seed, "tune": SHARE if tune else None},
+        }
+        settings: dict[str, Any] = {
+            section: {key: value for key, value in values.items() if value is not None}
+            for section, values in chosen.items()
+        }
+        unnamed = self.preset is None and not settings["model"] and not settings["data"]
+        if unnamed and not (resume and out is not None):
+            raise _nothing_to_train(out, resume)
+        from undrop.lab.train import RunFolder, configure, merge
+
+        if self.preset is None and resume and out is not None and RunFolder(out).holds_run():
+            settings = merge(RunFolder(out).read_config(), settings)
+        elif unnamed:
+            raise _nothing_to_train(out, resume)
+        return configure(self.preset, settings, self.settings or [])
+
+
 @COMMANDS.register("train")
 def train(
-    preset: Preset = None,
-    model: Model = None,
-    data: Corpus = None,
-    objective: ObjectiveName = None,
-    data_dir: DataDir = None,
+    options: TrainingOptions,
     out: Out = None,
-    seed: Seed = None,
     resume: Resume = False,
     tune: Tune = False,
-    settings: Settings = None,
     callbacks: Callbacks = None,
     json: Json = False,
 ) -> None:
     """Train a language model, with progress on stderr and the summary on stdout."""
-    chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
-    if tune:
-        chosen["train"]["tune"] = SHARE
-    config = resolve(preset, chosen, settings or [], out, resume)
+    config = options.config(out, resume, tune=tune)
     start(config, out, resume, json, *map(_callback, callbacks or []))
 
 
@@ -85,24 +116,6 @@ def _callback(name: str) -> Callback:
             f"{type(found).__name__}."
         )
     return found
-
-
-def choose(
-    *,
-    model: str | None,
-    data: str | None,
-    objective: str | None,
-    data_dir: Path | None,
-    seed: int | None,
-) -> dict[str, dict[str, Any]]:
-    """Return the settings that the options stand for; None where an option was not given."""
-    check_corpus(data, data_dir)
-    return {
-        "model": {"name": model},
-        "data": {"name": data, "dir": str(data_dir.absolute()) if data_dir else None},
-        "objective": {"name": objective},
-        "train": {"seed": seed},
-    }
 
 
 def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks: Callback) -> None:
@@ -136,30 +149,6 @@ def _tuned(tuner: Tuner, out: Path) -> str:
     except MissingExtraError:
         return text
     return f"{text}\n\np over the steps: {out / 'tuning.svg'}"
-
-
-def resolve(
-    preset: str | None,
-    chosen: dict[str, dict[str, Any]],
-    overrides: list[str],
-    out: Path | None,
-    resume: bool,
-) -> Config:
-    """Return the config of the options, on top of that of the run to resume, if there is one."""
-    settings: dict[str, Any] = {
-        section: {key: value for key, value in values.items() if value is not None}
-        for section, values in chosen.items()
-    }
-    unnamed = preset is None and not settings["model"] and not settings["data"]
-    if unnamed and not (resume and out is not None):
-        raise _nothing_to_train(out, resume)
-    from undrop.lab.train import RunFolder, configure, merge
-
-    if preset is None and resume and out is not None and RunFolder(out).holds_run():
-        settings = merge(RunFolder(out).read_config(), settings)
-    elif unnamed:
-        raise _nothing_to_train(out, resume)
-    return configure(preset, settings, overrides)
 
 
 def _nothing_to_train(out: Path | None, resume: bool) -> Exception:

@@ -7,31 +7,14 @@ from typing import Annotated
 import typer
 
 from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import Corpus, DataDir, ObjectiveName, Preset
-from undrop.lab.cli.train import (
-    Json,
-    Model,
-    Out,
-    Resume,
-    Seed,
-    Settings,
-    choose,
-    resolve,
-    start,
-)
+from undrop.lab.cli.train import Json, Out, Resume, TrainingOptions, start
 
 
 @COMMANDS.register("watch")
 def watch(
-    preset: Preset = None,
-    model: Model = None,
-    data: Corpus = None,
-    objective: ObjectiveName = None,
-    data_dir: DataDir = None,
+    options: TrainingOptions,
     out: Out = None,
-    seed: Seed = None,
     resume: Resume = False,
-    settings: Settings = None,
     interval: Annotated[
         int, typer.Option(min=1, help="Steps between two measurements; 200 costs 1 to 3 %.")
     ] = 200,
@@ -45,8 +28,7 @@ def watch(
     With --set train.loggers=tensorboard they go to TensorBoard too. The training itself is bit for
     bit the same as without the measurements.
     """
-    chosen = choose(model=model, data=data, objective=objective, data_dir=data_dir, seed=seed)
-    config = resolve(preset, chosen, settings or [], out, resume)
+    config = options.config(out, resume)
     from undrop.diagnosis import Watcher
     from undrop.lab.train.callbacks import Watch
 

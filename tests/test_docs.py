@@ -7,8 +7,10 @@
 """
 
 import contextlib
+import inspect
 import io
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -195,3 +197,18 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_the_network(tmp
         assert not loaded, f"{page.name} loads {loaded}"
     for font in re.findall(r"url\(([^)]+)\)", (DOCS / "assets/katex/katex.min.css").read_text()):
         assert (DOCS / "assets/katex" / font).exists()
+
+
+def documented():
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for place in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.M):
+            yield pytest.param(place, id=place)
+
+
+@pytest.mark.parametrize("place", documented())
+def test_the_reference_shows_an_example_as_code(place):
+    found = pkgutil.resolve_name(place)
+    text = inspect.getdoc(found) or ""
+    before, sign, _ = text.partition(">>>")
+    if sign and (inspect.isclass(found) or inspect.isroutine(found)):
+        assert before.rstrip().endswith("Examples:"), "a page shows other examples as quotations"

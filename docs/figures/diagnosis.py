@@ -1,6 +1,6 @@
 """The figures and listings of docs/diagnosis.md, and the first picture of the README.
 
-    python docs/figures/diagnosis.py       # a minute on one core
+    python docs/figures/diagnosis.py       # two minutes on one core
 
 A small net learns 300 of scikit-learn's digits with dropout at three sites. It is diagnosed after 60
 and after 600 steps, with 800 other digits as validation data. Writes diagnosis.png (all panels) and
@@ -62,8 +62,8 @@ def main() -> None:
         optimizer.zero_grad()
         if step in STEPS:
             generator = torch.Generator().manual_seed(0)
-            how = {"learning_rate": LEARNING_RATE, "draws": MASKS, "generator": generator}
-            found.append(undrop.diagnose(model, batches, validation=held_out, seconds=600, **how))
+            how = {"optimizer": optimizer, "draws": MASKS, "generator": generator}
+            found.append(undrop.diagnose(model, batches, validation=held_out, seconds=6000, **how))
     before, after = found
     print(after, before.compare(after), sep="\n\n")
     after.plot(HERE / "diagnosis.png")

@@ -1,4 +1,7 @@
-"""Every error that undrop raises on purpose: one sentence that names the thing and the way out."""
+"""Every error that undrop raises on purpose: one sentence that names the problem and the way out.
+
+They share one base, so ``except undrop.errors.UndropError`` catches them all.
+"""
 
 from __future__ import annotations
 

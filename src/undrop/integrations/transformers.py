@@ -345,11 +345,12 @@ class UndropMixin(_Base):
 class UndropTrainer(UndropMixin, Trainer):
     """Transformers' ``Trainer`` with one more argument, ``objective``; see :class:`UndropMixin`.
 
-    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
-    >>> model = BertForSequenceClassification(BertConfig(num_hidden_layers=1))
-    >>> trainer = UndropTrainer(model, TrainingArguments("out", report_to=[], use_cpu=True))
-    >>> type(trainer.objective).__name__
-    'Analytic'
+    Examples:
+        >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+        >>> model = BertForSequenceClassification(BertConfig(num_hidden_layers=1))
+        >>> trainer = UndropTrainer(model, TrainingArguments("out", report_to=[], use_cpu=True))
+        >>> type(trainer.objective).__name__
+        'Analytic'
     """
 
 

@@ -47,18 +47,20 @@ class Tuner:
     Every site starts at p = 0.1, whatever p the model declares, and σ² rises to it before the first
     trial. A site that declares 0 is not tuned.
 
-    >>> import torch, undrop
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 2))
-    >>> held = [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(2)]
-    >>> tuner = undrop.Tuner(undrop.Dropout(), held)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> for _ in range(20):
-    ...     step = tuner.step(model, torch.randn(16, 4), torch.randint(2, (16,)))
-    ...     optimizer.zero_grad()
-    ...     step.backward()
-    ...     optimizer.step()
-    >>> sorted(tuner.probabilities)
-    ['1']
+    Examples:
+        >>> import torch, undrop
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+        >>> held = [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(2)]
+        >>> tuner = undrop.Tuner(undrop.Dropout(), held)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for _ in range(20):
+        ...     step = tuner.step(model, torch.randn(16, 4), torch.randint(2, (16,)))
+        ...     optimizer.zero_grad()
+        ...     step.backward()
+        ...     optimizer.step()
+        >>> sorted(tuner.probabilities)
+        ['1']
 
     Args:
         objective: an ``Analytic`` or a ``Dropout``.
@@ -130,7 +132,7 @@ class Tuner:
         """Count a step, and adjust p every ``interval`` steps; for loops that call the objective.
 
         Returns:
-            What :meth:`figures` returns, after a trial, else None.
+            The ``figures()`` after a trial, else None.
         """
         bare = unwrapped(model)
         if not self._declared:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import undrop
+from hand_made import KINDS
 from integrations.two_processes import Net
 from undrop.errors import OptionError
 
@@ -33,6 +34,11 @@ BY_HAND = [" drop path", " masks by hand", " layer drop", " module dropout"]
 )
 def test_gradients_equal_those_of_one_process(found, wrapper, case):
     assert found[wrapper + case] < 1e-14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_mask_made_by_hand_has_them_under_ddp(found, kind):
+    assert found[f"ddp {kind}"] < 1e-14
 
 
 def test_masks_made_by_hand_were_sites_there(found):

@@ -17,8 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import undrop
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from hand_made import KINDS
+
 D = torch.float64
 Make = Callable[[torch.Generator], undrop.Objective]
+Given = Callable[[int], tuple[Tensor, Tensor]]
 
 
 class Block(nn.Module):
@@ -114,9 +118,17 @@ def batch(rank: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (2, 3), generator=generator)
 
 
-def gradient(model: nn.Module, make: Make, rank: int, in_turn: bool = False) -> Tensor:
+def small_batch(rank: int) -> tuple[Tensor, Tensor]:
+    """The same for the nets of ``hand_made``."""
+    x, y = batch(rank)
+    return x.movedim(1, 2), y[:, 0]
+
+
+def gradient(
+    model: nn.Module, make: Make, rank: int, in_turn: bool = False, given: Given = batch
+) -> Tensor:
     """The gradient of a step on this rank's batch with this rank's noise."""
-    step = make(torch.Generator().manual_seed(rank))(model, *batch(rank))
+    step = make(torch.Generator().manual_seed(rank))(model, *given(rank))
     step.backward() if in_turn else step.total.backward()
     grads = [p.grad for p in model.parameters()]
     whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
@@ -130,6 +142,19 @@ def difference(
     alone = sum(gradient(net(**options), make, rank) for rank in range(dist.get_world_size()))
     together = gradient(wrap(net(**options)), make, dist.get_rank(), in_turn)
     return float((together - alone / dist.get_world_size()).abs().max())
+
+
+def by_hand(kind: str) -> float:
+    """The same for a net that drops by hand."""
+    torch.set_default_dtype(D)
+    found = []
+    for wrap in (lambda model: model, DistributedDataParallel):
+        torch.manual_seed(4)
+        model = wrap(KINDS[kind][0]())
+        found.append(gradient(model, analytic(), dist.get_rank(), given=small_batch))
+    torch.set_default_dtype(torch.float32)
+    dist.all_reduce(found[0])
+    return float((found[1] - found[0] / dist.get_world_size()).abs().max())
 
 
 def refusal(make: Make) -> str:
@@ -189,6 +214,7 @@ def results() -> dict[str, object]:
         found[f"ddp {engine}"] = difference(DistributedDataParallel, analytic(engine=engine))
     for engine in ("tangent", "reverse", "exact"):
         found[f"fsdp2 refuses {engine}"] = refusal(analytic(engine=engine))
+    found |= {f"ddp {kind}": by_hand(kind) for kind in KINDS}
     auto, fixed = (gradient(sharded(net()), make, 0) for make in (analytic(), antithetic))
     return found | {
         "fsdp2 auto is antithetic": torch.equal(auto, fixed),

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_hooks
 from undrop.intercept.running_statistics import keep_buffers
 
 if TYPE_CHECKING:
+    from undrop.intercept.hand_masks import HandMasks
     from undrop.intercept.random_values import Mask
 
 
@@ -30,9 +31,10 @@ class Watch:
     function itself is nothing that torch.compile can trace.
     """
 
-    def __init__(self) -> None:
-        self.running: list[nn.Module] = []
-        """The modules whose forward runs now, the innermost last."""
+    def __init__(self, mode: HandMasks) -> None:
+        self._mode = mode
+        self.running: list[tuple[nn.Module, int]] = []
+        """The modules that run now, the innermost last, with ``mode.functions`` when they began."""
         self.blends: list[Blend] = []
         """The branches whose module has not returned yet."""
         compiled = torch.compiler.is_compiling()
@@ -67,7 +69,7 @@ class Watch:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._elsewhere():
             return
-        self.running.append(module)
+        self.running.append((module, self._mode.functions))
         blend = self.waiting()
         if blend is not None:
             if self._thread is not None:
@@ -77,7 +79,7 @@ class Watch:
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if self._elsewhere():
             return output
-        while self.running and self.running.pop() is not module:
+        while self.running and self.running.pop()[0] is not module:
             pass
         while self.blends and self.blends[-1].layer is module:
             output = self.blends.pop().of(args, kwargs, output)
@@ -123,7 +125,18 @@ class Blend:
 
 
 class BlendAround(Blend):
-    """Blends what the module that asks for the branch returns in both branches."""
+    """Blends what the module that asks for the branch returns in both branches.
+
+    Args:
+        mask: the mask of the branch.
+        factor: m, the soft value of "the layer runs".
+        layer: the module.
+        begun: how many functions the model had called when the module began.
+    """
+
+    def __init__(self, mask: Mask, factor: Tensor, layer: nn.Module, begun: int) -> None:
+        super().__init__(mask, factor, layer)
+        self._begun = begun
 
     def of(self, args: Any, kwargs: Any, output: Any) -> Any:
         """Return what the module returns from now on."""
@@ -135,11 +148,11 @@ class BlendAround(Blend):
 
         buffers = any(m._buffers for m in module.modules())
         with keep_buffers(module) if buffers else nullcontext():
-            other, calls = mode.replayed(self.mask, run, False)
-            if mode.uses is not None:  # what is dropped takes fewer functions
-                calls_kept = mode.replayed(self.mask, run, True)[1]
-                if calls != calls_kept:
-                    self.mask.used(drops=self.mask.keeps == (calls > calls_kept))
+            middle = mode.functions
+            other = mode.replayed(self.mask, run)
+        kept, dropped = middle - self._begun, mode.functions - middle
+        if kept != dropped:  # what is dropped takes fewer functions
+            self.mask.used(drops=self.mask.keeps == (kept < dropped))
         return self._both(other, output)
 
     def _both(self, other: Any, output: Any) -> Any:

@@ -77,12 +77,10 @@ class Given(Protocol):
 
 @dataclass
 class Replay:
-    """A part of the pass that is run again with a given answer to one branch."""
+    """A part of the pass that is run again with the other answer to a branch."""
 
     key: str
     """The draw of the branch."""
-    kept: bool
-    """Whether the answer is the one that keeps."""
     begun: bool = False
     """Whether the draw has happened."""
 
@@ -260,13 +258,13 @@ class HandMasks:
     def watch(self) -> Watch:
         """Watch the modules that the pass calls, from now on."""
         if self._watch is None:
-            self._watch = Watch()
+            self._watch = Watch(self)
         return self._watch
 
     def branch(self, mask: Mask) -> bool:
         """Answer ``if mask:`` by what is kept, and blend it with the other branch."""
         if self._replay is not None and self._replay.key == mask.key:
-            return self._replay.kept == mask.keeps
+            return not mask.keeps
         if mask.key not in self._branched:
             watch = self.watch()
             watch.settle()
@@ -276,25 +274,25 @@ class HandMasks:
                 raise mask.refuse("a branch on many values")
             factor = value if mask.keeps else self.resume(torch.rsub, (value, 1.0), {})
             self._branched |= {mask.key}
-            blend = BlendAround(mask, factor, watch.running[-1]) if around else Blend(mask, factor)
+            blend = BlendAround(mask, factor, *watch.running[-1]) if around else Blend(mask, factor)
             watch.blends.append(blend)
         return mask.keeps
 
-    def replayed(self, mask: Mask, run: Callable[[], H], kept: bool) -> tuple[H, int]:
-        """Return what a part of the pass returns with one answer, and how many functions it calls.
+    def replayed(self, mask: Mask, run: Callable[[], H]) -> H:
+        """Return what a part of the pass returns with the answer that drops.
 
         Raises:
             NotAMask: if that part has sites or draws of its own.
         """
-        before, functions = self.position(), self.functions
-        self._replay = replay = Replay(mask.key, kept)
+        before = self.position()
+        self._replay = replay = Replay(mask.key)
         try:
             output = run()
         finally:
             self._replay = None
         if not replay.begun or self.position() != before:
             raise mask.refuse("a branch around other random numbers", branch=True)
-        return output, self.functions - functions
+        return output
 
 
 SHARED = "shared by all examples"

@@ -198,6 +198,7 @@ class Interception(HandMasks, TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function of tensors as if the model had called it."""
+        self.functions -= 1  # the model has not
         return self.__torch_function__(func, (), args, kwargs)
 
     def next_draw(self) -> str | None:

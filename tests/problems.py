@@ -123,3 +123,13 @@ def problem(name: str, loss: str | None = None, seed: int = 0) -> Problem:
     inputs = made.inputs.to(D) if made.inputs.is_floating_point() else made.inputs
     made = replace(made, model=made.model.to(D), inputs=inputs)
     return made if loss is None else made.with_loss(loss)
+
+
+def classify(model: nn.Module, *shape: int, classes: int = 3, seed: int = 0) -> Problem:
+    """A classification problem in float64."""
+    torch.manual_seed(seed)
+    model = model.to(D).train()
+    x = torch.randn(*shape, dtype=D)
+    with torch.no_grad():
+        leading = model(x).shape[:-1]
+    return Problem(model, x, torch.randint(classes, leading), CrossEntropy())

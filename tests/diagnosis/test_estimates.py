@@ -40,6 +40,16 @@ def test_an_enumerated_batch_is_exact_only_if_it_is_the_only_one():
     assert samples_of([[2.0]]).mean(lambda x: x) == Estimate(2.0, None)
 
 
+def test_samples_that_are_equal_by_chance_say_nothing_about_the_error():
+    equal = samples_of([[2.0, 2.0, 2.0]])
+    assert equal.mean(lambda x: x) == Estimate(2.0, None)
+    assert equal.ratio(lambda x: x, lambda x: 2 * x) == Estimate(0.5, None)
+    assert samples_of([[2.0], [2.0]], "enumerated").mean(lambda x: x) == Estimate(2.0, None)
+    # a figure that is 0 for every mask, and a ratio that is 1 for every mask, are no chance
+    assert equal.mean(lambda x: 0.0) == Estimate(0.0, 0.0, 0.0, 0.0)
+    assert samples_of([[1.0, 2.0]]).ratio(lambda x: x, lambda x: x).stderr == 0.0
+
+
 def test_a_figure_that_some_samples_lack_uses_the_others():
     samples = samples_of([[{"a": 1.0, "b": 1.0}, {"a": 3.0}]])
     assert samples.mean(lambda s: s["a"]).value == 2.0

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import undrop
 from device import new_generator
 from engine_helpers import (
-    BOTH,
     EXPLICIT,
     design,
     evaluate,
@@ -22,23 +21,12 @@ from engine_helpers import (
     relative,
     seeded,
 )
-from problems import D, Problem
+from problems import D, classify
 from undrop.engines import Antithetic, Exact, Tangent
 from undrop.errors import EngineError
 from undrop.lab.models import AWDLSTM, GPT
-from undrop.losses import CrossEntropy
 
 ONE_PASS = "antithetic: one stacked pass"
-
-
-def classify(model, *shape, classes=3, seed=0):
-    """A classification problem in float64."""
-    torch.manual_seed(seed)
-    model = model.to(D).train()
-    x = torch.randn(*shape, dtype=D)
-    with torch.no_grad():
-        leading = model(x).shape[:-1]
-    return Problem(model, x, torch.randint(classes, leading), CrossEntropy())
 
 
 class ReluTransformer(nn.Module):
@@ -134,81 +122,6 @@ def test_over_all_signs_the_gradient_on_a_relu_net_has_no_bias():
     ).mean()
     exact = evaluate(Exact(), p, seeded(0), EXPLICIT).total
     assert relative(gradient(total, p.model), gradient(exact, p.model)) < 0.01
-
-
-class Clip(nn.Module):
-    """Every example is compared with every other one."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.drop = nn.Linear(4, 5), nn.Linear(4, 5), nn.Dropout(0.2)
-
-    def forward(self, x):
-        return self.drop(torch.tanh(self.a(x))) @ self.drop(self.b(x)).T
-
-
-class Graph(nn.Module):
-    """The adjacency of the nodes is in the model."""
-
-    def __init__(self, nodes=6):
-        super().__init__()
-        self.register_buffer("adjacency", torch.rand(nodes, nodes).softmax(-1))
-        self.one, self.drop, self.two = nn.Linear(4, 5), nn.Dropout(0.2), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.two(self.adjacency @ self.drop(torch.tanh(self.adjacency @ self.one(x))))
-
-
-class Centred(nn.Sequential):
-    def forward(self, x):
-        h = super().forward(x)
-        return h - h.mean(0)
-
-
-class AcrossExamples(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.drop, self.attention, self.last = (
-            nn.Dropout(0.2),
-            nn.MultiheadAttention(4, 1),
-            nn.Linear(4, 3),
-        )
-
-    def forward(self, x):
-        h = self.drop(x).unsqueeze(1)  # the examples are the sequence
-        return self.last(self.attention(h, h, h)[0].squeeze(1))
-
-
-INTERACTING = {
-    "contrastive": lambda: classify(Clip(), 6, 4, classes=6),
-    "graph": lambda: classify(Graph(), 6, 4),
-    "centred": lambda: classify(
-        Centred(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)), 6, 4
-    ),
-    "attention across examples": lambda: classify(AcrossExamples(), 6, 4),
-}
-
-
-@pytest.mark.parametrize("name", INTERACTING)
-def test_where_examples_interact_it_takes_two_passes_and_says_so(name, caplog):
-    p = INTERACTING[name]()
-    draw = random_signs(p, 3)
-    found = [evaluate(Antithetic(1e-4), p, draw, BOTH) for _ in range(2)]
-    if name != "contrastive":  # each side is a block of its own: one pass is right
-        assert found[0].engine == "antithetic: two passes, since its examples interact"
-        assert len(caplog.messages) == 1
-    wanted = gradient(evaluate(Tangent(), p, draw, BOTH).total, p.model)
-    assert relative(gradient(found[0].total, p.model), wanted) < 1e-5
-
-
-@pytest.mark.parametrize("name", INTERACTING)
-def test_where_examples_interact_a_fraction_is_refused(name):
-    p = INTERACTING[name]()
-    message = (
-        f"fraction < 1 needs independent examples, but in {type(p.model).__name__} its examples"
-    )
-    with pytest.raises(EngineError, match=message):
-        undrop.Analytic(fraction=0.5)(p.model, p.inputs, p.targets)
 
 
 class TimeMajor(nn.Module):

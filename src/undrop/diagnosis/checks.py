@@ -17,6 +17,7 @@ from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, collect
 from undrop.diagnosis.measure.r_drop import MaskSample, sample_mask
 from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import GOOD
+from undrop.engines import Exact
 from undrop.errors import OptionError
 from undrop.generators import Generators
 from undrop.objectives import Objective
@@ -216,6 +217,8 @@ def _result(objective: Objective, samples: Samples[_Sample]) -> Check:
     share = samples.ratio(lambda s: s.mask.half_quadratic, lambda s: s.mask.r_drop)
     first = next(iter(samples))
     explicit = samples.mean(lambda s: s.explicit)
+    if isinstance(getattr(objective, "engine", None), Exact):  # which computes the expectation
+        explicit = Estimate.of(explicit.value, 0.0)
     noise = samples.ratio(lambda s: s.analytic_trace, lambda s: s.dropout_trace)
     return Check(
         objective=type(objective).__name__,

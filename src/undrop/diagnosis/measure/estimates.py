@@ -162,14 +162,20 @@ def linear(
     c = np.asarray(coefficients, dtype=float)
     value = float(c @ _mean(batches))
     found = [_student(value, spread, c) for spread in _spreads(batches, masks)]
-    if not found:
+    error = max((e.stderr or 0.0 for e in found), default=0.0)
+    if not found or (_all_equal(error, masks) and value):
         return Estimate(value, None)
     return Estimate(
         value,
-        max(e.stderr or 0.0 for e in found),
+        error,
         min(e.low for e in found),
         max(e.high for e in found),
     )
+
+
+def _all_equal(spread: float, masks: Masks) -> bool:
+    """Whether all samples are equal by chance, as with few masks and a small p: the error is unknown."""
+    return masks != "complete" and spread == 0.0
 
 
 def _student(value: float, spread: _Spread, c: NDArray[np.float64]) -> Estimate:
@@ -187,12 +193,12 @@ def ratio(batches: Sequence[BatchMoments], masks: Masks = "sampled") -> Estimate
     value = a / b
     # the delta method: R̂ - R ≈ mean(a - R·b)/b
     error = linear(batches, (1.0 / b, -value / b), masks).stderr
-    ends = []
-    for spread in _spreads(batches, masks):
+    ends, spreads = [], _spreads(batches, masks)
+    for spread in spreads:
         t = t95(spread.freedom(np.array([1.0, -value])))
         (v_aa, v_ab), (_, v_bb) = spread.covariance
         ends.append(_fieller(a, b, t * t * v_aa, t * t * v_ab, t * t * v_bb))
-    if error is None:
+    if error is None or _all_equal(max(np.abs(s.covariance).max() for s in spreads), masks):
         return Estimate(value, None)
     return Estimate(value, error, min(low for low, _ in ends), max(high for _, high in ends))
 

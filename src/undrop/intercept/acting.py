@@ -37,6 +37,8 @@ def acting(model: nn.Module, inputs: Any) -> dict[str, bool]:
     try:
         with torch.enable_grad(), Interception(model, action):
             output = call(model, map_tensors(_copied, inputs))
+        if not leaves:
+            return {}
         outputs = _outputs(output)
         gradients = torch.autograd.grad(
             outputs,

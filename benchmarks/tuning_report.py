@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,14 @@ def outcome(runs: list[Run], method: str) -> tuple[float, float] | None:
     return chosen["test"], seconds / float(np.median(grid)) if grid else math.nan
 
 
-def interval(values: list[float]) -> str:
+def interval(values: list[float], digits: int = 3) -> str:
     """The mean and its 95 % interval, by Student's t."""
     mean = sum(values) / len(values)
     if len(values) < 2:
-        return f"{mean:+.3f}"
+        return f"{mean:+.{digits}f}"
     spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
     half = stats.t.ppf(0.975, len(values) - 1) * spread / math.sqrt(len(values))
-    return f"{mean:+.3f} ± {half:.3f}"
+    return f"{mean:+.{digits}f} ± {half:.{digits}f}"
 
 
 def table(records: Iterable[Run]) -> list[str]:
@@ -118,54 +118,45 @@ def one_run(records: list[Run]) -> list[str]:
     return lines
 
 
-def mean_cells(records: Iterable[Run], heads: list[str], column: Any) -> list[str]:
-    """A row for each task with the mean test loss of each column; the count of seeds beside it."""
-    cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        if (head := column(record)) is not None:
-            cells[record["task"]][head].append(record["test"])
-    lines = [f"| task | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for task, found in sorted(cells.items()):
-        values = [f"{np.mean(found[h]):.3f} ({len(found[h])})" if found[h] else "" for h in heads]
-        lines.append(f"| {task} | {' | '.join(values)} |")
+CELLS = [(0.1, 0.7), (0.05, 0.7), (0.2, 0.7), (0.6, 0.7), (0.1, 0.22), (0.1, 2.2)]
+"""Starts and rates."""
+
+
+def rules(others: list[Run], kept: list[Run]) -> list[str]:
+    """What each rule changes in the test loss of p = 0.1, in percent, from each start and rate."""
+    names = ["moments, full noise at once", "moments", "growing", "growing, by evidence (kept)"]
+    by_key = {(r["rule"], r["task"], r["seed"], r["start"], r["rate"]): r["test"] for r in others}
+    by_key |= {
+        (names[-1], r["task"], r["seed"], r["start"], r["rate"]): r["test"]
+        for r in kept
+        if r["kind"] == "tuner"
+    }
+    fixed = {(r["task"], r["seed"]): r["test"] for r in kept if r["start"] == 0.1 and not r["rate"]}
+    heads = [f"from {start:g}, rate {rate:g}" for start, rate in CELLS]
+    lines = [f"| rule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name in names:
+        cells = []
+        for cell in CELLS:
+            found = [(by_key.get((name, *pair, *cell)), test) for pair, test in fixed.items()]
+            ratios = [100.0 * (mine / test - 1.0) for mine, test in found if mine is not None]
+            cells.append(f"{interval(ratios, 1)} ({len(ratios)})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def rules(records: Iterable[Run]) -> list[str]:
-    """The rules that were compared, from p = 0.1 at the rate 1.1."""
-    names = {
-        ("moments", "optimizer"): "moments, the optimizer's step",
-        ("growing steps", "optimizer"): "growing steps, the optimizer's",
-        ("sign", "optimizer"): "sign, the optimizer's",
-        ("moments", "own"): "moments, own step",
-        ("growing steps", "own"): "growing steps, own",
-    }
-
-    def column(r: Run) -> str | None:
-        if r["rule"] == "fixed":
-            return {0.0: "none", 0.1: "p = 0.1"}.get(r["start"])
-        usual = (r["rate"], r["start"], r["decay"]) == (1.1, 0.1, 0)
-        return names[r["rule"], r["update"]] if usual else None
-
-    shown = [r for r in records if r["task"].endswith(("mlp", "convnet"))]
-    return mean_cells(shown, ["none", "p = 0.1", *names.values()], column)
-
-
 def starts(records: list[Run]) -> list[str]:
-    """The kept rule from each start and with each rate, and some fixed p."""
-
-    def column(r: Run) -> str | None:
-        if r["kind"] == "fixed":
-            return f"fixed {r['start']:g}"
-        if r["rate"] != 0.7:
-            return f"0.1, rate {r['rate']:g}"
-        return f"from {r['start']:g}"
-
-    runs = Counter((r["task"], r["seed"]) for r in records)
-    complete = [r for r in records if runs[r["task"], r["seed"]] == max(runs.values())]
-    tuned = ["from 0.05", "from 0.1", "from 0.2", "from 0.6", "0.1, rate 0.22", "0.1, rate 2.2"]
-    fixed = ["fixed 0", "fixed 0.05", "fixed 0.1", "fixed 0.2"]
-    return mean_cells(complete, [*fixed, *tuned], column)
+    """The kept rule from each start and with each rate, and some fixed p, task by task."""
+    heads = ["none", "p = 0.1", *(f"from {s:g}, rate {r:g}" for s, r in CELLS)]
+    keys = [("fixed", 0.0, 0.0), ("fixed", 0.1, 0.0), *(("tuner", *cell) for cell in CELLS)]
+    lines = [f"| task (seeds) | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for task in sorted({r["task"] for r in records}):
+        mine = [r for r in records if r["task"] == task]
+        columns = [
+            [r["test"] for r in mine if (r["kind"], r["start"], r["rate"]) == k] for k in keys
+        ]
+        values = [f"{np.mean(column):.3f}" for column in columns]
+        lines.append(f"| {task} ({len(columns[0])}) | {' | '.join(values)} |")
+    return lines
 
 
 SIGNALS = ("one step", "one step, held-out", "Adam", "horizon 30", "horizon 100", "horizon 300")
@@ -186,29 +177,37 @@ def signals(records: list[Run]) -> list[str]:
     return lines
 
 
-def advice(records: list[Run], runs: list[Run]) -> list[str]:
-    """For each case what the advice says, what the search says, and what the advised p costs."""
+def advice(records: list[Run]) -> list[str]:
+    """For each case what the advice says and what the search says, and the hits."""
     lines = [
-        "| task | seed | says | p (range) | none minus best of 6 p | advised p | p = 0.1 |",
-        "|---" * 7 + "|",
+        "| task | seed | gap | says | none minus best of 6 p | p = 0.1 minus best |",
+        "|---" * 6 + "|",
     ]
-    for r in records:
-        mine = [x for x in runs if (x["task"], x["seed"]) == (r["task"], r["seed"])]
-        grid = {x["how"]["ps"][0]: x for x in mine if x["method"] in ("grid", "none")}
-        best = min((x for p, x in grid.items() if p), key=lambda x: x["validation"])
-        near = min(grid, key=lambda p: abs(_log_odds(p) - _log_odds(r["p"])))
-        gain, cost, usual = (grid[p]["test"] - best["test"] for p in (0.0, near, 0.1))
-        where = f"{r['p']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
+    gaps, truth, verdicts, groups = [], [], [], []
+    for r in (r for r in records if r["kind"] == "advice"):
+        case = (r["task"], r["seed"])
+        runs = {x["p"]: x for x in records if x["kind"] == "run" and (x["task"], x["seed"]) == case}
+        if len(runs) < 7:
+            continue
+        best = min((x for p, x in runs.items() if p), key=lambda x: x["validation"])
+        gain, usual = (runs[p]["test"] - best["test"] for p in (0.0, 0.1))
+        gap = f"{r['gap']['value']:+.2f} ± {r['gap']['stderr']:.2f}"
         lines.append(
-            f"| {r['task']} | {r['seed']} | {r['says']} | {where} | {gain:+.3f} | {cost:+.3f} | "
-            f"{usual:+.3f} |"
+            f"| {case[0]} | {case[1]} | {gap} | {r['says']} | {gain:+.3f} | {usual:+.3f} |"
         )
-    return lines
-
-
-def _log_odds(p: float) -> float:
-    p = max(p, 0.01)
-    return math.log(p / (1.0 - p))
+        gaps.append(r["gap"]["value"])
+        truth.append(gain > 0.0)
+        verdicts.append(r["says"] == "helps")
+        groups.append(case[0])
+    given = [t for t, v in zip(truth, verdicts, strict=True) if v]
+    right = stats.binomtest(sum(given), max(len(given), 1)).proportion_ci(method="wilson")
+    area = auc_interval(np.array(gaps), np.array(truth), groups)
+    summary = (
+        f'Dropout helps in {sum(truth)} of {len(truth)} cases. The verdict "helps" was given in '
+        f"{len(given)} and is right in {sum(given)} of them (95 % interval of the share: "
+        f"{right.low:.2f} to {right.high:.2f}). AUC of the gap: {area}, by drawing tasks."
+    )
+    return [summary, "", *lines]
 
 
 def auc(scores: np.ndarray, labels: np.ndarray) -> float:
@@ -232,54 +231,53 @@ def auc_interval(scores: np.ndarray, labels: np.ndarray, groups: list[Any]) -> s
 
 
 def benefit_cases(records: list[Run], cases: list[Run]) -> list[Run]:
-    """For each case the mean over seeds of the truth and of the scores."""
-    by_key = {(r["task"], r["p"], r["seed"], r["without"]): r for r in records}
+    """For each case the mean over seeds of the truth and of z, and its clear verdicts."""
+    by_key = {(r["task"], r["p"], r["seed"], r["changed"]): r for r in records}
     found = []
     for case in cases:
-        task, p, site = case["task"], case["p"], case["site"]
-        pairs = [
-            (r, by_key[task, p, seed, None])
-            for (t, q, seed, without), r in by_key.items()
-            if (t, q, without) == (task, p, site)
-        ]
-        if pairs:
-            row = {
-                "truth": np.mean([r["last_test"] - whole["last_test"] for r, whole in pairs]),
-                "early": np.mean([r["test"] - whole["test"] for r, whole in pairs]),
-                "z": np.mean([whole["z"][site] for _, whole in pairs]),
-                "z_held": np.mean([whole["z_held"][site] for _, whole in pairs]),
-            }
-            found.append({**case, "seeds": len(pairs), **row})
+        task, p, what = case["task"], case["p"], case["what"]
+        seeds = [s for t, q, s, changed in by_key if (t, q, changed) == (task, p, what)]
+        if not seeds:
+            continue
+        pairs = [(by_key[task, p, s, what], by_key[task, p, s, None]) for s in seeds]
+        sign = -1.0 if what == DECAY else 1.0  # its run has it, those of the sites have not
+        scores = [whole["benefit"][what] for _, whole in pairs]
+        row = {
+            "truth": sign * np.mean([r["last_test"] - w["last_test"] for r, w in pairs]),
+            "early": sign * np.mean([r["test"] - w["test"] for r, w in pairs]),
+            "benefit": np.mean([value for value, _, _ in scores]),
+            "z": np.mean([z for _, _, z in scores]),
+            "clear": [z > 0.0 for _, _, z in scores if abs(z) > CLEAR],
+        }
+        found.append({**case, "seeds": len(pairs), **row})
     return found
 
 
-SCORES = {
-    "z": "z",
-    "z_held": "z, regularizer on held-out batches",
-    "one": "z, slope over a finite stride",
-    "horizon": "z, slope over a finite stride, horizon of 100 steps",
-    "branch": "two branches of 20 steps, with and without the site",
-}
+DECAY, CLEAR = "weight decay", 2.0
 
 
-def benefit(records: list[Run], cases: list[Run], others: list[Run]) -> list[str]:
-    """The AUC of the benefit and of other scores, and the cases behind it."""
+def benefit(records: list[Run], cases: list[Run]) -> list[str]:
+    """The AUC of the benefit, how often its sign is right, and the cases behind it."""
     rows = benefit_cases(records, cases)
-    for row in rows:
-        mine = [r for r in others if (r["task"], r["p"]) == (row["task"], row["p"])]
-        row |= {k: np.mean([r[k][row["site"]] for r in mine]) for k in ("one", "horizon", "branch")}
-    groups = [(row["task"], row["p"]) for row in rows]
-    lines = ["| score | truth | cases that help | AUC (95 %) |", "|---|---|---|---|"]
-    for truth, when in (("truth", "end of training"), ("early", "best epoch")):
-        labels = np.array([row[truth] > 0.0 for row in rows])
-        for score, what in SCORES.items():
-            value = auc_interval(np.array([row[score] for row in rows]), labels, groups)
-            lines.append(f"| {what} | {when} | {labels.sum()} of {len(rows)} | {value} |")
-    lines += ["", "| task | p | site | seeds | loss without it | z |", "|---|---|---|---|---|---|"]
+    sites, decays = ([r for r in rows if (r["what"] == DECAY) == on] for on in (False, True))
+    heads = ("cases", "truth", "that help", "AUC of z (95 %)", "right sign", "right where |z| > 2")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for what, mine in (("sites", sites), ("weight decay", decays), ("all", rows)):
+        for truth, when in (("truth", "end of training"), ("early", "best epoch")):
+            labels = np.array([row[truth] > 0.0 for row in mine])
+            z = np.array([row["z"] for row in mine])
+            area = auc_interval(z, labels, [(row["task"], row["p"]) for row in mine])
+            right = int(((z > 0.0) == labels).sum())
+            clear = [c == t for row, t in zip(mine, labels, strict=True) for c in row["clear"]]
+            cells = (f"{labels.sum()} of {len(mine)}", area, f"{right} of {len(mine)}")
+            lines.append(
+                f"| {what} | {when} | {' | '.join(cells)} | {sum(clear)} of {len(clear)} models |"
+            )
+    lines += ["", "| task | p | what | loss without it | benefit | z |", "|---" * 6 + "|"]
     for row in rows:
         lines.append(
-            f"| {row['task']} | {row['p']:g} | `{row['site']}` | {row['seeds']} | "
-            f"{row['truth']:+.3f} | {row['z']:+.1f} |"
+            f"| {row['task']} | {row['p']:g} | `{row['what']}` | {row['truth']:+.3f} | "
+            f"{row['benefit']:+.4f} | {row['z']:+.1f} |"
         )
     return lines
 
@@ -292,16 +290,14 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.results
     parts = {
-        "rules": rules(read(folder, "rules.jsonl")),
+        "rules": rules(read(folder, "rules.jsonl"), read(folder, "starts.jsonl")),
         "starts": starts(read(folder, "starts.jsonl")),
         "signals": signals(read(folder, "signals.jsonl")),
         "results": table(read(folder, "runs*.jsonl")),
         "one run": one_run(read(folder, "runs*.jsonl")),
-        "advice": advice(read(folder, "advise.jsonl"), read(folder, "runs*.jsonl")),
+        "advice": advice(read(folder, "advise.jsonl")),
         "benefit": benefit(
-            read(folder, "benefit.jsonl"),
-            json.loads((folder / "cases.json").read_text()),
-            read(folder, "horizon.jsonl"),
+            read(folder, "benefit.jsonl"), json.loads((folder / "cases.json").read_text())
         ),
     }
     page = Path("docs/tuning.md")

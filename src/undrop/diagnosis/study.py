@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from undrop.diagnosis.measure.benefit import Benefit, Training, measure_benefit
+from undrop.diagnosis.measure.benefit import REPEATS, Benefit, Training, measure_benefit
 from undrop.diagnosis.measure.explicit import Explicit, measure_explicit
 from undrop.diagnosis.measure.implicit import Implicit, measure_implicit
 from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, collect, shared_examples
@@ -97,7 +97,9 @@ def diagnose(
             noise = measure_implicit(measured, next(budgets), draws=draws)
         if other is not None and training is not None:
             benefit = measure_benefit(
-                *(measured, own, other, next(budgets), training), loss=as_loss(loss), repeats=draws
+                *(measured, own, other, next(budgets), training),
+                loss=as_loss(loss),
+                repeats=min(draws or REPEATS, REPEATS),
             )
     return _result(measured, explicit, noise, benefit, other, time.monotonic() - began)
 

@@ -33,6 +33,8 @@ STEPS = 20
 """The steps of a branch."""
 LEARNING_RATE = 1e-3
 """That of AdamW, where no optimizer is given."""
+REPEATS = 32
+"""The most: then the error is that of the validation batches, which more repeats do not reduce."""
 SHRINKAGE = 0.01
 """What weight decay takes off the weights in a branch, where no coefficient is given."""
 _OFF = 1e-9  # a p that drops nothing, but draws as many random numbers as any other
@@ -176,7 +178,7 @@ def measure_benefit(
     training: Training,
     *,
     loss: Loss,
-    repeats: int | None = None,
+    repeats: int = REPEATS,
     probabilities: Mapping[str, float] | None = None,
 ) -> Benefit:
     """Train branches until the time or the repeats are used up.
@@ -188,7 +190,7 @@ def measure_benefit(
         budget: the time; all dropout together and weight decay are measured once in any case.
         training: the optimizer.
         loss: the training loss.
-        repeats: the largest number of them; None uses all the time.
+        repeats: the largest number of them.
         probabilities: p by site; None takes what the model declares.
     """
     p = {s.name: s.p for s in measured.sites} if probabilities is None else dict(probabilities)

@@ -12,7 +12,7 @@ from torch import nn
 import undrop
 from device import new_generator
 from undrop.diagnosis import last_layer
-from undrop.diagnosis.theorem.generalization import TAU, Curve, minimum_over_beta
+from undrop.diagnosis.theorem.generalization import TAU, BoundCurve, minimum_over_beta
 from undrop.lab.models import MLP
 
 
@@ -111,7 +111,7 @@ def test_every_figure_agrees_with_the_literal_version(scale, tau, alpha):
 def test_the_minimum_is_that_of_scipy():
     optimize = pytest.importorskip("scipy.optimize")
     for a, b, c, s in [(1.0, 2.0, 3.0, 0.5), (1e-6, 1e-9, 1e4, 30.0), (5.0, 0.0, 1e-3, 1.0)]:
-        curve = Curve(a, b, c, s)
+        curve = BoundCurve(a, b, c, s)
         beta, least = minimum_over_beta(curve)
         found = optimize.minimize_scalar(
             lambda t, curve=curve: math.log(sum(curve.terms(math.exp(t)))),

@@ -64,7 +64,7 @@ class SoftmaxOptions(NamedTuple):
     ignore_index: int = -100  # the target that marks an ignored row
 
 
-class Terms(NamedTuple):
+class RowTerms(NamedTuple):
     """The terms of each row, and the mean Σ p u, with v = u - Σ p u."""
 
     loss: Tensor
@@ -73,10 +73,10 @@ class Terms(NamedTuple):
     mean: Tensor
 
     @classmethod
-    def of_loss(cls, loss: Tensor) -> Terms:
+    def of_loss(cls, loss: Tensor) -> RowTerms:
         """The terms of rows without a tangent."""
         zero = torch.zeros_like(loss)
-        return Terms(loss, zero, zero, zero)
+        return RowTerms(loss, zero, zero, zero)
 
     def sums(self, weight: Tensor) -> Tensor:
         """Σ over rows of the weight (rows,) times ℓ, uᵀHu and ∂ℓ/∂ε, (3,).
@@ -86,16 +86,16 @@ class Terms(NamedTuple):
         terms = torch.stack((self.loss, self.quadratic, self.directional))
         return terms.masked_fill(weight == 0.0, 0.0).mul_(weight).sum(-1)
 
-    def part(self, rows: slice) -> Terms:
+    def part(self, rows: slice) -> RowTerms:
         """Those of some rows."""
-        return Terms(*(x[rows] for x in self))
+        return RowTerms(*(x[rows] for x in self))
 
     @classmethod
-    def joined(cls, parts: Sequence[Terms]) -> Terms:
+    def joined(cls, parts: Sequence[RowTerms]) -> RowTerms:
         """Those of all rows."""
         if len(parts) == 1:
             return parts[0]
-        return Terms(*(torch.cat(x) for x in zip(*parts, strict=True)))
+        return RowTerms(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
 class Work(NamedTuple):
@@ -172,7 +172,7 @@ def loss_gradient_(p: Tensor, target: Tensor, smoothing: float, c: Weight) -> No
 
 def tangent_rows(
     z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions, work: Work
-) -> Terms:
+) -> RowTerms:
     """The terms of each row along the tangent u; fills the buffers.
 
     Args:
@@ -189,11 +189,11 @@ def tangent_rows(
     v = torch.sub(u, mean.unsqueeze(-1), out=work.v)
     pv = torch.mul(work.p, v, out=work.pv)
     quadratic = torch.linalg.vecdot(pv, v) if norm is None else norm
-    return Terms(log_sum - wanted_z, quadratic, mean - wanted_u, mean)
+    return RowTerms(log_sum - wanted_z, quadratic, mean - wanted_u, mean)
 
 
 def tangent_gradients_(
-    work: Work, terms: Terms, target: Tensor, options: SoftmaxOptions, c: Coefficients
+    work: Work, terms: RowTerms, target: Tensor, options: SoftmaxOptions, c: Coefficients
 ) -> None:
     """In place: ``work.v`` to d/dz and ``work.pv`` to d/du of the total with coefficients c."""
     v, pv, p = work
@@ -244,7 +244,7 @@ def sweep(
         z, target = rows.z[block], rows.target[block]
         if of_u is None:
             dz = rest[0] if to is None else to.plain[block]
-            terms = Terms.of_loss(loss_rows(z, target, options.smoothing, dz))
+            terms = RowTerms.of_loss(loss_rows(z, target, options.smoothing, dz))
             if c is not None:
                 loss_gradient_(dz, target, options.smoothing, c.part(block).loss)
         else:
@@ -254,7 +254,7 @@ def sweep(
             if c is not None:
                 tangent_gradients_(work, terms, target, options, c.part(block))
         parts.append(terms)
-    return Terms.joined(parts).sums(rows.weight) if parts else rows.z.new_zeros(3)
+    return RowTerms.joined(parts).sums(rows.weight) if parts else rows.z.new_zeros(3)
 
 
 _FEW = 1 << 15  # entries of logits for which the number of calls is what costs

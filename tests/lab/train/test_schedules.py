@@ -3,11 +3,11 @@ import math
 import pytest
 
 from undrop.lab.train.config import ScheduleConfig
-from undrop.lab.train.optimizers import Progress, lr_factor
+from undrop.lab.train.optimizers import RunProgress, lr_factor
 
 
 def at(schedule, *, step=0, epoch=0.0, done=0.0):
-    return lr_factor(ScheduleConfig.model_validate(schedule), Progress(step, epoch, done))
+    return lr_factor(ScheduleConfig.model_validate(schedule), RunProgress(step, epoch, done))
 
 
 def test_the_constant_schedule_rises_during_warmup():

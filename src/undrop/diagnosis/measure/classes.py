@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, Masks, ratio
+from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, SampleKind, ratio
 from undrop.losses import ByClass
 
 TOP = 10
@@ -58,7 +58,7 @@ class ClassShares:
         masks: what each added sample is.
     """
 
-    def __init__(self, names: Sequence[str] | None = None, masks: Masks = "sampled") -> None:
+    def __init__(self, names: Sequence[str] | None = None, masks: SampleKind = "sampled") -> None:
         self._names = names
         self._masks = masks
         self._batches: dict[int, _Sums] = {}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 S = TypeVar("S")
 
-Masks = Literal["sampled", "enumerated", "complete"]
+SampleKind = Literal["sampled", "enumerated", "complete"]
 """What a sample is: one mask; an expectation over all masks, so only batches vary; or the
 expectation over all masks of the only batch, so nothing varies."""
 
@@ -154,7 +154,7 @@ class _Spread(NamedTuple):
 
 
 def linear(
-    batches: Sequence[BatchMoments], coefficients: Sequence[float], masks: Masks = "sampled"
+    batches: Sequence[BatchMoments], coefficients: Sequence[float], masks: SampleKind = "sampled"
 ) -> Estimate:
     """The weighted mean of Σ coefficient · figure; NaN without samples."""
     if not batches:
@@ -183,7 +183,7 @@ def _student(value: float, spread: _Spread, c: NDArray[np.float64]) -> Estimate:
     return Estimate.of(value, math.sqrt(variance), spread.freedom(c))
 
 
-def ratio(batches: Sequence[BatchMoments], masks: Masks = "sampled") -> Estimate:
+def ratio(batches: Sequence[BatchMoments], masks: SampleKind = "sampled") -> Estimate:
     """The ratio of the means of two figures, with Fieller's interval."""
     if not batches:
         return Estimate(math.nan, None)
@@ -233,7 +233,7 @@ def _mean(batches: Sequence[BatchMoments]) -> NDArray[np.float64]:
     return np.asarray(_weights(batches) @ np.stack([batch.mean for batch in batches]))
 
 
-def _spreads(batches: Sequence[BatchMoments], masks: Masks) -> list[_Spread]:
+def _spreads(batches: Sequence[BatchMoments], masks: SampleKind) -> list[_Spread]:
     """The covariance from the batches' means, and from the masks within each batch."""
     found, n, weights = [], len(batches), _weights(batches)
     if n > 1:
@@ -267,7 +267,7 @@ class Samples(Generic[S]):
         masks: what a sample is.
     """
 
-    def __init__(self, masks: Masks = "sampled") -> None:
+    def __init__(self, masks: SampleKind = "sampled") -> None:
         self.masks = masks
         self._weights: dict[int, float] = {}
         self._samples: dict[int, list[S]] = {}

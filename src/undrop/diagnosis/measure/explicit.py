@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from undrop.diagnosis.measure.classes import ClassShare, ClassShares
 from undrop.diagnosis.measure.enumeration import Masks, enumerable, expected_loss
-from undrop.diagnosis.measure.estimates import Estimate, Samples
-from undrop.diagnosis.measure.estimates import Masks as Kind
+from undrop.diagnosis.measure.estimates import Estimate, SampleKind, Samples
 from undrop.diagnosis.measure.expansion import Expanded, Expander
 from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch
 from undrop.diagnosis.measure.r_drop import MaskSample, Parts, parts_of, sample_mask
@@ -135,10 +134,10 @@ class _Study:
     ) -> None:
         self.measured, self.expander = measured, expander
         only = len(measured.batches) == 1
-        masks: Kind = "sampled" if not self.exact else "complete" if only else "enumerated"
-        self.samples: Samples[_Sample] = Samples(masks)
+        kind: SampleKind = "sampled" if not self.exact else "complete" if only else "enumerated"
+        self.samples: Samples[_Sample] = Samples(kind)
         self.curve = self.samples
-        self.classes = ClassShares(names, masks)
+        self.classes = ClassShares(names, kind)
         self.largest = max(site.p for site in measured.sites)
         self.factors = [
             q / self.largest for q in _GRID if abs(q - self.largest) > _NEAR * self.largest

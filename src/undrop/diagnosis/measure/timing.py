@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from undrop.errors import OptionError
 
-Batch = TypeVar("Batch")
+Item = TypeVar("Item")
 
 Show = Callable[[float, str], None]
 """Receives the part that is done, from 0 to 1, and what is being measured."""
@@ -55,8 +55,8 @@ class Budget:
         return part >= 1.0
 
     def visits(
-        self, batches: Sequence[Batch], rounds: int | None, *, least: int = 1
-    ) -> Iterator[Batch]:
+        self, batches: Sequence[Item], rounds: int | None, *, least: int = 1
+    ) -> Iterator[Item]:
         """Yield the batches in turn, until the time or the rounds are used up.
 
         Args:

@@ -36,7 +36,7 @@ _CHUNK = 1 << 22  # numbers of a chunk of logits
 _LARGEST = 700.0  # exp of more is no float
 
 
-class Statistics(NamedTuple):
+class ExampleStatistics(NamedTuple):
     """What the bound needs to know of the loss on the examples."""
 
     mu: float
@@ -54,7 +54,7 @@ class Statistics(NamedTuple):
 @torch.no_grad()
 def statistics(
     weight: Tensor, features: Tensor, labels: Tensor, *, truncation: float
-) -> Statistics:
+) -> ExampleStatistics:
     """μ(W), ν(W), the truncated loss and the steepest tail, in chunks of rows."""
     sums = torch.zeros(5, dtype=torch.float64, device=features.device)
     tail = 0.0
@@ -77,10 +77,10 @@ def statistics(
     mu, nu, loss_mean, square, above = (float(s) / n for s in sums)
     spread = max(square - loss_mean**2, 0.0)
     truncated = Estimate.of(loss_mean, math.sqrt(spread / max(n - 1, 1)), n - 1.0)
-    return Statistics(mu, nu, truncated, tail, above)
+    return ExampleStatistics(mu, nu, truncated, tail, above)
 
 
-class Curve(NamedTuple):
+class BoundCurve(NamedTuple):
     """The coefficients of G(β) = a·β + b·(e^{sβ} - sβ - 1) + c/β²."""
 
     a: float
@@ -100,7 +100,7 @@ class Curve(NamedTuple):
         return self.a + self.b * self.s * math.expm1(self.s * beta) - 2.0 * self.c / beta**3
 
 
-def minimum_over_beta(curve: Curve) -> tuple[float, float]:
+def minimum_over_beta(curve: BoundCurve) -> tuple[float, float]:
     """β* and G(β*): the zero of the growing G' by bisection in log β.
 
     If the loss has no gradient and no curvature, or every feature is 0 (s = a = 0), the infimum 0
@@ -300,10 +300,10 @@ class _Setting(NamedTuple):
             "zeta": self.zeta,
         }
 
-    def curve(self, mu: float, nu: float) -> Curve:
+    def curve(self, mu: float, nu: float) -> BoundCurve:
         """G as a function of β."""
         up, down = 1.0 + 1.0 / self.alpha, 1.0 + self.alpha
-        return Curve(
+        return BoundCurve(
             a=up * mu * self.kappa,
             b=up * nu / self.tau**2,
             c=down * self.cut * self.norm**2 * self.logs / self.n,
@@ -312,7 +312,7 @@ class _Setting(NamedTuple):
 
 
 def _evaluated(
-    found: Statistics, at: _Setting, test: Estimate | None, *, chosen_in_advance: bool
+    found: ExampleStatistics, at: _Setting, test: Estimate | None, *, chosen_in_advance: bool
 ) -> Bound:
     curve = at.curve(found.mu, found.nu)
     beta, least = minimum_over_beta(curve)
@@ -342,7 +342,9 @@ def _evaluated(
     )
 
 
-def _assumptions(found: Statistics, at: _Setting, chosen_in_advance: bool) -> Iterator[Assumption]:
+def _assumptions(
+    found: ExampleStatistics, at: _Setting, chosen_in_advance: bool
+) -> Iterator[Assumption]:
     yield Assumption(
         "the loss is convex with an exponential tail",
         found.tail <= at.tau * (1.0 + 1e-9),

@@ -4,7 +4,7 @@ To time another model, add it to ``subjects.py``; to time another method, add it
 """
 
 from undrop.lab.bench.methods import METHODS
-from undrop.lab.bench.run import Row, bench
+from undrop.lab.bench.run import MethodTime, bench
 from undrop.lab.bench.subjects import SIZES, SUBJECTS
 
-__all__ = ["METHODS", "SIZES", "SUBJECTS", "Row", "bench"]
+__all__ = ["METHODS", "SIZES", "SUBJECTS", "MethodTime", "bench"]

@@ -25,7 +25,7 @@ _LEAST = 0.02  # seconds to measure at once; shorter steps are repeated
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodTime:
     """What one method costs."""
 
     name: str
@@ -49,7 +49,7 @@ def bench(
     memory: bool = True,
     device: str = "cpu",
     tick: Callable[[str], None] = lambda name: None,
-) -> list[Row]:
+) -> list[MethodTime]:
     """Time every method in turn, round after round, in one process.
 
     Other work on the machine slows all methods of a round down alike, so their ratios hold. An untimed
@@ -105,10 +105,10 @@ def _times(
     return times
 
 
-def _row(name: str, times: list[float], baseline: list[float], peak: float | None) -> Row:
+def _row(name: str, times: list[float], baseline: list[float], peak: float | None) -> MethodTime:
     ratios = [a / b for a, b in zip(times, baseline, strict=True)]
     low, high = (float(q) for q in np.quantile(ratios, (0.05, 0.95)))
-    return Row(name, statistics.median(ratios), low, high, statistics.median(times), peak)
+    return MethodTime(name, statistics.median(ratios), low, high, statistics.median(times), peak)
 
 
 def _timed(step: Callable[[], None], model: nn.Module, repeats: int = 1) -> float:
@@ -177,7 +177,7 @@ def _resident(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
+def draw(path: Path, title: str, rows: Sequence[MethodTime]) -> None:
     """Draw each method's time as a multiple of dropout's, with its 90 % interval."""
     with styled():
         figure = new_figure(7, 0.45 * len(rows) + 1.2)

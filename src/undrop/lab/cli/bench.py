@@ -13,7 +13,7 @@ from undrop.lab.cli._options import Json
 from undrop.lab.cli._output import check_outputs, print_json, print_table, write_outputs
 
 if TYPE_CHECKING:
-    from undrop.lab.bench import Row
+    from undrop.lab.bench import MethodTime
 
 _SIZES = {"small": "seconds on a laptop", "paper": "the sizes of the paper"}
 
@@ -74,7 +74,7 @@ def _measure(
     memory: bool,
     threads: int,
     device: str,
-) -> list[Row]:
+) -> list[MethodTime]:
     import torch
 
     from undrop.lab.bench import METHODS
@@ -98,7 +98,7 @@ def _measure(
         return run(model, size, rounds=rounds, names=names, memory=memory, device=place, tick=tick)
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[MethodTime]) -> None:
     base = next(row for row in rows if row.name == "dropout")
     heads = ["method", "× dropout", "90 % interval", "ms per step", "peak MB", "× memory"]
     cells = [

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from undrop.errors import DataError
 
-Batch: TypeAlias = tuple[Tensor, Tensor]
+Examples: TypeAlias = tuple[Tensor, Tensor]
 Sizes: TypeAlias = tuple[int, int, int]
 
 
@@ -28,14 +28,16 @@ class Data:
     a part are -100.
     """
 
-    train: Batch
-    validation: Batch
-    test: Batch
+    train: Examples
+    validation: Examples
+    test: Examples
     dim: int = 0
     whole: bool = False
 
 
-def batches(data: Data, part: str, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+def batches(
+    data: Data, part: str, size: int, generator: torch.Generator | None
+) -> Iterator[Examples]:
     """Yield a part in batches; with a generator, in random order and only full batches."""
     inputs, targets = getattr(data, part)
     if data.whole:
@@ -62,7 +64,7 @@ def _words(path: Path) -> list[str]:
     return [word for line in _read(path).splitlines() for word in (*line.split(), "<eos>")]
 
 
-def _windows(ids: Tensor, steps: int) -> Batch:
+def _windows(ids: Tensor, steps: int) -> Examples:
     """Windows (steps, count) of a text, and the tokens that follow."""
     count = (len(ids) - 1) // steps
     inputs = ids[: count * steps].view(count, steps).t().contiguous()

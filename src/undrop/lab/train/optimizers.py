@@ -14,7 +14,7 @@ from undrop.errors import NonFiniteError
 from undrop.lab.train.config import OptimizerConfig, ScheduleConfig
 
 
-class Progress(NamedTuple):
+class RunProgress(NamedTuple):
     """How far a run is, in each of the units that a schedule can count in."""
 
     step: int  # optimizer steps taken
@@ -22,7 +22,7 @@ class Progress(NamedTuple):
     done: float  # the share of the whole run, from 0 to 1
 
 
-def lr_factor(schedule: ScheduleConfig, progress: Progress) -> float:
+def lr_factor(schedule: ScheduleConfig, progress: RunProgress) -> float:
     """Return the factor on the learning rate. It has no state, so there is nothing to resume.
 
     With ``w`` warmup steps the factor is ``min(1, (step + 1) / w)`` times

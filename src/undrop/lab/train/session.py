@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +87,11 @@ def run(
         join_world(device_of(config.train)) as world,
         torch_settings(config.train, world.device),
         catch_signals() as interrupts,
-        open_session(config, folder, resume, callbacks, world, interrupts) as session,
+        open_trainer(config, folder, resume, callbacks, world, interrupts) as trainer,
     ):
-        while not session.trainer.done:
-            session.trainer.advance()
-        return session.finish()
+        while not trainer.done:
+            trainer.advance()
+        return finish(trainer)
 
 
 def train_interleaved(
@@ -124,73 +123,66 @@ def train_interleaved(
         catch_signals() as interrupts,
         contextlib.ExitStack() as stack,
     ):
-        sessions = {}
+        trainers = {}
         for name, config in configs.items():
             follower = [followers[name]] if name in followers else []
             folder = RunFolder(Path(out) / name)
-            opening = open_session(config, folder, False, follower, world, interrupts)
-            sessions[name] = stack.enter_context(opening)
-        while any(not session.trainer.done for session in sessions.values()):
-            for session in sessions.values():
-                if not session.trainer.done:
-                    session.trainer.advance()
-        return {name: session.finish() for name, session in sessions.items()}
+            opening = open_trainer(config, folder, False, follower, world, interrupts)
+            trainers[name] = stack.enter_context(opening)
+        while waiting := [trainer for trainer in trainers.values() if not trainer.done]:
+            for trainer in waiting:
+                trainer.advance()
+        return {name: finish(trainer) for name, trainer in trainers.items()}
 
 
-@dataclass(frozen=True)
-class Session:
-    """A run in progress."""
+def finish(trainer: Trainer) -> Summary:
+    """Write the summary; with ``train.test = "end"``, evaluate the test split first."""
+    config, recorder = trainer.config, trainer.recorder
+    best, last = trainer.best, trainer.last
+    assert best is not None
+    assert last is not None
+    summary = Summary(
+        best_valid_ppl=best["valid_ppl"],
+        best_epoch=best["epoch"],
+        test_ppl=best["test_ppl"] or _test_ppl(trainer),
+        train_ppl=best["train_ppl"],
+        valid_ppl=last["valid_ppl"],
+        epochs=trainer.epoch,
+        steps=trainer.step,
+        seconds=trainer.clock.seconds,
+        ended=str(trainer.ended),
+        parameters=_size(trainer),
+        seed=config.train.seed,
+        preset=config.preset,
+        model=config.model.name,
+        data=trainer.corpus.name,
+        objective=config.objective.name,
+        config_sha256=config.digest(),
+        versions=versions(),
+        machine=machine(trainer.world.device, trainer.world.size),
+    )
+    if trainer.world.is_main:
+        recorder.folder.write_summary(summary.model_dump())
+    for callback in recorder.callbacks:
+        callback.end(summary.model_dump())
+    return summary
 
-    trainer: Trainer
-    recorder: RunRecorder
 
-    def finish(self) -> Summary:
-        """Write the summary; with ``train.test = "end"``, evaluate the test split first."""
-        trainer, config = self.trainer, self.trainer.config
-        best, last = trainer.best, trainer.last
-        assert best is not None
-        assert last is not None
-        summary = Summary(
-            best_valid_ppl=best["valid_ppl"],
-            best_epoch=best["epoch"],
-            test_ppl=best["test_ppl"] or self._test_ppl(),
-            train_ppl=best["train_ppl"],
-            valid_ppl=last["valid_ppl"],
-            epochs=trainer.epoch,
-            steps=trainer.step,
-            seconds=trainer.clock.seconds,
-            ended=str(trainer.ended),
-            parameters=_size(trainer),
-            seed=config.train.seed,
-            preset=config.preset,
-            model=config.model.name,
-            data=trainer.corpus.name,
-            objective=config.objective.name,
-            config_sha256=config.digest(),
-            versions=versions(),
-            machine=machine(trainer.world.device, trainer.world.size),
-        )
-        if trainer.world.is_main:
-            self.recorder.folder.write_summary(summary.model_dump())
-        for callback in self.recorder.callbacks:
-            callback.end(summary.model_dump())
-        return summary
-
-    def _test_ppl(self) -> float:
-        with self.trainer.clock.running():
-            self.trainer.model.load_state_dict(self.recorder.folder.read_best())
-            return perplexity(self.trainer.loss_on("test"))
+def _test_ppl(trainer: Trainer) -> float:
+    with trainer.clock.running():
+        trainer.model.load_state_dict(trainer.recorder.folder.read_best())
+        return perplexity(trainer.loss_on("test"))
 
 
 @contextlib.contextmanager
-def open_session(
+def open_trainer(
     config: Config,
     folder: RunFolder,
     resume: bool,
     callbacks: Sequence[Callback],
     world: World,
     interrupts: Interrupts,
-) -> Iterator[Session]:
+) -> Iterator[Trainer]:
     """Prepare a new run, or one at its last checkpoint, and lock its folder."""
     if not resume and world.is_main:
         folder.refuse_if_in_use()
@@ -202,12 +194,12 @@ def open_session(
             stack.callback(callback.close)
         trainer = Trainer(config, corpus, recorder=recorder, world=world, interrupts=interrupts)
         stack.enter_context(_claimed(folder, config, resume, world))
-        if not _resume(trainer, recorder):
+        if not _resume(trainer):
             trainer.save()
-        info = _run_info(trainer, folder)
+        info = _run_info(trainer)
         for callback in recorder.callbacks:
             callback.begin(info)
-        yield Session(trainer, recorder)
+        yield trainer
 
 
 def resolve_config(config: Config | None, folder: RunFolder, resume: bool) -> Config:
@@ -252,10 +244,10 @@ def _claimed(folder: RunFolder, config: Config, resume: bool, world: World) -> I
         yield
 
 
-def _resume(trainer: Trainer, recorder: RunRecorder) -> bool:
+def _resume(trainer: Trainer) -> bool:
     """Load the newest intact checkpoint and cut the metrics to match; False if the run is new."""
-    world, folder = trainer.world, recorder.folder
-    found = folder.checkpoints.newest(recorder.say) if world.is_main else None
+    world, folder = trainer.world, trainer.recorder.folder
+    found = folder.checkpoints.newest(trainer.recorder.say) if world.is_main else None
     step = world.from_main(-1 if found is None else found[0])
     if step < 0:
         if world.is_main and not folder.metrics.is_empty():
@@ -279,10 +271,10 @@ def _resume(trainer: Trainer, recorder: RunRecorder) -> bool:
     return True
 
 
-def _run_info(trainer: Trainer, folder: RunFolder) -> RunInfo:
+def _run_info(trainer: Trainer) -> RunInfo:
     config, corpus = trainer.config, trainer.corpus
     return RunInfo(
-        name=folder.path.name,
+        name=trainer.recorder.folder.path.name,
         model=config.model.name,
         objective=config.objective.name,
         corpus=corpus.name,

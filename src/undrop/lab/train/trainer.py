@@ -19,7 +19,7 @@ from undrop.lab.train.distributed import Gradient, World
 from undrop.lab.train.environment import Interrupts, autocast, is_out_of_memory
 from undrop.lab.train.folder import RunRecorder
 from undrop.lab.train.metrics import Clock, Means, Speed, mean_loss, perplexity
-from undrop.lab.train.optimizers import Progress, Stepper, lr_factor
+from undrop.lab.train.optimizers import RunProgress, Stepper, lr_factor
 from undrop.lab.train.tuning import tuner_for
 from undrop.rng_snapshot import RngSnapshot, derive_seed, seed_all
 
@@ -55,7 +55,7 @@ class Trainer:
         interrupts: Interrupts | None = None,
     ) -> None:
         self.config, self.corpus, self.world = config, corpus, world
-        self._recorder = recorder
+        self.recorder = recorder
         self._interrupts = interrupts or Interrupts()
         self.step = 0  # optimizer steps taken
         self.epoch = 0  # epochs trained and evaluated
@@ -106,13 +106,13 @@ class Trainer:
             return None
         return "patience" if self.epoch - self.best["epoch"] >= train.patience else None
 
-    def progress(self, position: int | None = None) -> Progress:
+    def progress(self, position: int | None = None) -> RunProgress:
         """Return how far the run is, at a position of the current epoch (by default, now)."""
         train = self.config.train
         position = self._windows.position if position is None else position
         epoch = self.epoch + position / self._windows.steps
         done = epoch / train.epochs if train.max_steps is None else self.step / train.max_steps
-        return Progress(self.step, epoch, min(done, 1.0))
+        return RunProgress(self.step, epoch, min(done, 1.0))
 
     def advance(self) -> dict[str, Any]:
         """Train the rest of the current epoch, evaluate, save; return the epoch's record.
@@ -128,7 +128,7 @@ class Trainer:
                 return self._validate()
             except _StopRequested:
                 self._save()
-                raise StoppedError(self._recorder.how_to_resume(self.step)) from None
+                raise StoppedError(self.recorder.how_to_resume(self.step)) from None
 
     @contextlib.contextmanager
     def _own_rng(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class Trainer:
                 raise _StopRequested
         self._trained = True
 
-    def _take_step(self, window: Window, progress: Progress) -> None:
+    def _take_step(self, window: Window, progress: RunProgress) -> None:
         config, device = self.config, self.world.device
         factor = lr_factor(config.schedule, progress)
         if config.data.variable_length:
@@ -181,7 +181,7 @@ class Trainer:
         for means in (self._since_log, self._since_epoch):
             means.add({**parts, "gradient_norm": norm}, tokens)
         self._speed.add(tokens * self.world.size)
-        for callback in self._recorder.callbacks:
+        for callback in self.recorder.callbacks:
             callback.step(progress.done, tokens, parts)
         if tuned is not None:
             self._record("tune", tuned, {})
@@ -189,7 +189,7 @@ class Trainer:
 
     def _observe(self, inputs: dict[str, Any], targets: Tensor) -> None:
         """Let callbacks look at the model, and add their figures to the metrics."""
-        for callback in self._recorder.observers:
+        for callback in self.recorder.observers:
             with RngSnapshot(), autocast(self.config.train, self.world.device):
                 figures = callback.observe(self, inputs, targets)
             if figures is not None:
@@ -202,14 +202,14 @@ class Trainer:
             yield
         except NonFiniteError as error:
             why = str(error).rstrip(".")
-            saved = self._recorder.last_checkpoint()
+            saved = self.recorder.last_checkpoint()
             raise NonFiniteError(
                 f"stopped at {where}: {why}; the last good checkpoint is {saved}."
             ) from error
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            saved = self._recorder.last_checkpoint()
+            saved = self.recorder.last_checkpoint()
             raise RunError(
                 f"out of memory at {where}, on {streams} streams of {length} steps: lower the batch "
                 f"size or data.length; the last good checkpoint is {saved}."
@@ -221,7 +221,7 @@ class Trainer:
         """Add a record of the current epoch to the metrics, and return it."""
         head = {"kind": kind, "epoch": self.epoch + 1, "step": self.step}
         record = {**head, **values, "time": {"seconds": self.clock.seconds, **times}}
-        self._recorder.record(record)
+        self.recorder.record(record)
         return record
 
     def _log(self) -> None:
@@ -239,7 +239,7 @@ class Trainer:
             plain = self.loss_on("train") if train.train_perplexity else None
             better = self.best is None or valid < self.best["valid_loss"]
             if better:
-                self._recorder.save_best(self.model.state_dict())
+                self.recorder.save_best(self.model.state_dict())
         values = {
             "lr": self._lr,
             **_PARTS,
@@ -305,7 +305,7 @@ class Trainer:
             "windows": self._windows.state_dict(),
             "ranks": self.world.gather(own),
         }
-        self._recorder.save(self.step, state)
+        self.recorder.save(self.step, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a checkpoint.

@@ -6,7 +6,7 @@ signs in one tensor, so a rule can decide at the midpoint m = (x₊ + x₋)/2, e
 ``relu(x±) = x± · 1[m > 0]``. Then u is f'(m)·(x₊ - x₋)/2ε₀, as the tangent engine has it.
 
 Every rule takes its decision at ``mode.midpoint(x)``: x with m in the place of x₊ and x₋. To add a
-rule, register it: ``@MIDPOINT_RULES.register(function)``.
+rule, register it: ``@MIDPOINT_RULES.register(function)``. Rules of one tensor use ``_kinked``.
 """
 
 from __future__ import annotations
@@ -34,164 +34,138 @@ class HasMidpoint(Protocol):
         ...
 
 
-def _written(x: Tensor, y: Tensor, inplace: bool) -> Tensor:
-    return x.copy_(y) if inplace else y
+def _kinked(
+    *functions: Callable[..., Any], in_place: tuple[Callable[..., Any], ...] = ()
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register a rule that computes y from x, its midpoint m and the function's other arguments.
+
+    Args:
+        functions: the functions of torch, whose last argument may be ``inplace``.
+        in_place: those that always write their result to x.
+    """
+
+    def register(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        others = compute.__code__.co_argcount - 2  # beside x and m
+
+        def rule(
+            mode: HasMidpoint, input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any
+        ) -> Tensor:
+            inplace = args[others] if len(args) > others else inplace
+            y = compute(input, mode.midpoint(input), *args[:others], **kwargs)
+            return input.copy_(y) if inplace else y
+
+        MIDPOINT_RULES.register(*functions)(rule)
+        MIDPOINT_RULES.register(*in_place)(partial(rule, inplace=True))
+        return compute
+
+    return register
 
 
 # torch's backward functions of ReLU and leaky ReLU are g ↦ f'(m)·g: one kernel, linear in g.
 
 
-@MIDPOINT_RULES.register(F.relu)
-def _relu(mode: HasMidpoint, input: Tensor, inplace: bool = False) -> Tensor:
-    y = torch.ops.aten.threshold_backward(input, mode.midpoint(input), 0.0)
-    return _written(input, y, inplace)
+@_kinked(F.relu, torch.relu, Tensor.relu, in_place=(torch.relu_, Tensor.relu_))
+def _relu(x: Tensor, m: Tensor) -> Tensor:
+    y: Tensor = torch.ops.aten.threshold_backward(x, m, 0.0)
+    return y
 
 
-@MIDPOINT_RULES.register(torch.relu, Tensor.relu)
-def _torch_relu(mode: HasMidpoint, input: Tensor) -> Tensor:
-    return _relu(mode, input)
+@_kinked(F.leaky_relu, in_place=(F.leaky_relu_,))
+def _leaky_relu(x: Tensor, m: Tensor, negative_slope: float = 0.01) -> Tensor:
+    y: Tensor = torch.ops.aten.leaky_relu_backward(x, m, negative_slope, False)
+    return y
 
 
-@MIDPOINT_RULES.register(torch.relu_, Tensor.relu_)
-def _relu_(mode: HasMidpoint, input: Tensor) -> Tensor:
-    return _relu(mode, input, inplace=True)
+@_kinked(F.prelu, torch.prelu, Tensor.prelu)
+def _prelu(x: Tensor, m: Tensor, weight: Tensor) -> Tensor:
+    if weight.numel() > 1 and x.dim() > 1:
+        weight = weight.view(1, -1, *(1,) * (x.dim() - 2))
+    return torch.where(m > 0, x, weight * x)
 
 
-@MIDPOINT_RULES.register(F.leaky_relu)
-def _leaky_relu(
-    mode: HasMidpoint, input: Tensor, negative_slope: float = 0.01, inplace: bool = False
-) -> Tensor:
-    m = mode.midpoint(input)
-    y = torch.ops.aten.leaky_relu_backward(input, m, negative_slope, False)
-    return _written(input, y, inplace)
+@_kinked(F.elu, in_place=(F.elu_,))
+def _elu(x: Tensor, m: Tensor, alpha: float = 1.0) -> Tensor:
+    return _half_exponential(x, m, 1.0, alpha, 1.0)
 
 
-@MIDPOINT_RULES.register(F.prelu, torch.prelu, Tensor.prelu)
-def _prelu(mode: HasMidpoint, input: Tensor, weight: Tensor) -> Tensor:
-    if weight.numel() > 1 and input.dim() > 1:
-        weight = weight.view(1, -1, *(1,) * (input.dim() - 2))
-    return torch.where(mode.midpoint(input) > 0, input, weight * input)
-
-
-@MIDPOINT_RULES.register(F.elu)
-def _elu(mode: HasMidpoint, input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    return _written(input, _half_exponential(mode, input, 1.0, alpha, 1.0), inplace)
-
-
-@MIDPOINT_RULES.register(F.celu, torch.celu)
-def _celu(mode: HasMidpoint, input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    return _written(input, _half_exponential(mode, input, 1.0, alpha, 1.0 / alpha), inplace)
+@_kinked(F.celu, torch.celu, in_place=(F.celu_,))
+def _celu(x: Tensor, m: Tensor, alpha: float = 1.0) -> Tensor:
+    return _half_exponential(x, m, 1.0, alpha, 1.0 / alpha)
 
 
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 
-@MIDPOINT_RULES.register(F.selu, torch.selu)
-def _selu(mode: HasMidpoint, input: Tensor, inplace: bool = False) -> Tensor:
-    y = _half_exponential(mode, input, _SELU_SCALE, _SELU_SCALE * _SELU_ALPHA, 1.0)
-    return _written(input, y, inplace)
+@_kinked(F.selu, torch.selu, in_place=(F.selu_,))
+def _selu(x: Tensor, m: Tensor) -> Tensor:
+    return _half_exponential(x, m, _SELU_SCALE, _SELU_SCALE * _SELU_ALPHA, 1.0)
 
 
-def _half_exponential(
-    mode: HasMidpoint, x: Tensor, slope: float, alpha: float, rate: float
-) -> Tensor:
+def _half_exponential(x: Tensor, m: Tensor, slope: float, alpha: float, rate: float) -> Tensor:
     """slope·x above 0 and alpha·(exp(rate·x) - 1) below, where the midpoint decides."""
-    above = mode.midpoint(x) > 0
+    above = m > 0
     low = alpha * torch.expm1(rate * torch.where(above, 0.0, x))  # no overflow in what is not used
     return torch.where(above, slope * x, low)
 
 
-for _function, _rule in (
-    (F.leaky_relu_, _leaky_relu),
-    (F.elu_, _elu),
-    (F.celu_, _celu),
-    (F.selu_, _selu),
-):
-    MIDPOINT_RULES.register(_function)(partial(_rule, inplace=True))
-
-
-def _bounded(x: Tensor, m: Tensor, low: Any, high: Any) -> Tensor:
-    """Return x clamped to [low, high], where m decides which of the three it is."""
-    y = x if low is None else torch.where(m < low, low, x)
-    return y if high is None else torch.where(m > high, high, y)
-
-
-@MIDPOINT_RULES.register(F.hardtanh)
-def _hardtanh(
-    mode: HasMidpoint,
-    input: Tensor,
-    min_val: float = -1.0,
-    max_val: float = 1.0,
-    inplace: bool = False,
-) -> Tensor:
-    return _written(input, _bounded(input, mode.midpoint(input), min_val, max_val), inplace)
-
-
-@MIDPOINT_RULES.register(F.relu6)
-def _relu6(mode: HasMidpoint, input: Tensor, inplace: bool = False) -> Tensor:
-    return _hardtanh(mode, input, 0.0, 6.0, inplace)
-
-
-@MIDPOINT_RULES.register(F.hardsigmoid)
-def _hardsigmoid(mode: HasMidpoint, input: Tensor, inplace: bool = False) -> Tensor:
-    y = _bounded(input / 6 + 0.5, mode.midpoint(input) / 6 + 0.5, 0.0, 1.0)
-    return _written(input, y, inplace)
-
-
-@MIDPOINT_RULES.register(F.hardswish)
-def _hardswish(mode: HasMidpoint, input: Tensor, inplace: bool = False) -> Tensor:
-    return _written(input, input * _hardsigmoid(mode, input), inplace)
-
-
-@MIDPOINT_RULES.register(F.threshold)
-def _threshold(
-    mode: HasMidpoint, input: Tensor, threshold: float, value: float, inplace: bool = False
-) -> Tensor:
-    return _written(input, torch.where(mode.midpoint(input) > threshold, input, value), inplace)
-
-
-MIDPOINT_RULES.register(getattr(F, "threshold_"))(  # noqa: B009 (torch's stubs lack it)
-    partial(_threshold, inplace=True)
+@_kinked(
+    *(torch.clamp, Tensor.clamp, torch.clip, Tensor.clip),
+    in_place=(torch.clamp_, Tensor.clamp_, torch.clip_, Tensor.clip_),
 )
-MIDPOINT_RULES.register(torch.threshold)(_threshold)
+def _clamp(x: Tensor, m: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    """x clamped to [min, max], where m decides which of the three it is."""
+    y = x if min is None else torch.where(m < min, min, x)
+    return y if max is None else torch.where(m > max, max, y)
 
 
-@MIDPOINT_RULES.register(torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)
-def _clamp(mode: HasMidpoint, input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    return _bounded(input, mode.midpoint(input), min, max)
+@_kinked(torch.clamp_min, Tensor.clamp_min)
+def _clamp_min(x: Tensor, m: Tensor, min: Any) -> Tensor:
+    return _clamp(x, m, min)
 
 
-@MIDPOINT_RULES.register(torch.clamp_, Tensor.clamp_, torch.clip_, Tensor.clip_)
-def _clamp_(mode: HasMidpoint, input: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    return _written(input, _clamp(mode, input, min, max), True)
+@_kinked(torch.clamp_max, Tensor.clamp_max)
+def _clamp_max(x: Tensor, m: Tensor, max: Any) -> Tensor:
+    return _clamp(x, m, None, max)
 
 
-@MIDPOINT_RULES.register(torch.clamp_min, Tensor.clamp_min)
-def _clamp_min(mode: HasMidpoint, input: Tensor, min: Any) -> Tensor:
-    return _bounded(input, mode.midpoint(input), min, None)
+@_kinked(F.hardtanh)
+def _hardtanh(x: Tensor, m: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
+    return _clamp(x, m, min_val, max_val)
 
 
-@MIDPOINT_RULES.register(torch.clamp_max, Tensor.clamp_max)
-def _clamp_max(mode: HasMidpoint, input: Tensor, max: Any) -> Tensor:
-    return _bounded(input, mode.midpoint(input), None, max)
+@_kinked(F.relu6)
+def _relu6(x: Tensor, m: Tensor) -> Tensor:
+    return _clamp(x, m, 0.0, 6.0)
 
 
-@MIDPOINT_RULES.register(F.softshrink)
-def _softshrink(mode: HasMidpoint, input: Tensor, lambd: float = 0.5) -> Tensor:
-    m = mode.midpoint(input)
-    return torch.where(m.abs() > lambd, input - lambd * m.sign(), 0.0)
+@_kinked(F.hardsigmoid)
+def _hardsigmoid(x: Tensor, m: Tensor) -> Tensor:
+    return _clamp(x / 6 + 0.5, m / 6 + 0.5, 0.0, 1.0)
 
 
-@MIDPOINT_RULES.register(F.hardshrink, torch.hardshrink, Tensor.hardshrink)
-def _hardshrink(mode: HasMidpoint, input: Tensor, lambd: float = 0.5) -> Tensor:
-    return torch.where(mode.midpoint(input).abs() > lambd, input, 0.0)
+@_kinked(F.hardswish)
+def _hardswish(x: Tensor, m: Tensor) -> Tensor:
+    return x * _hardsigmoid(x, m)
 
 
-@MIDPOINT_RULES.register(torch.abs, Tensor.abs, Tensor.__abs__)
-def _abs(mode: HasMidpoint, input: Tensor) -> Tensor:
-    if input.is_complex():
-        return torch.abs(input)
-    return input * mode.midpoint(input).sign()
+@_kinked(F.threshold, torch.threshold, in_place=(getattr(F, "threshold_"),))  # noqa: B009 (no stub)
+def _threshold(x: Tensor, m: Tensor, threshold: float, value: float) -> Tensor:
+    return torch.where(m > threshold, x, value)
+
+
+@_kinked(F.softshrink)
+def _softshrink(x: Tensor, m: Tensor, lambd: float = 0.5) -> Tensor:
+    return torch.where(m.abs() > lambd, x - lambd * m.sign(), 0.0)
+
+
+@_kinked(F.hardshrink, torch.hardshrink, Tensor.hardshrink)
+def _hardshrink(x: Tensor, m: Tensor, lambd: float = 0.5) -> Tensor:
+    return torch.where(m.abs() > lambd, x, 0.0)
+
+
+@_kinked(torch.abs, Tensor.abs, Tensor.__abs__)
+def _abs(x: Tensor, m: Tensor) -> Tensor:
+    return torch.abs(x) if x.is_complex() else x * m.sign()
 
 
 def _decided(function: Callable[..., Any], mode: HasMidpoint, *args: Any, **kwargs: Any) -> Any:

@@ -173,7 +173,7 @@ def linear(
     )
 
 
-def _all_equal(spread: float, masks: Masks) -> bool:
+def _all_equal(spread: float, masks: SampleKind) -> bool:
     """Whether all samples are equal by chance, as with few masks and a small p: the error is unknown."""
     return masks != "complete" and spread == 0.0
 

@@ -249,6 +249,22 @@ def test_a_site_behind_a_branch_that_stays_random_is_listed():
     assert set(found.names) == {"dropout", *(f"own.{i}.mask" for i in range(4))}
 
 
+class Experts(nn.Module):
+    """One of several parts, at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Dropout(0.1) for _ in range(8)])
+
+    def forward(self, x):
+        return self.experts[int(torch.randint(8, ()))](x)
+
+
+def test_the_sites_of_all_experts_are_listed():
+    found = undrop.sites(Net(Experts()), X)
+    assert set(found.names) == {"dropout", *(f"own.experts.{i}" for i in range(8))}
+
+
 def test_the_line_of_a_package_whose_name_begins_like_torch_is_shown():
     utils = pytest.importorskip("torch_geometric.utils", reason="torch_geometric is not installed")
 

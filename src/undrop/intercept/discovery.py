@@ -7,24 +7,26 @@ from contextlib import contextmanager, suppress
 from threading import RLock
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from undrop.errors import NoDropoutError, UndropError
 from undrop.intercept.acting import acting
 from undrop.intercept.adapters import adapter_hint
 from undrop.intercept.hand_masks import known_draws
-from undrop.intercept.interception import Interception, no_noise
+from undrop.intercept.interception import Interception, SiteAction, no_noise
 from undrop.intercept.mask_proof import disproven
 from undrop.intercept.model_call import NeedsGraph, call_to_look
 from undrop.intercept.pytrees import tensors_in
 from undrop.intercept.random_values import NotAMask
 from undrop.intercept.running_statistics import keep_buffers
-from undrop.intercept.site import Sites
+from undrop.intercept.site import Site, Sites
 from undrop.intercept.unaccounted import Unaccounted, unaccounted
 from undrop.intercept.wrappers import paths, unwrapped
 from undrop.rng_snapshot import RngSnapshot, seed_current
 from undrop.torch_compat import eager
 
+_MOST_PASSES = 48  # of the passes that look for sites behind random branches
 _LOOKING = RLock()  # held while a model is in another mode than the one its owner put it in
 
 
@@ -97,19 +99,35 @@ def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted
 
 
 def _add_hidden_sites(model: nn.Module, inputs: Any, mode: Interception) -> None:
-    """Add the sites that a branch which stays random has skipped, from passes with other seeds."""
-    for number in range(1, 4):
-        names = {site.name for site in mode.sites}
-        other = _proven_pass(model, inputs, number)
-        mode.sites += [site for site in other.sites if site.name not in names]
+    """Add the sites that random branches have skipped, such as experts, from passes with noise.
+
+    The more of them were found, the more passes in a row must bring nothing new.
+    """
+    names = {site.name for site in mode.sites}
+    hidden = quiet = 0
+    for number in range(1, _MOST_PASSES):
+        found = _proven_pass(model, inputs, number, _dropped).sites
+        new = [site for site in found if site.name not in names]
+        mode.sites += new
+        names |= {site.name for site in new}
+        hidden, quiet = hidden + len(new), 0 if new else quiet + 1
+        if quiet >= 3 + 3 * hidden:
+            break
 
 
-def _proven_pass(model: nn.Module, inputs: Any, number: int = 0) -> Interception:
+def _dropped(site: Site, h: Tensor) -> Tensor:
+    """Entries of h dropped one by one: noise enough to take other branches."""
+    return h * (torch.rand_like(h) >= site.p) / (1.0 - min(site.p, 0.9))
+
+
+def _proven_pass(
+    model: nn.Module, inputs: Any, number: int = 0, action: SiteAction = no_noise
+) -> Interception:
     """Run the model until every random mask that it makes by hand is proven, or known to be none."""
     seed_current(number)  # the same branches for every seed
     known = known_draws(model)
     while True:
-        mode = _run(model, inputs)
+        mode = _run(model, inputs, action)
         if known.learn(mode.uses or {}, mode.masks):
             continue  # now with the p that the uses say
         try:
@@ -122,10 +140,10 @@ def _proven_pass(model: nn.Module, inputs: Any, number: int = 0) -> Interception
             known.refused(key, mode.masks[key])
 
 
-def _run(model: nn.Module, inputs: Any) -> Interception:
-    """Run the model without noise. A draw that turns out to be no mask is one from the next try on."""
+def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interception:
+    """Run the model until no draw is taken for a mask by mistake, without noise by default."""
     while True:
-        mode = Interception(model, no_noise)
+        mode = Interception(model, action)
         mode.uses = {}
         mode.batch = next((len(x) for x in tensors_in(inputs) if x.dim()), None)
         try:

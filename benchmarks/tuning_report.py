@@ -7,6 +7,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ def benefit(records: list[Run], cases: list[Run]) -> list[str]:
     """The AUC of the benefit, how often its sign is right, and the cases behind it."""
     rows = benefit_cases(records, cases)
     sites, decays = ([r for r in rows if (r["what"] == DECAY) == on] for on in (False, True))
-    heads = ("cases", "truth", "that help", "AUC of z (95 %)", "right sign", "right where |z| > 2")
+    heads = ("cases", "truth", "that help", "AUC of z (95 %)", "right sign", "right beyond z = ±2")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for what, mine in (("sites", sites), ("weight decay", decays), ("all", rows)):
         for truth, when in (("truth", "end of training"), ("early", "best epoch")):
@@ -282,6 +283,38 @@ def benefit(records: list[Run], cases: list[Run]) -> list[str]:
     return lines
 
 
+def choice(folder: Path) -> list[str]:
+    """The scores that the definition of the benefit was chosen from, on 37 cases of other seeds."""
+    cases = json.loads((folder / "cases-before.json").read_text())
+    runs = {
+        (r["task"], r["p"], r["seed"], r["without"]): r
+        for r in read(folder, "benefit-before.jsonl")
+    }
+    seeds = sorted({seed for _, _, seed, _ in runs})
+    branches, slopes = read(folder, "branches.jsonl"), read(folder, "horizon.jsonl")
+    scores: dict[str, list[float]] = defaultdict(list)
+    labels, groups = [], []
+    for case in cases:
+        task, p, site = case["task"], case["p"], case["site"]
+        pairs = [(runs[task, p, s, site], runs[task, p, s, None]) for s in seeds]
+        labels.append(np.mean([r["last_test"] - w["last_test"] for r, w in pairs]) > 0.0)
+        groups.append((task, p))
+        scores["slope of one step"].append(float(np.mean([w["z"][site] for _, w in pairs])))
+        far = [r["horizon"][site] for r in slopes if (r["task"], r["p"]) == (task, p)]
+        scores["slope, horizon of 100 steps"].append(float(np.mean(far)))
+        for kind, steps in product(("the run's optimizer, half its rate", "a new optimizer, its rate"),
+                                   ("10", "20", "50", "100")):  # fmt: skip
+            found = [r[kind][steps][site] for r in branches if (r["task"], r["p"]) == (task, p)]
+            scores[f"trainings of {steps} steps, {kind}"].append(float(np.mean(found)))
+    lines = ["| score | AUC (95 %) | right sign |", "|---|---|---|"]
+    truth = np.array(labels)
+    for name, values in scores.items():
+        found = np.array(values)
+        right = int(((found > 0.0) == truth).sum())
+        lines.append(f"| {name} | {auc_interval(found, truth, groups)} | {right} of {len(truth)} |")
+    return lines
+
+
 def main() -> None:
     """Print the tables as Markdown, or put them into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -296,6 +329,7 @@ def main() -> None:
         "results": table(read(folder, "runs*.jsonl")),
         "one run": one_run(read(folder, "runs*.jsonl")),
         "advice": advice(read(folder, "advise.jsonl")),
+        "choice": choice(folder),
         "benefit": benefit(
             read(folder, "benefit.jsonl"), json.loads((folder / "cases.json").read_text())
         ),

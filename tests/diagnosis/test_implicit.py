@@ -11,9 +11,8 @@ import undrop
 from device import new_generator
 from problems import problem
 from undrop.diagnosis.measure import implicit
-from undrop.diagnosis.measure.covariance import cosine, overlap, trace_of_means
 from undrop.diagnosis.measure.gradients import GradientNoise, Sketch, group_of
-from undrop.diagnosis.measure.implicit import measure_implicit
+from undrop.diagnosis.measure.implicit import cosine, measure_implicit, overlap, trace_of_means
 from undrop.diagnosis.measure.model import MeasuredModel, collect
 from undrop.diagnosis.measure.timing import Budget
 

@@ -96,7 +96,7 @@ class Check:
 
     def to_frame(self) -> Any:
         """The figures as a pandas DataFrame, one row per figure."""
-        from undrop.diagnosis.report.frames import figure_frame
+        from undrop.diagnosis.report.result import figure_frame
 
         return figure_frame(
             {

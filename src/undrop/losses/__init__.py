@@ -3,13 +3,12 @@
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.adaptive import AdaptiveSoftmax
 from undrop.losses.base import CONVERTERS, FORMS, ByClass, Derivatives, Loss, Prepared
-from undrop.losses.bce import BCEWithLogits
 from undrop.losses.cross_entropy import CrossEntropy
+from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.losses.generic import Generic
 from undrop.losses.heads import Task
 from undrop.losses.linear import LinearCrossEntropy
 from undrop.losses.model_loss import ModelLoss, as_loss
-from undrop.losses.mse import MSE
 
 __all__ = [
     "CONVERTERS",

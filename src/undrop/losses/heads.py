@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from undrop.errors import EngineError, OptionError, TargetError
 from undrop.losses.base import Loss
-from undrop.losses.bce import BCEWithLogits
 from undrop.losses.cross_entropy import CrossEntropy
-from undrop.losses.mse import MSE
+from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.registry import Registry
 
 IGNORED = -100

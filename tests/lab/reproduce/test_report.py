@@ -11,9 +11,8 @@ from undrop.lab.reproduce import tables
 from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
 from undrop.lab.reproduce.report import write_report
-from undrop.lab.reproduce.report.content import compose
+from undrop.lab.reproduce.report.content import as_html, as_markdown, compose
 from undrop.lab.reproduce.report.figures import mathtext
-from undrop.lab.reproduce.report.pages import as_html, as_markdown
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.tables import EXPERIMENTS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from undrop.diagnosis.report.advice import signed
 from undrop.diagnosis.report.provenance import Provenance
 from undrop.intercept import Sites
 from undrop.report import Table, as_json, terminal_width, wrap
+from undrop.report.plain import as_frame
 
 if TYPE_CHECKING:
     from undrop.diagnosis.report.comparison import Comparison
@@ -105,7 +106,7 @@ class Diagnosis:
 
     def to_frame(self) -> Any:
         """One row per site as a pandas DataFrame: p, kind, share, benefit and R_drop alone."""
-        from undrop.diagnosis.report.frames import site_frame
+        from undrop.diagnosis.report.result import site_frame
 
         return site_frame(self.explicit, self.benefit)
 
@@ -326,3 +327,26 @@ GLOSSARY = (
     ("±", "one standard error; in brackets the 95 % interval"),
 )
 """Symbols and their meaning, in the order in which a diagnosis shows them."""
+
+
+def figure_frame(figures: Mapping[str, Estimate]) -> Any:
+    """One row per figure: value, stderr, low and high."""
+    return as_frame([figure._asdict() for figure in figures.values()], list(figures))
+
+
+def site_frame(explicit: Explicit, benefit: Benefit | None) -> Any:
+    """One row per site: p, kind, and the value and standard error of its figures."""
+    rows = []
+    for name, effect in explicit.sites.items():
+        row: dict[str, Any] = {"p": effect.p, "kind": effect.kind}
+        figures = {
+            "share": effect.share,
+            "r_drop_alone": effect.parts.r_drop,
+            "half_quadratic": effect.parts.half_quadratic,
+        }
+        if benefit is not None:
+            figures["benefit"] = benefit.sites[name]
+        for key, figure in figures.items():
+            row |= {key: figure.value, f"{key}_stderr": figure.stderr}
+        rows.append(row)
+    return as_frame(rows, list(explicit.sites))

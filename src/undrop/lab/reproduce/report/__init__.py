@@ -9,9 +9,8 @@ from undrop.errors import RunError
 from undrop.files import naming_disk_errors, write_json
 from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
-from undrop.lab.reproduce.report.content import compose
+from undrop.lab.reproduce.report.content import as_html, as_markdown, compose
 from undrop.lab.reproduce.report.figures import draw
-from undrop.lab.reproduce.report.pages import as_html, as_markdown
 from undrop.lab.reproduce.results import Results
 from undrop.report import as_json, html
 from undrop.report.figures import check_drawable, save, svg

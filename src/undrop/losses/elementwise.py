@@ -1,0 +1,113 @@
+"""Losses of each element of the output alone: binary cross-entropy on logits, and squared error."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from undrop.losses.base import (
+    CONVERTERS,
+    ByClass,
+    ClosedForm,
+    Derivatives,
+    elementwise_by_class,
+    is_plain_mean,
+    last_entries,
+    number,
+    precise,
+)
+from undrop.losses.targets import check_like_output, check_range
+
+
+class Elementwise(ClosedForm):
+    """A mean over all elements, so that the Hessian is diagonal. A subclass knows ∂ℓ/∂F and ∂²ℓ/∂F²."""
+
+    @abstractmethod
+    def slope_and_curvature(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """∂ℓ/∂F and ∂²ℓ/∂F² of each element."""
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Floating-point numbers of the output's shape."""
+        check_like_output(output, target)
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """The number of elements."""
+        return number(output.numel(), output)
+
+    def _derivatives_of_part(
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
+    ) -> Derivatives:
+        u = precise(u)
+        moved, label = (last_entries(x, u, dim) for x in (precise(output), target))
+        slope, curvature = self.slope_and_curvature(moved, label)
+        squares = curvature * u.square() if form == "hessian" else u.square()
+        n = max(output.numel(), 1)
+        return Derivatives(self.value(output, target), squares.sum() / n, (slope * u).sum() / n)
+
+    def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
+        """Each feature of the output counts as a class."""
+        output = output.detach().double()
+        return elementwise_by_class(self.slope_and_curvature(output, target)[1], u)
+
+
+class BCEWithLogits(Elementwise):
+    """ℓ = -y log s - (1-y) log(1-s) with s = sigmoid(F), a mean over all elements.
+
+    The Hessian is diagonal, s(1-s), so uᵀHu = s(1-s)·u²; ∂ℓ/∂ε = (s - y)·u.
+    """
+
+    def slope_and_curvature(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """s - y and s(1-s)."""
+        s = torch.sigmoid(output)
+        return s - target, s * torch.sigmoid(-output)
+
+    def check_values(self, output: Tensor, target: Tensor) -> None:
+        """Probabilities."""
+        check_range(target, 0.0, 1.0)
+
+    def value(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over elements."""
+        output = precise(output)
+        return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
+
+    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        output = precise(output)
+        label = torch.bernoulli(torch.sigmoid(output.detach()), generator=generator)
+        return F.binary_cross_entropy_with_logits(output, label, reduction="sum")
+
+
+class MSE(Elementwise):
+    """ℓ = (F - y)², a mean over all elements; uᵀHu = 2u² and ∂ℓ/∂ε = 2(F - y)·u."""
+
+    def slope_and_curvature(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """2(F - y) and 2."""
+        return 2.0 * (output - target), torch.full_like(output, 2.0)
+
+    def check_values(self, output: Tensor, target: Tensor) -> None:
+        """No NaN."""
+        check_range(target, -math.inf, math.inf)
+
+    def value(self, output: Tensor, target: Tensor) -> Tensor:
+        """The mean over elements."""
+        return (precise(output) - target).square().mean()
+
+    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Labels from N(F, ½), the model whose negative log-likelihood is ℓ: E[g gᵀ] = 2."""
+        output = precise(output)
+        noise = torch.empty_like(output).normal_(generator=generator)
+        label = output.detach() + noise.mul_(math.sqrt(0.5))
+        return (output - label).square().sum()
+
+
+@CONVERTERS.register(nn.BCEWithLogitsLoss)
+def _convert_bce(loss: nn.BCEWithLogitsLoss) -> BCEWithLogits | None:
+    return BCEWithLogits() if is_plain_mean(loss) and loss.pos_weight is None else None
+
+
+@CONVERTERS.register(nn.MSELoss)
+def _convert_mse(loss: nn.MSELoss) -> MSE | None:
+    return MSE() if is_plain_mean(loss) else None

@@ -252,7 +252,7 @@ class OwnNoise(nn.Module):
 
 HELD = new_generator(3)
 SOURCES = {
-    "torch": lambda x: torch.rand(len(x), 1, dtype=D),
+    "torch": lambda x: torch.rand(len(x), 1, dtype=D, device=x.device),
     "NumPy": lambda x: float(np.random.rand()),
     "Python": lambda x: random.random(),
     "Gamma": lambda x: torch.distributions.Gamma(2.0, 1.0).sample().clamp(max=2.0),
@@ -275,7 +275,7 @@ def test_a_generator_that_the_model_holds_is_the_same_for_both_signs():
         def __init__(self):
             super().__init__(None)
             self.generator = new_generator(3)
-            self.draw = lambda x: torch.rand((), generator=self.generator).to(D)
+            self.draw = lambda x: torch.rand((), generator=self.generator, device=x.device).to(D)
 
     p = classify(Holds(), 6, 4)
     parts = [
@@ -367,9 +367,9 @@ def test_a_transformer_compiles_whole_and_once_per_shape(monkeypatch, caplog):
         torch.manual_seed(0)
         under = GPT(20, size=8, layers=2, heads=2, context=8)
         model = torch.compile(under) if compiled else under
-        generator = torch.Generator().manual_seed(1)
+        generator = new_generator(1)
         objective = undrop.Analytic(loss=under.loss(), batch_dim=1, generator=generator)
-        tokens = torch.randint(20, (9, 4), generator=torch.Generator().manual_seed(2))
+        tokens = torch.randint(20, (9, 4), generator=new_generator(2))
         for length in lengths:
             inputs = {"tokens": tokens[:length], "logits": False}
             objective(model, inputs, tokens[1 : length + 1]).backward()

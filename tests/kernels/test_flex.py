@@ -11,6 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
 import undrop
+from device import DEVICE
 from engine_helpers import BOTH, evaluate, gradient, random_signs, relative
 from problems import D, Problem
 from undrop.engines import Antithetic, Exact, Reverse, Tangent
@@ -18,6 +19,11 @@ from undrop.errors import OptionError
 from undrop.kernels.flex import FlexCall, in_kernel, written_out
 from undrop.losses import CrossEntropy
 from undrop.nn import flex_attention
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type not in ("cpu", "cuda", "mps", "hpu"),
+    reason="torch has FlexAttention for CUDA, CPU, HPU and MPS alone",
+)
 
 B, H, Q, W = 3, 2, 4, 4
 BIAS = torch.linspace(-1.0, 1.0, H * Q * Q, dtype=D).view(H, Q, Q)
@@ -66,7 +72,7 @@ FACTORS = {
 
 def made(mask=None, heads=H, **options) -> FlexCall:
     if mask is not None:
-        options["block_mask"] = create_block_mask(mask, None, None, Q, Q, device="cpu")
+        options["block_mask"] = create_block_mask(mask, None, None, Q, Q, device=DEVICE)
     sizes = ((B, H, Q, W), (B, heads, Q, W), (B, heads, Q, W))
     tensors = (torch.randn(size, dtype=D, requires_grad=True) for size in sizes)
     return FlexCall(*tensors, **options, dropout_p=0.1)
@@ -136,7 +142,7 @@ def test_it_drops_like_eager_attention():
         flex_attention(*call[:3], dropout_p=1.5)
 
 
-MASK = create_block_mask(causal, None, None, Q, Q, device="cpu")
+MASK = create_block_mask(causal, None, None, Q, Q, device=DEVICE)
 
 
 class Attention(nn.Module):

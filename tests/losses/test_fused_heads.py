@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import undrop
+from device import new_generator
 from undrop.errors import OutputError
 from undrop.losses import LinearCrossEntropy
 
 hf = pytest.importorskip("transformers", reason="transformers is not installed")
 
-IDS = torch.randint(1, 11, (4, 5), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(1, 11, (4, 5), generator=new_generator(0))
 
 
 def gpt2():
@@ -43,7 +44,7 @@ def fused(always: bool):
 def test_a_head_that_is_fused_for_labels_alone_is_trained_on_its_logits():
     batch = {"input_ids": IDS, "labels": IDS}
     found, expected = (
-        undrop.Analytic(generator=torch.Generator().manual_seed(1))(model, batch).parts
+        undrop.Analytic(generator=new_generator(1))(model, batch).parts
         for model in (fused(always=False), gpt2())
     )
     assert found == expected
@@ -71,7 +72,7 @@ class Features(torch.nn.Module):
 
 def test_the_way_out_gives_the_same_step():
     model = gpt2()
-    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    generators = [new_generator(1) for _ in range(2)]
     whole = undrop.Analytic(generator=generators[0])(model, {"input_ids": IDS, "labels": IDS})
     loss = LinearCrossEntropy(model.lm_head.weight)
     parts = undrop.Analytic(loss=loss, generator=generators[1])(Features(model), IDS, IDS[:, 1:])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import undrop
+from device import new_generator
 from undrop.engines.antithetic import _Known
 from undrop.engines.layout import Layout, Rows
 from undrop.losses import Coefficients, CrossEntropy
@@ -42,7 +43,7 @@ def test_the_gradient_of_stacked_rows_is_that_of_autograd(layout, dim):
     shape = [3, 3]
     shape[dim] = layout.total
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    rows = Rows.drawn(layout, torch.Generator().manual_seed(0))
+    rows = Rows.drawn(layout, new_generator(0))
     f, u = rows.output_and_tangent(x, dim, 7.0)
     in_f, in_u = torch.randn_like(f), torch.randn_like(u)
     (want,) = torch.autograd.grad((f * in_f).sum() + (u * in_u).sum(), x)
@@ -76,6 +77,6 @@ def test_a_subclass_of_cross_entropy_keeps_its_own_formulas():
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
     totals = []
     for loss in (CrossEntropy(), Doubled()):
-        generator = torch.Generator().manual_seed(1)
+        generator = new_generator(1)
         totals.append(undrop.Analytic(loss=loss, generator=generator)(model, x, y).total.detach())
     torch.testing.assert_close(totals[1], 2.0 * totals[0])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import undrop
-from device import new_generator
+from device import DEVICE, new_generator
 from problems import PROBLEMS, D, problem
 from undrop.losses import FORMS
 
@@ -203,6 +203,9 @@ class SparseWeights(nn.Module):
         return self.last(torch.sparse.mm(self.weight, h.T).T)
 
 
+@pytest.mark.skipif(
+    DEVICE.type not in ("cpu", "cuda"), reason="the device may have no sparse tensors"
+)
 def test_sparse_weights_are_trained():
     model = SparseWeights()
     undrop.Analytic()(model, torch.randn(5, 3), torch.randint(2, (5,))).backward()

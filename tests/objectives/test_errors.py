@@ -67,6 +67,11 @@ X = torch.randn(4, 3, generator=new_generator(0))
 Y = torch.tensor([1, 4, 0, 2])
 
 
+REPORTED_AT_ONCE = pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="a step never waits for a device: a later step reports it"
+)
+
+
 @contextmanager
 def left_as_it_was(model):
     """No mode is stuck, and values, identities and modes in the model are those of before."""
@@ -241,16 +246,26 @@ def test_an_output_with_one_tensor_for_the_loss_is_accepted(objective, end):
 NOT_FINITE = r"the (loss part is|loss(, explicit)? and \w+ parts are) not finite at step 0"
 
 
+@REPORTED_AT_ONCE
 def test_an_activation_that_is_not_finite_is_named_by_its_site(objective):
     message = rf"{NOT_FINITE}: the activation at site 'dropout' is not either"
     refused(objective, NonFiniteError, message, Net(), X.clone().fill_(torch.inf))
 
 
+@REPORTED_AT_ONCE
 def test_a_loss_that_is_not_finite_after_the_last_site(objective):
     message = rf"{NOT_FINITE}, while the activations at every site are: look at"
     refused(objective, NonFiniteError, message, Net(end=lambda y: y / 0.0))
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the CPU reports it at once")
+def test_on_another_device_a_later_step_reports_what_is_not_finite():
+    model, objective = Net(end=lambda y: y / 0.0), undrop.Analytic()
+    with pytest.raises(NonFiniteError, match="not finite at step 0, while the activations"):
+        [objective(model, X, Y) for _ in range(5)]
+
+
+@REPORTED_AT_ONCE
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_regularizer_that_is_not_finite(engine):
     """The square root is finite at 0 and its derivative is not."""

@@ -200,7 +200,7 @@ def several(request):
 
 
 def half(enabled=True):
-    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=enabled)
 
 
 @pytest.mark.portable
@@ -218,7 +218,7 @@ def test_later_samples_have_the_autocast_of_the_first(several, enabled, way):
     first = len(seen)
     with half(not enabled):
         way(step)
-        assert torch.is_autocast_enabled("cpu") is not enabled
+        assert torch.is_autocast_enabled(DEVICE.type) is not enabled
     assert len(seen) > first
     assert set(seen) == {torch.bfloat16 if enabled else torch.float32}
 

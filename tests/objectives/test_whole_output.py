@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
+from device import new_generator
 from engine_helpers import BOTH, evaluate, gradient, random_signs, relative
 from problems import D, Problem
 from undrop.engines import Antithetic, Tangent
@@ -154,7 +155,7 @@ def test_a_loss_that_depends_on_the_order_gets_the_order_of_the_batch(name):
             loss=loss,
             fraction=0.5,
             engine=Antithetic(1e-4),
-            generator=torch.Generator().manual_seed(seed),
+            generator=new_generator(seed),
         )(net, x, y)
         assert step.parts["loss"] == pytest.approx(expected.item(), rel=1e-6)
 
@@ -165,9 +166,7 @@ def test_its_explicit_part_keeps_its_mean_on_half_of_the_batch(name):
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)).to(D)
     x, y = torch.randn(8, 4, dtype=D), torch.randint(3, (8,))
     exact = undrop.Analytic(loss=IN_ORDER[name], engine="exact")(net, x, y).parts["explicit"]
-    objective = undrop.Analytic(
-        loss=IN_ORDER[name], fraction=0.5, generator=torch.Generator().manual_seed(0)
-    )
+    objective = undrop.Analytic(loss=IN_ORDER[name], fraction=0.5, generator=new_generator(0))
     found = torch.tensor([objective(net, x, y).parts["explicit"] for _ in range(300)])
     assert abs(found.mean() - exact) < 4 * found.std() / 300**0.5 + 0.01 * abs(exact)
 
@@ -177,7 +176,7 @@ def test_an_objective_can_be_pickled_and_copied(given):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
     x, y = torch.randn(6, 4), torch.randint(3, (6,))
-    generator = torch.Generator().manual_seed(1) if given else None
+    generator = new_generator(1) if given else None
     objective = undrop.Analytic(generator=generator)
     pickle.dumps(objective)
     objective(net, x, y)

@@ -117,15 +117,18 @@ class GradientNoise:
         measured: the model.
         made: how the analytic noise is made. Dropout's noise is at the same sites, with its own
             strength.
-        factor: of ∂ℓ/∂ε in the analytic noise.
+        implicit_factor: of ∂ℓ/∂ε in the analytic noise.
     """
 
     def __init__(
-        self, measured: MeasuredModel, made: AnalyticNoise | None = None, factor: float = 1.0
+        self,
+        measured: MeasuredModel,
+        made: AnalyticNoise | None = None,
+        implicit_factor: float = 1.0,
     ) -> None:
         self.measured = measured
         self.made = made or AnalyticNoise()
-        self.factor = factor
+        self.implicit_factor = implicit_factor
         named = _named_parameters(measured.model)
         self.parameters = [p for _, p in named]
         self.groups = [group_of(name) for name, _ in named]
@@ -149,7 +152,7 @@ class GradientNoise:
             self.measured.loss,
             self.measured.generators,
             self.made,
-            implicit=self.factor,
+            implicit=self.implicit_factor,
         )
         return gradient(term, self.parameters)
 

@@ -119,7 +119,7 @@ def _draw(folder: Path) -> Path | None:
     """Draw the curves and return where they are; None without matplotlib."""
     from undrop.errors import MissingExtraError
     from undrop.lab.train import RunFolder
-    from undrop.lab.train.plots import curves
+    from undrop.lab.train.runs import curves
 
     epochs = {title: RunFolder(folder / name).metrics.epochs() for name, title in METHODS.items()}
     try:

@@ -21,7 +21,7 @@ def plot(
 ) -> None:
     """Draw a value by epoch, one curve per run, each with its own dash and marker."""
     from undrop.lab.train import RunFolder
-    from undrop.lab.train.plots import curves
+    from undrop.lab.train.runs import curves
 
     check_outputs(pictures=[out])
     records = {}

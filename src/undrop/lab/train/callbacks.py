@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -263,8 +263,3 @@ class WandbLogger(Logger):
         """Finish the W&B run."""
         if self._run is not None:
             self._run.finish()
-
-
-def observers(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return the callbacks that look at the model."""
-    return [c for c in callbacks if type(c).observe is not Callback.observe]

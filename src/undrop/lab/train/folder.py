@@ -14,7 +14,7 @@ from torch import Tensor
 
 from undrop.errors import RunError
 from undrop.files import TEMPORARY, file_lock, naming_disk_errors, read_json, replacing, write_json
-from undrop.lab.train.callbacks import Callback, observers
+from undrop.lab.train.callbacks import Callback
 from undrop.lab.train.checkpoints import Checkpoints
 from undrop.lab.train.distributed import World
 from undrop.tensor_files import load_tensors, owned, save_tensors
@@ -222,7 +222,8 @@ class RunRecorder:
         self.folder = folder
         self._main = world.is_main
         self.callbacks = list(callbacks) if world.is_main else []
-        self.observers = observers(self.callbacks)
+        looking = (c for c in self.callbacks if type(c).observe is not Callback.observe)
+        self.observers = list(looking)  # at the model
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Add a record to the metrics."""

@@ -1,8 +1,8 @@
-"""Existing runs: their results, their models ready to use, and text that these generate."""
+"""Existing runs: their results and curves, their models ready to use, and text that these generate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrop.errors import CheckpointError, OptionError, RunError, UndropError
+from undrop.errors import CheckpointError, OptionError, RunError, UndropError, UnknownNameError
 from undrop.lab.corpora import EOS, Corpus, Vocabulary
 from undrop.lab.models import LanguageModel, State
 from undrop.lab.train.config import Config
 from undrop.lab.train.environment import device_of
 from undrop.lab.train.folder import RunFolder
 from undrop.report import Table
+from undrop.report.figures import line_style, literal, new_figure, save, styled
 from undrop.report.html import fragment
 from undrop.report.plain import as_frame
 
@@ -176,3 +177,68 @@ def _draw(
     best, places = logits.topk(min(top_k or len(logits), len(logits)))
     chosen = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
     return int(places[chosen])
+
+
+_LABELS = {
+    "valid_ppl": "validation perplexity",
+    "test_ppl": "test perplexity",
+    "train_ppl": "training perplexity without noise",
+    "loss": "training loss",
+    "explicit": "explicit part",
+    "implicit": "implicit part",
+    "gradient_norm": "gradient norm",
+    "lr": "learning rate",
+}
+
+
+def curves(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, *, value: str = "valid_ppl"
+) -> None:
+    """Plot a value over the epochs of several runs, and save the figure.
+
+    Args:
+        runs: the epoch records of each run, by its name in the legend.
+        path: where to save the figure; the suffix gives the format (png, pdf, svg).
+        value: a key of the epoch records.
+
+    Raises:
+        OptionError: if there is no such value, or the suffix names no kind of picture.
+        RunError: if no epoch has the value.
+        MissingExtraError: if matplotlib is not installed.
+    """
+    if value not in _LABELS:
+        raise UnknownNameError("curve", value, _LABELS)
+    points = {
+        name: [(r["epoch"], r[value]) for r in records if r.get(value) is not None]
+        for name, records in runs.items()
+    }
+    if not any(points.values()):
+        raise RunError(f"there is nothing to plot: no epoch of these runs has {value}.")
+    figure = new_figure(7.0, 4.5)
+    with styled():
+        _draw_curves(figure.add_subplot(), points, value)
+    save(figure, path)
+
+
+def _draw_curves(axes: Any, points: Mapping[str, Sequence[tuple[int, float]]], value: str) -> None:
+    for place, (name, line) in enumerate(points.items()):
+        axes.plot(
+            [epoch for epoch, _ in line],
+            [y for _, y in line],
+            label=literal(name),
+            markevery=max(1, len(line) // 10),
+            markersize=5,
+            **line_style(place),
+        )
+    if value.endswith("_ppl"):
+        _focus(axes, [y for line in points.values() for _, y in line])
+    axes.set(xlabel="epoch", ylabel=_LABELS[value])
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend()
+
+
+def _focus(axes: Any, values: Sequence[float]) -> None:
+    """Cut off the high values of the first epochs if they would flatten everything else."""
+    lowest, highest = min(values), max(values)
+    if highest > 3.0 * lowest:
+        axes.set_ylim(0.95 * lowest, 3.0 * lowest)

@@ -329,7 +329,7 @@ def test_a_model_without_dropout_is_an_error(tmp_path):
         trained(tmp_path, "llama", model=model)
 
 
-def test_options_that_undrop_cannot_honour_are_refused(tmp_path):
+def test_options_that_undrop_cannot_honor_are_refused(tmp_path):
     model, args = FAMILIES["gpt2"].model(), arguments(tmp_path)
     with pytest.raises(OptionError, match=r"compute_loss_func.*override `undrop_task`"):
         UndropTrainer(model, args, compute_loss_func=lambda *_, **__: None)

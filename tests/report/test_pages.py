@@ -88,7 +88,7 @@ def test_the_same_figure_is_the_same_bytes(tmp_path):
 
 
 def test_a_suffix_of_no_picture_is_refused(tmp_path):
-    with pytest.raises(OptionError, match=r"x.xyz can't be drawn: .xyz is no kind of picture"):
+    with pytest.raises(OptionError, match=r"x.xyz can't be drawn: .xyz is not a picture format"):
         figures.save(drawn(), tmp_path / "x.xyz")
     with pytest.raises(OptionError, match="it has no suffix"):
         figures.check_picture(tmp_path / "x")

@@ -173,7 +173,7 @@ def _implicit_factor(objective: Objective) -> float:
 
 
 def _noise_of(objective: Any) -> AnalyticNoise:
-    """How the objective makes its noise; several samples or an interval do not change its trace."""
+    """How the objective draws its noise; several samples or an interval do not change its trace."""
     return AnalyticNoise(
         objective.engine,
         objective.mask,

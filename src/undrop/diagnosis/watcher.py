@@ -94,7 +94,7 @@ class Watcher:
             logits = logits_of(call(model, inputs))
         if not field.leaves:
             raise NoDropoutError(
-                f"a pass of {type(model).__name__} meets no active dropout to watch."
+                f"{type(model).__name__} has no active dropout to watch: add one, or call model.train()."
             )
         try:
             sampled = loss.sampled(logits, targets, "hessian", self._generator(logits.device))

@@ -15,8 +15,8 @@
 ...     def configure_callbacks(self):
 ...         return [UndropCallback(self.objective)]
 
-Accumulation, mixed precision, clipping and many devices are Lightning's own. A callback alone can't do
-it: Lightning gives it no way to hand back another loss.
+Accumulation, mixed precision, clipping and many devices are Lightning's own. A callback alone is not
+enough: it can't replace the loss that ``training_step`` returns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UndropCallback(Callback):
     would have drawn without a break. Of several processes, Lightning saves the state of the first;
     the others derive their noise from it.
 
-    With a :class:`~undrop.Tuner` in the objective's place ``training_step`` calls ``tuner.step``, and
+    With a :class:`~undrop.Tuner` in place of the objective, ``training_step`` calls ``tuner.step``, and
     ``undrop/p/SITE`` and ``undrop/benefit/SITE`` are logged too.
 
     Args:
@@ -85,7 +85,7 @@ class UndropCallback(Callback):
         self._reported = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The objective's, for the checkpoint."""
+        """The objective's state, for the checkpoint."""
         return self.objective.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ FLAGS = ("is_top1", "label_mask")
 
 
 class Asked(Exception):
-    """What the trainer asked the model for."""
+    """Raised when the trainer calls the model; holds what it asked for."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         super().__init__()

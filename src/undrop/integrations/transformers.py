@@ -74,7 +74,7 @@ class _Sums:
 
 @contextmanager
 def _kept(trainer: Any) -> Iterator[None]:
-    """Put the metrics back that TRL's trainers collect in ``compute_loss``."""
+    """Restore the metrics that TRL's trainers collect in ``compute_loss``."""
     names = [n for n in ("_metrics", "_total_train_tokens") if hasattr(trainer, n)]
     before = {name: copy.deepcopy(getattr(trainer, name)) for name in names}
     try:
@@ -116,7 +116,9 @@ class UndropMixin(_Base):
         self._undrop_tune = tune
         self._undrop_saved: Path | None = None
         if tune is not None and self.args.world_size > 1:
-            raise OptionError("tune works in one process: leave it out, or start a single one.")
+            raise OptionError(
+                "tune= works in one process: leave it out, or start a single process."
+            )
         self.objective = Analytic() if objective is None else objective
         self._undrop_task: Task | None = None
         self._undrop_verified = False
@@ -140,7 +142,7 @@ class UndropMixin(_Base):
             )
 
     def undrop_task(self, model: nn.Module, labels: Tensor) -> Task:
-        """The loss of this model and the targets that it takes; override for a head of your own.
+        """The loss of this model and its targets; override it for your own head.
 
         Args:
             model: the model, without wrappers.
@@ -156,7 +158,7 @@ class UndropMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The objective while training; in eval mode what the Trainer computes."""
+        """Evaluate the objective in training; in eval mode, leave the loss to the Trainer."""
         if not model.training:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
@@ -223,7 +225,7 @@ class UndropMixin(_Base):
         return step.total
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Without noise: some trainers generate, and compute old log-probabilities, here."""
+        """Run without noise: some trainers generate, and compute old log-probabilities, here."""
         if not self.model.training:
             return super()._prepare_inputs(inputs)
         with Interception(unwrapped(self.model), no_noise):
@@ -275,7 +277,7 @@ class UndropMixin(_Base):
     def _undrop_scales(
         self, step: Step, targets: Tensor, num_items_in_batch: Tensor | int | None
     ) -> tuple[float, float]:
-        """From the mean over a micro-batch to its share of the step: for the loss and for the log.
+        """The share of a micro-batch in its step, as a factor of the loss and one of the log.
 
         A Trainer that counts the targets of the whole step expects the share of these; one that does
         not divides by the number of micro-batches itself.

@@ -41,16 +41,16 @@ class CrossEntropy(SoftmaxLoss):
 
     @property
     def forms_gradients(self) -> bool:  # type: ignore[override]
-        """True, but for subclasses, which may have other formulas."""
+        """False for subclasses, which may have other formulas."""
         return type(self) is CrossEntropy
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Class indices, one for each row of logits."""
+        """Check that targets are class indices, one for each row of logits."""
         shape = self.classes_last(output).shape
         check_class_indices(target, shape[:-1], shape[-1])
 
     def check_values(self, output: Tensor, target: Tensor) -> None:
-        """Classes that exist, or ``ignore_index``."""
+        """Check that every target is an existing class or ``ignore_index``."""
         check_class_range(target, self.classes_last(output).shape[-1], self.ignore_index)
 
     def classes_last(self, output: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class CrossEntropy(SoftmaxLoss):
         in_place = self.classes_last(output) is output and (u.shape == output.shape or dim == 0)
         if form == "loss-jacobian" or not in_place:
             return None
-        try:  # a step of a small net notices the context manager of explaining_errors
+        try:  # a small network would notice the cost of explaining_errors
             total, means, gradients = cross_entropy_with_gradients(
                 output, u, target.long(), self._options(form, coefficients)
             )

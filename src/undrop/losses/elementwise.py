@@ -31,7 +31,7 @@ class Elementwise(ClosedForm):
         """∂ℓ/∂F and ∂²ℓ/∂F² of each element."""
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Floating-point numbers of the output's shape."""
+        """Check that targets are floating-point numbers of the output's shape."""
         check_like_output(output, target)
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class BCEWithLogits(Elementwise):
         return s - target, s * torch.sigmoid(-output)
 
     def check_values(self, output: Tensor, target: Tensor) -> None:
-        """Probabilities."""
+        """Check that targets are probabilities."""
         check_range(target, 0.0, 1.0)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class MSE(Elementwise):
         return 2.0 * (output - target), torch.full_like(output, 2.0)
 
     def check_values(self, output: Tensor, target: Tensor) -> None:
-        """No NaN."""
+        """Check that no target is NaN."""
         check_range(target, -math.inf, math.inf)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:

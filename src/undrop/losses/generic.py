@@ -66,11 +66,11 @@ class Generic(Loss):
         self._without_dropout: set[bool] = set()  # the modes in which it was seen to have none
 
     def parameters(self) -> Sequence[Tensor]:
-        """Those of the function, if it is a module."""
+        """The parameters of the function, if it is a module."""
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
     def check(self, output: Any, target: Any) -> None:
-        """Check nothing: only the function knows which targets fit."""
+        """Accept everything: only the function knows which targets fit."""
 
     def count(self, output: Any, target: Any) -> Tensor:
         """The rows of the (first) output (…, features), which the function averages over."""
@@ -300,7 +300,7 @@ class RefuseDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS and _drops(func, args, kwargs):
             raise OptionError(
-                f"the loss {self._loss} has dropout in it, which undrop can't replace there: move that "
+                f"the loss {self._loss} contains dropout, which undrop can't replace there: move that "
                 "part into the model, or call eval() on the loss."
             )
         return func(*args, **kwargs)

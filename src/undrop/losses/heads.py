@@ -121,7 +121,7 @@ def read_head(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
 
 
 def decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
-    """The inputs of an encoder-decoder with those of its decoder, which follow from the labels.
+    """Add the decoder's inputs, which follow from the labels, to those of an encoder-decoder.
 
     Raises:
         TargetError: if the model can't derive them, or the inputs are not a dict.
@@ -196,7 +196,7 @@ def _is_attention_dropout(name: str) -> bool:
 
 
 def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way_out: str) -> bool:
-    """Whether two losses of one batch agree; False if theirs is NaN, which decides nothing.
+    """Whether two losses of one batch agree; False if theirs is NaN, so that the next batch decides.
 
     Raises:
         OptionError: if they differ.

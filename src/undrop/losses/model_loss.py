@@ -52,7 +52,7 @@ class ModelLoss(Loss):
         self._user: weakref.ref[nn.Module] | None = None  # the model of the last batch
 
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
-        """A batch as the model's loss takes it.
+        """Return a batch in the form that the model's loss takes.
 
         Raises:
             OptionError: if the model's own loss is unknown, differs on the first batch, or is of
@@ -80,7 +80,7 @@ class ModelLoss(Loss):
         return Prepared(task.loss, decoder_inputs(bare, inputs, targets), task.targets(targets))
 
     def _use(self, loss: Loss, model: nn.Module) -> None:
-        """Evaluate with this loss from now on.
+        """Use this loss from now on.
 
         Raises:
             OptionError: if another model, whose step may still run, needs another loss.
@@ -97,7 +97,7 @@ class ModelLoss(Loss):
         self._user = weakref.ref(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only the loss: another process looks at its models again."""
+        """The loss alone: another process examines its models again."""
         return {"current": self.current}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,19 +107,19 @@ class ModelLoss(Loss):
 
     @property
     def in_any_order(self) -> bool:  # type: ignore[override]
-        """As for the loss."""
+        """Whether the current loss allows any order of the examples."""
         return self.current.in_any_order
 
     def parameters(self) -> Sequence[Tensor]:
-        """Those of the loss."""
+        """The parameters of the current loss."""
         return self.current.parameters()
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """As the loss does."""
+        """Check shapes and types as the current loss does."""
         self.current.check(output, target)
 
     def check_values(self, output: Tensor, target: Tensor) -> None:
-        """As the loss does."""
+        """Check values as the current loss does."""
         self.current.check_values(output, target)
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
@@ -149,21 +149,21 @@ class ModelLoss(Loss):
 
     @property
     def forms_gradients(self) -> bool:  # type: ignore[override]
-        """As for the loss."""
+        """Whether the current loss may form its own gradient."""
         return self.current.forms_gradients
 
     def with_gradients(self, *args: Any, **options: Any) -> WithGradients | None:
-        """As the loss does."""
+        """Call the current loss."""
         return self.current.with_gradients(*args, **options)
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
-        """As the loss does."""
+        """Call the current loss."""
         return self.current.by_class(output, u, target)
 
     def sampled(
         self, output: Tensor, target: Tensor, form: str, generator: torch.Generator | None
     ) -> Tensor:
-        """As the loss does."""
+        """Call the current loss."""
         return self.current.sampled(output, target, form, generator)
 
 

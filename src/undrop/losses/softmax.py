@@ -14,7 +14,7 @@ from undrop.losses.targets import check_class_indices, check_class_range, not_ig
 
 
 class SoftmaxLoss(ClosedForm):
-    """A mean over targets of -log p(y), p being a softmax.
+    """The mean over targets of -log p(y), where p is a softmax.
 
     Args:
         layer: makes logits of the output.
@@ -30,7 +30,7 @@ class SoftmaxLoss(ClosedForm):
         self.label_smoothing = label_smoothing
 
     def parameters(self) -> Sequence[Tensor]:
-        """Those of the output layer."""
+        """The parameters of the output layer."""
         return [p for p in self.layer.parameters if p is not None]
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class SoftmaxLoss(ClosedForm):
 
 
 class FeatureLoss(SoftmaxLoss):
-    """A mean over tokens of -log p(y | f), for features f (…, d) and class indices (…).
+    """The mean over tokens of -log p(y | f), for features f (…, d) and class indices (…).
 
     Args:
         layer: the output layer with its loss.
@@ -97,16 +97,16 @@ class FeatureLoss(SoftmaxLoss):
         self.width, self.classes, self.chunk = width, classes, layer.chunk
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Class indices, one for each row of features."""
+        """Check that targets are class indices, one for each row of features."""
         if output.shape[-1] != self.width:
             raise OutputError(
                 f"the loss takes features of width {self.width}, that of its output layer, got an "
-                f"output of shape {tuple(output.shape)}: have the model return features, not logits."
+                f"output of shape {tuple(output.shape)}: let the model return features, not logits."
             )
         check_class_indices(target, tuple(output.shape[:-1]), self.classes)
 
     def check_values(self, output: Tensor, target: Tensor) -> None:
-        """Classes that exist, or ``ignore_index``."""
+        """Check that every target is an existing class or ``ignore_index``."""
         check_class_range(target, self.classes, self.ignore_index)
 
     def _kept(self, output: Tensor, target: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def check_class_indices(target: Tensor, leading: Sequence[int], classes: int) -> None:
-    """Class indices of the given leading shape.
+    """Check that targets are class indices of the given leading shape.
 
     Raises:
         TargetError: naming what was expected and what was passed.
@@ -36,7 +36,7 @@ def check_class_indices(target: Tensor, leading: Sequence[int], classes: int) ->
 
 
 def check_class_range(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Class indices that each lie within the classes or are ``ignore_index``.
+    """Check that every target is an existing class or ``ignore_index``.
 
     Raises:
         TargetError: naming the range and the first value out of it.
@@ -61,7 +61,7 @@ def not_ignored(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def check_like_output(output: Tensor, target: Tensor) -> None:
-    """Floating-point targets of the output's shape.
+    """Check that targets are floating-point numbers of the output's shape.
 
     Raises:
         TargetError: naming what was expected and what was passed.
@@ -76,7 +76,7 @@ def check_like_output(output: Tensor, target: Tensor) -> None:
 
 
 def check_range(target: Tensor, low: float, high: float) -> None:
-    """Numbers in [low, high].
+    """Check that targets lie in [low, high].
 
     Raises:
         TargetError: naming the range and the first value out of it.

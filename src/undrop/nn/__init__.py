@@ -1,4 +1,4 @@
-"""Dropouts that torch lacks, and the adaptive softmax."""
+"""Dropout layers that torch lacks, and the adaptive softmax."""
 
 from undrop.kernels.flex import flex_attention
 from undrop.nn.adaptive import AdaptiveEmbedding, AdaptiveHead

@@ -5,7 +5,7 @@ The vocabulary is sorted by frequency and cut into a shortlist S and tails C_1 �
     p(w | h) = softmax_{S ∪ {1 … n}}(h)_w                               for w in S,
     p(w | h) = softmax_{S ∪ {1 … n}}(h)_c · softmax_{C_c}(P_c h)_w      for w in C_c
 
-(Grave et al. 2017), as ``torch.nn.AdaptiveLogSoftmaxWithLoss`` has it. Tied, the rows of each softmax
+(Grave et al. 2017), as in ``torch.nn.AdaptiveLogSoftmaxWithLoss``. Tied, the rows of each softmax
 and the projections P_c are the embedding's own (Baevski & Auli 2019).
 """
 

@@ -1,4 +1,4 @@
-"""Dropouts that torch lacks: one mask over time, on weights, on whole words."""
+"""Dropout layers that torch lacks: with one mask over time, on weights, on whole words."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class EmbeddingDropout(nn.Module):
         self.p = _probability(p)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look the tokens up, with one mask entry per word of the vocabulary."""
+        """Look up the tokens, with one mask entry per word of the vocabulary."""
         embedded: Tensor = self.embedding(tokens)
         if not self.training or self.p == 0.0:
             return embedded

@@ -1,4 +1,4 @@
-"""What training minimizes. An objective is one file here."""
+"""What training minimizes: objectives, one file each."""
 
 from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
 from undrop.objectives.base import Objective

@@ -30,10 +30,10 @@ class Analytic(Objective):
 
     - explicit: ``strength`` · mean uᵀHu, the paper's R_approx (eq. 4.4) with each site's
       q/(1-q) folded in; or with the identity in H's place, or the loss Jacobian (R̃_approx);
-    - implicit: mean ∂ℓ/∂ε for the η drawn, whose gradient is ξ_approx (eq. 4.6), a noise of
-      zero mean. σ is in u, so the paper's λ₂ is 1 here.
+    - implicit: mean ∂ℓ/∂ε for the η drawn, whose gradient is ξ_approx (eq. 4.6), noise with
+      mean zero. σ is in u, so the paper's λ₂ is 1 here.
 
-    η is ±1: the explicit part is even in it and the implicit one odd, so that one draw serves both
+    η is ±1: the explicit part is even in η and the implicit part is odd, so one draw serves both,
     and they are uncorrelated.
 
     Args:

@@ -58,7 +58,7 @@ class Objective(ABC):
     needs_dropout = True
     """Whether a model without dropout is an error."""
     interval = 1
-    """Steps between two that regularize."""
+    """The number of steps from one that regularizes to the next."""
 
     def __init__(
         self,
@@ -73,19 +73,19 @@ class Objective(ABC):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without any knowledge of models."""
+        """Forget everything about the models seen so far."""
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
         self._followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._compiled: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._finite = FiniteCheck()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is known about models, which another process finds out again."""
+        """Everything but what is known about models, which another process looks up again."""
         known = ("_sites", "_followed", "_compiled", "_finite")
         return {k: v for k, v in self.__dict__.items() if k not in known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the options and the generators over."""
+        """Restore the options and the generators."""
         self.__dict__.update(state)
         self._forget()
 
@@ -106,15 +106,15 @@ class Objective(ABC):
         """Evaluate the objective on a batch.
 
         Args:
-            model: any module, in train mode. It is left as it was but for running statistics, which
-                move once.
+            model: any module, in train mode. It is left unchanged, except for running statistics,
+                which are updated once.
             inputs: a tensor, a tuple (positional) or a dict (keyword arguments).
             targets: what the loss compares the output with; None takes ``labels`` from a dict of inputs.
                 A Transformers model's targets are its labels, which its head may shift: pass
                 ``loss=undrop.CrossEntropy()`` to compare position by position.
 
         Raises:
-            UndropError: one of its subclasses, for bad input; then nothing in the model has changed.
+            UndropError: one of its subclasses, for bad input; the model is then unchanged.
         """
         # Another model's pass may be what calls this; compiled code would hide its dropout.
         with outside_interception(), eager():
@@ -139,7 +139,7 @@ class Objective(ABC):
     def _later(
         self, evaluations: Iterator[Evaluation], batch: Batch, autocast: AutocastState
     ) -> Iterator[Evaluation]:
-        """Run further evaluations under the autocast of the first; they move no statistics."""
+        """Run further evaluations under the autocast of the first, without updating statistics."""
         while True:
             with autocast.restored(), outside_interception(), eager(), keep_statistics(batch.model):
                 evaluation = next(evaluations, None)
@@ -155,7 +155,7 @@ class Objective(ABC):
         return evaluation
 
     def forward_and_loss(self, batch: Batch, action: SiteAction | None) -> tuple[Any, Tensor]:
-        """Run one pass: all that the model returns, and the loss. Without action torch drops."""
+        """Run one pass and return the output and the loss; without an action, torch's dropout runs."""
         with portable_lstm() if action is None else Interception(batch.model, action):
             output = batch.forward()
         seen = self.loss.sees(output)
@@ -166,7 +166,7 @@ class Objective(ABC):
         """Return what the engine computes; where every dropout has p = 0, the plain loss.
 
         Raises:
-            NoDropoutError: if the pass meets no dropout at all.
+            NoDropoutError: if no dropout runs in the pass.
         """
         try:
             return engine.evaluate(request)

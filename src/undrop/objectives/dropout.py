@@ -21,7 +21,7 @@ from undrop.options import check_int
 
 
 class SiteMasks:
-    """The site action of dropout with another p than the model's own.
+    """The site action of dropout with a different p than the model's own.
 
     Args:
         site_p: the probability by site; other sites keep the model's.
@@ -45,7 +45,7 @@ class SiteMasks:
 def dropout_modules(
     model: nn.Module, site_p: Mapping[str, float]
 ) -> dict[nn.Dropout, float] | None:
-    """Return the modules that the sites are, with the p to set; None if a site is anything else."""
+    """Return the dropout modules of the sites with the p to set; None if a site is no such module."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[nn.Dropout, float] = {}
     for name, p in site_p.items():
@@ -111,7 +111,7 @@ class Dropout(Objective):
             raise OptionError(f"noise must be None, 'resampled' or 'analytic', got {noise!r}.")
         if engine == "exact":
             raise OptionError(
-                "engine='exact' gives expectations, in which there is no noise to put back: use another."
+                "engine='exact' computes expectations, which have no noise to put back: use another."
             )
         self.k = check_int("k", k)
         self.noise = noise

@@ -1,6 +1,7 @@
-"""Reading the parts of every step, without waiting for the device: finite, and with an effect?
+"""Check the parts of every step: are they finite, and does dropout have an effect?
 
-If dropout has no effect, since the noise of every site is lost before the output, one log line says so.
+A step never waits for the device. If dropout has no effect, because the noise of every site is lost
+before the output, one log line says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EXPLICIT, _IMPLICIT = 1e-10, 1e-5
 
 
 def fingerprint(parameters: Sequence[Tensor]) -> Tensor:
-    """One number that changes with the weights; sparse ones, which have no norm, do not count."""
+    """A number that changes with the weights, except for sparse ones, which have no norm."""
     dense = [p.detach() for p in parameters if p.layout is torch.strided]
     if not dense:  # only the inputs are trained
         return torch.zeros(())
@@ -50,7 +51,7 @@ class EffectCheck:
     def add(
         self, parts: Mapping[str, float], weights: float, model: str, sites: Sequence[str]
     ) -> None:
-        """Take the parts of a step, and the fingerprint of the weights that it was taken at."""
+        """Look at the parts of a step and the fingerprint of its weights."""
         if not has_no_effect(parts):
             self.settled = True
         elif self._weights is None:
@@ -108,7 +109,7 @@ class FiniteCheck:
         self._effect = EffectCheck()
 
     def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Trains) -> None:
-        """Take the parts of an evaluation.
+        """Look at the parts of an evaluation.
 
         Raises:
             NonFiniteError: naming the parts, the step and the first site with non-finite values.
@@ -133,7 +134,7 @@ class FiniteCheck:
             self._look(self._pending.popleft(), batch, objective)
 
     def _watched(self, evaluation: Evaluation, batch: Batch) -> bool:
-        """Whether it is not known yet that the regularizers have an effect."""
+        """Whether no effect of the regularizers has been seen yet."""
         if self._effect.settled:
             return False
         analytic = "loss" in evaluation.parts and {"explicit", "implicit"} & evaluation.parts.keys()

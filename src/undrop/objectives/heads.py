@@ -18,7 +18,7 @@ _seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def look_at_heads(model: nn.Module, evaluation: Evaluation) -> None:
-    """Log once which weights of a model have a part in its output, but not in the loss."""
+    """Log once which weights of a model contribute to its output, but not to the loss."""
     if model in _seen:
         return
     _seen.add(model)

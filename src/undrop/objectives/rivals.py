@@ -44,7 +44,7 @@ def not_negative(name: str, value: float) -> float:
 
 
 class RDrop(Objective):
-    """R-Drop: dropout on two masks, and the distance of the two predictions (Liang et al. 2021).
+    """R-Drop: dropout with two masks, and the distance between the two predictions (Liang et al. 2021).
 
     ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)], half of the original's total, with its α as
     ``weight``. For a loss whose gradient is p - y the sum of both divergences is Dℓ[F₁]·u - Dℓ[F₂]·u

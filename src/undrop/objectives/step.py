@@ -69,11 +69,11 @@ class Step:
         """Add the gradient of ``scale · total`` to the parameters' ``.grad``.
 
         Raises:
-            StepError: the second time, when the graphs are gone.
+            StepError: on a second call, when the graphs are gone.
         """
         if not self._held and self._later is None:
             raise StepError(
-                "the gradient of this step has been taken: call the objective again for another one."
+                "this step has been differentiated already: call the objective again for a new step."
             )
         while self._held or self._next():
             evaluation = self._held.pop(0)

@@ -1,4 +1,4 @@
-"""The style of all figures: readable without colour, the same bytes for the same numbers."""
+"""The style of all figures: readable without color, the same bytes for the same numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS, OTHER = "#1f5fa8", "#b3541e"
-"""The colours of what was measured here and of what it is compared with."""
+"""The colors of what was measured here and of what it is compared with."""
 
 _STYLE = {
     "font.size": 10,
@@ -65,7 +65,7 @@ def literal(text: str) -> str:
 
 
 def check_drawable() -> None:
-    """Refuse, before any work is done, to draw without matplotlib.
+    """Raise an error before any work is done if matplotlib is missing.
 
     Raises:
         MissingExtraError: if it is not installed.
@@ -75,7 +75,7 @@ def check_drawable() -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a path whose suffix names no kind of picture.
+    """Refuse a path whose suffix is not that of a picture.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
@@ -86,8 +86,8 @@ def check_picture(path: Path) -> None:
 
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in FigureCanvasBase.get_supported_filetypes():
-        kind = f"{path.suffix} is no kind of picture" if suffix else "it has no suffix"
-        raise OptionError(f"{path} can't be drawn: {kind}, use .png, .pdf or .svg.")
+        kind = f"{path.suffix} is not a picture format" if suffix else "it has no suffix"
+        raise OptionError(f"{path} can't be drawn: {kind}; use .png, .pdf or .svg.")
 
 
 def styled() -> AbstractContextManager[None]:

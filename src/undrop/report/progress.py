@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 class Bar:
     """One line: a title, the part that is done, and further fields.
 
-    Fields that do not fit the terminal are left out from the last on; none is cut.
+    If the line does not fit the terminal, the last fields are left out; none is cut.
     """
 
     def __init__(self, progress: Progress, title: str) -> None:
@@ -73,7 +73,7 @@ class Bar:
 class Progress:
     """Bars on stderr while a ``with`` block runs; they are gone when it ends.
 
-    Nothing is drawn where stderr is no terminal, or rich is not installed.
+    Nothing is drawn if stderr is not a terminal, or rich is not installed.
 
     >>> with Progress() as progress:
     ...     bar = progress.bar("reading")

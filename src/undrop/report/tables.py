@@ -66,7 +66,7 @@ class Table:
     def text(self, width: int | None = None) -> str:
         """Return the table for a terminal.
 
-        Text wraps within its column. Where even that is too wide, each row becomes a block with one
+        Text wraps within its column. If even that is too wide, each row becomes a block with one
         line per cell.
 
         Args:
@@ -124,7 +124,7 @@ class Table:
         yield ""
 
     def markdown(self) -> str:
-        """Return the table in pipes."""
+        """Return the table in Markdown."""
         rule = ["---:" if head in self.numbers else "---" for head in self.heads]
         lines = [self.heads, rule, *self.rows]
         return "\n".join("| " + " | ".join(map(_in_pipes, line)) + " |" for line in lines)

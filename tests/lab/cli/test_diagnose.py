@@ -126,7 +126,7 @@ def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
         (("--save", "."), ". can't be written: it is a folder, give the name of a file."),
         (("--html", ".."), ".. can't be written: it is a folder, give the name of a file."),
         (("--plot", "nodir/x.png"), "nodir/x.png can't be written: there is no folder nodir."),
-        (("--plot", "x.xyz"), "x.xyz can't be drawn: .xyz is no kind of picture, use .png, .pdf"),
+        (("--plot", "x.xyz"), "x.xyz can't be drawn: .xyz is not a picture format; use .png, .pdf"),
         (("--plot", "x"), "x can't be drawn: it has no suffix, use .png, .pdf or .svg."),
     ],
 )
@@ -257,7 +257,7 @@ def test_commands_open_your_own_model_in_a_file(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_a_misspelt_file_or_folder_gets_the_nearest(tmp_path, monkeypatch, capsys):
+def test_a_misspelled_file_or_folder_gets_the_nearest(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "before.json").write_text("{}")
     (tmp_path / "small").mkdir()
@@ -266,7 +266,7 @@ def test_a_misspelt_file_or_folder_gets_the_nearest(tmp_path, monkeypatch, capsy
     assert "there is no folder smal: did you mean small?" in refused(capsys, "report", "smal")
 
 
-def test_a_misspelt_run_gets_the_nearest_folder(run, capsys):
+def test_a_misspelled_run_gets_the_nearest_folder(run, capsys):
     wrong = run.parent / "runn"
     assert f"there is no run {wrong}: did you mean {run}?" in refused(capsys, "sites", wrong)
 

@@ -1,1 +1,1 @@
-"""Presenting: tables, advice, plots, pages and comparisons of what was measured."""
+"""Present what was measured: tables, advice, plots, pages and comparisons."""

@@ -25,7 +25,7 @@ TOO_LITTLE = "Too little data to say"
 
 
 def signed(estimate: Estimate) -> str:
-    """An estimate with its sign, plus included."""
+    """An estimate with its sign, also if that is a plus."""
     return f"+{estimate}" if estimate.value > 0.0 else str(estimate)
 
 

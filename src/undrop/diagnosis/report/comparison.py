@@ -146,8 +146,8 @@ def _read(path: Path) -> dict[str, Any]:
         )
     if found.get("format") != FORMAT:
         raise DataError(
-            f"{path} is a diagnosis in format {found.get('format', 1)}, this version of undrop reads "
-            f"format {FORMAT}: diagnose the model again."
+            f"{path} is a diagnosis in format {found.get('format', 1)}, but this version of undrop "
+            f"reads format {FORMAT}: diagnose the model again."
         )
     result: dict[str, Any] = found
     return result
@@ -165,7 +165,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
 
 
 def _is_same_p(change: Change) -> bool:
-    """Whether it says that a site's p is what it was, which is not worth a row."""
+    """Whether this is the p of a site that did not change, which needs no row."""
     return change.figure.startswith(_P_AT) and change.before == change.after
 
 

@@ -1,4 +1,4 @@
-"""The figures of a diagnosis, drawn, readable without colour; and the page that shows them."""
+"""The figures of a diagnosis, drawn, readable without color; and the page that shows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _ROWS = 12  # the most bars in a panel
-_TICKS = 6  # the most labels below bars, which may be long
+_TICKS = 4  # the most labels below bars, which may be long
 
 Panel = Callable[["Diagnosis", Any], None]
 

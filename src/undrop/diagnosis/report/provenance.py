@@ -56,7 +56,7 @@ def provenance_of(
     seconds: float,
     masks: int,
 ) -> Provenance:
-    """Collect it."""
+    """Collect the provenance of a diagnosis."""
     first = next(iter(model.parameters()), torch.zeros(()))
     return Provenance(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),

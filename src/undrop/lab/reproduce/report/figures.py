@@ -148,7 +148,7 @@ def _aligned(records: Sequence[Record], y: str) -> tuple[Any, Any]:
 
 
 def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
-    """Black for plain dropout, grey for none; the others from a colour map that prints in grey."""
+    """Black for plain dropout, grey for none; the others from a color map that prints in grey."""
     import matplotlib as mpl
 
     fixed = {"drop-1": "black", "none": "#999999"}

@@ -286,10 +286,10 @@ def test_memory_does_not_grow_with_samples(name, make):
     assert 0 < many <= 1.05 * one
 
 
-def test_a_gradient_is_taken_once(objective):
+def test_a_step_is_differentiated_once(objective):
     _, step = called(objective)
     step.backward()
-    with pytest.raises(StepError, match="has been taken: call the objective again"):
+    with pytest.raises(StepError, match="differentiated already: call the objective again"):
         step.backward()
 
 

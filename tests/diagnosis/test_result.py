@@ -217,7 +217,10 @@ def test_saved_diagnoses_are_compared(found, tmp_path):
     ("text", "message"),
     [
         ("[]", "is not a diagnosis: give a file that undrop diagnose --save wrote"),
-        ('{"explicit": {}}', "is a diagnosis in format 1, but this version of undrop reads format 3"),
+        (
+            '{"explicit": {}}',
+            "is a diagnosis in format 1, but this version of undrop reads format 3",
+        ),
     ],
 )
 def test_a_file_that_is_no_diagnosis_is_refused(tmp_path, text, message):

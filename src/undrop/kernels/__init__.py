@@ -1,5 +1,5 @@
-"""Hand-written fast paths: pure functions of tensors and of their tangents along ε.
+"""Softmax cross-entropy along a tangent in closed form, with or without the output layer; FlexAttention.
 
-A tangent kernel takes primal tensors and their derivatives in the scalar ε (``None`` for zero) and
-returns primal outputs and tangents; one plain reverse pass differentiates both.
+Tangents are derivatives in the scalar ε, ``None`` for zero. One reverse pass differentiates both primal
+values and tangents.
 """

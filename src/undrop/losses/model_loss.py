@@ -20,7 +20,15 @@ from undrop.intercept import (
     no_noise,
 )
 from undrop.kernels.softmax import Coefficients
-from undrop.losses.base import CONVERTERS, ByClass, Derivatives, Loss, Prepared, WithGradients
+from undrop.losses.base import (
+    CONVERTERS,
+    ByClass,
+    ClosedForm,
+    Derivatives,
+    Loss,
+    Prepared,
+    WithGradients,
+)
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.generic import Generic
 from undrop.losses.heads import (
@@ -34,7 +42,7 @@ from undrop.losses.heads import (
 )
 
 
-class ModelLoss(Loss):
+class ModelLoss(ClosedForm):
     """A Transformers model's own loss, if undrop knows it; otherwise cross-entropy.
 
     For a Transformers model the targets are its ``labels``, as the model itself takes them: a causal
@@ -133,9 +141,6 @@ class ModelLoss(Loss):
     def twice_differentiable_value(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean of the loss in twice differentiable ops."""
         return self.current.twice_differentiable_value(output, target)
-
-    def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
-        return self.current._derivatives(output, u, target, form)
 
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +54,6 @@ def corpora() -> Names:
 
 
 @cache
-def models() -> Names:
-    """Return the language models."""
-    return _registered("MODELS", ("lab", "train", "components.py"), ("lab", "models"))
-
-
-@cache
-def objectives() -> Names:
-    """Return the objectives."""
-    return _registered("OBJECTIVES", ("lab", "train", "components.py"), ("objectives",))
-
-
-@cache
-def bench_subjects() -> Names:
-    """Return the models that ``undrop bench`` times."""
-    return _registered("SUBJECTS", ("lab", "bench", "subjects.py"))
-
-
-@cache
-def bench_methods() -> Names:
-    """Return the methods that ``undrop bench`` times."""
-    return _registered("METHODS", ("lab", "bench", "methods.py"))
-
-
-@cache
 def experiments() -> Names:
     """Return the experiments of ``undrop reproduce``, in the paper's order."""
     from undrop.lab.reproduce.tables import EXPERIMENTS
@@ -110,6 +86,18 @@ def _line(text: str, options: str, name: str, same: str) -> str:
         return f"Like {same}, with {chosen}"
     plain = text.rstrip(".").replace("``", "`")
     return f"{plain} ({chosen})" if chosen else plain
+
+
+_COMPONENTS = ("lab", "train", "components.py")
+
+models = cache(partial(_registered, "MODELS", _COMPONENTS, ("lab", "models")))
+"""Return the language models."""
+objectives = cache(partial(_registered, "OBJECTIVES", _COMPONENTS, ("objectives",)))
+"""Return the objectives."""
+bench_subjects = cache(partial(_registered, "SUBJECTS", ("lab", "bench", "subjects.py")))
+"""Return the models that ``undrop bench`` times."""
+bench_methods = cache(partial(_registered, "METHODS", ("lab", "bench", "methods.py")))
+"""Return the methods that ``undrop bench`` times."""
 
 
 def check_name(kind: str, name: str | None, names: Names, hint: str = "") -> None:

@@ -12,6 +12,7 @@ import undrop
 from device import new_generator
 from undrop.diagnosis.measure.benefit import STEPS, Training, two_way_error
 from undrop.diagnosis.measure.branches import Branches
+from undrop.diagnosis.measure.timing import Budget
 
 
 def net():
@@ -179,6 +180,14 @@ def test_a_site_that_the_time_does_not_reach_has_no_figure():
     assert math.isfinite(found.benefit.every_site.value)
     assert any(s.startswith("No evidence at `2`, `5`: the time ended") for s in found.advice)
     assert "nan" not in str(found)
+
+
+def test_two_repeats_may_take_longer_than_the_time(monkeypatch):
+    monkeypatch.setattr(Budget, "elapsed", 2.0)
+    train, held = [data(seed) for seed in range(6)], [data(seed) for seed in range(20, 23)]
+    found = diagnosed(net(), train, held)
+    assert found.benefit.repeats == 2
+    assert all(estimate.stderr for estimate in found.benefit.sites.values())
 
 
 def test_one_validation_batch_gives_no_evidence_either_way():

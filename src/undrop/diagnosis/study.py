@@ -144,14 +144,16 @@ def _collected(
 def _budgets(
     wanted: Sequence[str], seconds: float, show: Callable[[float, str], None]
 ) -> Iterator[Budget]:
-    """One budget after another; the next one gets the time that is left."""
+    """One budget after another: what is left of the time, and at least half of its own share."""
     began, done = time.monotonic(), 0.0
     whole = sum(_TIME[name] for name in wanted)
     for name in wanted:
         end = done + _TIME[name] / whole
-        left = max(seconds - (time.monotonic() - began), 1e-9)
+        left = seconds - (time.monotonic() - began)
         share = (end - done) / (1.0 - done)
-        yield Budget(share * left, show, span=(done, end), what=name)
+        yield Budget(
+            max(share * left, 0.5 * (end - done) * seconds), show, span=(done, end), what=name
+        )
         done = end
 
 

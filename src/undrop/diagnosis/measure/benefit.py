@@ -38,6 +38,7 @@ REPEATS = 32
 SHRINKAGE = 0.01
 """What weight decay takes off the weights in a branch, where no coefficient is given."""
 _OFF = 1e-9  # a p that drops nothing, but draws as many random numbers as any other
+_OVERTIME = 3.0  # what two repeats may take, over the time
 _EVERY, _DECAY = object(), object()
 
 
@@ -187,7 +188,8 @@ def measure_benefit(
         measured: the model.
         batches: training batches.
         validation: batches of other data.
-        budget: the time; all dropout together and weight decay are measured once in any case.
+        budget: the time; two repeats may take three times as long, and all dropout together and weight
+            decay are measured once in any case.
         training: the optimizer.
         loss: the training loss.
         repeats: the largest number of them.
@@ -195,7 +197,7 @@ def measure_benefit(
     """
     p = {s.name: s.p for s in measured.sites} if probabilities is None else dict(probabilities)
     study = _Study(measured, batches, validation, training, loss, p)
-    for _ in budget.visits([None], repeats):
+    while study.repeats < repeats and not (study.repeats and study.late(budget)):
         study.repeat(budget)
     return study.result()
 
@@ -220,13 +222,18 @@ class _Study:
         self.rows |= {name: [] for name in self.p}
         self.repeats = 0
 
+    def late(self, budget: Budget) -> bool:
+        """Whether the time is up; two repeats, without which no error is known, may take longer."""
+        limit = 1.0 if self.repeats > 1 else _OVERTIME
+        return budget.spent(self.repeats / REPEATS) and budget.elapsed >= limit
+
     def repeat(self, budget: Budget) -> None:
         """Train one branch of each kind, as far as the time allows; sites take turns to be first."""
         branches = self._branches()
         reference = self._losses(branches)
         names, first = list(self.p), self.repeats % len(self.p)
         for place, what in enumerate([_EVERY, _DECAY, *names[first:], *names[:first]]):
-            if (place >= 2 or self.repeats) and budget.spent():
+            if (place >= 2 or self.repeats) and self.late(budget):
                 break
             found = self._losses(branches, what)
             sign = -1.0 if what is _DECAY else 1.0

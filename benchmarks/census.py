@@ -30,6 +30,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -40,7 +41,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import undrop
 from undrop.errors import NoDropoutError, UndropError
-from undrop.intercept import Interception, Sites, call, no_noise, preserve_model, tensors_in
+from undrop.intercept import (
+    Interception,
+    Sites,
+    call,
+    no_noise,
+    preserve_model,
+    tensors_in,
+)
+from undrop.intercept.random_values import Uniform
 from undrop.intercept.unaccounted import RandomOps, Unaccounted, python_draws
 from undrop.intercept.wrappers import paths
 
@@ -102,10 +111,29 @@ def found_sites(built: Built) -> Sites:
         return Sites([], named)
 
 
-def missed_by_place(draws: list[Unaccounted], found: Sites, model: nn.Module) -> dict[str, int]:
+def unread_draws(built: Built) -> Counter[str]:
+    """How many numbers each module draws that nothing reads, by its path."""
+    read: set[str] = set()
+    draw = Uniform.real
+
+    def real(value: Uniform) -> Tensor:
+        read.add(value.key)
+        return draw(value)
+
+    with preserve_model(built.model), patch.object(Uniform, "real", real):
+        seed(0)
+        with torch.no_grad(), Interception(built.model, no_noise) as mode:
+            run(built)
+    keys = [k for k, drops in mode.draws.items() if drops is not None and k not in mode.masks]
+    return Counter(key.rpartition("random")[0].rstrip(".") for key in keys if key not in read)
+
+
+def missed_by_place(
+    draws: list[Unaccounted], found: Sites, model: nn.Module, unread: Counter[str]
+) -> dict[str, int]:
     """How many draws of each module neither a site nor the second table accounts for."""
     modules = set(paths(model).values())
-    known: Counter[str] = Counter()
+    known = Counter(unread)
     for site in found:
         path = site.name.partition("#")[0]
         while path not in modules:
@@ -182,7 +210,9 @@ def examined(library: str, family: str) -> dict[str, Any]:
     row |= {"sites": len(found), "kinds": dict(Counter(s.kind for s in found))}
     row["named"] = sum(u.calls for u in found.unaccounted)
     row["who"] = sorted({f"{u.function} at {place(u.where)}" for u in found.unaccounted})
-    row["missed"] = missed_by_place(draws, found, built.model)
+    unread = unread_draws(built)
+    row["missed"] = missed_by_place(draws, found, built.model, unread)
+    row["draws"] -= unread.total()
     seeds = {1: quiet_pass(built, 1, set())}
     named = {u.function for u in found.unaccounted}
     seeds[2], again = quiet_pass(built, 2, named), quiet_pass(built, 3, named)

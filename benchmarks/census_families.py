@@ -136,6 +136,12 @@ SIZES: list[tuple[str, Any]] = [  # the first pattern that matches the whole nam
 STAGES = re.compile(r"(.*_)?(depths|hidden_sizes|embed_dims|num_heads|num_attention_heads|layers)$")
 IMAGE = re.compile("image_size|img_size|input_size|patch_size|num_queries|query_token")
 WIDTH = re.compile("hidden_size|hidden_dim|d_model|n_embd|dim|width|head")
+OPTIONS: dict[str, dict[str, Any]] = {  # what a type can't be built without
+    "autoformer": {"prediction_length": 8},
+    "informer": {"prediction_length": 8},
+    "time_series_transformer": {"prediction_length": 8},
+    "diffllama": {"attention_dropout": 0.0},
+}
 TOKEN = re.compile(r".*(_token_id|_token_index|_id)$")
 
 
@@ -195,7 +201,8 @@ def transformers_model(family: str) -> Built:
     cls = cls[0] if isinstance(cls, (list, tuple)) else cls
 
     def build(level: int) -> nn.Module:
-        return not_too_big(lambda: cls(kind(**tiny_options(kind(), level))))
+        options = {**tiny_options(kind(), level), **OPTIONS.get(family, {})}
+        return not_too_big(lambda: cls(kind(**options)))
 
     reason = ""
     for level in range(3):
@@ -222,6 +229,10 @@ def transformers_inputs(model: nn.Module, side: int) -> Iterator[dict[str, Any]]
     if "decoder_input_ids" in takes:
         text["decoder_input_ids"] = ids[:, :6]
     yield from ([text] if "input_ids" in text else [])
+    if "grid_thw" in takes:
+        yield patches(model)
+    if "bbox" in takes:
+        yield from ({**text, "bbox": torch.ones(2, 12, n, dtype=torch.long)} for n in (4, 8))
     if "use_cache" in takes:
         yield {**text, "use_cache": False}
     if "pixel_values" in takes:
@@ -243,6 +254,15 @@ def transformers_inputs(model: nn.Module, side: int) -> Iterator[dict[str, Any]]
         yield series(model)
     if "hidden_states" in takes:
         yield {"hidden_states": torch.randn(2, 12, 32)}
+
+
+def patches(model: nn.Module) -> dict[str, Any]:
+    """An image of 4 x 4 patches in a row, as vision towers of Qwen's kind take it."""
+    config: Any = model.config
+    channels = getattr(config, "in_channels", getattr(config, "in_chans", 3))
+    wide = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+    name = next(iter(inspect.signature(model.forward).parameters))
+    return {name: torch.randn(16, wide), "grid_thw": torch.tensor([[1, 4, 4]])}
 
 
 def series(model: nn.Module) -> dict[str, Any]:

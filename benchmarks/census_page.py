@@ -35,9 +35,18 @@ Two checks look for the rest:
   with different seeds still differ. Parameters that are constant at the start are made random
   first, so that no branch is closed.
 
-Sites can outnumber draws: a layer that LayerDrop skips in the plain pass draws nothing. A family is
+Sites can outnumber draws: a layer that LayerDrop skips in the plain pass draws nothing. Numbers that
+no code reads do not count: WavLM draws one for its first layer, which it never skips. A family is
 *not built* if no generic recipe of the program gives it a tiny model that runs; it says nothing
 about undrop.
+
+To repeat it, in the environment of `make install`:
+
+```bash
+python benchmarks/census.py run                       # what has no result yet; results/census.jsonl
+python benchmarks/census.py run --again "not built"   # and what did not build before
+python benchmarks/census.py page                      # writes this page
+```
 """
 
 

@@ -59,16 +59,44 @@ def built(census):
     return census.Built(Own(), torch.ones(3, 4))
 
 
+class FirstLayerStays(nn.Module):
+    """Draws a number for its first layer, too, which it never skips."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            chance = torch.rand([])
+            if i == 0 or chance >= 0.1:
+                x = layer(x)
+        return x
+
+
+def test_a_number_that_nothing_reads_is_not_missed(census):
+    model = census.Built(FirstLayerStays(), torch.ones(3, 4))
+    unread = census.unread_draws(model)
+    assert unread == {"": 1}
+    draws, found = census.plain_draws(model), census.found_sites(model)
+    assert [s.kind for s in found] == ["layer-drop"]
+    assert census.missed_by_place(draws, found, model.model, unread) == {}
+    assert census.missed_by_place(draws, found, model.model, type(unread)()) == {"": 1}
+
+
 def test_a_draw_that_is_not_named_is_missed_by_place(census):
     model = built(census)
     draws = census.plain_draws(model)
     found = census.found_sites(model)
     assert sum(draw.calls for draw in draws) == 3
-    assert census.missed_by_place(draws, found, model.model) == {}
-    assert census.missed_by_place(draws, Sites(found, found.unaccounted[:1]), model.model) == {
-        "": 1
+    unread = census.unread_draws(model)
+    assert census.missed_by_place(draws, found, model.model, unread) == {}
+    assert census.missed_by_place(
+        draws, Sites(found, found.unaccounted[:1]), model.model, unread
+    ) == {"": 1}
+    assert census.missed_by_place(draws, Sites([], found.unaccounted), model.model, unread) == {
+        "drop": 1
     }
-    assert census.missed_by_place(draws, Sites([], found.unaccounted), model.model) == {"drop": 1}
 
 
 @pytest.mark.parametrize("hidden", ["randn", "Python's random"])

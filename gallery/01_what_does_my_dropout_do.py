@@ -73,7 +73,9 @@ model.train()
 batches, held_out = (
     [(images[rows], labels[rows]) for rows in part.split(50)] for part in (train, validation)
 )
-diagnosis = undrop.diagnose(model, batches, validation=held_out, learning_rate=1e-3, seconds=10)
+diagnosis = undrop.diagnose(
+    model, batches, validation=held_out, learning_rate=1e-3, seconds=60, draws=60
+)
 print(textwrap.fill(diagnosis.conclusion, 90))
 
 # %% [markdown]

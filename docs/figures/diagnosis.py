@@ -1,6 +1,6 @@
 """The figures and listings of docs/diagnosis.md, and the first picture of the README.
 
-    python docs/figures/diagnosis.py       # two minutes on one core
+    python docs/figures/diagnosis.py       # a minute on one core
 
 A small net learns 300 of scikit-learn's digits with dropout at three sites. It is diagnosed after 60
 and after 600 steps, with 800 other digits as validation data. Writes diagnosis.png (all panels) and

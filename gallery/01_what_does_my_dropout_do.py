@@ -110,5 +110,5 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# In a run this short, dropout slows learning down more than it protects against overfitting, and the site that
-# the diagnosis calls the strongest costs the most. A strong effect is not the same as a useful one.
+# In a run this short, dropout slows learning down more than it protects against overfitting, as its negative benefit
+# says. Removing the site with the largest share lowers the loss the most: a strong effect is not the same as a useful one.

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from undrop.lab import reproduce
+from undrop.lab.reproduce.tables import experiment
 
 here = Path(__file__).parent if "__file__" in globals() else Path.cwd()
 records = [
     json.loads(path.read_text(encoding="utf-8"))
     for path in (here.parent / "results" / "small" / "records").glob("*.json")
 ]
-for claim in reproduce.experiment("averaging-noise").claims:
+for claim in experiment("averaging-noise").claims:
     print("-", claim.sentence)
 
 # %% [markdown]

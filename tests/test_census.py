@@ -29,7 +29,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize(("library", "family"), FAMILIES)
-def test_nothing_is_missed(census, library, family):
+def test_the_census_misses_no_draw(census, library, family):
     package = {"pyg": "torch_geometric"}.get(library, library)
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")

@@ -65,7 +65,7 @@ def test_noise_is_multiplied_by_its_scale(noise):
     torch.testing.assert_close(three, 3.0 * one, rtol=1e-14, atol=0.0)
 
 
-def test_signs_are_signs():
+def test_sign_noise_is_plus_or_minus_one():
     assert set(drawn("sign", 100).tolist()) == {-1.0, 1.0}
 
 

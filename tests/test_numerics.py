@@ -48,7 +48,9 @@ def named(name, classes, dtype):
     form=st.sampled_from(["hessian", "identity"]),
     seed=st.integers(0, 99),
 )
-def test_a_loss_and_its_derivatives(name, rows, classes, dtype, size, tangent, ignored, form, seed):
+def test_a_loss_and_its_derivatives_are_finite(
+    name, rows, classes, dtype, size, tangent, ignored, form, seed
+):
     """Finite with finite gradients, ℓ ≥ 0 and uᵀHu ≥ 0; the fused total is the sum of its parts."""
     torch.manual_seed(seed)
     loss = named(name, classes, dtype)
@@ -206,7 +208,9 @@ def test_reverse_and_tangent_make_the_same_noise(name, rows, classes, p, size, i
     engine=st.sampled_from(["tangent", "antithetic", "reverse", "exact"]),
     ignored=st.sampled_from([0.0, 1.0]),
 )
-def test_a_step_of_every_engine_in_every_precision(rows, classes, dtype, p, size, engine, ignored):
+def test_a_step_is_finite_with_every_engine_in_every_precision(
+    rows, classes, dtype, p, size, engine, ignored
+):
     """From silence to saturation, one row of one class as well: finite and of the right sign."""
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 4), nn.Tanh(), nn.Dropout(p), nn.Linear(4, classes)
@@ -242,7 +246,7 @@ class Words(nn.Module):
     engine=st.sampled_from(["tangent", "antithetic"]),
     ignored=st.sampled_from([0.0, 1.0]),
 )
-def test_a_step_of_a_recurrent_net(length, batch, dtype, p, size, engine, ignored):
+def test_a_step_of_a_recurrent_net_is_finite(length, batch, dtype, p, size, engine, ignored):
     """One token of one sequence as well, from silence to saturation: finite and of the right sign."""
     torch.manual_seed(0)
     model = Words(p).to(dtype)

@@ -27,7 +27,7 @@ def net(p, scale=1.0):
     return model, (torch.randn(16, 4).double(), torch.randint(3, (16,)))
 
 
-def test_a_small_p_is_good():
+def test_the_verdict_for_a_small_p_is_good():
     model, batch = net(0.1)
     found = undrop.check(undrop.Analytic(strength=undrop.TAYLOR), model, batch, **MANY)
     assert found.verdict == "good"

@@ -215,7 +215,7 @@ def test_bad_input_is_named(change, message):
         undrop.bound(**arguments)
 
 
-def test_two_examples_are_too_few():
+def test_the_bound_refuses_two_examples():
     weight, features, labels = (torch.from_numpy(x) for x in data(n=2))
     with pytest.raises(undrop.errors.OptionError, match="at least 3 examples"):
         undrop.bound(weight, features, labels)

@@ -160,7 +160,7 @@ def test_a_sketched_model_is_reported_as_sketched(monkeypatch):
     assert "random sketch of 16 numbers of 31" in str(found)
 
 
-def test_overlap_and_cosine_of_known_covariances():
+def test_overlap_and_cosine_of_known_covariances_are_right():
     torch.manual_seed(0)
     # two strong directions of forty, and two others
     mine = torch.randn(64, 40).double() * torch.tensor([30.0, 20.0] + [1.0] * 38)

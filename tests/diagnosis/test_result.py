@@ -142,7 +142,7 @@ def test_a_frame_has_one_row_per_site(found):
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_plots_are_drawn(found, tmp_path, suffix):
+def test_a_diagnosis_draws_its_plots(found, tmp_path, suffix):
     path = tmp_path / f"d.{suffix}"
     found.plot(path)
     assert path.stat().st_size > 10_000

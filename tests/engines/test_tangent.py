@@ -191,7 +191,7 @@ def test_on_less_usual_ways_it_is_what_two_passes_tell(way):
     assert relative(gradient(found, model), gradient(expected, model)) < 1e-6
 
 
-def test_layer_norm_of_a_single_vector():
+def test_layer_norm_of_a_single_vector_has_the_right_tangent():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(0.3), nn.LayerNorm(4), nn.Linear(4, 3)).double()
     p = Problem(model, torch.randn(4).double(), torch.tensor(1), CrossEntropy())

@@ -128,7 +128,7 @@ def test_checkpointing_does_not_change_the_gradient_of_any_engine_or_objective(n
     assert_same(net(run), name)
 
 
-def test_a_fraction_of_the_batch():
+def test_checkpointing_keeps_the_gradient_with_a_fraction_of_the_batch():
     def step(run) -> list[Tensor]:
         model = net(run)
         for block in model.blocks:
@@ -168,7 +168,7 @@ def test_hooks_on_modules_make_the_region():
     assert_same(model, "antithetic")
 
 
-def test_backward_in_another_thread():
+def test_backward_works_in_another_thread():
     """As on a GPU, where autograd's own threads run the region again."""
 
     def elsewhere(total: Tensor) -> None:

@@ -55,7 +55,7 @@ def test_patch_dropout_of_timm_is_named(timm):
     assert "patch_dropout.py" in other.where
 
 
-def test_drop_path_of_transformers(transformers):
+def test_the_drop_path_of_transformers_has_sites(transformers):
     config = transformers.ConvNextConfig(
         hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, drop_path_rate=0.2, num_labels=3
     )
@@ -70,7 +70,7 @@ def test_drop_path_of_transformers(transformers):
     assert step.parts["explicit"] > 0.0
 
 
-def test_layer_drop_of_bart(transformers):
+def test_the_layer_drop_of_bart_has_sites(transformers):
     config = transformers.BartConfig(
         vocab_size=50,
         d_model=16,

@@ -140,7 +140,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_found(kind):
+def test_every_kind_of_dropout_is_found(kind):
     model, inputs, expected = KINDS[kind]
     assert rows(model, inputs) == [expected]
 
@@ -164,7 +164,7 @@ def test_a_transformer_layer_has_four_sites_and_each_its_name():
     assert {site.p for site in found} == {0.1}
 
 
-def test_a_decoder_layer_has_six():
+def test_a_decoder_layer_has_six_sites():
     layer = nn.TransformerDecoderLayer(4, 2, 5, dropout=0.1, batch_first=True)
     x = torch.randn(2, 3, 4)
     found = undrop.sites(layer, (x, x))

@@ -86,7 +86,7 @@ def test_a_model_with_nothing_else_gets_an_error_that_names_it(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_an_objective_logs_it_once(name, caplog):
+def test_an_objective_logs_unaccounted_numbers_once(name, caplog):
     net = Net(OTHERS[name][0])
     with caplog.at_level(logging.WARNING, "undrop"):
         for _ in range(2):

@@ -177,7 +177,7 @@ def twins() -> tuple[Problem, Problem]:
     return Problem(flex, x, y, CrossEntropy()), Problem(eager, x, y, CrossEntropy())
 
 
-def test_the_site_is_listed():
+def test_flex_attention_is_listed_as_a_site():
     first, second = undrop.sites(Attention(True), torch.randn(B, Q, 5))
     assert (first.name, first.kind, first.p, first.mask) == (
         "attention",
@@ -210,7 +210,7 @@ def test_every_engine_gives_what_eager_attention_gives(engine):
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.34])
-def test_one_stacked_pass_serves(fraction):
+def test_flex_attention_runs_in_one_stacked_pass(fraction):
     flex, _ = twins()
     evaluation = evaluate(Antithetic(), flex, random_signs(flex, 3), BOTH, fraction=fraction)
     assert evaluation.engine == "antithetic: one stacked pass"
@@ -227,7 +227,7 @@ def test_the_kernel_serves_the_stacked_pass(kernel_gradients, monkeypatch):
     assert relative(gradient(found.total, flex.model), theirs) < 1e-8
 
 
-def test_dropout_as_an_objective():
+def test_flex_attention_has_the_gradient_of_eager_attention_under_dropout():
     flex, eager = twins()
     steps = []
     for p in (flex, eager):
@@ -273,7 +273,7 @@ def test_a_mask_by_example_is_stacked_or_found_out(inside):
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
-def test_it_compiles_as_one_graph(monkeypatch, backend, caplog):
+def test_flex_attention_compiles_as_one_graph(monkeypatch, backend, caplog):
     """Torch 2.8 breaks the graph at a function mode around FlexAttention: it runs uncompiled there."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     model, found = Attention(True), []

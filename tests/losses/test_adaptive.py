@@ -94,7 +94,7 @@ def test_the_adaptive_value_and_its_gradients_match_plain_operations(ignored):
     assert_same_gradients((got,), (want,), [features, *parameters(layers)], (1.0,))
 
 
-def test_value_is_that_of_torch():
+def test_the_adaptive_softmax_has_the_value_of_torchs():
     module = torch.nn.AdaptiveLogSoftmaxWithLoss(
         WIDTH, CLASSES, CUTOFFS, div_value=2.0, head_bias=True, dtype=torch.float64
     )
@@ -272,7 +272,7 @@ def test_targets_and_features_that_do_not_fit():
         loss.check(log_probabilities(features, layers), target)
 
 
-def test_layers_that_do_not_fit():
+def test_the_adaptive_softmax_refuses_layers_that_do_not_fit():
     _, _, layers, _ = problem()
     (_, weight, bias), *tails = layers
     with pytest.raises(

@@ -241,7 +241,7 @@ def test_the_error_of_a_loss_function_says_what_it_received():
         as_loss(first).value(leaf(4, 3), torch.zeros(4).long())
 
 
-def test_a_single_number_as_output():
+def test_a_generic_loss_takes_a_single_number_as_output():
     f, u = leaf(), leaf(seed=1)
     loss = Generic(lambda output, y: (output - y).square())
     found = loss.derivatives(f, u, torch.tensor(0.5, dtype=D))

@@ -51,7 +51,7 @@ def test_explicit_part_is_the_exact_one(name, attention):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_explicit_part_of_the_antithetic_engine(name):
+def test_the_explicit_part_of_the_antithetic_engine_is_right(name):
     made = problem(name, "sdpa")
     draw = next(iter(design(made)))
     tangent = evaluate(Tangent(), made, draw, EXPLICIT).total
@@ -184,7 +184,7 @@ def classifier(**config) -> hf.PreTrainedModel:
         ),
     ],
 )
-def test_the_loss_of_each_kind_of_classifier(config, labels, loss):
+def test_each_kind_of_classifier_has_its_loss(config, labels, loss):
     model, batch = classifier(**config), text(2)
     if loss is MSE:
         model.config.problem_type = "regression"  # or Transformers takes whole numbers for classes

@@ -226,7 +226,7 @@ def test_bfloat16_autocast_is_close_and_grads_are_float32():
             assert (a - b).norm() <= 0.02 * b.norm()
 
 
-def test_targets_and_features_that_do_not_fit():
+def test_linear_cross_entropy_refuses_targets_and_features_that_do_not_fit():
     features, _, weight, bias, target = problem()
     loss, _ = losses(weight, bias)
     loss.check(features, target)
@@ -246,7 +246,7 @@ def test_targets_and_features_that_do_not_fit():
         loss.check(F.linear(features, weight), target)
 
 
-def test_options_that_do_not_fit():
+def test_linear_cross_entropy_refuses_options_that_do_not_fit():
     _, _, weight, bias, _ = problem()
     with pytest.raises(OptionError, match="at least 1 row, got 0"):
         LinearCrossEntropy(weight, bias, chunk=0)

@@ -47,14 +47,14 @@ def test_the_loss_is_that_of_the_whole_output(name):
 
 
 @pytest.mark.parametrize("name", ["cross-entropy smoothed", "linear smoothed", "adaptive"])
-def test_gradcheck_of_u_for_a_part(name):
+def test_the_tangent_for_a_part_of_the_batch_passes_gradcheck(name):
     loss, output, u, target = problem(name, 1, 2)
     assert torch.autograd.gradcheck(
         lambda f, t: tuple(loss.derivatives(f, t, target, dim=1)), (output, u)
     )
 
 
-def test_torchs_class_dimension_with_the_batch_behind_it():
+def test_the_class_dimension_of_torch_works_with_the_batch_behind_it():
     """Output (T, classes, B) and target (T, B): the batch is in dimension 2 of the output."""
     torch.manual_seed(0)
     output, u, target = leaf(3, 7, 5), leaf(3, 7, 2), torch.randint(7, (3, 5))

@@ -109,7 +109,7 @@ def test_every_error_is_one_of_ours():
     assert all(issubclass(e, UndropError) for e in ours if issubclass(e, Exception))
 
 
-def test_no_dropout_in_the_model(dropping):
+def test_a_model_without_dropout_is_refused_with_advice(dropping):
     model = Net(nn.Identity())
     refused(dropping, NoDropoutError, r"no active dropout .* pass of Net: add one", model)
 
@@ -222,7 +222,7 @@ def test_a_model_without_trainable_parameters_is_refused_for_your_own_loss_too(e
         ([0, 1, 2, 3], "of an integer type, got list"),
     ],
 )
-def test_targets_that_do_not_fit(objective, y, message):
+def test_targets_that_do_not_fit_are_refused(objective, y, message):
     refused(objective, TargetError, message, Net(), y=y)
 
 
@@ -230,7 +230,7 @@ def test_targets_that_do_not_fit(objective, y, message):
     ("end", "got"),
     [(lambda y: None, "NoneType"), (lambda y: {"scores": y}, "dict"), (lambda y: (), "tuple")],
 )
-def test_an_output_without_a_tensor(objective, end, got):
+def test_an_output_without_a_tensor_is_refused(objective, end, got):
     message = rf"the model returned {got}, in which undrop finds no tensor .* `logits`"
     refused(objective, OutputError, message, Net(end=end))
 
@@ -371,7 +371,7 @@ def test_bad_input_to_the_model_is_the_models_own_error(objective):
         (lambda: undrop.L2(None), "L2 weight must be finite and not negative, got None"),
     ],
 )
-def test_options_outside_of_their_range(make, message):
+def test_options_outside_of_their_range_are_refused(make, message):
     with pytest.raises(OptionError, match=message):
         make()
 
@@ -399,6 +399,6 @@ def test_a_strength_may_be_any_number(strength):
         (nn.Linear, r"model must be an nn.Module, got the class Linear: pass Linear\(…\)"),
     ],
 )
-def test_a_model_that_is_no_module(objective, model, message):
+def test_a_model_that_is_not_a_module_is_refused(objective, model, message):
     with pytest.raises(OptionError, match=message):
         objective(model, X, Y)

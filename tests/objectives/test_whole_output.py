@@ -84,7 +84,7 @@ def test_a_loss_of_two_heads_trains_both(make, engine, mixes):
     assert relative(gradient(found.total, p.model), gradient(wanted.total, one.model)) < 1e-5
 
 
-def test_on_half_of_the_batch_too(monkeypatch):
+def test_a_loss_of_the_whole_output_works_on_half_of_the_batch(monkeypatch):
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n).flip(0))
     p = problem(as_dict)
     one = joined(p)
@@ -96,7 +96,7 @@ def test_on_half_of_the_batch_too(monkeypatch):
 
 
 @pytest.mark.parametrize("objective", [undrop.Dropout, undrop.NoRegularization, undrop.Analytic])
-def test_every_objective_takes_it(objective):
+def test_every_objective_takes_a_loss_of_the_whole_output(objective):
     p = problem(as_dict)
     objective(loss=both)(p.model, p.inputs, p.targets).backward()
     assert all(q.grad is not None and q.grad.any() for q in p.model.parameters())

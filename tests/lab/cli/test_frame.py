@@ -96,7 +96,7 @@ def test_help_imports_no_command():
     assert result.stdout.splitlines()[-1] == "False"
 
 
-def test_version_by_the_script_and_by_python_m(capsys):
+def test_the_script_and_python_m_print_the_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"undrop {version('undrop')}\n"
     command = [sys.executable, "-m", "undrop", "--version"]

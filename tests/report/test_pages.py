@@ -1,5 +1,6 @@
 """Pages, figures and JSON."""
 
+import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -106,3 +107,9 @@ def test_importing_the_package_loads_neither_matplotlib_nor_rich_nor_torch():
     )
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert not {"matplotlib", "rich", "torch", "numpy"} & set(loaded)
+
+
+def test_the_style_of_tables_is_stronger_than_that_of_notebooks():
+    """Jupyter aligns the cells of every table to the right by a class and an element."""
+    rules = re.findall(r"^(.*) \{ text-align", html.fragment("x"), re.M)
+    assert ".undrop.undrop th, .undrop.undrop td" in rules

@@ -53,6 +53,19 @@ def test_a_declared_class_is_a_site_and_drops_as_before():
     assert not torch.equal(net(X), net(X))
 
 
+def test_a_declared_function_runs_compiled(caplog):
+    """Also one that torch can't compile, for it does not run."""
+    found = []
+    for wrap in (lambda net: net, lambda net: torch.compile(net, backend="eager")):
+        torch.manual_seed(0)
+        net = Net(undrop.register_site(hidden, p="p"))
+        objective = undrop.Analytic(generator=torch.Generator().manual_seed(0))
+        found.append(objective(wrap(net), X, Y).parts)
+    assert found[0] == pytest.approx(found[1])
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        assert "without torch.compile" not in caplog.text
+
+
 def test_what_can_not_be_declared_is_refused():
     with pytest.raises(OptionError, match="has no argument 'q'"):
         undrop.register_site(hidden, p="q")

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -61,6 +62,11 @@ def register_site(
     return _declared(target, 0, p, how)
 
 
+def _compiled_mode() -> bool:
+    """Whether compiled code runs under a mode, which torch.compile forgets in has_torch_function."""
+    return torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled()
+
+
 def _declared(
     function: Callable[..., Any], place: int, p: Any, how: dict[str, Any]
 ) -> Callable[..., Any]:
@@ -74,21 +80,18 @@ def _declared(
             f"{function.__qualname__} has no argument {p!r}: it has {', '.join(names)}."
         )
 
-    def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.arguments
+    defaults = {n: v.default for n, v in signature.parameters.items() if v.default is not v.empty}
 
     @functools.wraps(function)
     def declared(*args: Any, **kwargs: Any) -> Any:
         h = args[place] if len(args) > place else kwargs[names[place]]
-        if has_torch_function_unary(h):
+        if has_torch_function_unary(h) or _compiled_mode():
             return handle_torch_function(declared, (h,), *args, **kwargs)
         return function(*args, **kwargs)
 
     @SITE_RULES.register(declared)
     def rule(mode: Interception, *args: Any, **kwargs: Any) -> Any:
-        values = given(args, kwargs)
+        values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         owner = args[0] if place else None
         training = owner.training if isinstance(owner, nn.Module) else values.get("training", True)
         if callable(p):

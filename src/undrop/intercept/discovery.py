@@ -35,9 +35,9 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
     The model is run in train mode with its dropout switched off, once with gradients to see whose noise
     reaches the output, and in eval mode to see which sites are active there. A model that makes random
-    masks by hand is run twice more, to prove that they are masks; one that draws other random numbers is
-    run a few times more, to see where, and what they hide. Its mode, its buffers and the random state
-    are restored. Dropouts with p = 0 are not sites.
+    masks by hand is run a few times more, to prove that they are masks. One that draws other random
+    numbers is run 4 to 50 times more, to see where, and which sites they hide. Its mode, its buffers and
+    the random state are restored. Dropouts with p = 0 are not sites.
 
     Args:
         model: any module.

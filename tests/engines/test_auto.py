@@ -227,3 +227,17 @@ def test_a_dropout_that_is_switched_on_later_is_found():
     assert abs(before - exact) > 8 * error
     with pytest.raises(EngineError, match="no proven rule for aten::asinh"):
         undrop.Analytic(engine="tangent")(model, x, y)
+
+
+@pytest.mark.parametrize("engine", ["tangent", "auto"])
+def test_a_function_without_forward_mode_that_is_met_later_is_named_or_avoided(engine):
+    model = Net(lambda h: torch.tanh(h - h.mean(0)))  # examples interact
+    objective = undrop.Analytic(engine=engine)
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    assert objective(model, x, y).engine == "tangent"
+    model.way = lambda h: OldStyle.apply(h - h.mean(0))
+    if engine == "auto":
+        assert objective(model, x, y).engine.startswith("antithetic: two passes")
+        return
+    with pytest.raises(EngineError, match=r"has no forward mode: use engine='antithetic' \(torch"):
+        objective(model, x, y)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward
@@ -42,16 +43,31 @@ class Tangent(Engine):
         """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε, ready for one reverse pass."""
         refuse_fraction(self, request)
         if request.batch.model not in _proven:
-            _check_proof(request, 0)  # an op without any forward mode raises in the pass itself
+            _check_proof(request, 0)
         with _forward_mode():
             with Interception(request.batch.model, DualNoise(request.draw), TANGENT_RULES) as mode:
-                dual_output, dual = request.run()
+                dual_output, dual = _run(request)
             seen, u = map_tensors(_primal, dual), map_tensors(_tangent, dual)
             output = map_tensors(_primal, dual_output)
         _check_proof(request, hash((mode.trail, *(site.name for site in mode.sites))))
         c = request.coefficients
         total, parts = request.loss.combined(seen, u, request.batch.targets, request.form, c)
         return Evaluation(total, WeightedParts(c, parts), lambda: output, self.name)
+
+
+def _run(request: Request) -> tuple[Any, Any]:
+    """Run the model, and name the way out where torch has no forward mode.
+
+    Raises:
+        EngineError: with the first line of torch's own error.
+    """
+    try:
+        return request.run()
+    except NotImplementedError as error:
+        name, said = type(request.batch.model).__name__, str(error).strip().split("\n")[0]
+        raise EngineError(
+            f"a part of {name} has no forward mode: use engine='antithetic' (torch says: {said})"
+        ) from error
 
 
 class DualNoise:

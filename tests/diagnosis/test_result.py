@@ -346,9 +346,7 @@ def test_benefits_become_actions():
     helps, harms = Estimate.of(0.012, 0.002), Estimate.of(-0.03, 0.01)
     advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
     after = "after 20 steps without it the validation loss is"
-    assert (
-        advice[0] == f"Keep the dropout at `a`, or raise its p: {after} higher by 0.0120 ± 0.0020."
-    )
+    assert advice[0] == f"Keep the dropout at `a` for now: {after} higher by 0.0120 ± 0.0020."
     assert (
         advice[1] == f"Dropout at `b` is in the way, lower its p: {after} lower by 0.030 ± 0.010."
     )

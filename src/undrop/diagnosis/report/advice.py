@@ -149,7 +149,7 @@ def _benefits(benefit: Benefit) -> Iterator[str]:
     ordered = sorted(known.items(), key=lambda item: -item[1].value)
     for name, found in ordered:
         if found.low > 0.0:
-            yield f"Keep the dropout at `{name}`, or raise its p: {after} higher by {found}."
+            yield f"Keep the dropout at `{name}` for now: {after} higher by {found}."
     for name, found in reversed(ordered):
         if found.high < 0.0:
             by = found.scaled(-1.0)

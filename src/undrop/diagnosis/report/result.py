@@ -35,7 +35,8 @@ EXACT = "Every mask was enumerated: ± is one standard error over batches alone.
 ONE_BATCH = "There is one batch: figures and errors are for that batch."
 BENEFIT = (
     "The benefit compares short trainings from these weights, with and without a dropout ({} repeats of "
-    "{} steps with {}). It sees nothing that takes longer: compare two runs before you keep a change."
+    "{} steps with {}). In a test a negative one was right about retraining in 18 of 20 cases, a "
+    "positive one in 10 of 24: compare two runs before you keep a change."
 )
 
 

@@ -158,13 +158,13 @@ def of_a_run(folder: Path, text: Path) -> dict[str, Kind]:
 
 
 def _resumed(out: Path, copy: Path) -> Subject:
-    """The checkpoint that a copy of the run goes on from; no step is taken."""
+    """The checkpoint that a copy of the run resumes from; no step is taken."""
     run = train.RunFolder(shutil.copytree(out, copy))
     config = train.Config.parse(run.read_config())
     recorder = RunRecorder(run, [], World())
     trainer = Trainer(config, config.load_corpus(), recorder=recorder, world=World())
     path = run.checkpoints.path(run.checkpoints.steps()[-1])
-    return Subject(path, lambda: _resume(trainer, recorder))
+    return Subject(path, lambda: _resume(trainer))
 
 
 def of_a_corpus(text: Path) -> dict[str, Kind]:

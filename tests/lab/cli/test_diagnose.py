@@ -127,7 +127,7 @@ def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
         (("--html", ".."), ".. can't be written: it is a folder, give the name of a file."),
         (("--plot", "nodir/x.png"), "nodir/x.png can't be written: there is no folder nodir."),
         (("--plot", "x.xyz"), "x.xyz can't be drawn: .xyz is not a picture format; use .png, .pdf"),
-        (("--plot", "x"), "x can't be drawn: it has no suffix, use .png, .pdf or .svg."),
+        (("--plot", "x"), "x can't be drawn: it has no suffix; use .png, .pdf or .svg."),
     ],
 )
 def test_a_path_that_cannot_be_written_is_refused_before_the_work(

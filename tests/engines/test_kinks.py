@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import undrop
 from engine_helpers import BOTH, evaluate, gradient, random_signs, relative
 from problems import D, Problem
 from undrop.engines import Antithetic, ScaledNoise
@@ -109,3 +110,15 @@ def test_of_functions_without_a_rule_the_user_is_told(name, caplog):
     (message,) = [m for m in caplog.messages if TOLD in m]
     assert "a function with a kink or a jump that undrop has no rule for" in message
     assert "Use engine='tangent', or register a rule" in message
+
+
+def test_kinks_are_measured_before_the_graph_of_the_step_takes_memory(monkeypatch):
+    from undrop.engines import antithetic
+
+    order = []
+    run = antithetic.run_stacked
+    monkeypatch.setattr(antithetic, "measure_kinks", lambda *_: order.append("kinks"))
+    monkeypatch.setattr(antithetic, "run_stacked", lambda *a: order.append("step") or run(*a))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    undrop.Analytic()(model, torch.randn(6, 4), torch.zeros(6, dtype=torch.long))
+    assert order == ["kinks", "step"]

@@ -75,10 +75,10 @@ class Antithetic(Engine):
             return self._two_passes(request, reason)
         before = StateBeforeStep(request.batch.model)
         try:
+            if not request.loss.counts_calls:  # before the pass, whose graph takes memory
+                measure_kinks(request, partial(self._total, plan))
             found, trail = self._one_pass(request, plan)
             if plan_holds(request.batch, request.question, trail, before.rng):
-                if not request.loss.counts_calls:
-                    measure_kinks(request, partial(self._total, plan))
                 return found
         except (PlanChanged, NotStackable, RuntimeError, IndexError, ValueError):
             pass

@@ -30,12 +30,13 @@ for claim in experiment("averaging-noise").claims:
 
 # %%
 def curves(**objective):
-    """The validation curve of each seed, for runs on PTB with the default drop probability."""
+    """The validation curve of each seed, for runs on 10,000 tokens with the default drop probability."""
     found = {}
     for record in records:
         config = record["config"]
         if (
             config["data"]["name"] == "ptb"
+            and config["data"]["limit_tokens"] == 10_000
             and config["model"].get("input_dropout") == 0.4
             and config["schedule"]["name"] == "constant"
             and not record["probe"]

@@ -122,3 +122,22 @@ def test_kinks_are_measured_before_the_graph_of_the_step_takes_memory(monkeypatc
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     undrop.Analytic()(model, torch.randn(6, 4), torch.zeros(6, dtype=torch.long))
     assert order == ["kinks", "step"]
+
+
+def test_kinks_are_measured_at_a_later_step_if_the_plan_does_not_fit_the_first(monkeypatch):
+    from undrop.engines import antithetic, kinks
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    objective, x, y = undrop.Analytic(), torch.randn(6, 4), torch.zeros(6, dtype=torch.long)
+    fails, run = iter([True]), antithetic.run_stacked
+
+    def changed(*args):
+        if next(fails, False):
+            raise antithetic.PlanChanged
+        return run(*args)
+
+    monkeypatch.setattr(antithetic, "run_stacked", changed)
+    objective(model, x, y)
+    assert model not in kinks._measured
+    objective(model, x, y)
+    assert model in kinks._measured

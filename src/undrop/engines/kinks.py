@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.engines.base import Request
+from undrop.engines.stacked import NotStackable, PlanChanged
 from undrop.intercept import is_sharded, preserve_model, tensors_in
 from undrop.losses import Coefficients
 
@@ -44,11 +45,16 @@ def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> 
     generator = request.draw.generator(device)
     state = generator.get_state()
     found = []
-    for factor in (1.0, 0.125):
+    try:
+        for factor in (1.0, 0.125):
+            generator.set_state(state)
+            with preserve_model(model):
+                found.append(_gradient(run(alone, factor), model))
+    except (PlanChanged, NotStackable):
+        _measured.discard(model)  # a later step measures it, with the plan that fits
+        raise
+    finally:
         generator.set_state(state)
-        with preserve_model(model):
-            found.append(_gradient(run(alone, factor), model))
-    generator.set_state(state)
     size = found[1].norm()
     off = float((found[0] - found[1]).norm() / size) if size > 0 else 0.0
     if off > _LIMIT:

@@ -68,18 +68,23 @@ class RDrop(Objective):
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield both passes in one evaluation: their distance joins them in one graph."""
-        output, first = self.forward_and_loss(batch, dropout_mask(self))
+        output = self._output(batch)
         with keep_statistics(batch.model):
-            other, second = self.forward_and_loss(batch, dropout_mask(self))
+            other = self._output(batch)
         one, two = logits_of(output), logits_of(other)
         u = one - two
-        distance = (
-            self.loss.derivatives(one, u, batch.targets).directional
-            - self.loss.derivatives(two, u, batch.targets).directional
-        )
-        loss, consistency = 0.5 * (first + second), 0.25 * self.weight * distance
+        first, second = (self.loss.derivatives(f, u, batch.targets) for f in (one, two))
+        loss = 0.5 * (first.loss + second.loss)
+        consistency = 0.25 * self.weight * (first.directional - second.directional)
         parts = {"loss": loss.detach(), "consistency": consistency.detach()}
         yield Evaluation(loss + consistency, parts, lambda: output)
+
+    def _output(self, batch: Batch) -> Any:
+        """Return the output under a new mask."""
+        with Interception(batch.model, dropout_mask(self)):
+            output = batch.forward()
+        self.loss.check(self.loss.sees(output), batch.targets)
+        return output
 
 
 class Jacobian(Objective):

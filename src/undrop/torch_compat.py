@@ -158,7 +158,7 @@ def untraced(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if "torch._dynamo" not in sys.modules:
+        if not torch.compiler.is_compiling():
             return method(*args, **kwargs)
         if not disabled:
             disabled.append(torch._dynamo.disable(method))

@@ -44,7 +44,8 @@ class Request:
     @cached_property
     def half_precision(self) -> bool:
         """Whether the model runs in half precision, by its weights or by autocast."""
-        weight = next((p for p in self.batch.model.parameters() if p.is_floating_point()), None)
+        every = (p for m in self.batch.model.modules() for p in m._parameters.values())
+        weight = next((p for p in every if p is not None and p.is_floating_point()), None)
         if weight is None:
             return False
         half = weight.dtype in (torch.float16, torch.bfloat16)

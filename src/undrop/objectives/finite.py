@@ -115,7 +115,10 @@ class FiniteCheck:
             NonFiniteError: naming the parts, the step and the first site with non-finite values.
         """
         tensors = {"total": evaluation.total}
-        if self._watched(evaluation, batch):
+        watched = self._watched(evaluation, batch)
+        if not watched and _surely_finite(evaluation.total):
+            return
+        if watched:
             weights = fingerprint(objective.trainable_parameters(batch.model))
             tensors |= {**evaluation.parts, "weights": weights}
         held = [x.detach() for x in tensors.values()]
@@ -150,6 +153,13 @@ class FiniteCheck:
         if "weights" in values and not self._effect.settled:
             sites = objective.sites(batch.model, batch.inputs).names
             self._effect.add(values, values["weights"], type(batch.model).__name__, sites)
+
+
+def _surely_finite(total: Tensor) -> bool:
+    """Whether a total on the CPU is finite; False where it can't be seen at once."""
+    if type(total) is not Tensor or total.device.type != "cpu" or total.dtype == torch.bfloat16:
+        return False
+    return math.isfinite(total.detach().numpy())  # host memory: no operation of torch
 
 
 def _message(bad: list[str], step: int, batch: Batch) -> str:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 import undrop
-from undrop.lab.bench.subjects import SIZES, SUBJECTS, Subject, subject
+from undrop.lab.bench import SIZES, SUBJECTS, Subject, subject
 
 Step = Callable[[], object]
 

@@ -23,9 +23,9 @@ import undrop
 from undrop.engines import Draw, Evaluation
 from undrop.engines.draw import ScaledNoise
 from undrop.intercept import Batch, no_noise
-from undrop.lab.reproduce.statistics import mean_interval
+from undrop.lab.reproduce.results import mean_interval
 from undrop.lab.reproduce.worker import single_threaded
-from undrop.lab.scoreboard import run as training
+from undrop.lab.scoreboard import board as training
 from undrop.lab.scoreboard.board import Board, read_records
 from undrop.lab.scoreboard.data import batches
 from undrop.lab.scoreboard.tasks import TASKS

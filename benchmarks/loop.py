@@ -25,8 +25,7 @@ from undrop.lab import corpora
 from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import detach
 from undrop.lab.train import Config, RunFolder, configure
-from undrop.lab.train.distributed import World
-from undrop.lab.train.environment import Interrupts
+from undrop.lab.train.environment import Interrupts, World
 from undrop.lab.train.session import open_session
 
 Seconds = tuple[float, float]  # of wall-clock time, of CPU time

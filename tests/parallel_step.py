@@ -14,7 +14,7 @@ from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import AWDLSTM
 from undrop.lab.train.components import OBJECTIVES, build
 from undrop.lab.train.config import OptimizerConfig
-from undrop.lab.train.distributed import Gradient, World, join_world
+from undrop.lab.train.environment import Gradient, World, join_world
 from undrop.lab.train.optimizers import Stepper
 
 BATCH, LENGTH, WORDS = 6, 5, 13

@@ -7,9 +7,9 @@ from torch import nn
 import undrop
 from device import new_generator
 from problems import PROBLEMS, problem
-from undrop.diagnosis.measure.expansion import Differences, Expander, Expansion
 from undrop.diagnosis.measure.explicit import _Enumerated, _Sampled
 from undrop.diagnosis.measure.model import MeasuredModel, collect
+from undrop.diagnosis.measure.r_drop import Differences, Expander, Expansion
 from undrop.diagnosis.measure.timing import Budget
 
 

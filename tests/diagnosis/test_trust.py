@@ -12,8 +12,8 @@ import undrop
 from device import new_generator
 from undrop.diagnosis.measure import explicit as explicit_module
 from undrop.diagnosis.measure.enumeration import enumerable
-from undrop.diagnosis.measure.expansion import Expander
 from undrop.diagnosis.measure.model import MeasuredModel, collect
+from undrop.diagnosis.measure.r_drop import Expander
 
 
 class Mixing(nn.Module):

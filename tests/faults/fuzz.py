@@ -27,7 +27,7 @@ from undrop.lab import cli, corpora, train
 from undrop.lab.reproduce.records import Curve, Record, Records
 from undrop.lab.train import configure
 from undrop.lab.train.checkpoints import _check
-from undrop.lab.train.distributed import World
+from undrop.lab.train.environment import World
 from undrop.lab.train.folder import RunRecorder
 from undrop.lab.train.runs import row
 from undrop.lab.train.session import _resume

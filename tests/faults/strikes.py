@@ -20,7 +20,7 @@ import torch
 
 from faults.lab import Lab, NotPossibleError, Strike
 from undrop.errors import RunError, UndropError
-from undrop.lab.train.distributed import Gradient
+from undrop.lab.train.environment import Gradient
 
 POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
 

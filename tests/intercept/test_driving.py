@@ -12,7 +12,7 @@ from device import new_generator
 from engine_helpers import EXPLICIT, IMPLICIT, Fixed, design, evaluate, gradient, seeded
 from problems import D, Problem
 from undrop.engines import Antithetic, Exact, Reverse, ScaledNoise, Tangent
-from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
+from undrop.engines.reverse import TWICE_DIFFERENTIABLE
 from undrop.engines.tangent_rules import TANGENT_RULES
 from undrop.intercept import SITE_RULES, Interception, no_noise
 from undrop.intercept.attention import AttentionCall, written_out

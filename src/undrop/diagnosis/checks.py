@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from undrop.diagnosis.measure.estimates import Estimate, Samples, percent
-from undrop.diagnosis.measure.expansion import Expanded, Expander
 from undrop.diagnosis.measure.gradients import AnalyticNoise, GradientNoise, inner
 from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, collect
-from undrop.diagnosis.measure.r_drop import MaskSample, sample_mask
+from undrop.diagnosis.measure.r_drop import Expanded, Expander, MaskSample, sample_mask
 from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import GOOD
 from undrop.engines import Exact

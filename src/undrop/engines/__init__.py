@@ -4,8 +4,7 @@ from undrop.engines.antithetic import Antithetic
 from undrop.engines.auto import Auto
 from undrop.engines.base import ENGINES, Engine, Evaluation, Request, as_engine
 from undrop.engines.draw import MASKS, Draw, ScaledNoise, ZeroLeaves
-from undrop.engines.exact import Exact
-from undrop.engines.reverse import Reverse
+from undrop.engines.reverse import Exact, Reverse
 from undrop.engines.tangent import Tangent
 
 __all__ = [

@@ -1,13 +1,243 @@
-"""The paper's own way: sampled labels, Jacobians by reverse mode, and a double backward."""
+"""Engines that differentiate twice: the paper's own way, and the exact expectation for tiny networks."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from undrop.engines.base import ENGINES, Engine, Evaluation, Request, WeightedParts
-from undrop.engines.blind_spots import pass_to_differentiate
-from undrop.engines.draw import ZeroLeaves
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from undrop.engines.base import (
+    ENGINES,
+    Engine,
+    Evaluation,
+    Request,
+    WeightedParts,
+    refuse_fraction,
+    refuse_sharded,
+    refuse_whole_output,
+)
+from undrop.engines.draw import Draw, ScaledNoise, ZeroLeaves
+from undrop.generators import Generators
+from undrop.intercept import Interception, RngSnapshot, Rule, keep_buffers
+from undrop.intercept.attention import AttentionCall, flex_written_out, written_out
+from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layers
+from undrop.kernels.flex import FlexCall, flex_attention
+
+State = tuple[Tensor, ...]
+
+
+def _lstm(ax: Tensor, ah: Tensor, state: State) -> State:
+    i, f, g, o = (ax + ah).chunk(4, -1)
+    c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gru(ax: Tensor, ah: Tensor, state: State) -> State:
+    (rx, zx, nx), (rh, zh, nh) = ax.chunk(3, -1), ah.chunk(3, -1)
+    z = torch.sigmoid(zx + zh)
+    n = torch.tanh(nx + torch.sigmoid(rx + rh) * nh)
+    return (n + z * (state[0] - n),)
+
+
+def _tanh(ax: Tensor, ah: Tensor, state: State) -> State:
+    return (torch.tanh(ax + ah),)
+
+
+def _relu(ax: Tensor, ah: Tensor, state: State) -> State:
+    return (torch.relu(ax + ah),)
+
+
+CELLS: dict[Callable[..., object], Callable[[Tensor, Tensor, State], State]] = {
+    torch.lstm: _lstm,
+    torch.gru: _gru,
+    torch.rnn_tanh: _tanh,
+    torch.rnn_relu: _relu,
+}
+"""From a step's input and hidden pre-activations and the state to the new state (hidden first)."""
+
+
+def run_direction(
+    cell: Callable[[Tensor, Tensor, State], State],
+    x: Tensor,
+    sizes: Sequence[int],
+    state: State,
+    weights: Sequence[Tensor],
+    *,
+    has_bias: bool,
+    reverse: bool,
+) -> tuple[Tensor, State]:
+    """Run one direction of one layer over a packed sequence x (Σ sizes, I).
+
+    ``sizes`` are the numbers of sequences still running at each step, the longest first, as torch
+    packs them; a plain batch has the same number at every step. The state is (B, H) each. A
+    projection of the hidden state (``proj_size``) is the last weight where there is one.
+    """
+    w_ih, w_hh, *rest = weights
+    b_ih, b_hh = (rest[0], rest[1]) if has_bias else (None, None)
+    projection = rest[2 if has_bias else 0] if len(rest) in (1, 3) else None
+    steps = F.linear(x, w_ih, b_ih).split(list(sizes))
+    outputs: list[Tensor] = []
+    for ax in reversed(steps) if reverse else steps:
+        n = len(ax)
+        running = tuple(s[:n] for s in state)
+        new = cell(ax, F.linear(running[0], w_hh, b_hh), running)
+        if projection is not None:
+            new = (F.linear(new[0], projection), *new[1:])
+        outputs.append(new[0])
+        # Sequences that are not running now keep their state: ended, or in reverse not begun yet.
+        state = tuple(torch.cat((a, b[n:])) for a, b in zip(new, state, strict=True))
+    return torch.cat(outputs[::-1] if reverse else outputs), state
+
+
+def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
+    return written_out(mode, AttentionCall(*args, **kwargs))
+
+
+def _flex_attention(mode: Interception, *args: Any) -> Any:
+    return flex_written_out(mode, FlexCall(*args))
+
+
+def _layer(call: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One layer in plain operations, on a packed sequence or a batch."""
+    if call.batch_sizes is not None:
+        x, sizes, shape = call.x, call.batch_sizes.tolist(), call.x.shape[:1]
+    else:
+        x = call.x.transpose(0, 1) if call.batch_first else call.x
+        sizes, shape = [x.shape[1]] * len(x), x.shape[:2]
+        x = x.flatten(0, 1)
+    width = len(call.weights) // call.directions
+    outputs, finals = [], []
+    for d in range(call.directions):
+        out, final = run_direction(
+            CELLS[call.function],
+            x,
+            sizes,
+            tuple(s[d] for s in call.state),
+            call.weights[d * width : (d + 1) * width],
+            has_bias=call.has_bias,
+            reverse=d == 1,
+        )
+        outputs.append(out)
+        finals.append(final)
+    out = torch.cat(outputs, -1).unflatten(0, shape)
+    if call.batch_sizes is None and call.batch_first:
+        out = out.transpose(0, 1)
+    return out, tuple(torch.stack(states) for states in zip(*finals, strict=True))
+
+
+def _recurrent(function: Callable[..., Any], mode: Interception, *args: Any) -> tuple[Tensor, ...]:
+    return run_layers(mode, read(function, args), _layer)
+
+
+TWICE_DIFFERENTIABLE: Mapping[Callable[..., Any], Rule] = {
+    F.scaled_dot_product_attention: _attention,
+    flex_attention: _flex_attention,
+    **{function: partial(_recurrent, function) for function in RECURRENT},
+}
+"""Rules for an interception under which every fused function is written out."""
+
+
+_log = logging.getLogger("undrop")
+_looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+_STEP = {torch.float64: 1e-5, torch.float32: 1e-2}
+"""ε, before it is divided by the largest σ."""
+_SHARE = {torch.float64: 0.01, torch.float32: 0.2}
+"""A difference that rounding and kinks do not make."""
+
+
+def pass_to_differentiate(engine: Engine, request: Request) -> tuple[Any, Tensor, ZeroLeaves]:
+    """Run the model with a zero leaf at every site: all it returns, what the loss sees, the leaves.
+
+    Raises:
+        EngineError: for what an engine that differentiates twice can't do.
+    """
+    refuse_sharded(engine, request.batch.model)
+    refuse_fraction(engine, request)
+    refuse_whole_output(engine, request)
+    look_for_blind_spots(request, engine.name)
+    action = ZeroLeaves(request.draw)
+    with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
+        output, seen = request.run()
+    return output, seen, action
+
+
+def look_for_blind_spots(request: Request, engine: str) -> None:
+    """Compare Σ_j σ_j η_j ∂ℓ/∂z_j with (ℓ(ε) - ℓ(-ε))/2ε once for each model, and log if they differ.
+
+    They differ behind ``detach()``, ``torch.no_grad()``, a gradient hook, and an autograd function whose
+    backward is not its derivative.
+    """
+    model = request.batch.model
+    if model in _looked or request.loss.counts_calls or not _is_precise(model):
+        return
+    _looked.add(model)
+    with torch.enable_grad():
+        backward, forward, tolerance = _derivatives(request)
+    if abs(backward - forward) > tolerance:
+        _log.warning(
+            "the %s engine misses a part of what dropout does in %s: along one draw of the noise the "
+            "loss changes at a rate of %.3g, and reverse mode says %.3g. Look for detach(), no_grad(), "
+            "a gradient hook or an autograd function of your own, or use engine='auto'.",
+            engine,
+            type(model).__name__,
+            forward,
+            backward,
+        )
+
+
+def _derivatives(request: Request) -> tuple[float, float, float]:
+    """Return ∂ℓ/∂ε by reverse mode and by differences, and by how much they may differ."""
+    model = request.batch.model
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # DDP waits for the backward pass of every forward pass
+    rng = RngSnapshot(model)
+    draw = Draw("sign", request.draw.mask, request.draw.selection, Generators())
+    request = replace(request, batch=request.batch._replace(model=model), draw=draw)
+
+    def loss_under(mode: Interception) -> Tensor:
+        rng.restart()
+        with keep_buffers(model), mode:
+            _, logits = request.run()
+        return request.loss.value(logits, request.batch.targets)
+
+    zeros = ZeroLeaves(draw)
+    loss = loss_under(Interception(model, zeros, TWICE_DIFFERENTIABLE))
+    if not zeros.leaves or loss.dtype not in _STEP:
+        return 0.0, 0.0, 0.0  # no site is chosen, or half precision
+    gradients = torch.autograd.grad(loss, zeros.leaves, allow_unused=True, materialize_grads=True)
+    parts = []
+    for site, leaf, gradient in zip(zeros.sites, zeros.leaves, gradients, strict=True):
+        noise = draw.sigma_eta(site, leaf)
+        if noise is not None:
+            parts.append((gradient * noise).double().flatten())
+    changes = torch.cat(parts)
+    wide = max(1.0, *(draw.scale(site) for site in zeros.sites))
+    step = _STEP[loss.dtype] / wide
+    with torch.no_grad():
+        up, down = (
+            float(loss_under(Interception(model, ScaledNoise(draw, e)))) for e in (step, -step)
+        )
+    rng.restart()
+    forward = (up - down) / (2 * step)
+    rounding = 100 * torch.finfo(loss.dtype).eps * abs(float(loss.detach())) / step
+    size = max(float(changes.norm()), abs(forward))  # the sum over signs may cancel
+    return float(changes.sum()), forward, _SHARE[loss.dtype] * size + rounding
+
+
+def _is_precise(model: nn.Module) -> bool:
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if weight is None or weight.dtype not in (torch.float32, torch.float64):
+        return False
+    return not torch.is_autocast_enabled(weight.device.type)
 
 
 @ENGINES.register("reverse")
@@ -63,3 +293,53 @@ def _gradients(scalar: Tensor, action: ZeroLeaves) -> tuple[Tensor, ...]:
     return torch.autograd.grad(
         scalar, action.leaves, create_graph=True, allow_unused=True, materialize_grads=True
     )
+
+
+@ENGINES.register("exact")
+class Exact(Engine):
+    """E_η[uᵀHu] = Σ_j σ_j² · (∂F/∂z_j)ᵀ H (∂F/∂z_j), over every entry j of every η.
+
+    The implicit part has zero mean, so it is zero here.
+    """
+
+    name = "exact"
+
+    def evaluate(self, request: Request) -> Evaluation:
+        """The weighted total, differentiable once more in the parameters."""
+        output, logits, action = pass_to_differentiate(self, request)
+        loss = request.loss.value(logits, request.batch.targets)
+        zero = torch.zeros_like(loss)
+        explicit = (
+            self._explicit(request, action, logits) if request.coefficients.quadratic else zero
+        )
+        total = request.coefficients.loss * loss + request.coefficients.quadratic * explicit
+        return Evaluation(
+            total,
+            WeightedParts(request.coefficients, (loss, explicit, zero)),
+            lambda: output,
+            self.name,
+        )
+
+    def _explicit(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Tensor:
+        rows = [
+            torch.autograd.grad(
+                entry, action.leaves, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for entry in logits.flatten()
+        ]
+        if not rows:  # an empty batch
+            return logits.sum()
+        explicit = torch.zeros_like(logits.sum())
+        for index, site in enumerate(action.sites):
+            jacobian = torch.stack(
+                [row[index].flatten() for row in rows]
+            )  # (outputs, entries of η)
+            for column in jacobian.unbind(1):
+                u = column.view_as(logits) * request.draw.scale(site)
+                explicit = (
+                    explicit
+                    + request.loss.derivatives(
+                        logits, u, request.batch.targets, request.form
+                    ).quadratic
+                )
+        return explicit

@@ -16,11 +16,10 @@ import torch.autograd.forward_ad as forward
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.engines.double_backward import TWICE_DIFFERENTIABLE
+from undrop.engines.reverse import TWICE_DIFFERENTIABLE
 from undrop.errors import EngineError
 from undrop.intercept import Interception, Rule, tensors_in
-from undrop.intercept.attention import AttentionCall, written_out
-from undrop.intercept.flex import flex_written_out
+from undrop.intercept.attention import AttentionCall, flex_written_out, written_out
 from undrop.kernels.flex import FlexCall, flex_attention
 from undrop.registry import Registry
 

@@ -36,7 +36,7 @@ from undrop.intercept import (
 from undrop.losses import ModelLoss, Task
 from undrop.losses.heads import check_attention, check_same_loss, decoder_inputs, read_head
 from undrop.objectives import Analytic, Objective, Step
-from undrop.objectives.finite import has_no_effect
+from undrop.objectives.checks import has_no_effect
 from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes
 from undrop.tuning import Tuner
 

@@ -1,12 +1,6 @@
 """Find, name and control every dropout of any ``nn.Module``, without changes to the model."""
 
-from undrop.intercept import (  # they register what they stand in for
-    attention,
-    flex,
-    functional,
-    random_functions,
-    recurrent,
-)
+from undrop.intercept import attention, functional, recurrent  # they register their rules
 from undrop.intercept.discovery import (
     find_sites,
     follow_masks,
@@ -15,6 +9,7 @@ from undrop.intercept.discovery import (
     preserve_model,
     sites,
 )
+from undrop.intercept.functional import register_site
 from undrop.intercept.interception import (
     SITE_RULES,
     Interception,
@@ -23,9 +18,7 @@ from undrop.intercept.interception import (
     no_noise,
     outside_interception,
 )
-from undrop.intercept.model_call import Batch, call, logits_of
-from undrop.intercept.pytrees import map_tensors, tensors_in
-from undrop.intercept.registering import register_site
+from undrop.intercept.model_call import Batch, call, logits_of, map_tensors, tensors_in
 from undrop.intercept.running_statistics import (
     Statistics,
     copied_buffers,
@@ -52,12 +45,10 @@ __all__ = [
     "no_noise",
     "outside_interception",
     "preserve_model",
-    "random_functions",
     "attention",
     "call",
     "copied_buffers",
     "find_sites",
-    "flex",
     "follow_masks",
     "functional",
     "has_idle_dropout",

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.intercept.interception import SITE_RULES, Interception
+from undrop.kernels.flex import FlexCall, attend, flex_attention, without_kernel
 
 
 class AttentionCall(NamedTuple):
@@ -123,3 +124,29 @@ _multi_head_attention = _without_overrides(inspect.unwrap(F.multi_head_attention
 def _multi_head(mode: Interception, *args: Any, **kwargs: Any) -> Any:
     with mode:
         return _multi_head_attention(*args, **kwargs)
+
+
+def _factors(mode: Interception, call: FlexCall) -> Tensor | None:
+    """1 + ε·σ·η in the shape of the probabilities; None where it is 1."""
+    if call.dropout_p == 0.0:
+        return None
+    ones = call.ones()
+    factors = mode.noisy(
+        ones, call.dropout_p, kind="attention", mask="per probability", label="attention"
+    )
+    return None if factors is ones else factors
+
+
+@SITE_RULES.register(flex_attention)
+def _flex_attention(mode: Interception, *args: Any) -> Any:
+    call = FlexCall(*args)
+    return attend(call, _factors(mode, call))
+
+
+def flex_written_out(
+    mode: Interception,
+    call: FlexCall,
+    softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
+) -> Any:
+    """The same in plain operations, for engines that no kernel serves."""
+    return without_kernel(call, _factors(mode, call), softmax)

@@ -9,20 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from undrop.errors import NoDropoutError, UndropError
-from undrop.intercept.acting import acting
-from undrop.intercept.adapters import adapter_hint
+from undrop.errors import NoDropoutError, OutputError, UndropError
 from undrop.intercept.hand_masks import known_draws
 from undrop.intercept.interception import Interception, SiteAction, no_noise
 from undrop.intercept.mask_proof import disproven
-from undrop.intercept.model_call import NeedsGraph, call_to_look
-from undrop.intercept.pytrees import tensors_in
+from undrop.intercept.model_call import (
+    NeedsGraph,
+    call,
+    call_to_look,
+    logits_of,
+    map_tensors,
+    tensors_in,
+)
 from undrop.intercept.random_values import NotAMask
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.intercept.site import Site, Sites
 from undrop.intercept.unaccounted import Unaccounted, unaccounted
-from undrop.intercept.wrappers import paths, unwrapped
+from undrop.intercept.wrappers import is_sharded, paths, unwrapped
 from undrop.rng_snapshot import RngSnapshot, seed_current
 from undrop.torch_compat import eager
 
@@ -206,3 +211,66 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def acting(model: nn.Module, inputs: Any) -> dict[str, bool]:
+    """Return, by the name of each site, whether u ≠ 0: the derivative of vᵀF for a random v.
+
+    It is empty where the model can't be differentiated outside of its training: then nothing is known.
+    """
+    if is_sharded(model):
+        return {}
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # a pass without its backward would confuse the wrapper
+    leaves: dict[str, Tensor] = {}
+
+    def action(site: Site, h: Tensor) -> Tensor:
+        z = torch.zeros(site.mask_shape, dtype=h.dtype, device=h.device, requires_grad=True)
+        leaves[site.name] = z
+        return h * (1.0 + z)
+
+    seed_current(0)
+    try:
+        with torch.enable_grad(), Interception(model, action):
+            output = call(model, map_tensors(_copied, inputs))
+        if not leaves:
+            return {}
+        outputs = _outputs(output)
+        gradients = torch.autograd.grad(
+            outputs,
+            list(leaves.values()),
+            [torch.randn_like(f) for f in outputs],
+            allow_unused=True,
+        )
+    except (RuntimeError, UndropError):  # no memory, no derivative, reentrant checkpointing
+        return {}
+    found = zip(leaves, gradients, strict=True)
+    return {name: g is not None and bool(g.any()) for name, g in found}
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Return a copy: dropout in place would make the caller's tensor a part of the graph."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """Return the tensor that a loss sees, or all of them."""
+    try:
+        found = [logits_of(output)]
+    except OutputError:
+        found = list(tensors_in(output))
+    return [f for f in found if f.is_floating_point() and f.requires_grad]
+
+
+def adapter_hint(model: nn.Module) -> str | None:
+    """What to do about the adapters of a model that has no active dropout; None without adapters."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not configs:
+        return None
+    config = next(iter(configs.values()))
+    kind = getattr(getattr(config, "peft_type", None), "value", type(config).__name__)
+    fields = {name: p for name, p in vars(config).items() if name.endswith("dropout")}
+    if not fields:
+        return f"adapters of the kind {kind} have no dropout; train with undrop.NoRegularization()"
+    settings = ", ".join(f"{name} = {p:g}" for name, p in fields.items())
+    return f"its adapters have {settings}; set it in {type(config).__name__}"

@@ -1,15 +1,19 @@
-"""The dropout functions of torch and of undrop, as sites."""
+"""The functions that drop, as sites: torch's, undrop's, the draws of hand-made masks, and your own."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from undrop.errors import UnsupportedDropoutError
+from undrop.errors import OptionError, UnsupportedDropoutError
 from undrop.intercept.interception import SITE_RULES, Interception
 from undrop.noise import structured_dropout
 
@@ -130,3 +134,165 @@ def _alpha_dropout(
         f"alpha dropout at {name!r} is not multiplicative zero-mean noise, so undrop can't take it "
         "apart: use nn.Dropout there, or put that module in eval mode."
     )
+
+
+_NOT_OF_FULL = ("generator", "out", "requires_grad", "size", "names", "input")
+
+
+def _filling(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _NOT_OF_FULL}
+
+
+@SITE_RULES.register(torch.rand)
+def _rand(mode: Interception, *args: Any, **kwargs: Any) -> Any:
+    size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+    if kwargs.get("out") is not None or kwargs.get("requires_grad"):
+        mode.drew = True
+        return torch.rand(*args, **kwargs)
+    how = _filling(kwargs)
+    return mode.uniform(lambda k: torch.full(size, k, **how), lambda: torch.rand(*args, **kwargs))
+
+
+@SITE_RULES.register(torch.rand_like)
+def _rand_like(mode: Interception, input: Tensor, **kwargs: Any) -> Any:
+    how = _filling(kwargs)
+    return mode.uniform(
+        lambda k: torch.full_like(input, k, **how), lambda: torch.rand_like(input, **kwargs)
+    )
+
+
+@SITE_RULES.register(Tensor.uniform_)
+def _uniform_(mode: Interception, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    low = args[0] if args else kwargs.get("from", 0.0)
+    high = args[1] if len(args) > 1 else kwargs.get("to", 1.0)
+    return mode.uniform(
+        lambda k: torch.full_like(input, k),
+        lambda: input.uniform_(*args, **kwargs),
+        target=input,
+        low=float(low),
+        high=float(high),
+    )
+
+
+@SITE_RULES.register(Tensor.bernoulli_)
+def _bernoulli_(mode: Interception, input: Tensor, p: Any = 0.5, **kwargs: Any) -> Any:
+    return mode.bernoulli(
+        lambda k: _full_like(input, k),
+        lambda: input.bernoulli_(p, **kwargs),
+        mode.chance(p),
+        input.dtype,
+        target=input,
+    )
+
+
+@SITE_RULES.register(torch.bernoulli, Tensor.bernoulli)
+def _bernoulli(mode: Interception, input: Tensor, p: Any = None, **kwargs: Any) -> Any:
+    given = () if p is None else (p,)
+    if kwargs.get("out") is not None:
+        mode.drew = True
+        return torch.bernoulli(input, *given, **kwargs)
+    return mode.bernoulli(
+        lambda k: _full_like(input, k),
+        lambda: torch.bernoulli(input, *given, **kwargs),
+        mode.chance(input if p is None else p),
+        input.dtype,
+    )
+
+
+def _full_like(x: Tensor, k: float) -> Tensor:
+    dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+    return torch.full_like(x, k, dtype=dtype, requires_grad=False)
+
+
+Target = TypeVar("Target")
+
+
+def register_site(
+    target: Any = None,
+    *,
+    p: float | str | Callable[..., float],
+    shared: Sequence[int] = (),
+    kind: str = "dropout",
+    mask: str = "independent",
+    per_example: bool = True,
+) -> Any:
+    """Declare that a function, or a module class, multiplies its input h by noise of mean 1.
+
+    undrop finds most masks by itself. This is for noise that it can't see: a kernel of your own, a mask
+    from NumPy. Use the function that is returned, or use this as a decorator; a class is changed in
+    place. Outside of undrop's passes both do what they did.
+
+    Args:
+        target: a function whose first argument is h, or a subclass of ``nn.Module``.
+        p: the drop probability: a number, the name of an argument (for a class: of an attribute), or a
+            function of the same arguments.
+        shared: the dimensions of h along which one entry of the noise is shared.
+        kind: what the site is called in ``undrop.sites``.
+        mask: the mask structure's name there.
+        per_example: False where all examples of a batch share the noise.
+
+    Returns:
+        The function or class to use.
+
+    Raises:
+        OptionError: if the target can't be called, or p names none of its arguments.
+    """
+    if target is None:
+        return functools.partial(
+            register_site, p=p, shared=shared, kind=kind, mask=mask, per_example=per_example
+        )
+    how = {"shared": shared, "kind": kind, "mask": mask, "per_example": per_example}
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        target.forward = _declared(target.forward, 1, p, how)
+        return target
+    if not callable(target) or isinstance(target, nn.Module):
+        raise OptionError(
+            f"register_site takes a function or a module class, got {type(target).__name__}."
+        )
+    return _declared(target, 0, p, how)
+
+
+def _compiled_mode() -> bool:
+    """Whether compiled code runs under a mode, which torch.compile forgets in has_torch_function."""
+    return torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled()
+
+
+def _declared(
+    function: Callable[..., Any], place: int, p: Any, how: dict[str, Any]
+) -> Callable[..., Any]:
+    """Return the function with its calls passed to the active interception, if there is one."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    if len(names) <= place:
+        raise OptionError(f"{function.__qualname__} has no argument that noise could multiply.")
+    if isinstance(p, str) and place == 0 and p not in names:
+        raise OptionError(
+            f"{function.__qualname__} has no argument {p!r}: it has {', '.join(names)}."
+        )
+
+    defaults = {n: v.default for n, v in signature.parameters.items() if v.default is not v.empty}
+
+    @functools.wraps(function)
+    def declared(*args: Any, **kwargs: Any) -> Any:
+        h = args[place] if len(args) > place else kwargs[names[place]]
+        if has_torch_function_unary(h) or _compiled_mode():
+            return handle_torch_function(declared, (h,), *args, **kwargs)
+        return function(*args, **kwargs)
+
+    @SITE_RULES.register(declared)
+    def rule(mode: Interception, *args: Any, **kwargs: Any) -> Any:
+        values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        owner = args[0] if place else None
+        training = owner.training if isinstance(owner, nn.Module) else values.get("training", True)
+        if callable(p):
+            rate = p(*args, **kwargs)
+        elif isinstance(p, str):
+            rate = getattr(owner, p) if place else values[p]
+        else:
+            rate = p
+        h = values[names[place]]
+        if not training or not rate:
+            return mode.off(h, training)
+        return mode.noisy(h, float(rate), label=None if place else how["kind"], **how)
+
+    return declared

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.intercept.interception import Interception
-from undrop.intercept.model_call import call
-from undrop.intercept.pytrees import tensors_in
+from undrop.intercept.model_call import call, tensors_in
 from undrop.intercept.random_values import MaskDraw
 from undrop.intercept.site import Site
 from undrop.rng_snapshot import RngSnapshot

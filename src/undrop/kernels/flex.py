@@ -104,7 +104,7 @@ def flex_attention(
 
 def attend(call: FlexCall, factors: Tensor | None) -> Any:
     """Σ_k p_k m_k v_k for the factors m of the probabilities; None is 1."""
-    path = written_out if call.query.device.type == "cpu" else in_kernel
+    path = without_kernel if call.query.device.type == "cpu" else in_kernel
     return path(call, factors)
 
 
@@ -126,7 +126,7 @@ def in_kernel(call: FlexCall, factors: Tensor | None) -> Any:
     return _result(call, noisy * gap.exp().unsqueeze(-1).to(noisy.dtype), lse, largest)
 
 
-def written_out(
+def without_kernel(
     call: FlexCall,
     factors: Tensor | None,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.errors import DataError, EngineError, OptionError
-from undrop.intercept.model_call import logits_of
-from undrop.intercept.pytrees import tensors_in
+from undrop.intercept.model_call import logits_of, tensors_in
 from undrop.kernels.softmax import Coefficients, Means, working_dtype
 from undrop.registry import Registry
 

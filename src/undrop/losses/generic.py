@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from undrop.errors import OptionError, TargetError, UndropError
-from undrop.intercept.pytrees import map_tensors, tensors_in
+from undrop.intercept.model_call import map_tensors, tensors_in
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.base import Derivatives, Loss, number, padded, precise
 

@@ -4,8 +4,7 @@ from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
 from undrop.objectives.base import Objective
 from undrop.objectives.baselines import L2, NoRegularization
 from undrop.objectives.dropout import Dropout
-from undrop.objectives.moved_weights import SAM, WeightNoise
-from undrop.objectives.rivals import EarlyDropout, Jacobian, RDrop
+from undrop.objectives.rivals import SAM, EarlyDropout, Jacobian, RDrop, WeightNoise
 from undrop.objectives.step import Step
 
 __all__ = [

@@ -34,10 +34,8 @@ from undrop.intercept import (
     unwrapped,
 )
 from undrop.losses import Loss, as_loss
-from undrop.objectives.autocast import AutocastState
-from undrop.objectives.finite import FiniteCheck
-from undrop.objectives.heads import look_at_heads
-from undrop.objectives.step import Step
+from undrop.objectives.checks import FiniteCheck, look_at_heads
+from undrop.objectives.step import AutocastState, Step
 from undrop.torch_compat import eager, portable_lstm, untraced
 
 _log = logging.getLogger("undrop")

@@ -1,11 +1,9 @@
-"""Other regularizers, for comparison: R-Drop, Jacobian regularization and early dropout.
-
-Those that evaluate the loss at moved weights are in ``moved_weights``.
-"""
+"""Other regularizers, for comparison: R-Drop, Jacobian, early dropout, SAM and weight noise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +25,7 @@ from undrop.intercept import (
     keep_statistics,
     logits_of,
     map_tensors,
+    no_noise,
 )
 from undrop.losses import Coefficients, Loss
 from undrop.noise import draw as draw_noise
@@ -205,3 +204,115 @@ def dropout_mask(objective: Objective) -> SiteAction:
     """Return one fixed dropout mask for all sites."""
     draw = Draw("dropout", "as-declared", objective.selection, objective.generators)
     return ScaledNoise(draw, 1.0)
+
+
+class SAM(Objective):
+    """Sharpness-aware minimization (Foret et al. 2021), on top of the model's dropout.
+
+    The gradient is ∇ℓ at W + radius·g/‖g‖, where g = ∇ℓ(W), with the same dropout mask in both. It
+    is the gradient of a scalar that is linear in W, so that training needs no second step, no closure
+    and no other optimizer.
+
+    Args:
+        radius: ρ ≥ 0.
+        loss: as for every objective.
+        generator: as for every objective.
+    """
+
+    def __init__(
+        self,
+        radius: float = 0.05,
+        *,
+        loss: LossLike = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(loss=loss, generator=generator)
+        self.radius = not_negative("radius", radius)
+
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one evaluation: two passes with a backward pass each."""
+        mask = dropout_mask(self)
+        weights = self.trainable_parameters(batch.model)
+        output, loss = self.forward_and_loss(batch, mask)
+        ascent = _gradient(loss, weights)
+        norm = torch.stack([g.norm() for g in ascent]).norm()
+        factor = self.radius / (norm + 1e-12)
+        with _moved(weights, [g * factor for g in ascent]), keep_statistics(batch.model):
+            _, there = self.forward_and_loss(batch, mask)
+            gradient = _gradient(there, weights)
+        value = there.detach()
+        total = _with_gradient(value, weights, gradient)
+        yield Evaluation(total, {"loss": value}, lambda: output)
+
+
+class WeightNoise(Objective):
+    """Noise on the weights in both directions, without dropout (NSO: Zhang, Li & Ju 2024).
+
+    The gradient is ½[∇ℓ(W + U) + ∇ℓ(W - U)] with U drawn from N(0, scale²) for every weight. In
+    expectation it is the gradient of ℓ + ½·scale²·tr ∇²ℓ to second order; the two directions cancel the
+    first order in every draw.
+
+    Args:
+        scale: σ ≥ 0, the standard deviation of U.
+        loss: as for every objective.
+        generator: as for every objective.
+    """
+
+    needs_dropout = False
+
+    def __init__(
+        self,
+        scale: float = 0.01,
+        *,
+        loss: LossLike = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(loss=loss, generator=generator)
+        self.scale = not_negative("scale", scale)
+
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one evaluation: two passes with a backward pass each; the output is that of W + U."""
+        weights = self.trainable_parameters(batch.model)
+        noise = [self._draw(w) for w in weights]
+        with _moved(weights, noise):
+            output, there = self.forward_and_loss(batch, no_noise)
+            gradient = _gradient(there, weights)
+        with _moved(weights, [-u for u in noise]), keep_statistics(batch.model):
+            _, back = self.forward_and_loss(batch, no_noise)
+            gradient = [
+                0.5 * (one + two)
+                for one, two in zip(gradient, _gradient(back, weights), strict=True)
+            ]
+        value = 0.5 * (there.detach() + back.detach())
+        total = _with_gradient(value, weights, gradient)
+        yield Evaluation(total, {"loss": value}, lambda: output)
+
+    def _draw(self, weight: Tensor) -> Tensor:
+        source = self.generators(weight.device)
+        noise = torch.empty_like(weight, requires_grad=False)
+        return noise.normal_(0.0, self.scale, generator=source)
+
+
+def _with_gradient(value: Tensor, weights: Sequence[Tensor], gradient: Sequence[Tensor]) -> Tensor:
+    """A scalar with this value and this gradient: it is linear in the weights."""
+    products = ((w * g).sum() for w, g in zip(weights, gradient, strict=True))
+    linear = sum(products, value.new_zeros(()))
+    return value + (linear - linear.detach())
+
+
+def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    grads = torch.autograd.grad(loss, weights, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, grads, strict=True)]
+
+
+@contextlib.contextmanager
+def _moved(weights: Sequence[Tensor], by: Sequence[Tensor]) -> Iterator[None]:
+    """Move the weights within a block; afterwards they have the same bits as before."""
+    kept = [w.detach().clone() for w in weights]
+    with torch.no_grad():
+        torch._foreach_add_(list(weights), list(by))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(list(weights), kept)

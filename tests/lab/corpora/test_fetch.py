@@ -14,7 +14,7 @@ import pytest
 
 from undrop.errors import DataError
 from undrop.lab import corpora
-from undrop.lab.corpora import catalogue, fetch
+from undrop.lab.corpora import catalogue
 from undrop.lab.corpora.catalogue import Entry, Mirror
 
 FILES = {split: f"x.{split}.txt" for split in corpora.SPLITS}
@@ -45,7 +45,7 @@ def server(monkeypatch):
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     state.url = f"http://127.0.0.1:{http.server_port}"
-    monkeypatch.setattr(fetch, "_SCHEMES", ("https", "http"))
+    monkeypatch.setattr(catalogue, "_SCHEMES", ("https", "http"))
     yield state
     http.shutdown()
     http.server_close()
@@ -91,7 +91,7 @@ def test_mirrors_are_tried_in_order_until_one_sends_the_right_bytes(server, tmp_
         places = [f"/{mirror}/{name}" for mirror in ("gone", "wrong", "right", "unneeded")]
         server.files |= {places[1]: b"something else", places[2]: content, places[3]: content}
         downloads.append(tuple(Mirror(server.url + place, sha256(content)) for place in places))
-    fetch.fetch(entry(*downloads), tmp_path / "text" / "x")
+    catalogue.fetch(entry(*downloads), tmp_path / "text" / "x")
     assert {path.name: path.read_bytes() for path in (tmp_path / "text/x").iterdir()} == TEXT
     assert [path.split("/")[1] for path in server.asked] == ["gone", "wrong", "right"] * 3
     assert names(tmp_path / "text") == ["x"]  # nothing is left of what was tried
@@ -103,7 +103,7 @@ def test_unpacking_copies_only_wanted_files_and_only_into_the_folder(server, tmp
     nested = {f"../some/{file}": content for file, content in TEXT.items()}
     content = pack({**evil, **nested, "x/README": b"4"})
     server.files[name] = content
-    fetch.fetch(archive(server.url + name, content), tmp_path / "deep" / "x")
+    catalogue.fetch(archive(server.url + name, content), tmp_path / "deep" / "x")
     assert names(tmp_path / "deep" / "x") == sorted(FILES.values())
     assert (tmp_path / "deep" / "x" / FILES["test"]).read_bytes() == TEXT[FILES["test"]]
     assert names(tmp_path) == ["deep"]
@@ -114,20 +114,20 @@ def test_a_link_in_an_archive_is_not_unpacked(server, tmp_path):
     content = tarred({}, links=[(name, "/etc/passwd") for name in TEXT])
     server.files["/a.tgz"] = content
     with pytest.raises(DataError, match=r"the download of x has no x\.train\.txt, x\.valid\.txt"):
-        fetch.fetch(archive(f"{server.url}/a.tgz", content), tmp_path / "x")
+        catalogue.fetch(archive(f"{server.url}/a.tgz", content), tmp_path / "x")
     assert names(tmp_path) == []
 
 
 def test_a_broken_archive_is_refused(server, tmp_path):
     server.files["/a.zip"] = b"no archive"
     with pytest.raises(DataError, match=r"the archive a\.zip can't be read"):
-        fetch.fetch(archive(f"{server.url}/a.zip", b"no archive"), tmp_path / "x")
+        catalogue.fetch(archive(f"{server.url}/a.zip", b"no archive"), tmp_path / "x")
 
 
 def test_a_wrong_checksum_on_every_mirror_leaves_no_file(server, tmp_path):
     server.files["/a.zip"] = b"changed"
     with pytest.raises(DataError) as error:
-        fetch.fetch(archive(f"{server.url}/a.zip", b"released"), tmp_path / "x")
+        catalogue.fetch(archive(f"{server.url}/a.zip", b"released"), tmp_path / "x")
     host = server.url.removeprefix("http://")
     assert str(error.value) == (
         f"x could not be downloaded ({host} sent a file with the wrong checksum): try again later, "
@@ -141,12 +141,12 @@ def test_an_unreachable_mirror_is_reported_in_one_sentence(server, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(DataError, match=rf"\(127.0.0.1:{port} could not be reached\): try again"):
-        fetch.fetch(archive(f"http://127.0.0.1:{port}/a.zip", b""), tmp_path / "x")
+        catalogue.fetch(archive(f"http://127.0.0.1:{port}/a.zip", b""), tmp_path / "x")
 
 
 def test_downloads_use_https_only(tmp_path):
     with pytest.raises(DataError, match=r"127.0.0.1 was not tried: http is not safe"):
-        fetch.fetch(archive("http://127.0.0.1/a.zip", b""), tmp_path / "x")
+        catalogue.fetch(archive("http://127.0.0.1/a.zip", b""), tmp_path / "x")
 
 
 def test_a_download_without_pooch_says_how_to_install_it(tmp_path, monkeypatch):
@@ -154,13 +154,13 @@ def test_a_download_without_pooch_says_how_to_install_it(tmp_path, monkeypatch):
     with pytest.raises(
         DataError, match=r"needs the pooch library: .* pip install 'undrop\[data\]'"
     ):
-        fetch.fetch(archive("https://127.0.0.1/a.zip", b""), tmp_path / "x")
+        catalogue.fetch(archive("https://127.0.0.1/a.zip", b""), tmp_path / "x")
 
 
 def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"the cache folder .*file can't be written"):
-        fetch.fetch(archive("https://127.0.0.1/a.zip", b""), tmp_path / "file" / "x")
+        catalogue.fetch(archive("https://127.0.0.1/a.zip", b""), tmp_path / "file" / "x")
 
 
 def test_a_named_corpus_is_downloaded_once(server, cache, monkeypatch):

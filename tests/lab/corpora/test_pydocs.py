@@ -5,7 +5,7 @@ import pytest
 
 from undrop.errors import DataError
 from undrop.lab import corpora
-from undrop.lab.corpora.pydocs import pydocs_text
+from undrop.lab.corpora.catalogue import pydocs_text
 
 
 def test_pydocs_paragraphs_become_lines_of_lower_case_words_and_punctuation():

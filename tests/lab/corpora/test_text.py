@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from undrop.errors import DataError
 from undrop.lab.corpora import text
-from undrop.lab.corpora.vocabulary import EOS
+from undrop.lab.corpora.text import EOS
 
 
 def flat(path, limit=None):

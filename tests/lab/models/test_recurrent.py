@@ -6,7 +6,7 @@ from torch import nn
 
 from undrop.errors import OptionError
 from undrop.lab.models import AWDLSTM, QRNN
-from undrop.lab.models.qrnn import QRNNLayer, linear_scan
+from undrop.lab.models.recurrent import QRNNLayer, linear_scan
 
 SMALL = {"embedding_size": 6, "hidden_size": 10, "layers": 3}
 

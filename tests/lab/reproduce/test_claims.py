@@ -7,11 +7,18 @@ from dataclasses import replace
 import pytest
 
 from fake_records import fake_record
-from undrop.lab.reproduce.claims import DOES_NOT_HOLD, HOLDS, NOT_RUN, UNDECIDED, decide, verdicts
 from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
-from undrop.lab.reproduce.results import Results
-from undrop.lab.reproduce.statistics import Interval
+from undrop.lab.reproduce.results import (
+    DOES_NOT_HOLD,
+    HOLDS,
+    NOT_RUN,
+    UNDECIDED,
+    Interval,
+    Results,
+    decide,
+    verdicts,
+)
 from undrop.lab.reproduce.tables import Claim, experiment
 from undrop.report import as_json
 

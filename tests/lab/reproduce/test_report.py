@@ -8,11 +8,10 @@ import pytest
 
 from fake_records import fake_record
 from undrop.lab.reproduce import tables
+from undrop.lab.reproduce.figures import mathtext
 from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
-from undrop.lab.reproduce.report import write_report
-from undrop.lab.reproduce.report.content import as_html, as_markdown, compose
-from undrop.lab.reproduce.report.figures import mathtext
+from undrop.lab.reproduce.report import as_html, as_markdown, compose, write_report
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.tables import EXPERIMENTS
 

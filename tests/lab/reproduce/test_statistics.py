@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from undrop.lab.reproduce.statistics import (
+from undrop.lab.reproduce.results import (
     Interval,
     geometric,
     mean_interval,

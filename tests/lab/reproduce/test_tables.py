@@ -4,8 +4,8 @@ import pytest
 
 from undrop.errors import OptionError, UnknownNameError
 from undrop.lab.reproduce import tables
+from undrop.lab.reproduce.figures import KINDS
 from undrop.lab.reproduce.plan import Plan
-from undrop.lab.reproduce.report.figures import KINDS
 from undrop.lab.reproduce.results import MEASURES
 from undrop.lab.reproduce.tables import EXPERIMENTS, SCALES, experiment
 

@@ -9,11 +9,9 @@ from undrop.errors import DataError, RunError
 from undrop.lab import cli
 from undrop.lab.scoreboard import board as boards
 from undrop.lab.scoreboard import data
-from undrop.lab.scoreboard.board import METHODS, Board, run_board
-from undrop.lab.scoreboard.models import GCN, Adapted, ResidualNet
+from undrop.lab.scoreboard.board import METHODS, Board, Spec, execute, run_board
 from undrop.lab.scoreboard.report import difference, write_board
-from undrop.lab.scoreboard.run import Spec, execute
-from undrop.lab.scoreboard.tasks import TASKS
+from undrop.lab.scoreboard.tasks import GCN, TASKS, Adapted, ResidualNet
 
 TASK = "table-digits"
 

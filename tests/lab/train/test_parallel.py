@@ -16,7 +16,7 @@ from tiny_run import bits
 from undrop.errors import RunError
 from undrop.lab import train
 from undrop.lab.train import RunFolder
-from undrop.lab.train.distributed import World, new_prefix_store
+from undrop.lab.train.environment import World, new_prefix_store
 
 
 def together(size, objective, options, out):

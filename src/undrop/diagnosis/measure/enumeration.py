@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.measure.expansion import Expanded
 from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, SiteNoise
+from undrop.diagnosis.measure.r_drop import Expanded
 from undrop.intercept import Site
 
 LIMIT = 16

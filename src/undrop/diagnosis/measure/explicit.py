@@ -15,9 +15,15 @@ from typing import NamedTuple
 from undrop.diagnosis.measure.classes import ClassShare, ClassShares
 from undrop.diagnosis.measure.enumeration import Masks, enumerable, expected_loss
 from undrop.diagnosis.measure.estimates import Estimate, SampleKind, Samples
-from undrop.diagnosis.measure.expansion import Expanded, Expander
 from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch
-from undrop.diagnosis.measure.r_drop import MaskSample, Parts, parts_of, sample_mask
+from undrop.diagnosis.measure.r_drop import (
+    Expanded,
+    Expander,
+    MaskSample,
+    Parts,
+    parts_of,
+    sample_mask,
+)
 from undrop.diagnosis.measure.timing import Budget
 from undrop.intercept import Site
 from undrop.losses import ByClass

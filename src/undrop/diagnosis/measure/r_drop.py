@@ -4,20 +4,249 @@
 
 One mask η serves all parts: ℓ(F(x; 1, η)) - ℓ(F(x)) less ∂ℓ/∂ε, which has zero mean and most of the
 variance, is a sample of R_drop, and the second-order terms along the same η are samples of the others.
+
+With z the relative noise at every site (h becomes h ⊙ (1 + z)), v = σ·η, u = ∂F/∂z·v and y = Dℓ[F],
+
+    ℓ(F(ε)) = ℓ + ε·yᵀu + ε²·(½uᵀHu + ½ vᵀ∇²_z(yᵀF)v) + …
+
+The scalar c(y, z) = vᵀ∇_z(yᵀF) contains all of it: c itself is ∂ℓ/∂ε, its gradient in y is u, and its
+gradient in z, times v, is the part from the model's own curvature. So a batch needs one gradient with
+a graph, and every η one more backward pass through that. Torch never differentiates the loss twice:
+the loss supplies its own curvature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from undrop.diagnosis.measure.estimates import Estimate, Samples
-from undrop.diagnosis.measure.expansion import Expanded, Expander, Terms
-from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, SiteNoise, collect
+from undrop.diagnosis.measure.model import (
+    FixedNoise,
+    MeasuredModel,
+    NumberedBatch,
+    SiteNoise,
+    collect,
+)
+from undrop.engines import Draw, ZeroLeaves
+from undrop.engines.reverse import TWICE_DIFFERENTIABLE
+from undrop.errors import NoDropoutError, NonFiniteError
+from undrop.intercept import Selection, Site
 from undrop.losses import Loss
+
+_EPSILON = 0.02  # of the differences; truncation is O(ε²), rounding of the second one O(1/ε²)
+_TOLERANCE = 0.1  # between u and its difference; an op that is not differentiated twice is far off
+
+
+class SecondOrder(NamedTuple):
+    """What noise adds to the loss, up to second order; means over the loss's terms."""
+
+    directional: float
+    """∂ℓ/∂ε = Dℓ·u, which has zero mean."""
+    half_quadratic: float
+    """½uᵀHu."""
+    curvature: float
+    """½Dℓ·∂²F/∂ε², from the model's own curvature; the paper drops it as not PSD."""
+
+
+class Terms(NamedTuple):
+    """The expansion along one η."""
+
+    total: SecondOrder
+    sites: Mapping[str, SecondOrder]
+    """Each site's part. Their sum is the total, at least in expectation."""
+    u: Tensor
+    """The output tangent ∂F/∂ε."""
+
+
+class Expanded(Protocol):
+    """A batch expanded at ε = 0."""
+
+    found: list[tuple[Site, Tensor]]
+    """The sites that a pass uses, each with a tensor of the shape of its η."""
+    output: Tensor
+    count: float
+
+    def directional(self, noise: SiteNoise) -> float:
+        """∂ℓ/∂ε along a noise."""
+        ...
+
+    def along(self, noise: SiteNoise) -> Terms:
+        """All terms along a noise."""
+        ...
+
+
+class _AtZero:
+    """The batch at ε = 0, with a leaf z of the shape of every η: shared by both ways."""
+
+    def __init__(self, measured: MeasuredModel, batch: NumberedBatch, field: ZeroLeaves) -> None:
+        self.measured, self.batch = measured, batch
+        self.logits = measured.run(batch, field, TWICE_DIFFERENTIABLE)
+        if not field.leaves:
+            raise NoDropoutError(f"batch {batch.number} meets no active dropout.")
+        self.found = list(zip(field.sites, field.leaves, strict=True))
+        self.output = self.logits.detach().requires_grad_()
+        self.count = float(measured.loss.count(self.output, batch.targets))
+
+    def quadratic(self, u: Tensor) -> Tensor:
+        """The mean of uᵀHu."""
+        return self.measured.loss.derivatives(self.output, u, self.batch.targets).quadratic
+
+
+class Expansion(_AtZero):
+    """The expansion by reverse mode applied twice: exact, for every op that has a double backward."""
+
+    def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
+        draw = Draw("dropout", "as-declared", Selection(), measured.generators)
+        super().__init__(measured, batch, ZeroLeaves(draw))
+        self._names = [site.name for site, _ in self.found]
+        self._leaves = [leaf for _, leaf in self.found]
+        loss = measured.loss.value(self.output, batch.targets)
+        if not bool(torch.isfinite(loss)):
+            raise NonFiniteError(measured.not_finite(batch, _number(loss), "without"))
+        self._y = torch.autograd.grad(loss, self.output)[0].detach().requires_grad_()
+        self._gradients = self._pulled_back(self._y, create_graph=True)
+
+    def _pulled_back(self, y: Tensor, *, create_graph: bool) -> tuple[Tensor, ...]:
+        """Jᵀy at every leaf."""
+        return torch.autograd.grad(
+            self.logits,
+            self._leaves,
+            y.to(self.logits.dtype),
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+    def _products(self, gradients: tuple[Tensor, ...], noise: SiteNoise) -> dict[str, Tensor]:
+        """⟨gradient, v⟩ of every site that the noise has."""
+        pairs = zip(self._names, gradients, strict=True)
+        return {name: (g * noise[name]).sum() for name, g in pairs if name in noise}
+
+    @torch.no_grad()
+    def directional(self, noise: SiteNoise) -> float:
+        """∂ℓ/∂ε = ⟨∇_z ℓ, v⟩."""
+        return float(sum(self._products(self._gradients, noise).values()))
+
+    def along(self, noise: SiteNoise) -> Terms:
+        """Compute all terms: a backward pass for u and ∂²F/∂ε², another for uᵀHu by site."""
+        slopes = self._products(self._gradients, noise)
+        c = torch.stack(list(slopes.values())).sum()
+        u, *curved = torch.autograd.grad(
+            c,
+            [self._y, *self._leaves],
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        u = u.detach().requires_grad_()
+        quadratic = self.quadratic(u)
+        pushed = torch.zeros_like(u)
+        if quadratic.requires_grad:  # as for all but a loss that is linear in F
+            (pushed,) = torch.autograd.grad(quadratic, u)  # 2Hu over the number of terms
+        halves = self._products(self._pulled_back(pushed, create_graph=False), noise)
+        curvatures = self._products(tuple(curved), noise)
+        sites = {
+            name: SecondOrder(
+                _number(slope), 0.25 * _number(halves[name]), 0.5 * _number(curvatures[name])
+            )
+            for name, slope in slopes.items()
+        }
+        curvature = sum(order.curvature for order in sites.values())
+        total = SecondOrder(_number(c), 0.5 * _number(quadratic), curvature)
+        return Terms(total, sites, u.detach())
+
+
+class Differences(_AtZero):
+    """The expansion by differences in ε, for models whose ops have no double backward."""
+
+    def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
+        draw = Draw("dropout", "as-declared", Selection(), measured.generators)
+        with torch.no_grad():
+            super().__init__(measured, batch, ZeroLeaves(draw))
+        self._base = measured.loss_value(batch, {})
+
+    def directional(self, noise: SiteNoise) -> float:
+        """(ℓ₊ - ℓ₋)/2ε."""
+        up, down = (self.measured.loss_value(self.batch, _scaled(noise, s)) for s in (1.0, -1.0))
+        return (up - down) / (2.0 * _EPSILON)
+
+    @torch.no_grad()
+    def tangent(self, noise: SiteNoise) -> Tensor:
+        """u ≈ (F₊ - F₋)/2ε."""
+        plus, minus = self._both(noise)
+        return (plus - minus) / (2.0 * _EPSILON)
+
+    def _both(self, noise: SiteNoise) -> tuple[Tensor, Tensor]:
+        up, down = (FixedNoise(_scaled(noise, sign)) for sign in (1.0, -1.0))
+        return self.measured.run(self.batch, up), self.measured.run(self.batch, down)
+
+    @torch.no_grad()
+    def _order(self, noise: SiteNoise) -> tuple[SecondOrder, Tensor]:
+        targets, loss = self.batch.targets, self.measured.loss
+        plus, minus = self._both(noise)
+        up, down = (float(loss.value(x, targets).double()) for x in (plus, minus))
+        u = (plus - minus) / (2.0 * _EPSILON)
+        with torch.enable_grad():
+            half = 0.5 * _number(self.quadratic(u))
+        second = 0.5 * (up - 2.0 * self._base + down) / _EPSILON**2
+        return SecondOrder((up - down) / (2.0 * _EPSILON), half, second - half), u
+
+    def along(self, noise: SiteNoise) -> Terms:
+        """Compute all terms by two passes for the noise and two for each site alone."""
+        total, u = self._order(noise)
+        sites = {name: self._order({name: noise[name]})[0] for name in noise}
+        return Terms(total, sites, u)
+
+
+def _number(x: Tensor) -> float:
+    return float(x.detach())
+
+
+def _scaled(noise: SiteNoise, sign: float) -> dict[str, Tensor]:
+    return {name: value * (sign * _EPSILON) for name, value in noise.items()}
+
+
+class Expander:
+    """Expands batches, by differences if an op of the model has no double backward.
+
+    Args:
+        measured: the model that is measured.
+    """
+
+    def __init__(self, measured: MeasuredModel) -> None:
+        self._measured = measured
+        self._tried = False
+        self.blocked: str | None = None
+        """Why derivatives are differences; None if they are not."""
+
+    def __call__(self, batch: NumberedBatch) -> Expanded:
+        """Expand a batch."""
+        if not self._tried:
+            self._tried = True
+            try:
+                expansion = Expansion(self._measured, batch)
+                if self._agrees(expansion, batch):
+                    return expansion
+                self.blocked = "torch's second derivative disagrees with a difference"
+            except RuntimeError as error:
+                self.blocked = str(error).partition("\n")[0]
+        if self.blocked is not None:
+            return Differences(self._measured, batch)
+        return Expansion(self._measured, batch)
+
+    def _agrees(self, expansion: Expansion, batch: NumberedBatch) -> bool:
+        """Whether u agrees with a difference: some ops silently return zero second derivatives."""
+        if expansion.output.dtype not in (torch.float32, torch.float64):
+            return True  # in half precision a difference is only rounding
+        noise = self._measured.draw_masks(expansion.found)
+        u = expansion.along(noise).u
+        error = Differences(self._measured, batch).tangent(noise) - u
+        return float(error.norm()) <= _TOLERANCE * float(u.norm()) + 1e-6
 
 
 class MaskSample(NamedTuple):

@@ -94,9 +94,9 @@ models = cache(partial(_registered, "MODELS", _COMPONENTS, ("lab", "models")))
 """Return the language models."""
 objectives = cache(partial(_registered, "OBJECTIVES", _COMPONENTS, ("objectives",)))
 """Return the objectives."""
-bench_subjects = cache(partial(_registered, "SUBJECTS", ("lab", "bench", "subjects.py")))
+bench_subjects = cache(partial(_registered, "SUBJECTS", ("lab", "bench.py")))
 """Return the models that ``undrop bench`` times."""
-bench_methods = cache(partial(_registered, "METHODS", ("lab", "bench", "methods.py")))
+bench_methods = cache(partial(_registered, "METHODS", ("lab", "bench.py")))
 """Return the methods that ``undrop bench`` times."""
 
 

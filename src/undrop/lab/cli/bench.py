@@ -57,7 +57,7 @@ def bench(
                 f"{row.name}: no peak memory: its process died, perhaps out of memory.", err=True
             )
     from undrop.files import write_json
-    from undrop.lab.bench.run import draw
+    from undrop.lab.bench import draw
     from undrop.report import as_json
 
     write_outputs(

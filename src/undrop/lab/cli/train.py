@@ -122,7 +122,7 @@ def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks
     """Train with a config, and print the summary."""
     from undrop.lab.cli import _progress
     from undrop.lab.train import run
-    from undrop.lab.train.distributed import is_main
+    from undrop.lab.train.environment import is_main
     from undrop.lab.train.tuning import KeepTuner
 
     out = out or RUNS / _name(config)

@@ -12,8 +12,8 @@ Windows for training are in :mod:`undrop.lab.corpora.batching`, the only part th
 
 from __future__ import annotations
 
-from undrop.lab.corpora.catalogue import CATALOGUE, SPLITS
+from undrop.lab.corpora.catalogue import CATALOGUE
 from undrop.lab.corpora.corpus import Corpus, load
-from undrop.lab.corpora.vocabulary import EOS, UNK, Vocabulary
+from undrop.lab.corpora.text import EOS, SPLITS, UNK, Vocabulary
 
 __all__ = ["CATALOGUE", "EOS", "SPLITS", "UNK", "Corpus", "Vocabulary", "load"]

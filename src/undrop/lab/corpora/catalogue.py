@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import logging
+import re
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
 
+from undrop.errors import DataError
+from undrop.lab.corpora.cache import publish
+from undrop.lab.corpora.text import SPLITS, UNK
 from undrop.registry import Registry
-
-SPLITS = ("train", "valid", "test")
-"""The three parts of every corpus, in the order in which they are shown."""
+from undrop.report import Bar, Progress
 
 
 @dataclass(frozen=True)
@@ -124,3 +136,224 @@ for _entry in (
     ),
 ):
     CATALOGUE.register(_entry.name)(_entry)
+
+
+_SCHEMES = ("https",)
+_TIMEOUT = 30.0  # seconds without an answer before the next mirror is tried
+
+
+def fetch(entry: Entry, folder: Path) -> None:
+    """Download the text files of a corpus into ``folder``, completely or not at all.
+
+    Raises:
+        DataError: if no mirror sends the right bytes, or the folder can't be written.
+    """
+    _require_pooch()
+
+    def fill(temporary: Path) -> None:
+        for mirrors in entry.downloads:
+            _retrieve(entry, mirrors, temporary)
+        missing = [name for name in entry.files.values() if not (temporary / name).is_file()]
+        if missing:
+            raise DataError(
+                f"the download of {entry.name} has no {', '.join(missing)}: get the files yourself "
+                "and give their folder as --data-dir."
+            )
+
+    publish(folder, fill)
+
+
+def _require_pooch() -> None:
+    try:
+        import pooch  # noqa: F401
+        import requests  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            "downloading needs the pooch library: install it with pip install 'undrop[data]', or "
+            "give a folder that has the files as --data-dir."
+        ) from error
+
+
+def _retrieve(entry: Entry, mirrors: Sequence[Mirror], folder: Path) -> None:
+    """Download a file from the first mirror that works, and copy the corpus's files out of it."""
+    failures = []
+    for mirror in mirrors:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
+            try:
+                file = _download(mirror, Path(scratch))
+            except DataError as error:
+                failures.append(f"{urlsplit(mirror.url).netloc} {error}")
+                continue
+            _unpack(file, folder, wanted=set(entry.files.values()))
+            return
+    reasons = "; ".join(dict.fromkeys(failures))
+    raise DataError(
+        f"{entry.name} could not be downloaded ({reasons}): try again later, or get the files "
+        "yourself and give their folder as --data-dir."
+    )
+
+
+def _download(mirror: Mirror, folder: Path) -> Path:
+    """Download the file of one mirror and verify its checksum.
+
+    Raises:
+        DataError: what the mirror did, to follow its name in a sentence.
+    """
+    import pooch
+    import requests
+
+    parts = urlsplit(mirror.url)
+    if parts.scheme not in _SCHEMES:
+        raise DataError(f"was not tried: {parts.scheme} is not safe")
+    pooch.get_logger().setLevel(logging.ERROR)
+    name = Path(parts.path).name
+    try:
+        with Progress() as progress:
+            bar = _PoochBar(progress.bar(name))
+            pooch.retrieve(
+                mirror.url,
+                known_hash=mirror.checksum,
+                fname=name,
+                path=folder,
+                downloader=pooch.HTTPDownloader(
+                    progressbar=bar, chunk_size=1 << 18, timeout=_TIMEOUT
+                ),
+            )
+    except requests.HTTPError as error:
+        status = "with an error" if error.response is None else error.response.status_code
+        raise DataError(f"answered {status}") from error
+    except requests.RequestException as error:
+        raise DataError("could not be reached") from error
+    except ValueError as error:  # pooch's error for a wrong checksum
+        raise DataError("sent a file with the wrong checksum") from error
+    return folder / name
+
+
+class _PoochBar:
+    """A progress bar with the interface that pooch expects."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self.total = 0.0
+        self._bytes = 0.0
+
+    def update(self, amount: float) -> None:
+        self._bytes += amount
+        known = f"{self._bytes / 1e6:.1f} of {self.total / 1e6:.1f} MB" if self.total else ""
+        self._bar.show(self._bytes / self.total if self.total else None, known)
+
+    def reset(self) -> None:
+        self._bytes = 0.0
+
+    def close(self) -> None:
+        pass
+
+
+def _unpack(file: Path, folder: Path, wanted: set[str]) -> None:
+    """Copy the wanted files to ``folder``: out of an archive, or the file itself.
+
+    The paths, links and modes in an archive are never used: a member is copied byte by byte to its
+    bare name, and only if that name is wanted.
+    """
+    try:
+        for name, source in _members(file):
+            if name in wanted:
+                with (folder / name).open("wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        raise DataError(f"the archive {file.name} can't be read: {error}.") from error
+
+
+def _members(file: Path) -> Iterator[tuple[str, IO[Any]]]:
+    if file.suffix == ".zip":
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if not info.is_dir():
+                    with archive.open(info) as source:
+                        yield Path(info.filename).name, source
+    elif file.name.endswith((".tar.gz", ".tgz")):
+        with tarfile.open(file) as tar:
+            for member in tar:
+                content = tar.extractfile(member) if member.isreg() else None
+                if content is not None:
+                    yield Path(member.name).name, content
+    else:
+        with file.open("rb") as source:
+            yield file.name, source
+
+
+Paragraph = tuple[str, ...]
+
+_SHARES = {"train": 0.8, "valid": 0.1, "test": 0.1}
+_RARE = 3  # words with fewer occurrences in the training split are <unk>, as in WikiText
+_WORD = re.compile(r"\w+|[^\w\s]")
+_UNDERLINE = re.compile(r"\s*([^\w\s])\1{2,}\s*")
+
+
+def pydocs(cache: Path) -> dict[str, Path]:
+    """Return the text files of the corpus, after writing them to the cache if necessary."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError(
+            "this Python has no pydoc_data.topics, the text of the pydocs corpus: use another "
+            "corpus, or a complete Python."
+        ) from error
+    digest = hashlib.sha256(repr(sorted(topics.items())).encode()).hexdigest()
+    folder = cache / "text" / f"pydocs-{digest[:16]}"
+    files = CATALOGUE["pydocs"].files
+
+    def fill(temporary: Path) -> None:
+        for split, lines in pydocs_text(topics).items():
+            text = "".join(f"{line}\n" for line in lines)
+            (temporary / files[split]).write_text(text, encoding="utf-8")
+
+    if not folder.is_dir():
+        publish(folder, fill)
+    return {split: folder / files[split] for split in SPLITS}
+
+
+def pydocs_text(topics: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the lines of each split: one paragraph per line, lower-case words and punctuation.
+
+    Each topic belongs to one split, with about 80, 10 and 10 percent of the words in the three; the
+    choice depends only on the topics. Topics repeat each other's paragraphs. A topic that consists
+    mostly of repeated ones goes to the training split, and the validation and test splits drop theirs,
+    so that nothing in them occurs in training. Words with fewer than 3 occurrences in the training
+    split are ``<unk>``.
+    """
+    paragraphs = {name: _paragraphs(text) for name, text in topics.items()}
+    shared = Counter(p for topic in paragraphs.values() for p in set(topic))
+    own = {name: [p for p in topic if shared[p] == 1] for name, topic in paragraphs.items()}
+    split_of = _assign(paragraphs, own)
+    chosen: dict[str, list[Paragraph]] = {split: [] for split in SPLITS}
+    for name in sorted(paragraphs):
+        split = split_of[name]
+        chosen[split] += paragraphs[name] if split == "train" else own[name]
+    counts = Counter(word for paragraph in chosen["train"] for word in paragraph)
+    return {
+        split: [" ".join(w if counts[w] >= _RARE else UNK for w in paragraph) for paragraph in part]
+        for split, part in chosen.items()
+    }
+
+
+def _paragraphs(text: str) -> list[Paragraph]:
+    """Return the words of each paragraph, without the lines that underline headings."""
+    lines = ("" if _UNDERLINE.fullmatch(line) else line for line in text.lower().split("\n"))
+    blocks = re.split(r"\n\s*\n", "\n".join(lines))
+    return [words for block in blocks if (words := tuple(_WORD.findall(block)))]
+
+
+def _assign(
+    paragraphs: Mapping[str, Sequence[Paragraph]], own: Mapping[str, Sequence[Paragraph]]
+) -> dict[str, str]:
+    """Assign topics to splits: in a random but fixed order, each to the split that lacks most."""
+    size = {name: sum(map(len, topic)) for name, topic in paragraphs.items()}
+    kept = {name: sum(map(len, topic)) for name, topic in own.items()}
+    repeated = {name for name in size if 2 * kept[name] < size[name]}
+    split_of = dict.fromkeys(repeated, "train")
+    filled = {"train": sum(size[name] for name in repeated), "valid": 0, "test": 0}
+    for name in sorted(size.keys() - repeated, key=lambda n: hashlib.sha256(n.encode()).digest()):
+        split_of[name] = min(SPLITS, key=lambda s: (filled[s] + size[name]) / _SHARES[s])
+        filled[split_of[name]] += size[name]
+    return split_of

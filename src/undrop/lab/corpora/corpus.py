@@ -9,12 +9,9 @@ from pathlib import Path
 
 from undrop.errors import DataError, OptionError, UnknownNameError
 from undrop.lab.corpora.cache import cache_folder
-from undrop.lab.corpora.catalogue import CATALOGUE, SPLITS, Entry
+from undrop.lab.corpora.catalogue import CATALOGUE, Entry, fetch, pydocs
 from undrop.lab.corpora.encode import Header, Tokens, encode, open_encoded
-from undrop.lab.corpora.fetch import fetch
-from undrop.lab.corpora.pydocs import pydocs
-from undrop.lab.corpora.text import find_splits
-from undrop.lab.corpora.vocabulary import Vocabulary
+from undrop.lab.corpora.text import SPLITS, Vocabulary, find_splits
 
 StrPath = str | os.PathLike[str]
 

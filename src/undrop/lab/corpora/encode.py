@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from undrop.errors import DataError
 from undrop.files import sha256
 from undrop.lab.corpora.cache import publish
-from undrop.lab.corpora.catalogue import SPLITS
-from undrop.lab.corpora.text import words
-from undrop.lab.corpora.vocabulary import StoredVocabulary, Vocabulary
+from undrop.lab.corpora.text import SPLITS, StoredVocabulary, Vocabulary, words
 
 Tokens = NDArray[np.integer[Any]]
 """A split: one-dimensional, memory-mapped, uint16 or int32."""

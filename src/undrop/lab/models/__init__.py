@@ -7,8 +7,7 @@ Language models read windows of text, time first, and carry a state from window 
 from undrop.lab.models.classifiers import MLP, ConvNet
 from undrop.lab.models.gpt import GPT
 from undrop.lab.models.language import MODELS, LanguageModel, LinearHead, State, detach
-from undrop.lab.models.qrnn import QRNN
-from undrop.lab.models.recurrent import AWDLSTM
+from undrop.lab.models.recurrent import AWDLSTM, QRNN
 from undrop.lab.models.transformer_xl import TransformerXL
 
 __all__ = [

@@ -1,15 +1,117 @@
-"""Results: the records of a plan by cell and seed, and what is measured on a record."""
+"""The records of a plan by cell and seed: measures, means with intervals, and verdicts on claims."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Record, Records
-from undrop.lab.reproduce.statistics import Interval, geometric
+from undrop.lab.reproduce.tables import Claim, Experiment, method, paper_number
 from undrop.registry import Registry
+
+LEVEL = 0.95
+POWER = 0.8
+"""The probability of a decision that :func:`seeds_needed` aims at."""
+_MOST = 10_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate, its interval over ``seeds`` values, and their standard deviation (of logarithms)."""
+
+    estimate: float
+    low: float
+    high: float
+    seeds: int
+    spread: float = 0.0
+
+
+def student(quantile: float, values: int) -> float:
+    """Return a quantile of Student's t for the mean of this number of values."""
+    from scipy import stats
+
+    return float(stats.t.ppf(quantile, values - 1))
+
+
+def geometric(values: Sequence[float]) -> Interval:
+    """Return the geometric mean of positive values, with Student's 95 % interval.
+
+    Perplexities and times are compared by ratios, so their logarithms are averaged. The interval of one
+    value is that value. With an infinite value (a quality that was never reached) the mean is infinite,
+    and with a 0 (its reciprocal) it is 0; the interval then goes from the least value to the greatest.
+    """
+    if math.inf in values or 0.0 in values:
+        mean = math.inf if 0.0 not in values else 0.0 if math.inf not in values else math.nan
+        return Interval(mean, min(values), max(values), len(values), math.inf)
+    interval = mean_interval([math.log(value) for value in values])
+    mean, low, high = (math.exp(end) for end in (interval.estimate, interval.low, interval.high))
+    return Interval(mean, low, high, interval.seeds, interval.spread)
+
+
+def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
+    """Return the mean with Student's interval.
+
+    Args:
+        values: one for each seed.
+        comparisons: the number of intervals that must hold together with 95 % (Bonferroni).
+    """
+    mean, n = float(np.mean(values)), len(values)
+    if n < 2:
+        return Interval(mean, mean, mean, n)
+    spread = float(np.std(values, ddof=1))
+    tail = (1.0 - LEVEL) / (2.0 * comparisons)
+    reach = student(1.0 - tail, n) * spread / math.sqrt(n) if spread else 0.0
+    return Interval(mean, mean - reach, mean + reach, n, spread)
+
+
+def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
+    """Return how many seeds decide whether a ratio lies in a range, with a probability of 80 %.
+
+    It assumes that the measured ratio and spread are the true ones: the interval of that many seeds
+    does not reach the nearest end of the range. None if the spread is unknown, or 10,000 seeds are not
+    enough.
+    """
+    if interval.seeds < 2 or not 0.0 < interval.estimate < math.inf:
+        return None
+    at = math.log(interval.estimate)
+    ends = [math.log(end) for end in (above, below) if 0.0 < end < math.inf]
+    distance = min((abs(at - end) for end in ends), default=0.0)
+    if distance == 0.0:
+        return None
+    tail = (1.0 - LEVEL) / 2.0
+    for n in _counts():
+        reach = student(1.0 - tail, n) + student(POWER, n)
+        if reach * interval.spread / math.sqrt(n) <= distance:
+            return n
+    return None
+
+
+def _counts() -> list[int]:
+    """Every number up to 100, then in steps of 2 %."""
+    counts = list(range(2, 101))
+    while counts[-1] < _MOST:
+        counts.append(math.ceil(counts[-1] * 1.02))
+    return counts
+
+
+def paired_ratio(
+    over: Iterable[Mapping[int, float]], under: Iterable[Mapping[int, float]]
+) -> Interval | None:
+    """Return Π over / Π under, paired by seed; None if they share no seed."""
+    over, under = list(over), list(under)
+    seeds = set.intersection(*(set(values) for values in [*over, *under]))
+    if not seeds:
+        return None
+    ratios = [
+        math.prod(values[seed] for values in over) / math.prod(values[seed] for values in under)
+        for seed in sorted(seeds)
+    ]
+    return geometric(ratios)
+
 
 REFERENCE = "drop-1"
 """The method that times and qualities are compared with, on the same setting and seed."""
@@ -99,3 +201,107 @@ class Results:
         """Return the mean of a measure over a cell's seeds; None if it has no record."""
         values = list(self.values(measure, cell).values())
         return geometric(values) if values else None
+
+
+HOLDS = "holds"
+DOES_NOT_HOLD = "does not hold at this scale"
+UNDECIDED = "undecided"
+NOT_RUN = "not run"
+
+_FEWEST = 2  # seeds that can decide a claim: one value has no spread
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a claim."""
+
+    claim: str  # the sentence
+    experiment: str  # the experiment that tests it
+    verdict: str  # HOLDS, DOES_NOT_HOLD, UNDECIDED or NOT_RUN
+    seeds: int
+    estimate: float | None  # the ratio that the claim is about; None if nothing was run
+    low: float | None  # of its 95 % interval
+    high: float | None
+    paper: float | None  # the same ratio in the paper, if the paper has the numbers
+    measured: str  # the ratio in words
+    asked: str  # the interval that the claim needs
+    reason: str  # a likely reason why the claim does not hold; empty if it does
+    needed: int | None = None
+    """How many seeds would decide an undecided claim with a probability of 80 %.
+
+    None if it is decided, or the spread over seeds is unknown.
+    """
+
+
+def decide(claim: Claim, interval: Interval | None) -> str:
+    """A claim holds if the whole interval lies in its range, and does not if none of it does."""
+    if interval is None:
+        return NOT_RUN
+    if interval.seeds < _FEWEST:
+        return UNDECIDED
+    if claim.above < interval.low and interval.high < claim.below:
+        return HOLDS
+    if interval.high <= claim.above or interval.low >= claim.below:
+        return DOES_NOT_HOLD
+    return UNDECIDED
+
+
+def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
+    """Return the verdicts on all claims of an experiment."""
+    return [_verdict(experiment, claim, results) for claim in experiment.claims]
+
+
+def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
+    interval = paired_ratio(
+        [results.values(claim.measure, cell) for cell in claim.over],
+        [results.values(claim.measure, cell) for cell in claim.under],
+    )
+    verdict = decide(claim, interval)
+    undecided = interval if verdict == UNDECIDED else None
+    return Verdict(
+        claim=claim.sentence,
+        experiment=experiment.name,
+        verdict=verdict,
+        seeds=0 if interval is None else interval.seeds,
+        estimate=None if interval is None else interval.estimate,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        paper=_paper_ratio(experiment, claim),
+        measured=_measured(claim, experiment.settings),
+        asked=_asked(claim),
+        reason="" if verdict in (HOLDS, NOT_RUN) else claim.reasons.get(results.plan.scale, ""),
+        needed=None if undecided is None else seeds_needed(undecided, claim.above, claim.below),
+    )
+
+
+def _paper_ratio(experiment: Experiment, claim: Claim) -> float | None:
+    over = _paper_values(experiment, claim, claim.over)
+    under = _paper_values(experiment, claim, claim.under)
+    return None if over is None or under is None else math.prod(over) / math.prod(under)
+
+
+def _paper_values(experiment: Experiment, claim: Claim, cells: Sequence[str]) -> list[float] | None:
+    numbers = [paper_number(experiment.name, *cell.split(":")) for cell in cells]
+    values = [n.value for n in numbers if n is not None and n.measure == claim.measure]
+    return values if len(values) == len(cells) else None
+
+
+def _measured(claim: Claim, settings: Sequence[str]) -> str:
+    """The ratio in words, with the settings if there are several."""
+
+    def product(cells: Sequence[str]) -> str:
+        pairs = [cell.split(":") for cell in cells]
+        labels = [
+            f"{method(name).label} on {setting}" if len(settings) > 1 else method(name).label
+            for setting, name in pairs
+        ]
+        return " × ".join(labels)
+
+    under = f" / {product(claim.under)}" if claim.under else ""
+    return f"{MEASURES[claim.measure].label}: {product(claim.over)}{under}"
+
+
+def _asked(claim: Claim) -> str:
+    if claim.below == math.inf:
+        return f"> {claim.above:.3g}"
+    return f"{claim.above:.3g} – {claim.below:.3g}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from undrop.errors import RunError
 from undrop.files import naming_disk_errors
-from undrop.lab.reproduce.statistics import Interval, mean_interval
+from undrop.lab.reproduce.results import Interval, mean_interval
 from undrop.lab.scoreboard.board import METHODS, TUNING_SEED, Board, read_records
 from undrop.lab.scoreboard.tasks import TASKS
 from undrop.report import Table, html

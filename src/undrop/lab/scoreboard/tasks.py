@@ -1,18 +1,139 @@
-"""The tasks of the scoreboard. To add one, add a :class:`Task` to ``TASKS``."""
+"""The tasks of the scoreboard and their models. To add one, add a :class:`Task` to ``TASKS``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from undrop.lab.models import GPT, MLP
 from undrop.lab.scoreboard import data
-from undrop.lab.scoreboard.models import GCN, VOCABULARY, Adapted, ResidualNet
+from undrop.lab.scoreboard.data import batches, words
 from undrop.losses import MSE, CrossEntropy, Loss
+from undrop.noise import structured_dropout
 from undrop.registry import Registry
+
+
+class _Block(nn.Module):
+    """A residual block whose branch is dropped for whole examples (stochastic depth)."""
+
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.branch = nn.Sequential(
+            nn.GroupNorm(4, width), nn.GELU(), nn.Conv2d(width, width, 3, padding=1)
+        )
+
+    def forward(self, h: Tensor) -> Tensor:
+        branch = self.branch(h)
+        kept = structured_dropout(branch, self.p, shared=(1, 2, 3), training=self.training)
+        return h + kept
+
+
+class ResidualNet(nn.Module):
+    """A ConvNet with stochastic depth (Huang et al. 2016): p rises linearly to the last block."""
+
+    def __init__(self, p: float, *, depth: int = 4, width: int = 16, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, width, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(_Block(width, p * (i + 1) / depth) for i in range(depth))
+        self.head = nn.Linear(width * 49, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, classes) of images (B, 1, 14, 14)."""
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h)
+        logits: Tensor = self.head(h.flatten(1))
+        return logits
+
+
+class GCN(nn.Module):
+    """Two graph convolutions with dropout on their inputs (Kipf & Welling 2017).
+
+    An input row is the node's row of the normalized adjacency matrix, then its features.
+    """
+
+    def __init__(self, nodes: int, features: int, classes: int, p: float, width: int = 32) -> None:
+        super().__init__()
+        self.nodes = nodes
+        self.dropouts = nn.ModuleList([nn.Dropout(p), nn.Dropout(p)])
+        self.first, self.second = nn.Linear(features, width), nn.Linear(width, classes)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Logits (nodes, classes)."""
+        adjacency, x = rows[:, : self.nodes], rows[:, self.nodes :]
+        h = torch.relu(adjacency @ self.first(self.dropouts[0](x)))
+        logits: Tensor = adjacency @ self.second(self.dropouts[1](h))
+        return logits
+
+
+class _LoRA(nn.Module):
+    """A frozen linear layer plus a trained layer of low rank with dropout on its input."""
+
+    def __init__(self, base: nn.Linear, rank: int, p: float) -> None:
+        super().__init__()
+        self.base = base
+        self.dropout = nn.Dropout(p)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + 2.0 * self.up(self.down(self.dropout(x)))
+        return y
+
+
+_SIZES = {"size": 64, "layers": 2, "heads": 4, "context": 32}
+VOCABULARY = 1_000
+_PRETRAINING = "wikitext-2/wiki.train.tokens"
+
+
+@cache
+def _pretrained(root: Path) -> dict[str, Tensor]:
+    """The weights of a small GPT after a few hundred steps on WikiText-2."""
+    data = words(_PRETRAINING, (100_000, 1_000, 1_000), VOCABULARY, 32, _PRETRAINING)(root, 0)
+    torch.manual_seed(0)
+    model = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    order = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        for inputs, targets in batches(data, "train", 20, order):
+            optimizer.zero_grad()
+            logits, _ = model(inputs)
+            nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+class Adapted(nn.Module):
+    """A GPT trained on WikiText-2, with LoRA adapters (Hu et al. 2022)."""
+
+    def __init__(self, root: Path, p: float, rank: int = 8) -> None:
+        super().__init__()
+        seed = torch.random.get_rng_state()
+        weights = _pretrained(root)
+        torch.random.set_rng_state(seed)  # so that the cache does not change the adapters
+        self.gpt = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_SIZES)
+        self.gpt.load_state_dict(weights)
+        self.gpt.requires_grad_(False)
+        chosen = [
+            (parent, name, layer)
+            for parent in self.gpt.modules()
+            for name, layer in parent.named_children()
+            if name in ("query_key_value", "inner") and isinstance(layer, nn.Linear)
+        ]
+        for parent, name, layer in chosen:
+            setattr(parent, name, _LoRA(layer, rank, p))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (T, B, V) of tokens (T, B)."""
+        logits: Tensor = self.gpt(tokens)[0]
+        return logits
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from undrop.errors import RunError
 from undrop.files import TEMPORARY, file_lock, naming_disk_errors, read_json, replacing, write_json
 from undrop.lab.train.callbacks import Callback
 from undrop.lab.train.checkpoints import Checkpoints
-from undrop.lab.train.distributed import World
+from undrop.lab.train.environment import World
 from undrop.tensor_files import load_tensors, owned, save_tensors
 
 _PATIENCE = 0.1  # seconds; longer than a process needs to check who holds the lock

@@ -14,7 +14,7 @@ from undrop.errors import NonFiniteError
 from undrop.lab.corpora.batching import IGNORED, evaluation_windows
 from undrop.lab.corpora.encode import Tokens
 from undrop.lab.models import LanguageModel
-from undrop.lab.train.distributed import World
+from undrop.lab.train.environment import World
 
 _LARGEST = 700.0  # exp of anything larger overflows a float
 

@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict
 from undrop.errors import CheckpointError, ConfigError, OptionError, RunError
 from undrop.lab.train.callbacks import LOGGERS, Callback, RunInfo
 from undrop.lab.train.config import Config
-from undrop.lab.train.distributed import World, join_world
 from undrop.lab.train.environment import (
     Interrupts,
+    World,
     catch_signals,
     device_of,
+    join_world,
     machine,
     torch_settings,
     versions,

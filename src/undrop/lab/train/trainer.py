@@ -15,8 +15,7 @@ from undrop.lab.corpora import Corpus
 from undrop.lab.corpora.batching import TrainingWindows, Window
 from undrop.lab.models import State, detach
 from undrop.lab.train.config import Config
-from undrop.lab.train.distributed import Gradient, World
-from undrop.lab.train.environment import Interrupts, autocast, is_out_of_memory
+from undrop.lab.train.environment import Gradient, Interrupts, World, autocast, is_out_of_memory
 from undrop.lab.train.folder import RunRecorder
 from undrop.lab.train.metrics import Clock, Means, Speed, mean_loss, perplexity
 from undrop.lab.train.optimizers import RunProgress, Stepper, lr_factor

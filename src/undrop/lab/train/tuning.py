@@ -13,7 +13,7 @@ from undrop.lab.corpora.encode import Tokens
 from undrop.lab.models import LanguageModel
 from undrop.lab.train.callbacks import Callback
 from undrop.lab.train.config import Config
-from undrop.lab.train.distributed import World
+from undrop.lab.train.environment import World
 from undrop.objectives import Objective
 from undrop.tuning import Tuner
 from undrop.tuning.advice import BATCHES

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from undrop.lab.reproduce.records import Record
-from undrop.lab.reproduce.report.content import Row, Section
 from undrop.lab.reproduce.results import MEASURES, REFERENCE, Results
 from undrop.registry import Registry
 from undrop.report.figures import OTHER, OURS, line_style, new_figure, styled
@@ -16,6 +15,8 @@ from undrop.report.figures import OTHER, OURS, line_style, new_figure, styled
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from undrop.lab.reproduce.report import Row, Section
 
 KINDS: Registry[str, Callable[[Section, Results], Any]] = Registry("figure")
 """The kinds of figures; an experiment names one."""

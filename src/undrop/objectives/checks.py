@@ -1,4 +1,4 @@
-"""Check the parts of every step: are they finite, and does dropout have an effect?
+"""Checks of every step: finite parts, an effect of dropout, and no output that the loss overlooks.
 
 A step never waits for the device. If dropout has no effect, because the noise of every site is lost
 before the output, one log line says so.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +18,15 @@ from torch import Tensor, nn
 
 from undrop.engines import Evaluation
 from undrop.errors import NonFiniteError
-from undrop.intercept import Batch, Interception, Site, Sites, is_sharded, keep_statistics
+from undrop.intercept import (
+    Batch,
+    Interception,
+    Site,
+    Sites,
+    is_sharded,
+    keep_statistics,
+    tensors_in,
+)
 
 _log = logging.getLogger("undrop")
 
@@ -182,3 +191,43 @@ def _message(bad: list[str], step: int, batch: Batch) -> str:
         f"{what}, while the activations at every site are: look at the layers after the last site, "
         "the learning rate, or the inputs."
     )
+
+
+_seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def look_at_heads(model: nn.Module, evaluation: Evaluation) -> None:
+    """Log once which weights of a model contribute to its output, but not to the loss."""
+    if model in _seen:
+        return
+    _seen.add(model)
+    outputs = [t for t in tensors_in(evaluation.output) if t.requires_grad]
+    if len(outputs) < 2:
+        return
+    unused = _weights_of(outputs) - _weights_of([evaluation.total])
+    names = [name for name, p in model.named_parameters() if id(p) in unused]
+    if names:
+        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        _log.warning(
+            "the loss sees one of the %d outputs of %s, and %s get no gradient: to train them, set "
+            "whole_output = True on the loss, which then receives all that the model returns.",
+            len(outputs),
+            type(model).__name__,
+            some,
+        )
+
+
+def _weights_of(tensors: list[Tensor]) -> set[int]:
+    """Return the ids of all leaves in the graphs of the tensors."""
+    waiting: list[Any] = [t.grad_fn for t in tensors]
+    seen: set[Any] = set()
+    found: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting.extend(next_node for next_node, _ in node.next_functions)
+    return found

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import Tensor
+from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gpt2_attention
 
 V = 7  # words
 
 T5_HAS_SDPA = hf.T5ForConditionalGeneration._supports_sdpa  # from Transformers 5 on
+VIT_HAS_ENCODER = hasattr(hf.models.vit.modeling_vit, "ViTEncoder")  # in older ones
+GPT2_CALLS_A_MODULE = "attn_dropout" in gpt2_attention.__code__.co_names  # in older ones
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 4, "intermediate_size": 4}
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -110,8 +113,6 @@ class Family:
     make: Callable[[str], hf.PreTrainedModel]
     batch: Callable[[int], dict[str, Tensor]]
     sites: tuple[str, ...]
-    older: tuple[str, ...] = ()
-    """The sites in older versions of Transformers, if they have other names there."""
 
     def model(self, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Any:
         torch.manual_seed(0)
@@ -122,17 +123,13 @@ class Family:
         made = self.batch(n)
         return {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
 
-    def names(self, attention: str) -> list[list[str]]:
-        """The names that its sites may have."""
-        sdpa = attention == "sdpa" and (self.make is not t5 or T5_HAS_SDPA)
-        return [
-            [name.format(a="attention" if sdpa else word) for name in sites]
-            for sites, word in (
-                (self.sites, "dropout"),
-                (self.older, "dropout"),
-                (self.sites, "attn_dropout"),
-            )
-        ]
+    def names(self, attention: str) -> list[str]:
+        """The names of its sites, in this version of Transformers."""
+        if attention == "sdpa" and (self.make is not t5 or T5_HAS_SDPA):
+            word = "attention"
+        else:
+            word = "attn_dropout" if self.make is gpt2 and GPT2_CALLS_A_MODULE else "dropout"
+        return [name.format(a=word) for name in self.sites]
 
 
 GPT2_SITES = ("transformer.drop", "transformer.h.0.attn.{a}", "transformer.h.0.attn.resid_dropout")
@@ -158,13 +155,21 @@ T5_SITES = (
     "decoder.block.0.layer.2.dropout",
     "decoder.dropout#2",
 )
-OLDER_VIT_SITES = (
-    "vit.embeddings.dropout",
-    "vit.encoder.layer.0.attention.attention.{a}",
-    "vit.encoder.layer.0.attention.output.dropout",
-    "vit.encoder.layer.0.output.dropout",
+VIT_SITES = (
+    (
+        "vit.embeddings.dropout",
+        "vit.encoder.layer.0.attention.attention.{a}",
+        "vit.encoder.layer.0.attention.output.dropout",
+        "vit.encoder.layer.0.output.dropout",
+    )
+    if VIT_HAS_ENCODER
+    else (
+        "vit.embeddings.dropout",
+        "vit.layers.0.attention.{a}",
+        "vit.layers.0.dropout",
+        "vit.layers.0.dropout#2",
+    )
 )
-VIT_SITES = ("vit.embeddings.dropout", "vit.layers.0.attention.{a}", "vit.layers.0.dropout")
 
 FAMILIES = {
     "gpt2": Family(gpt2, language, (*GPT2_SITES, "transformer.h.0.mlp.dropout")),
@@ -173,5 +178,5 @@ FAMILIES = {
     "bert-sequence": Family(bert_sequence, sequence_classes, (*BERT_SITES, "dropout")),
     "llama": Family(llama, language, ("model.layers.0.self_attn.{a}",)),
     "t5": Family(t5, partial(language, length=2), T5_SITES),
-    "vit": Family(vit, images, (*VIT_SITES, "vit.layers.0.dropout#2"), OLDER_VIT_SITES),
+    "vit": Family(vit, images, VIT_SITES),
 }

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,19 @@ V = 7
 
 
 class UndropTrainer(integration.UndropTrainer):
-    """Takes its examples in their order; older versions of Transformers have no option for it."""
+    """Takes its examples in their order, and keeps the loss of each micro-batch.
+
+    Older versions of Transformers have no option for the order, and round the loss in the log.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(float(loss))
+        return loss
 
     def _get_train_sampler(self, *_: object) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)

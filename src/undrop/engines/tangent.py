@@ -23,8 +23,9 @@ from undrop.engines.base import (
 from undrop.engines.draw import Draw
 from undrop.engines.proven import first_unproven_op
 from undrop.engines.tangent_rules import TANGENT_RULES, packed, unpacked
-from undrop.errors import EngineError
+from undrop.errors import EngineError, RecomputationError
 from undrop.intercept import Interception, Site, map_tensors
+from undrop.intercept.checkpointing import in_checkpoint
 
 _FORWARD_MODE = RLock()
 
@@ -59,12 +60,18 @@ def _run(request: Request) -> tuple[Any, Any]:
     """Run the model, and name the way out where torch has no forward mode.
 
     Raises:
+        RecomputationError: if activation checkpointing is to blame.
         EngineError: with the first line of torch's own error.
     """
     try:
         return request.run()
     except NotImplementedError as error:
         name, said = type(request.batch.model).__name__, str(error).strip().split("\n")[0]
+        if in_checkpoint(error):  # torch 2.8 notices it before the interception does
+            raise RecomputationError(
+                f"a part of {name} is under activation checkpointing, whose second run has no "
+                "forward mode: use engine='antithetic'."
+            ) from error
         raise EngineError(
             f"a part of {name} has no forward mode: use engine='antithetic' (torch says: {said})"
         ) from error

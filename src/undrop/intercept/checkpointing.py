@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeAlias
 
@@ -70,9 +71,14 @@ def _region(hooks: _Hooks) -> Region:
     return region
 
 
-def in_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint`` is on the Python stack, gradients or not."""
-    return any(frame.f_globals.get("__name__") == _HOME for frame in _stack())
+def in_checkpoint(error: Exception | None = None) -> bool:
+    """Whether ``torch.utils.checkpoint`` is on the Python stack, gradients or not.
+
+    Args:
+        error: look at the stack where it was raised, not at the present one.
+    """
+    frames = _stack() if error is None else (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == _HOME for frame in frames)
 
 
 def enclosing_function() -> str | None:

@@ -1,9 +1,16 @@
 """Models of timm and Transformers that drop by hand: what is a site, and what is named."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
 import undrop
+from engine_helpers import BOTH, Fixed, evaluate, gradient, relative, seeded
+from problems import Problem
+from undrop.engines import Antithetic, ScaledNoise, Tangent
+from undrop.intercept import Interception
 from without_torchvision import import_timm
 
 IMAGE = torch.randn(2, 3, 32, 32)
@@ -94,26 +101,70 @@ def test_the_layer_drop_of_bart_has_sites(transformers):
     assert step.engine == "antithetic: one stacked pass"
 
 
+WAV2VEC2 = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "conv_dim": (8, 8),
+    "conv_stride": (5, 2),
+    "conv_kernel": (10, 3),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "vocab_size": 20,
+    "mask_time_length": 2,
+}
+
+
 def test_spec_augment_is_named_and_layer_drop_is_a_site(transformers):
-    config = transformers.Wav2Vec2Config(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        conv_dim=(8, 8),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_feat_extract_layers=2,
-        layerdrop=0.2,
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-        vocab_size=20,
-        mask_time_length=2,
-    )
+    config = transformers.Wav2Vec2Config(**WAV2VEC2, layerdrop=0.2)
     found, sites = kinds(transformers.Wav2Vec2ForCTC(config), {"input_values": torch.randn(2, 400)})
     assert found == ["layer-drop"] * 2
     assert [other.function for other in sites.unaccounted] == ["NumPy's random"]
     assert "wav2vec2" in sites.unaccounted[0].where
+
+
+def passes_from_one_seed(p, draw, epsilon=1e-5):
+    """The parts and the gradient from three plain passes, each of which starts with the same numbers."""
+    outputs = []
+    for size in (0.0, epsilon, -epsilon):
+        np.random.seed(7)
+        with Interception(p.model, ScaledNoise(draw, size)):
+            outputs.append(p.model(**p.inputs).logits)
+    f, plus, minus = outputs
+    u = (plus - minus) / (2 * epsilon)
+    total, parts = p.loss.combined(f, u, p.targets, "hessian", BOTH)
+    return [float(value) for value in parts], gradient(total, p.model)
+
+
+@pytest.mark.parametrize("before", [0.0, 0.2], ids=["first", "after a dropout"])
+def test_spec_augment_draws_the_same_numbers_for_every_compared_pass(transformers, before):
+    """NumPy's numbers mask parts of each example, so that other numbers give another output."""
+    config = transformers.Wav2Vec2Config(
+        **WAV2VEC2,
+        layerdrop=0.0,
+        feat_proj_dropout=before,
+        mask_time_prob=0.3,
+        mask_time_min_masks=1,
+        num_labels=3,
+        initializer_range=0.3,
+    )
+    model = transformers.Wav2Vec2ForSequenceClassification(config).double().train()
+    inputs = {"input_values": torch.randn(6, 400, dtype=torch.float64)}
+    p = Problem(model, inputs, torch.arange(6) % 3, undrop.CrossEntropy())
+    shapes = [seeded(0).shape(site) for site in undrop.sites(model, inputs)]
+    signs = torch.randn(sum(map(math.prod, shapes)), dtype=torch.float64).sign()
+    wanted, slope = passes_from_one_seed(p, Fixed(signs))
+    for engine in (Antithetic(1e-4), Tangent()):
+        for _ in range(2):
+            np.random.seed(7)
+            found = evaluate(engine, p, Fixed(signs), BOTH)
+            assert [float(v) for v in found.parts.values()] == pytest.approx(wanted, rel=1e-5)
+            assert relative(gradient(found.total, model), slope) < 1e-5
+    np.random.seed(8)
+    other = evaluate(Tangent(), p, Fixed(signs), BOTH)
+    assert float(other.parts["loss"]) != pytest.approx(wanted[0], rel=1e-3)
 
 
 def test_jitter_of_mixtral_is_named(transformers):

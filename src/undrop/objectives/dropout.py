@@ -4,70 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from undrop.engines import Draw, Engine, Evaluation, Request, ScaledNoise, as_engine
 from undrop.errors import OptionError
-from undrop.intercept import Batch, Selection, Site
+from undrop.intercept import Batch, Selection
 from undrop.losses import Coefficients, Loss
 from undrop.objectives.base import Objective
+from undrop.objectives.site_p import SiteMasks, Slots, slots, with_p
 from undrop.options import check_int
-
-
-class SiteMasks:
-    """The site action of dropout with a different p than the model's own.
-
-    Args:
-        site_p: the probability by site; other sites keep the model's.
-        noise: draws the masks; None lets torch draw them from its global generator.
-    """
-
-    def __init__(self, site_p: Mapping[str, float], noise: ScaledNoise | None) -> None:
-        self.site_p = dict(site_p)
-        self.noise = noise
-
-    def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """Return h with a fresh mask, scaled by 1/(1-p)."""
-        p = self.site_p.get(site.name, site.p)
-        if self.noise is not None:
-            return self.noise(replace(site, p=p), h)
-        if site.mask_shape == site.shape:
-            return F.dropout(h, p)
-        return h * F.dropout(h.new_ones(site.mask_shape), p)
-
-
-def dropout_modules(
-    model: nn.Module, site_p: Mapping[str, float]
-) -> dict[nn.Dropout, float] | None:
-    """Return the dropout modules of the sites with the p to set; None if a site is no such module."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[nn.Dropout, float] = {}
-    for name, p in site_p.items():
-        module = modules.get(name)
-        if type(module) is not nn.Dropout or module in found:
-            return None
-        found[module] = p
-    return found
-
-
-@contextmanager
-def with_p(modules: Mapping[nn.Dropout, float]) -> Iterator[None]:
-    """Give each module its p for one pass: as fast as the model's own dropout."""
-    declared = {module: module.p for module in modules}
-    try:
-        for module, p in modules.items():
-            module.p = p
-        yield
-    finally:
-        for module, p in declared.items():
-            module.p = p
-
 
 NOISES = (None, "resampled", "analytic")
 
@@ -146,11 +94,11 @@ class Dropout(Objective):
         if self.own_masks:
             draw = Draw("dropout", "as-declared", Selection(), self.generators)
             noise = ScaledNoise(draw, 1.0)
-        modules = None
+        found: Slots = {}
         if self.site_p and noise is None and not batch.compiled:
-            modules = dropout_modules(batch.model, self.site_p)
-        if modules is not None:
-            with with_p(modules):
+            found = slots(batch, list(self.site_p))
+        if found:
+            with with_p(batch.model, found, self.site_p):
                 output, loss = self.forward_and_loss(batch, None)
         else:
             action = SiteMasks(self.site_p, noise) if self.site_p else noise

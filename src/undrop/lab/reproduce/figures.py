@@ -124,7 +124,8 @@ def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
         axes.set_ylim(min(ends) * 0.95, _top(y, ends))
     _count_epochs(axes)
     axes.set_ylabel(_AXES[y])
-    axes.legend(fontsize=8)
+    if ends:
+        axes.legend(fontsize=8)
 
 
 def _count_epochs(axes: Axes) -> None:

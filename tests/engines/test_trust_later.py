@@ -209,7 +209,7 @@ def test_an_output_of_the_whole_batch_is_that_of_the_batch(summary, fraction):
     try:
         step = undrop.Analytic(fraction=fraction)(model, x, y)
     except EngineError as error:
-        assert fraction < 1 and "an output without the batch depends on all" in str(error)  # noqa: PT017, PT018
+        assert fraction < 1 and "an output without a batch depends on all" in str(error)  # noqa: PT017, PT018
         return
     torch.testing.assert_close(step.output[1], expected, rtol=1e-2, atol=1e-2)
 

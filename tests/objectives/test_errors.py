@@ -248,20 +248,20 @@ NOT_FINITE = r"the (loss part is|loss(, explicit)? and \w+ parts are) not finite
 
 @REPORTED_AT_ONCE
 def test_an_activation_that_is_not_finite_is_named_by_its_site(objective):
-    message = rf"{NOT_FINITE}: the activation at site 'dropout' is not either"
+    message = rf"{NOT_FINITE}: the first activation that is not finite is at site 'dropout'"
     refused(objective, NonFiniteError, message, Net(), X.clone().fill_(torch.inf))
 
 
 @REPORTED_AT_ONCE
 def test_a_loss_that_is_not_finite_after_the_last_site(objective):
-    message = rf"{NOT_FINITE}, while the activations at every site are: look at"
+    message = rf"{NOT_FINITE}, but the activations at all sites are: look at"
     refused(objective, NonFiniteError, message, Net(end=lambda y: y / 0.0))
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the CPU reports it at once")
 def test_on_another_device_a_later_step_reports_what_is_not_finite():
     model, objective = Net(end=lambda y: y / 0.0), undrop.Analytic()
-    with pytest.raises(NonFiniteError, match="not finite at step 0, while the activations"):
+    with pytest.raises(NonFiniteError, match="not finite at step 0, but the activations"):
         [objective(model, X, Y) for _ in range(5)]
 
 

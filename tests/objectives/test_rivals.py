@@ -101,7 +101,7 @@ def test_jacobian_is_taken_at_the_site_that_is_named():
         for site in (None, "2", "5")
     ]
     assert parts[0] == parts[1] != parts[2]
-    with pytest.raises(OptionError, match="there is no site '3': there are 2, 5"):
+    with pytest.raises(OptionError, match="there is no site '3': the sites are 2, 5"):
         Jacobian(1.0, site="3", loss=made.loss)(made.model, made.inputs, made.targets)
 
 

@@ -49,7 +49,7 @@ def test_results_become_what_json_has(value, plain):
 
 
 def test_what_has_no_form_in_json_is_refused_by_name():
-    with pytest.raises(TypeError, match="object has no form in JSON"):
+    with pytest.raises(TypeError, match="object can't be converted to JSON"):
         as_json(object())
 
 

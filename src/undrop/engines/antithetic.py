@@ -1,4 +1,4 @@
-"""±ε₀ with the same η: one pass over a stacked batch, or two passes where examples interact."""
+"""Passes at +ε₀ and -ε₀ with the same η: one stacked pass, or two passes if examples interact."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from undrop.losses import Coefficients
 _log = logging.getLogger("undrop")
 
 EPSILON = 0.05
-"""ε₀ for float32 and float64: a relative error of the gradient below 1e-3, and a margin to rounding."""
+"""ε₀ for float32 and float64: the gradient has a relative error below 1e-3, far above rounding."""
 EPSILON_HALF = 0.25
-"""ε₀ for half precision, where rounding and truncation meet at 2 to 3 %. Measured by
-benchmarks/epsilon.py; docs/engines.md shows the curves."""
+"""ε₀ for half precision: the best compromise of rounding and truncation, an error of 2 to 3 %.
+``benchmarks/epsilon.py`` measures it, and docs/engines.md shows the curves."""
 
 
 @ENGINES.register("antithetic")
@@ -57,8 +57,9 @@ class Antithetic(Engine):
     """u ≈ (F₊ - F₋)/2ε₀ and F ≈ (F₊ + F₋)/2, each to O(ε₀²), and one backward pass.
 
     Args:
-        epsilon: ε₀; None takes what suits the precision. Larger is less exact, smaller loses digits.
-            It is divided by the largest σ of the model if that is above 1.
+        epsilon: ε₀; None chooses it by the precision. A larger ε₀ has a larger truncation error, a
+            smaller one a larger rounding error. If the largest σ of the model is above 1, ε₀ is
+            divided by it.
     """
 
     name = "antithetic"
@@ -82,23 +83,23 @@ class Antithetic(Engine):
                 return found
         except (PlanChanged, NotStackable, RuntimeError, IndexError, ValueError):
             pass
-        # The model took another branch: another plan may fit, else two passes name the error.
+        # The model took another branch. Try another plan; two passes raise the model's own error.
         before.restore()
         plan, reason = self.plan(request, again=True)
         if plan is None:
             return self._two_passes(request, reason)
         found, trail = self._one_pass(request, plan)
-        plan_holds(request.batch, request.question, trail, before.rng)  # notes the new branch
+        plan_holds(request.batch, request.question, trail, before.rng)  # records the new branch
         return found
 
     def _total(self, plan: Plan, request: Request, factor: float) -> Tensor:
         return self._one_pass(request, plan, factor)[0].total
 
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
-        """Return how the model is stacked, or None and the reason."""
+        """Return the plan for a stacked pass, or None and the reason why there is none."""
         plan, reason = find_plan(request.batch, request.question, again=again)
         if plan is not None and request.loss.whole_output and None in plan.output_dims:
-            return None, "the loss sees an output without the batch"
+            return None, "the loss receives an output without a batch"
         return plan, reason
 
     def _one_pass(
@@ -161,7 +162,7 @@ class Antithetic(Engine):
                 down, minus = run(-epsilon)
             if draw.largest <= sigma:
                 break
-            sigma = draw.largest  # ε₀ was too large for it
+            sigma = draw.largest  # repeat with the ε₀ for this σ
         _sigma[batch.model] = max(1.0, draw.largest)
         up, plus = run(epsilon)
         u = map_tensors(lambda a, b: (a - b) * (0.5 / epsilon), plus, minus)
@@ -184,10 +185,10 @@ class Antithetic(Engine):
 def _seen(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
 ) -> tuple[Any, Any, Any]:
-    """Return F and u as the loss sees them, and the targets in their order.
+    """Return F and u as the loss receives them, and the targets in the same order.
 
-    A loss that depends on the order of the examples (weights in a closure, neighbours) gets them in
-    that of the batch, with u = 0 where there is no noise. Else the examples with noise come last.
+    If the loss depends on the order of the examples (weights in a closure, neighbors), keep the order
+    of the batch, with u = 0 for examples without noise. Otherwise the examples with noise come last.
     """
     loss, targets = request.loss, request.batch.targets
     whole = loss.whole_output
@@ -229,7 +230,7 @@ def _combined(
 def _one_node(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float, c: Coefficients
 ) -> tuple[Tensor, WeightedParts] | None:
-    """Return the same with a single autograd node; None if the loss can't form its gradient here."""
+    """Compute the same with one autograd node; None if the loss has no closed-form gradient here."""
     x = request.loss.sees(stacked)
     targets = map_dims(rows.ordered, request.batch.targets, plan.target_dims)
     dim = plan.logits_dim
@@ -256,12 +257,12 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        scaled = ctx.saved_tensors[0] * g  # before it is rounded: a gradient scaler relies on that
+        scaled = ctx.saved_tensors[0] * g  # scale, then round: a gradient scaler relies on it
         return scaled.to(ctx.dtype), None, None
 
 
 _sigma: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
-"""By model: the largest σ of its last step with two passes."""
+"""For each model, the largest σ of its last step with two passes."""
 _said: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
@@ -277,5 +278,5 @@ def _say_once(model: nn.Module, reason: str) -> None:
 
 
 def midpoint(a: Tensor, b: Tensor) -> Tensor:
-    """Return what lies between the two passes: the noise-free value to O(ε₀²)."""
+    """Return the mean of both passes: the value without noise, up to O(ε₀²)."""
     return (a + b) * 0.5 if a.is_floating_point() else a

@@ -16,15 +16,16 @@ from undrop.errors import EngineError
 
 _log = logging.getLogger("undrop")
 _chosen: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
-"""By model: why one stacked pass is not correct, and the engine to use instead."""
+"""For each model, why one stacked pass is not correct, and the engine to use instead."""
 
 
 @ENGINES.register("auto")
 class Auto(Engine):
-    """One stacked pass where examples are independent; the tangent where two passes would be wrong.
+    """One stacked pass if examples are independent, else the tangent engine where it is possible.
 
-    Two passes with half precision and batch norm, or on nets whose examples interact, have a biased
-    gradient. There the tangent engine is used if every op has a proven rule, else two passes.
+    If examples interact, or with batch norm in half precision, a stacked pass is not correct, and two
+    passes have a biased gradient. ``Auto`` then uses the tangent engine if every op has a proven rule,
+    and two passes otherwise.
     """
 
     name = "auto"
@@ -40,7 +41,7 @@ class Auto(Engine):
         except EngineError:
             if engine is self._antithetic:
                 raise
-            return self._antithetic.evaluate(request)  # the model took another branch
+            return self._antithetic.evaluate(request)  # on a branch without a proven rule
 
     def choose(self, request: Request) -> Engine:
         """Return the engine for this model, and log the reason when it changes."""
@@ -49,7 +50,7 @@ class Auto(Engine):
         if plan is not None and not (request.half_precision and _has_batch_norm(model)):
             return self._antithetic
         if request.fraction < 1.0 or reason == NO_DROPOUT:
-            return self._antithetic  # which says why it can't
+            return self._antithetic  # it raises an error with the reason
         reason = reason or "half precision with batch norm needs more digits than ±ε₀ leaves"
         known = _chosen.get(model)
         if known is None or known[0] != reason:

@@ -21,7 +21,7 @@ from undrop.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε on one batch, for one draw of η."""
+    """A request to compute c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε on one batch, for one draw of η."""
 
     batch: Batch
     loss: Loss
@@ -38,7 +38,7 @@ class Request:
 
     @cached_property
     def question(self) -> Question:
-        """What a plan for a stacked pass depends on, beside the model."""
+        """What a plan for a stacked pass depends on, besides the model."""
         return Question.about(self.batch, self.fraction, self.batch_dim, self.exact_output)
 
     @cached_property
@@ -52,7 +52,7 @@ class Request:
         return half or torch.is_autocast_enabled(weight.device.type)
 
     def run(self) -> tuple[Any, Any]:
-        """Run the model: all it returns, and what the loss sees of it, checked."""
+        """Run the model; return its output, and the part that the loss receives, checked."""
         output = self.batch.forward()
         if not self.draw.asked:
             raise NoDropoutError(no_dropout_met(self.batch.model))
@@ -62,25 +62,25 @@ class Request:
 
 
 def no_dropout_met(model: nn.Module) -> str:
-    """Return the message of the error."""
+    """Return the error message for a pass without an active dropout."""
     return (
-        f"no active dropout was met in this pass of {type(model).__name__}: check that p > 0 and "
+        f"no active dropout ran in this pass of {type(model).__name__}: check that p > 0 and "
         "that its dropout modules are in train mode."
     )
 
 
 @dataclass
 class Evaluation:
-    """A scalar with a graph, and what it is made of."""
+    """A scalar with a graph, and its parts."""
 
     total: Tensor
     parts: Mapping[str, Tensor]
-    """Weighted and without a graph; they add up to the total."""
+    """The parts, weighted and without a graph; they add up to the total."""
     make_output: Callable[[], Any]
     engine: str = ""
-    """The engine that computed it, and why it was chosen."""
+    """The engine that computed the total, and why it was chosen."""
     last: bool = False
-    """Whether no evaluation follows."""
+    """Whether this is the last evaluation of the step."""
 
     @cached_property
     def output(self) -> Any:
@@ -89,13 +89,13 @@ class Evaluation:
 
 
 class Engine(ABC):
-    """A way to compute the output tangent u = ∂F/∂ε, or what is made of it."""
+    """A way to compute the output tangent u = ∂F/∂ε, or the regularizers without it."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def evaluate(self, request: Request) -> Evaluation:
-        """Return the weighted total of ℓ, explicit and implicit part, ready for one backward pass."""
+        """Return the weighted sum of ℓ and both regularizers, ready for one backward pass."""
 
 
 ENGINES: Registry[str, Callable[[], Engine]] = Registry("engine")
@@ -112,7 +112,7 @@ def as_engine(engine: str | Engine) -> Engine:
 
 
 def refuse_sharded(engine: Engine, model: nn.Module) -> None:
-    """Raise for FSDP, which frees parameters before a second backward pass needs them.
+    """Raise an error for FSDP, which frees parameters before a second backward pass needs them.
 
     Raises:
         EngineError: naming the engine that works.
@@ -125,10 +125,10 @@ def refuse_sharded(engine: Engine, model: nn.Module) -> None:
 
 
 def refuse_fraction(engine: Engine, request: Request) -> None:
-    """Raise for ``fraction`` < 1 and ``exact_output`` with an engine that does not use them.
+    """Raise an error if an engine gets ``fraction`` < 1 or ``exact_output`` and does not support it.
 
     Raises:
-        EngineError: naming the engine that has them.
+        EngineError: naming the engine that supports both.
     """
     if request.fraction < 1.0:
         raise EngineError(
@@ -138,10 +138,10 @@ def refuse_fraction(engine: Engine, request: Request) -> None:
 
 
 def refuse_whole_output(engine: Engine, request: Request) -> None:
-    """Raise for a loss of several outputs.
+    """Raise an error for a loss that receives several outputs.
 
     Raises:
-        EngineError: naming the engines that have them.
+        EngineError: naming the engines that support it.
     """
     if request.loss.whole_output:
         raise EngineError(
@@ -150,12 +150,12 @@ def refuse_whole_output(engine: Engine, request: Request) -> None:
 
 
 class WeightedParts(Mapping[str, Tensor]):
-    """The parts by name, each times its coefficient; those of coefficient 0 are left out.
+    """The parts by name, each times its coefficient; parts with the coefficient 0 are left out.
 
-    They are computed when they are read: most steps of a training do not look at them.
+    They are computed when they are read, because most training steps do not read them.
 
     Args:
-        coefficients: of the three means.
+        coefficients: the coefficients of the three means.
         means: ℓ, uᵀHu and ∂ℓ/∂ε, without coefficients.
     """
 

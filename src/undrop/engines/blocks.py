@@ -1,8 +1,8 @@
-"""Tensors that have another value in each block of a stacked batch.
+"""Tensors that have a different value in each block of a stacked batch.
 
-Noise on a weight (DropConnect) or on an embedding row is shared by all examples. The rows without
-noise see W, the others W ⊙ (1 ± ε₀·σ·η): three weights in one pass. A function that takes such a
-weight beside activations is called once per block, on that block's rows and with that block's weight.
+All examples share noise on a weight (DropConnect) or on an embedding row. The rows without noise use
+W, the others W ⊙ (1 ± ε₀·σ·η): three weights in one pass. A function of such a weight and of
+activations is called once per block, with the rows and the weight of that block.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class BlockTensor(Tensor):
-    """A tensor that stands for one value per block: ``blocks``."""
+    """A tensor that represents one value per block; ``blocks`` holds the values."""
 
     blocks: Sequence[Tensor]
 
     @staticmethod
     def of(blocks: Sequence[Tensor]) -> BlockTensor:
-        """Return the blocks as one tensor; it looks like the first of them."""
+        """Return one tensor for all blocks; it has the shape and type of the first."""
         made: BlockTensor = blocks[0].detach().as_subclass(BlockTensor)
         made.blocks = blocks
         return made
@@ -49,7 +49,7 @@ def blockwise(
         args: its positional arguments.
         kwargs: its keyword arguments.
         sizes: the sizes of the blocks.
-        batch_dim: returns the dimension in which a tensor holds the stacked batch, if it does.
+        batch_dim: returns the batch dimension of a tensor; None if it has none.
     """
     leaves, spec = tree_flatten((args, kwargs))
     dims = [
@@ -89,7 +89,7 @@ def _joined(outputs: list[Any], sizes: Sequence[int], batched: bool, first: int)
 
 
 def _joined_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int:
-    """Return the dimension whose size is the block's in every part; ``first`` if several are."""
+    """Return the dimension that has the size of the block in every part; ``first`` if several have."""
     fits = [
         d
         for d in range(parts[0].dim())

@@ -1,4 +1,4 @@
-"""The stacked pass of a model that the user compiled, in compiled code."""
+"""Compile the stacked pass of a model that the user has compiled."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.We
 
 
 def compiled_pass(model: nn.Module) -> Callable[..., Any]:
-    """Return ``run_stacked``, compiled as one graph; eager, with one log line, if that fails.
+    """Return ``run_stacked``, compiled as one graph; if that fails, it runs eagerly and logs the reason.
 
-    The mode that answers at each dropout is traced with the model, so that the graph holds the
-    noise: it takes the noise as an input, and no graph is compiled twice for the same shapes.
+    The interception is traced with the model, so the graph applies the noise. The noise is an input of
+    the graph, so each shape is compiled only once.
     """
     if model not in _compiled:
         _compiled[model] = _guarded(
@@ -32,7 +32,7 @@ def compiled_pass(model: nn.Module) -> Callable[..., Any]:
 
 
 def _copied(function: Any) -> FunctionType:
-    """Return the function with a code object of its own: torch limits the graphs of each one."""
+    """Copy the function with its code object: torch limits the number of graphs per code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
@@ -44,7 +44,7 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with compiled():
                 output, _ = run(model, *args)
-            # Another branch, or another value that it depends on, makes another graph.
+            # A new branch, or a new value that a graph depends on, makes a new graph.
             return output, int(counters["stats"]["unique_graphs"])
         except (PlanChanged, NotStackable):
             raise

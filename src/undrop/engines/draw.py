@@ -15,14 +15,14 @@ from undrop.intercept import Selection, Site
 from undrop.noise import draw as draw_noise
 
 MASKS = ("as-declared", "independent")
-"""Entries share η as the site declares, or each has its own (as the paper's regularizers do)."""
+"""Entries share η as the site declares, or each entry has its own, as in the paper's regularizers."""
 
 
 class Draw:
-    """σ·η by site: drawn when a site is first reached, and the same from then on.
+    """σ·η of every site: drawn when a pass first reaches the site, and the same in later passes.
 
-    The noise lives only as long as some graph holds it. When activation checkpointing asks for it
-    again in the backward pass, the same noise is drawn once more.
+    The noise exists only as long as a graph holds it. If activation checkpointing needs it again in
+    the backward pass, the same noise is drawn again.
 
     Args:
         noise: the distribution of η: "sign", "dropout" or "gaussian".
@@ -49,23 +49,23 @@ class Draw:
         self.asked = False
         """Whether the pass has reached any site."""
         self.largest = 0.0
-        """The largest σ that a pass has met."""
+        """The largest σ that a pass has reached."""
         self._drawn: dict[str, TensorWeakRef] = {}
-        self._states: dict[str, Tensor] = {}  # of the generator, before each site's draw
+        self._states: dict[str, Tensor] = {}  # the generator's state before each site's draw
 
     def scale(self, site: Site) -> float:
-        """The site's σ, times the root of its weight; 0 where it is not chosen."""
+        """Return σ times the square root of the site's weight; 0 if the site is not chosen."""
         self.asked = True
         scale = site.sigma * math.sqrt(self.selection.weight(site.name))
         self.largest = max(self.largest, scale)
         return scale
 
     def shape(self, site: Site) -> tuple[int, ...]:
-        """The shape of η at the site."""
+        """Return the shape of η at the site."""
         return site.shape if self.mask == "independent" else site.mask_shape
 
     def sigma_eta(self, site: Site, h: Tensor) -> Tensor | None:
-        """σ·η for the site, or None where it carries no noise."""
+        """Return σ·η for the site, or None if it carries no noise."""
         scale = self.scale(site)
         if scale == 0.0:
             return None
@@ -93,7 +93,7 @@ class Draw:
         )
 
     def eta(self, site: Site, dtype: torch.dtype, device: torch.device, scale: float) -> Tensor:
-        """Draw scale·η for a site that all examples share."""
+        """Draw scale·η for a site whose noise all examples share."""
         return self._eta(self.shape(site), site.p, dtype, device, scale)
 
     def eta_of_rows(
@@ -132,7 +132,7 @@ class ScaledNoise:
 
 
 class ZeroLeaves:
-    """The site action h ⊙ (1 + z) with a zero leaf z in the shape of η, to differentiate in.
+    """The site action h ⊙ (1 + z), where z is a leaf of zeros in the shape of η to differentiate in.
 
     ∂ℓ/∂z sums J ⊙ h over all entries that share one η, which is what mask sharing means.
     """
@@ -148,7 +148,7 @@ class ZeroLeaves:
 
     @property
     def sites(self) -> list[Site]:
-        """The sites that have one."""
+        """The sites that have a leaf."""
         return list(self._leaves)
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:

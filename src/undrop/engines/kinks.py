@@ -1,9 +1,9 @@
-"""Measure once for each model whether a kink without a rule biases the gradient.
+"""Measure once per model whether a kink without a rule biases the gradient.
 
 The rules in ``midpoint.py`` choose the branch at the midpoint of both signs. A function without a rule
-(a custom kernel, TorchScript, a new function of torch) chooses for each sign, and a unit whose branch
-differs between them adds O(1/ε₀) to the gradient of u. The gradient of a smooth function is the same
-for a smaller ε₀, up to O(ε₀²); that of a function with a kink is not.
+(a custom kernel, TorchScript, a new function of torch) chooses a branch for each sign, and a unit whose
+branches differ adds O(1/ε₀) to the gradient of u. With a smaller ε₀, the gradient of a smooth function
+stays the same up to O(ε₀²), and the gradient of a function with a kink does not.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> None:
-    """Compare the gradient of the regularizers at ε₀ and ε₀/8, and log it if they differ.
+    """Compare the gradient of the regularizers at ε₀ and ε₀/8, and log a warning if they differ.
 
     Args:
         request: the step.
-        run: returns the total of a request, with ε₀ times a factor.
+        run: returns the total of a request with ε₀ multiplied by a factor.
     """
     model, c = request.batch.model, request.coefficients
     if model in _measured or is_sharded(model) or request.half_precision:
@@ -59,9 +59,9 @@ def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> 
     off = float((found[0] - found[1]).norm() / size) if size > 0 else 0.0
     if off > _LIMIT:
         _log.warning(
-            "the gradient of the regularizers of %s changes by %.0f %% with a smaller ε₀: it has a "
-            "function with a kink or a jump that undrop has no rule for. Use engine='tangent', or "
-            "register a rule for it in undrop.engines.midpoint.MIDPOINT_RULES.",
+            "the gradient of the regularizers of %s changes by %.0f %% with a smaller ε₀: the model "
+            "calls a function with a kink or a jump that undrop has no rule for. Use engine='tangent', "
+            "or register a rule for it in undrop.engines.midpoint.MIDPOINT_RULES.",
             type(model).__name__,
             100 * off,
         )

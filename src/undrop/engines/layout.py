@@ -14,7 +14,7 @@ from undrop.intercept import Batch, tensors_in
 
 @dataclass(frozen=True)
 class Question:
-    """What the layout of a stacked batch depends on, beside the model."""
+    """What a plan depends on, besides the model: a plan is proven for one question."""
 
     fraction: float
     batch_dim: int | None
@@ -41,22 +41,22 @@ class Layout:
     noisy: int
     """r, the number of examples that carry noise."""
     exact_output: bool = False
-    """Whether the examples that carry noise have a row without noise as well."""
+    """Whether the examples that carry noise also have a row without noise."""
     shared: bool = False
-    """Whether all examples share some noise, as DropConnect has it, so that a block is a call.
+    """Whether all examples share some noise, as in DropConnect, so that each block is one call.
 
-    Then the rows without noise of their own are shared out over the other two blocks, and see the
-    weights of these: [half of them; +ε₀] and [-ε₀; the other half]. Their error is of O(ε₀) with a
-    mean of O(ε₀²), and two calls cost less than three.
+    The rows without noise then join the two blocks with noise and use their weights: [half of them;
+    +ε₀] and [-ε₀; the other half]. Their error is O(ε₀) with a mean of O(ε₀²), and two calls cost less
+    than three.
     """
     plain: int = field(init=False)
     """The number of rows without noise."""
     total: int = field(init=False)
     """The number of all rows."""
     sizes: tuple[int, ...] = field(init=False)
-    """The rows with the same noise that follow each other; none is 0."""
+    """The numbers of consecutive rows with the same noise; none is 0."""
     blocks: tuple[int, ...] = field(init=False)
-    """The rows that see the same weights: without noise (if there are any), with +ε₀, with -ε₀."""
+    """The numbers of rows that use the same weights: without noise (if any), with +ε₀, with -ε₀."""
 
     def __post_init__(self) -> None:
         r = self.noisy
@@ -78,9 +78,9 @@ class Layout:
             object.__setattr__(self, name, value)
 
     @classmethod
-    @lru_cache(maxsize=256)  # every step asks
+    @lru_cache(maxsize=256)  # called at every step
     def of(cls, batch: int, fraction: float, exact_output: bool, shared: bool) -> Layout:
-        """Return the layout in which a share of the batch carries noise."""
+        """Return the layout in which round(fraction · batch) examples, at least one, carry noise."""
         return cls(batch, max(1, round(fraction * batch)), exact_output, shared)
 
     @property
@@ -138,14 +138,14 @@ class Rows:
 
     @classmethod
     def of_index(cls, layout: Layout, index: Tensor | None) -> Rows:
-        """Return rows that can only stack a batch, for compiled code."""
+        """Return rows for compiled code, which can only stack a batch."""
         rows = cls(layout, None)
         rows.order = rows.index = index
         return rows
 
     @classmethod
     def drawn(cls, layout: Layout, generator: torch.Generator) -> Rows:
-        """Choose the examples that carry noise at random."""
+        """Choose at random, without replacement, which examples carry noise."""
         if layout.noisy == layout.batch:
             return cls(layout, None)
         order = torch.randperm(layout.batch, generator=generator, device=generator.device)
@@ -167,18 +167,18 @@ class Rows:
         return self.ordered(x, dim).narrow(dim, self.layout.batch - r, r)
 
     def merged(self, x: Tensor, dim: int) -> Tensor:
-        """Return the noise-free value of a stacked x to O(ε₀²), examples with noise last."""
+        """Return the value of a stacked x without noise, up to O(ε₀²); examples with noise come last."""
         return self._merged(self.layout.split(x, dim), dim)
 
     def output_and_tangent(self, x: Tensor, dim: int, scale: float) -> tuple[Tensor, Tensor]:
-        """Return ``merged`` and scale·(x₊ - x₋); one split, so that the backward pass joins once."""
+        """Return ``merged(x)`` and scale·(x₊ - x₋) from one split: the backward pass then joins once."""
         parts = self.layout.split(x, dim)
         return self._merged(parts, dim), (parts.plus - parts.minus).mul_(scale)
 
     def joined(
         self, x: Tensor, in_output: Tensor, in_tangent: Tensor, dim: int, scale: float
     ) -> Tensor:
-        """Return the gradient in x from those in ``output_and_tangent``'s results, in their type."""
+        """Return the gradient in x, from the gradients in both results of ``output_and_tangent``."""
         found = torch.empty_like(x, dtype=in_output.dtype)
         before, plus, minus, after = self.layout.split(found, dim)
         r = self.layout.noisy
@@ -205,7 +205,7 @@ class Rows:
         return torch.cat((*before, *after, middle), dim) if before else middle
 
     def spread(self, x: Tensor, dim: int) -> Tensor:
-        """Return x (r rows) in the places of the examples that carry noise, and 0 in the others."""
+        """Return x (r rows, the examples with noise) in the order of the batch, 0 for other examples."""
         if self.order is None:
             return x
         shape = list(x.shape)
@@ -213,7 +213,7 @@ class Rows:
         return self.restored(torch.cat((x.new_zeros(shape), x), dim), dim)
 
     def restored(self, x: Tensor, dim: int) -> Tensor:
-        """Return x, examples with noise last, in the order of the batch."""
+        """Return x, whose examples with noise come last, in the order of the batch."""
         if self.order is None:
             return x
         return x.index_select(dim, torch.argsort(self.order).to(x.device))

@@ -3,10 +3,10 @@
 A unit that changes sign between +ε₀ and -ε₀ adds O(1/ε₀) to the gradient of u = (F₊ - F₋)/2ε₀ with
 probability O(ε₀): the gradient is biased, and a smaller ε₀ makes it worse. A stacked pass has both
 signs in one tensor, so a rule can decide at the midpoint m = (x₊ + x₋)/2, e.g.
-``relu(x±) = x± · 1[m > 0]``. Then u is f'(m)·(x₊ - x₋)/2ε₀, as the tangent engine has it.
+``relu(x±) = x± · 1[m > 0]``. Then u is f'(m)·(x₊ - x₋)/2ε₀, as in the tangent engine.
 
-Every rule takes its decision at ``mode.midpoint(x)``: x with m in the place of x₊ and x₋. To add a
-rule, register it: ``@MIDPOINT_RULES.register(function)``. Rules of one tensor use ``_kinked``.
+Every rule decides at ``mode.midpoint(x)``, which is x with m in the place of x₊ and x₋. To add a rule,
+register it: ``@MIDPOINT_RULES.register(function)``. Rules for functions of one tensor use ``_kinked``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from undrop.intercept import Rule
 from undrop.registry import Registry
 
 MIDPOINT_RULES: Registry[Callable[..., Any], Rule] = Registry("midpoint rule")
-"""The functions with kinks, and what a stacked pass computes in their place."""
+"""The functions with kinks, and what a stacked pass computes instead."""
 
 
 class HasMidpoint(Protocol):
@@ -41,11 +41,11 @@ def _kinked(
 
     Args:
         functions: the functions of torch, whose last argument may be ``inplace``.
-        in_place: those that always write their result to x.
+        in_place: functions that always write their result to x.
     """
 
     def register(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        others = compute.__code__.co_argcount - 2  # beside x and m
+        others = compute.__code__.co_argcount - 2  # besides x and m
 
         def rule(
             mode: HasMidpoint, input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any
@@ -102,9 +102,9 @@ def _selu(x: Tensor, m: Tensor) -> Tensor:
 
 
 def _half_exponential(x: Tensor, m: Tensor, slope: float, alpha: float, rate: float) -> Tensor:
-    """slope·x above 0 and alpha·(exp(rate·x) - 1) below, where the midpoint decides."""
+    """slope·x if the midpoint is above 0, else alpha·(exp(rate·x) - 1)."""
     above = m > 0
-    low = alpha * torch.expm1(rate * torch.where(above, 0.0, x))  # no overflow in what is not used
+    low = alpha * torch.expm1(rate * torch.where(above, 0.0, x))  # no overflow in unused entries
     return torch.where(above, slope * x, low)
 
 
@@ -113,7 +113,7 @@ def _half_exponential(x: Tensor, m: Tensor, slope: float, alpha: float, rate: fl
     in_place=(torch.clamp_, Tensor.clamp_, torch.clip_, Tensor.clip_),
 )
 def _clamp(x: Tensor, m: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    """x clamped to [min, max], where m decides which of the three it is."""
+    """Clamp x to [min, max]; the midpoint decides between x, min and max."""
     y = x if min is None else torch.where(m < min, min, x)
     return y if max is None else torch.where(m > max, max, y)
 
@@ -169,7 +169,7 @@ def _abs(x: Tensor, m: Tensor) -> Tensor:
 
 
 def _decided(function: Callable[..., Any], mode: HasMidpoint, *args: Any, **kwargs: Any) -> Any:
-    """A function whose result is a decision: take it at the midpoint, for both signs alike."""
+    """Evaluate a function whose result is a decision at the midpoint, for both signs."""
     args = tuple(mode.midpoint(a) if _floating(a) else a for a in args)
     kwargs = {k: mode.midpoint(v) if _floating(v) else v for k, v in kwargs.items()}
     return function(*args, **kwargs)
@@ -222,7 +222,7 @@ def _chosen(
 
 
 def _position(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    """Return the dimension among the positional arguments: topk and kthvalue have k before it."""
+    """Return ``dim`` from the positional arguments: topk and kthvalue take k before it."""
     place = 1 if function.__name__ in ("topk", "kthvalue") else 0
     return int(args[place]) if len(args) > place else -1
 

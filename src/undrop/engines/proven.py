@@ -80,7 +80,7 @@ _NO_OPS = (_CHECKPOINTING, _FUNCTION, _ITEM, *BACKWARD.values())
 class TangentTrace(TorchDispatchMode):
     """Finds the first unproven op on tensors that depend on a site.
 
-    It marks storages, not tensors: a value written into a part of a storage is in all its views.
+    It marks storages, not tensors: a value written to a part of a storage is visible in all its views.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class TangentTrace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to keep its compiler out of here torch would load it first, all 80 MB of it."""
+        """Return False: with True, torch first loads its whole compiler (80 MB) in order to skip it."""
         return False
 
     def mark(self, tree: Any) -> None:
@@ -122,7 +122,7 @@ class TangentTrace(TorchDispatchMode):
 
 
 def _variant(func: Any, args: tuple[Any, ...]) -> str:
-    """The op's name, extended for variants that the proof of the plain op does not cover."""
+    """Return the op's name, extended for variants that the proof of the plain op does not cover."""
     name: str = func.overloadpacket.__name__
     if any(isinstance(t, Tensor) and t.layout is not torch.strided for t in args):
         return f"{name} of a sparse tensor"
@@ -134,7 +134,7 @@ def _variant(func: Any, args: tuple[Any, ...]) -> str:
 
 
 def _storages(tree: Any) -> list[StorageWeakRef]:
-    """The memory of all tensors that can have a tangent."""
+    """Return the storages of all tensors that can have a tangent."""
     return [
         StorageWeakRef(t.untyped_storage())
         for t in tree_leaves(tree)
@@ -145,7 +145,7 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
 
 
 def _enclosing() -> str | None:
-    """A function on the Python stack that no tangent passes through, whatever ops it uses."""
+    """Return what on the Python stack stops a tangent, whatever ops run inside it; None if nothing."""
     if in_checkpoint():
         return _CHECKPOINTING
     function = enclosing_function()
@@ -153,7 +153,7 @@ def _enclosing() -> str | None:
 
 
 def _excused(trace: TangentTrace, function: Callable[..., Any], rule: Rule) -> Rule:
-    """A function with an undrop rule: what torch does inside it does not matter."""
+    """Wrap the rule of a function so that the ops inside it are not checked."""
 
     def watched(mode: Interception, *args: Any, **kwargs: Any) -> Any:
         touched = trace.touches((args, kwargs))
@@ -174,8 +174,8 @@ def _excused(trace: TangentTrace, function: Callable[..., Any], rule: Rule) -> R
 def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
     """Return the first op that the tangent reaches and that is not proven; None if all are.
 
-    It takes one pass without gradients. A model may take another branch at every step, so the
-    result is never cached.
+    This runs one pass without gradients. A model may take another branch at every step, so the
+    result is not cached.
     """
     if is_sharded(model):
         return "parameters sharded by FSDP"
@@ -198,7 +198,7 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
     ):
         try:
             call(model, inputs)
-        except NotImplementedError:  # a tensor without memory, as torch.vmap has them
+        except NotImplementedError:  # a tensor without storage, as inside torch.vmap
             return "torch.func's transforms"
     blocked = next((op for op in trace.ops if op not in PROVEN), None)
     if blocked is not None and not blocked.startswith(_NO_OPS):

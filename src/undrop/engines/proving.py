@@ -1,9 +1,9 @@
-"""Proving that a model runs on a stacked batch as on a plain one.
+"""Prove that a model computes the same on a stacked batch as on a plain one.
 
-Candidates are tried: the dimension of the batch, stacking at the first site or at the input, the order
-of flattened dimensions. A candidate is right if the stacked pass agrees row by row with plain passes:
-its rows without noise with the plain output, its ± rows with two passes of the same examples alone,
-under the same noise. If none agrees, the examples interact, and the reason is kept.
+A proof tries candidates: the batch dimension, stacking at the first site or at the input, the order of
+flattened dimensions. A candidate is right if the stacked pass agrees row by row with plain passes: its
+rows without noise with the plain output, and its ± rows with two passes of these examples alone, under
+the same noise. If no candidate agrees, the examples interact, and the proof returns the reason.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ NO_DROPOUT = "it meets no dropout"
 _RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError)
 
 
-_ORDER = 2  # the seed of the order in which a proof takes the examples
+_ORDER = 2  # the seed for the order of the examples in a proof
 
 
 class Prover:
-    """Runs the passes that a proof compares: all from the same state of every generator and buffer.
+    """Runs the passes that a proof compares, all from the same state of every generator and buffer.
 
-    They run without autocast: whether examples interact does not depend on the precision, and float32
-    shows it best.
+    They run without autocast: whether examples interact does not depend on the precision, and in
+    float32 it is easier to see.
     """
 
     def __init__(self, batch: Batch, question: Question) -> None:
@@ -71,17 +71,17 @@ class Prover:
         self.buffers: dict[str, Tensor] = {}
         """The model's buffers after a plain pass."""
         self.moving: tuple[str, ...] = ()
-        """Those that the pass changed."""
+        """The names of the buffers that the pass changed."""
         self.random = False
         """Whether the model draws random numbers that are not dropout."""
         self.draws: tuple[bool | None, ...] = ()
         self.aliased = False
         self.says_nothing = False
-        """Whether noise had no effect on the output, so that the proof is none."""
+        """Whether noise had no effect on the output, so that the comparison proves nothing."""
 
     @contextmanager
     def running(self, mode: Interception) -> Iterator[None]:
-        """Begin a pass from the state in which all passes begin, and leave the buffers alone."""
+        """Run a pass from the state in which all passes start, and restore the buffers."""
         self.rng.restart()
         device = next((t.device.type for t in tensors_in(self.batch.inputs)), "cpu")
         with keep_buffers(self.batch.model), torch.autocast(device, enabled=False), mode:
@@ -89,9 +89,9 @@ class Prover:
 
     @contextmanager
     def without_zeros(self) -> Iterator[None]:
-        """Put random numbers in the place of parameters that are all zero.
+        """Replace parameters that are all zero by random numbers.
 
-        A gate that starts at 0 hides what it opens: the output is right, its gradient is not.
+        A gate that is 0 hides the branch behind it: the output can be right and the gradient wrong.
         """
         generator = torch.Generator().manual_seed(0)
         awake: dict[int, nn.Parameter] = {}
@@ -140,13 +140,13 @@ class Prover:
             if not equal(a, b) and not close(a, b):
                 raise EngineError(
                     f"two passes of {type(self.batch.model).__name__} without noise differ, so it "
-                    "draws random numbers that undrop can't hold still, or keeps something from one "
+                    "draws random numbers that undrop can't repeat, or keeps state from one "
                     "call to the next: draw from torch's, NumPy's or Python's global generators, and "
                     "keep state in buffers."
                 )
 
     def looked_up(self, last: Plan) -> Plan:
-        """Return the last plan with the sites of the new shapes, without a proof."""
+        """Return the last plan with the sites for the new shapes, without a proof."""
         plan, _ = self._trial(self._candidate(last), self._rows(last.dim), None)
         return replace(plan, midpoints=last.midpoints)
 
@@ -224,7 +224,7 @@ class Prover:
         return Rows(layout, order.to(device))
 
     def input_dims(self, tree: Any, dim: int, size: int) -> tuple[int | None, ...]:
-        """Return where each tensor has the batch: in ``dim``, or in the only dimension of its size."""
+        """Return the batch dimension of each tensor: ``dim``, or the only one of that size."""
         return tuple(dim_of(x.shape, dim, size) for x in tensors_in(tree))
 
     def _candidate(self, last: Plan) -> Plan:
@@ -273,7 +273,7 @@ class Prover:
         return replace(plan, midpoints=self._midpoints_fit(plan, rows, reference, output))
 
     def _check_in_another_order(self, draft: Plan, rows: Rows) -> None:
-        """Compare once more with other examples in the lead: one order can keep a pair together.
+        """Compare again with the examples in another order: one order can keep a pair together.
 
         Raises:
             Failed: if the passes differ.
@@ -286,10 +286,10 @@ class Prover:
         reference.check(self, plan, rows, output)
 
     def _midpoints_fit(self, plan: Plan, rows: Rows, reference: Reference, output: Any) -> bool:
-        """Return whether midpoints are found where they are: decisions there are those of the pass.
+        """Return whether the midpoints are right: their decisions agree with those of the pass.
 
-        At ε₀ they change the output by O(ε₀) where a function has kinks, and by more where it jumps
-        (a mask of the largest entries). Jumps become rare at a tiny ε₀, a wrong midpoint stays wrong.
+        At ε₀, midpoints change the output by O(ε₀) if a function has kinks, and by more if it jumps (a
+        mask of the largest entries). At a tiny ε₀ jumps are rare, but a wrong midpoint stays wrong.
         """
 
         def run(midpoints: bool) -> Any:
@@ -309,7 +309,7 @@ class Prover:
             return False
 
     def _trial(self, draft: Plan, rows: Rows, reference: Reference | None) -> tuple[Plan, Any]:
-        """Run one stacked pass that looks up where each site has the batch."""
+        """Run one stacked pass that finds the batch dimension of each site."""
         mode = Trial(self.batch.model, draft, rows, reference)
         inputs = self.batch.inputs
         if not draft.late:
@@ -334,5 +334,5 @@ class Prover:
 
 
 def _shares_masks(plan: Plan, batch: int) -> bool:
-    """Return whether examples share a mask along the batch, as steps of time share a locked one."""
+    """Return whether examples share a mask along the batch, as time steps share a locked mask."""
     return any(s.dim is not None and s.site.mask_shape[s.dim] == 1 < batch for s in plan.sites)

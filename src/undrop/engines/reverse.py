@@ -61,7 +61,8 @@ CELLS: dict[Callable[..., object], Callable[[Tensor, Tensor, State], State]] = {
     torch.rnn_tanh: _tanh,
     torch.rnn_relu: _relu,
 }
-"""From a step's input and hidden pre-activations and the state to the new state (hidden first)."""
+"""Cells by function: they map the input and hidden pre-activations and the state to the new state
+(hidden state first)."""
 
 
 def run_direction(
@@ -92,7 +93,7 @@ def run_direction(
         if projection is not None:
             new = (F.linear(new[0], projection), *new[1:])
         outputs.append(new[0])
-        # Sequences that are not running now keep their state: ended, or in reverse not begun yet.
+        # A sequence that has ended, or in reverse has not begun yet, keeps its state.
         state = tuple(torch.cat((a, b[n:])) for a, b in zip(new, state, strict=True))
     return torch.cat(outputs[::-1] if reverse else outputs), state
 
@@ -142,7 +143,7 @@ TWICE_DIFFERENTIABLE: Mapping[Callable[..., Any], Rule] = {
     flex_attention: _flex_attention,
     **{function: partial(_recurrent, function) for function in RECURRENT},
 }
-"""Rules for an interception under which every fused function is written out."""
+"""Rules that replace every fused function by plain operations."""
 
 
 _log = logging.getLogger("undrop")
@@ -151,14 +152,17 @@ _looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _STEP = {torch.float64: 1e-5, torch.float32: 1e-2}
 """ε, before it is divided by the largest σ."""
 _SHARE = {torch.float64: 0.01, torch.float32: 0.2}
-"""A difference that rounding and kinks do not make."""
+"""A relative difference larger than rounding and kinks cause."""
 
 
 def pass_to_differentiate(engine: Engine, request: Request) -> tuple[Any, Tensor, ZeroLeaves]:
-    """Run the model with a zero leaf at every site: all it returns, what the loss sees, the leaves.
+    """Run the model with a zero leaf at every site.
+
+    Returns:
+        The output of the model, the part of it that the loss receives, and the leaves.
 
     Raises:
-        EngineError: for what an engine that differentiates twice can't do.
+        EngineError: if the request needs something that double backward does not support.
     """
     refuse_sharded(engine, request.batch.model)
     refuse_fraction(engine, request)
@@ -171,9 +175,9 @@ def pass_to_differentiate(engine: Engine, request: Request) -> tuple[Any, Tensor
 
 
 def look_for_blind_spots(request: Request, engine: str) -> None:
-    """Compare Σ_j σ_j η_j ∂ℓ/∂z_j with (ℓ(ε) - ℓ(-ε))/2ε once for each model, and log if they differ.
+    """Compare Σ_j σ_j η_j ∂ℓ/∂z_j with (ℓ(ε) - ℓ(-ε))/2ε once per model, and warn if they differ.
 
-    They differ behind ``detach()``, ``torch.no_grad()``, a gradient hook, and an autograd function whose
+    They differ after ``detach()``, ``torch.no_grad()``, a gradient hook, or an autograd function whose
     backward is not its derivative.
     """
     model = request.batch.model
@@ -186,7 +190,7 @@ def look_for_blind_spots(request: Request, engine: str) -> None:
         _log.warning(
             "the %s engine misses a part of what dropout does in %s: along one draw of the noise the "
             "loss changes at a rate of %.3g, and reverse mode says %.3g. Look for detach(), no_grad(), "
-            "a gradient hook or an autograd function of your own, or use engine='auto'.",
+            "a gradient hook or a custom autograd function, or use engine='auto'.",
             engine,
             type(model).__name__,
             forward,
@@ -253,7 +257,7 @@ class Reverse(Engine):
     name = "reverse"
 
     def evaluate(self, request: Request) -> Evaluation:
-        """The weighted total; its backward pass is a double backward of the model."""
+        """Return the weighted total; its backward pass is a double backward of the model."""
         output, logits, action = pass_to_differentiate(self, request)
         c = request.coefficients
         loss = request.loss.twice_differentiable_value(logits, request.batch.targets)
@@ -305,7 +309,7 @@ class Exact(Engine):
     name = "exact"
 
     def evaluate(self, request: Request) -> Evaluation:
-        """The weighted total, differentiable once more in the parameters."""
+        """Return the weighted total, which is differentiable in the parameters."""
         output, logits, action = pass_to_differentiate(self, request)
         loss = request.loss.value(logits, request.batch.targets)
         zero = torch.zeros_like(loss)

@@ -30,21 +30,21 @@ from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read,
 
 
 class NotStackable(Exception):
-    """Why a model can't run on a stacked batch, as the end of a sentence."""
+    """A model can't run on a stacked batch; the message is the reason, for the end of a sentence."""
 
 
 class PlanChanged(Exception):
-    """The pass used other sites than the plan lists."""
+    """The pass did not use the sites that the plan lists."""
 
 
 @dataclass(frozen=True)
 class SitePlan:
-    """Where a site has the batch."""
+    """The position of the batch at a site."""
 
     site: Site
     """The site in a plain pass, with B examples."""
     dim: int | None
-    """The dimension that holds the batch; None where all examples share the noise."""
+    """The batch dimension; None if all examples share the noise."""
     repeats: int
     """How many entries along ``dim`` belong to one example."""
     time_major: bool
@@ -57,7 +57,7 @@ class SitePlan:
         return draw.shape(self.site)
 
     def rest(self, draw: Draw) -> tuple[int, ...]:
-        """Return the shape of η without the batch; the repeats come first."""
+        """Return the shape of η without the batch dimension; the repeats come first."""
         shape = self.eta_shape(draw)
         assert self.dim is not None
         rest = (*shape[: self.dim], *shape[self.dim + 1 :])
@@ -96,10 +96,10 @@ class Plan:
     midpoints: bool = True
     """Whether kinked functions decide at the midpoint."""
     draws: tuple[bool | None, ...] = ()
-    """For each random draw that a mask can be made of, whether that drops where it is 1; None if it is
-    no mask."""
+    """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
+    draw is not a mask."""
     aliased: bool = False
-    """Whether a mask is used by the name of the tensor that it was drawn into."""
+    """Whether the model uses a mask through the tensor that it was drawn into in place."""
 
     @cached_property
     def shares_noise(self) -> bool:
@@ -108,21 +108,21 @@ class Plan:
 
     @cached_property
     def noise_shapes(self) -> dict[tuple[Any, ...], NoiseShapes]:
-        """What :func:`stacked_noise` draws; filled when it first asks."""
+        """The shapes that :func:`stacked_noise` draws; it fills this cache."""
         return {}
 
 
 class NoiseShapes(NamedTuple):
-    """The noise of all sites that carry noise and do not share it, as columns of one tensor."""
+    """The noise of all sites where examples do not share it, as columns of one tensor."""
 
     sites: tuple[int, ...]
-    """Their places in the plan."""
+    """The indices of these sites in the plan."""
     rests: tuple[tuple[int, ...], ...]
-    """The shape of η at each without the batch."""
+    """For each site, the shape of η without the batch dimension."""
     widths: tuple[int, ...]
-    """The columns of each."""
+    """For each site, the number of columns."""
     one_mask: tuple[bool, ...]
-    """Whether all examples have the same η."""
+    """For each site, whether all examples have the same η."""
 
     @classmethod
     def of(cls, plan: Plan, draw: Draw, scales: Sequence[float]) -> NoiseShapes:
@@ -197,13 +197,13 @@ def _factors(
 
 
 _LOOKS = frozenset(("__get__", "__len__", "size", "dim", "numel"))
-"""Functions that only read a tensor's shape or type: calling other ones is not another branch."""
+"""Functions that only read a tensor's shape or type; they are not part of the trail."""
 
 
 class StackedPass(Interception):
-    """Runs a model on a stacked batch. The n-th dropout that it meets is the n-th site of the plan.
+    """Runs a model on a stacked batch. The n-th dropout that it reaches is the n-th site of the plan.
 
-    Names are found once, by the plan, so that a pass needs no Python stack and can be compiled.
+    The plan already names the sites, so a pass does not read the Python stack and can be compiled.
 
     Args:
         model: the model.
@@ -282,7 +282,7 @@ class StackedPass(Interception):
         return self.__torch_function__(func, types, args, kwargs)
 
     def next_draw(self) -> str | None:
-        """Return the next random draw of the plan by its number; None if it is no mask."""
+        """Return the key of the next random draw, its number in the plan; None if it is not a mask."""
         index = self.draw_index
         self.draw_index += 1
         if index >= len(self.plan.draws):
@@ -290,7 +290,7 @@ class StackedPass(Interception):
         return None if self.plan.draws[index] is None else str(index)
 
     def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
-        """The plain pass decided what is a mask, so the plan no longer fits."""
+        """Raise ``PlanChanged``: the plain pass took this draw for a mask."""
         raise PlanChanged
 
     def drops(self, key: str, rare: bool) -> bool:
@@ -298,22 +298,22 @@ class StackedPass(Interception):
         return bool(self.plan.draws[int(key)])
 
     def around(self, key: str) -> bool:
-        """Return whether a branch is blended around the module that asks."""
+        """Return whether a random branch is blended around the module that takes it."""
         return self.site().kind == "module-drop"
 
     def position(self) -> tuple[int, int]:
-        """Return how many sites and draws the pass has met."""
+        """Return how many sites and draws the pass has reached."""
         return self.index, self.draw_index
 
     def met_mask(self, key: str, draw: MaskDraw) -> None:
-        """Do nothing: masks are noted in the plain pass only."""
+        """Do nothing: only the plain pass records masks."""
 
     def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
-        """The plan has the site."""
+        """Return nothing: the plan describes the site."""
         return {}
 
     def chance(self, p: Any) -> float | None:
-        """Return the one probability that p is, from the plan where p is a tensor."""
+        """Return p as a number; if it is a tensor, from the plan."""
         if not isinstance(p, Tensor):
             return float(p)
         if self.index >= len(self.plan.sites):
@@ -368,9 +368,9 @@ class StackedPass(Interception):
         return self.plan.sites[min(self.index, len(self.plan.sites) - 1)].site
 
     def batch_dim(self, x: Tensor) -> int | None:
-        """Return the dimension in which x holds the stacked batch; None if it does not.
+        """Return the batch dimension of a stacked x; None if it has none.
 
-        A parameter never does, whatever its sizes.
+        A parameter never has one, whatever its shape.
         """
         if not self.stacked or isinstance(x, nn.Parameter):
             return None
@@ -413,7 +413,7 @@ def run_stacked(
         What the model returns, and a hash of the functions that it called (0 in compiled code).
 
     Raises:
-        PlanChanged: if the pass uses other sites than the plan lists.
+        PlanChanged: if the pass does not use the sites that the plan lists.
     """
     with StackedPass(model, plan, Rows.of_index(layout, index), noise) as mode:
         output = call(model, inputs)
@@ -423,7 +423,7 @@ def run_stacked(
 
 
 def _recurrent(function: Callable[..., Any], mode: StackedPass, *args: Any) -> Any:
-    """Recurrent layers; those with noise on their weights run once per block."""
+    """Run recurrent layers; layers with noise on their weights run once per block."""
     call = read(function, args)
     dropped = call.training and call.dropout > 0.0 and call.layers > 1
     if not has_blocks(call.weights):
@@ -455,7 +455,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch norm in train mode: each sign has its own statistics, as two passes would have them."""
+    """Batch norm in train mode: each sign has its own statistics, as in two passes."""
     tail = (weight, bias, training, momentum, eps)
     if not training or not mode.stacked:
         return F.batch_norm(input, running_mean, running_var, *tail)
@@ -478,7 +478,7 @@ _merged: dict[tuple[bool, int, int], dict[Callable[..., Any], Rule]] = {}
 
 
 def stacked_rules(midpoints: bool) -> dict[Callable[..., Any], Rule]:
-    """Return the rules of a stacked pass, those registered by users included."""
+    """Return the rules of a stacked pass, including those that users register."""
     key = (midpoints, len(MIDPOINT_RULES), len(SITE_RULES))
     if key not in _merged:
         _merged[key] = {**(MIDPOINT_RULES if midpoints else {}), **SITE_RULES, **_OWN_RULES}

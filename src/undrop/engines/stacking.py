@@ -1,14 +1,17 @@
-"""How each model runs on a stacked batch: found once, proven, and proven again while it trains.
+"""The plan for each model on a stacked batch: found once, and proven again while the model trains.
 
-Where the batch is, in which dimension of which tensor, is never guessed by size alone: ``proving.py``
-tries candidates and compares passes. What a proof says holds for the branch that the model took, for
-the shapes of the batch, and for the weights at that time. So a plan is proven again
+The size of a dimension alone does not tell whether it is the batch, so ``proving.py`` tries candidates
+and compares passes. A proof holds for the branch that the model took, for the shapes of the batch, and
+for the weights at that time. So a plan is proven again
 
 - for every new shape of the batch;
 - for every new sequence of torch functions that the model calls: it took another branch;
-- at step 16, 64, 256 and 1,024, and every 1,024 steps from there on: weights and buffers change, and
-  examples that did not interact at first may do so later;
-- at every step as long as noise has no effect on the output, where every plan looks right.
+- at steps 16, 64 and 256, and every 1,024 steps: weights and buffers change, and examples that did not
+  interact at first may do so later;
+- at every step as long as noise has no effect on the output: then every plan looks right.
+
+The steps are counted in this process, and a proof changes no generator, buffer or gradient. So a resumed
+run, which searches and proves again, computes the same bits if it finds the same plan.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ from undrop.engines.stacked import NotStackable, Plan
 from undrop.intercept import Batch, Statistics, is_sharded, preserve_model
 from undrop.rng_snapshot import RngSnapshot
 
-_FULL_PROOFS = 4  # shapes for which the search for a plan is complete, and randomness is checked
+_FULL_PROOFS = 4  # the first shapes get a full search, with a check of the model's randomness
 _EARLY, _EVERY = (16, 64, 256), 1024
 _BRANCHES = 64
 
 
 @dataclass
 class Proof:
-    """A plan, and for how much of what the model does it is proven."""
+    """A plan, and the behavior of the model that it is proven for."""
 
     plan: Plan | str
     """The plan, or why there is none."""
@@ -48,7 +51,7 @@ class Proof:
 
 @dataclass
 class Stacking:
-    """What is known about one model."""
+    """What undrop knows about one model."""
 
     proofs: dict[Question, Proof] = field(default_factory=dict)
     modes: tuple[bool, ...] = ()
@@ -60,7 +63,7 @@ class Stacking:
     draws: bool = False
     """Whether the model draws random numbers that are not dropout."""
     moving: tuple[str, ...] = ()
-    """The buffers that a pass changes, beside running statistics."""
+    """The buffers that a pass changes, besides running statistics."""
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Stacking] = weakref.WeakKeyDictionary()
@@ -72,7 +75,7 @@ def find_plan(batch: Batch, question: Question, *, again: bool = False) -> tuple
     Args:
         batch: the model and the data.
         question: what the plan must be able to do.
-        again: forget what is known: the model does something else now.
+        again: forget the earlier plans, because the model behaves differently now.
 
     Raises:
         EngineError: if two passes without noise differ.
@@ -91,7 +94,7 @@ def find_plan(batch: Batch, question: Question, *, again: bool = False) -> tuple
 
 
 def _outdated(proof: Proof, known: Stacking, model: nn.Module) -> bool:
-    """Return whether another mode may make examples independent."""
+    """Return whether modules have switched between train and eval mode since a search failed."""
     return isinstance(proof.plan, str) and known.modes != _modes(model)
 
 
@@ -100,7 +103,7 @@ def plan_holds(batch: Batch, question: Question, trail: int, rng: RngSnapshot | 
 
     Args:
         batch: the model and the data.
-        question: the one that the plan answers.
+        question: what the plan is proven for.
         trail: a hash of the functions that the model called.
         rng: the random state before the step, for a model that draws random numbers.
     """
@@ -126,8 +129,8 @@ def plan_holds(batch: Batch, question: Question, trail: int, rng: RngSnapshot | 
 class StateBeforeStep:
     """The state of a model and its random numbers before a step, to be restored.
 
-    Only what a pass is known to change is saved: running statistics, buffers that moved in a proof (all
-    of them, if the proof says nothing), and the random state of a model that draws from it.
+    It saves only what a pass is known to change: running statistics, buffers that changed in a proof
+    (all buffers, if the proof says nothing), and the random state if the model draws random numbers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -186,7 +189,7 @@ def _found(prover: Prover, known: Stacking) -> Plan:
     last = known.last
     if last is not None and is_sharded(prover.batch.model):
         prover.run_plain(1)
-        return prover.looked_up(last)  # every process must run as many passes as the others
+        return prover.looked_up(last)  # every process must run the same number of passes
     if last is not None and known.proven >= _FULL_PROOFS:
         prover.run_plain(1)
         plan = prover.proven_again(last)
@@ -197,5 +200,5 @@ def _found(prover: Prover, known: Stacking) -> Plan:
         plan = prover.search(last, known.late)
     if not prover.says_nothing:
         return plan
-    prover.run_plain()  # with the weights as they are, in case random ones switch all units off
+    prover.run_plain()  # with the original weights: random ones may switch all units off
     return prover.search(plan, known.late)

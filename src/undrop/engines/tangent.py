@@ -1,4 +1,4 @@
-"""Forward mode in the scalar ε, then one reverse pass: the reference that has no ε₀."""
+"""Forward mode in the scalar ε, then one reverse pass: a reference without ε₀."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tangent(Engine):
 
 
 def _run(request: Request) -> tuple[Any, Any]:
-    """Run the model, and name the way out where torch has no forward mode.
+    """Run the model; if torch has no forward mode for a part of it, raise an error with a way out.
 
     Raises:
         RecomputationError: if activation checkpointing is to blame.
@@ -116,11 +116,11 @@ def _check_proof(request: Request, trail: int) -> None:
 
 @contextmanager
 def _forward_mode() -> Iterator[None]:
-    """Enter forward mode; torch has one for all threads, so they wait for each other."""
+    """Enter forward mode. Torch has one for all threads, so threads wait for each other."""
     with _FORWARD_MODE:
         if forward._current_level >= 0:
             raise EngineError(
-                "forward mode is in use around this objective, and torch has no second one: use "
+                "forward mode is in use around this objective, and torch can't nest it: use "
                 "engine='antithetic'."
             )
         with forward.dual_level():

@@ -1,7 +1,7 @@
 """Rules for functions whose forward mode is missing in torch, or wrong.
 
 A rule splits dual numbers into primal and tangent, computes the result and its tangent in ordinary
-differentiable operations, and packs them again; the reverse pass through that is ordinary too. To
+differentiable operations, and packs them again; the reverse pass is then ordinary too. To
 add a rule, register it: ``@TANGENT_RULES.register(function)``.
 """
 
@@ -32,13 +32,13 @@ for _function, _rule in TWICE_DIFFERENTIABLE.items():
 
 
 def unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the primal and, where there is one, the tangent."""
+    """Return the primal, and the tangent or None."""
     primal, tangent = forward.unpack_dual(x)
     return primal, tangent
 
 
 def packed(primal: Tensor, tangent: Tensor | None) -> Tensor:
-    """Return the dual number of both; the primal alone where the tangent is zero."""
+    """Return the dual number of both; the primal alone if the tangent is None."""
     if tangent is None:
         return primal
     dual: Tensor = forward.make_dual(primal, tangent)
@@ -56,7 +56,7 @@ BACKWARD: dict[Callable[..., Any], str] = {
     Tensor.backward: "Tensor.backward",
     Tensor.register_hook: "Tensor.register_hook",
 }
-"""Functions that make or change a derivative within a model: the tangent has no part in it."""
+"""Functions that compute or change a derivative inside a model, where the tangent is lost."""
 
 
 def _refused_on_tangents(
@@ -75,7 +75,7 @@ for _backward in BACKWARD:
 
 
 def _softmax_dim(x: Tensor, dim: int | None) -> int:
-    """Return the dimension; without one torch chooses this one, with a warning."""
+    """Return ``dim``; if it is None, the dimension that torch chooses (with a warning)."""
     return dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
 
 
@@ -104,7 +104,7 @@ for _name in ("softmax", "log_softmax"):
 def _linear(
     mode: Interception, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """ẋWᵀ + xẆᵀ + ḃ. Torch's own rule loads its compiler where the bias has no tangent."""
+    """ẋWᵀ + xẆᵀ + ḃ. Torch's own rule loads its compiler if the bias has no tangent."""
     if not has_tangent(input, weight, bias):
         return F.linear(input, weight, bias)
     (x, dx), (w, dw) = unpacked(input), unpacked(weight)
@@ -188,8 +188,8 @@ def _channel_norm(
     eps: float = 1e-5,
     **flag: bool,
 ) -> Tensor:
-    """Batch and instance norm, written out; torch's own function moves the running statistics."""
-    if batch_statistics is None:  # F.batch_norm has training=False, F.instance_norm the other
+    """Batch and instance norm, written out; torch's own function updates the running statistics."""
+    if batch_statistics is None:  # default: F.batch_norm False, F.instance_norm True
         batch_statistics = next(iter(flag.values()), function is F.instance_norm)
     rest = (running_mean, running_var, weight, bias, batch_statistics, momentum, eps)
     if not batch_statistics or not has_tangent(input, weight, bias):

@@ -25,7 +25,7 @@ _HALF = 5e-2
 
 
 class Failed(Exception):
-    """A candidate that is not right."""
+    """The candidate is wrong."""
 
 
 class Trial(StackedPass):
@@ -141,7 +141,7 @@ class Reference:
         for stacked, plain, up, down, dim in leaves:
             if dim is None:
                 if not close(stacked, plain, 3 * self.epsilon):
-                    raise NotStackable("an output without the batch depends on all examples")
+                    raise NotStackable("an output without a batch depends on all examples")
                 continue
             if not stacked.is_floating_point():
                 continue
@@ -158,7 +158,7 @@ class Reference:
         """Compare the buffers after a stacked pass with those after a plain one.
 
         Raises:
-            NotStackable: if one of them counts the rows.
+            NotStackable: if a buffer depends on the number of rows.
         """
         for name, plain in prover.buffers.items():
             if name not in after or not close(after[name], plain, 3 * self.epsilon, 1e-6):
@@ -166,7 +166,7 @@ class Reference:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all buffers but those of normalization layers, which have a rule."""
+    """Return copies of all buffers except those of normalization layers, which have a rule."""
     norms = nn.modules.batchnorm._NormBase
     return {
         f"{path}.{name}".lstrip("."): buffer.clone()
@@ -177,7 +177,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dim_of(shape: torch.Size, dim: int, size: int) -> int | None:
-    """Return ``dim`` if it has that size, else the only dimension that has."""
+    """Return ``dim`` if it has that size, else the only dimension of that size."""
     if len(shape) > dim and shape[dim] == size:
         return dim
     found = [d for d, n in enumerate(shape) if n == size]
@@ -206,7 +206,7 @@ def grown(
 
 
 def without_nan(x: Tensor) -> Tensor:
-    """Return x without a graph and with numbers in the place of NaN."""
+    """Return x without a graph, and with NaN replaced by a number."""
     return x.detach() if not x.is_floating_point() else torch.nan_to_num(x.detach())
 
 
@@ -215,7 +215,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _stored(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that a sparse tensor consists of; a dense one is its own."""
+    """Return the dense tensors that a sparse tensor consists of; a dense tensor is returned itself."""
     if x.layout is torch.strided:
         return (x,)
     if x.layout is torch.sparse_coo:
@@ -226,7 +226,7 @@ def _stored(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether a and b are the same to the bit; sparse ones, if they store the same."""
+    """Return whether a and b are equal bit for bit; sparse tensors, whether they store the same."""
     if a.layout is not b.layout or a.shape != b.shape:
         return False
     return all(map(torch.equal, _stored(a), _stored(b)))

@@ -15,7 +15,7 @@
 ...     def configure_callbacks(self):
 ...         return [UndropCallback(self.objective)]
 
-Accumulation, mixed precision, clipping and many devices are Lightning's own. A callback alone is not
+Lightning handles accumulation, mixed precision, clipping and several devices. A callback alone is not
 enough: it can't replace the loss that ``training_step`` returns.
 """
 
@@ -40,13 +40,13 @@ _log = logging.getLogger("undrop")
 class UndropCallback(Callback):
     """Logs ``undrop/loss``, ``undrop/explicit``, ``undrop/implicit``, and keeps the objective's state.
 
-    The first step is reported in one line, and a ``training_step`` that does not use the objective is
-    an error. The state is part of Lightning's checkpoints, so a resumed fit draws the noise that it
-    would have drawn without a break. Of several processes, Lightning saves the state of the first;
-    the others derive their noise from it.
+    It logs one line at the first step, and raises an error if ``training_step`` does not use the
+    objective. The state is part of Lightning's checkpoints, so a resumed fit draws the same noise as one
+    without a break. With several processes, Lightning saves the state of the first, and the others
+    derive their noise from it.
 
-    With a :class:`~undrop.Tuner` in place of the objective, ``training_step`` calls ``tuner.step``, and
-    ``undrop/p/SITE`` and ``undrop/benefit/SITE`` are logged too.
+    With a :class:`~undrop.Tuner` instead of the objective, call ``tuner.step`` in ``training_step``. The
+    callback then logs ``undrop/p/SITE`` and ``undrop/benefit/SITE`` too.
 
     Args:
         objective: the objective, or the tuner, that ``training_step`` calls.
@@ -85,7 +85,7 @@ class UndropCallback(Callback):
         self._reported = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The objective's state, for the checkpoint."""
+        """Return the objective's state, for the checkpoint."""
         return self.objective.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -23,12 +23,12 @@ from undrop.losses.generic import Generic
 from undrop.objectives import Objective, Step
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
-"""What TRL's fused head returns for each token; a loss is differentiated in the first."""
+"""What TRL's fused head returns for each token; only the first is differentiated."""
 FLAGS = ("is_top1", "label_mask")
 
 
 class Asked(Exception):
-    """Raised when the trainer calls the model; holds what it asked for."""
+    """Raised when the trainer calls the model; holds the inputs of the call."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class Policy(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._undrop_policy = model  # a name that paths of sites leave out
+        self._undrop_policy = model  # site names leave this attribute out
         self.fields: tuple[str, ...] = ()
 
     def forward(self, **inputs: Any) -> Tensor:
-        """Log-probabilities and statistics of every token, or the scores of a model without them."""
+        """Return log-probabilities and statistics of every token, or scores if the model has none."""
         output = self._undrop_policy(**inputs)
         if getattr(output, "log_probs", None) is None:
             self.fields = ("logits",)
@@ -54,7 +54,7 @@ class Policy(nn.Module):
         return torch.stack([output[name].to(like.dtype) for name in self.fields], -1)
 
     def answer(self, values: Tensor) -> SimpleNamespace:
-        """The output that ``values`` are made of; only its first field has a graph."""
+        """Return ``values`` in the form of a model output; only its first field has a graph."""
         found = dict.fromkeys((*FIELDS, "logits", "aux_loss", "loss"))
         for i, name in enumerate(self.fields):
             field = values[..., i]
@@ -65,14 +65,15 @@ class Policy(nn.Module):
 
 
 class StandIn:
-    """What a trainer's ``compute_loss`` gets in the model's place.
+    """Replaces the model in a trainer's ``compute_loss``.
 
-    Without gradients (for a reference, or an estimate of a divergence) it is the model, without noise.
+    A call without gradients (for a reference, or an estimate of a divergence) runs the model without
+    noise.
 
     Args:
         model: the model.
-        answer: what to return with gradients; None raises :class:`Asked`.
-        whose: the trainer, for errors.
+        answer: what a call with gradients returns; if None, it raises :class:`Asked`.
+        whose: the name of the trainer, for error messages.
     """
 
     def __init__(self, model: nn.Module, answer: Any, whose: str) -> None:
@@ -86,8 +87,8 @@ class StandIn:
                 return self._model(*args, **inputs)
         if args or inputs.get("output_router_logits"):
             raise OptionError(
-                f"{self._whose} asks its model for router logits or passes inputs by position, which "
-                "undrop can't stand in for: use router_aux_loss_coef=0, or train without undrop."
+                f"{self._whose} requests router logits or passes inputs by position, which undrop does "
+                "not support: use router_aux_loss_coef=0, or train without undrop."
             )
         if self._answer is None:
             raise Asked(inputs)
@@ -95,7 +96,7 @@ class StandIn:
         if self.calls > 1:
             raise OptionError(
                 f"the loss of {self._whose} calls the model more than once with gradients, and undrop "
-                "can stand in for one call: use a loss with one pass of the policy."
+                "supports one call: use a loss with one pass of the policy."
             )
         return self._answer
 
@@ -106,12 +107,12 @@ class StandIn:
 class PolicyLoss(Generic):
     """The trainer's loss as a function of what the policy returns.
 
-    H is the Hessian in the log-probabilities of the labels. For DPO, -log σ(β·margin), that is
-    β²σ(1-σ) along the margin. For losses with a ratio exp(log p - log p_old)·advantage it has the sign
-    of -advantage: there ``explicit="identity"``, which penalizes the variance of the log-probabilities,
-    or ``"loss-jacobian"`` is never negative.
+    H is the Hessian in the log-probabilities of the labels. For DPO, -log σ(β·margin), H is β²σ(1-σ)
+    along the margin. For losses with a ratio exp(log p - log p_old)·advantage, H has the sign of
+    -advantage. ``explicit="identity"``, which penalizes the variance of the log-probabilities, and
+    ``"loss-jacobian"`` are never negative.
 
-    The targets are the numbers of the examples, which say how a stacked pass has ordered them.
+    The targets are the indices of the examples: they tell the loss the order of a stacked pass.
     """
 
     counts_calls = True
@@ -130,12 +131,12 @@ class PolicyLoss(Generic):
         return super()._derivatives_of_part(output, _first_field(u), target, form, dim)
 
     def count(self, output: Any, target: Any) -> Tensor:
-        """The number of log-probabilities."""
+        """Return the number of log-probabilities."""
         return super().count(output[..., 0].unsqueeze(-1), target)
 
 
 def _first_field(u: Tensor) -> Tensor:
-    """u of the log-probabilities, 0 for statistics, in which no loss is differentiated."""
+    """Return u of the log-probabilities, and 0 for statistics, which no loss differentiates."""
     keep = u.new_zeros(u.shape[-1])
     keep[0] = 1.0
     return torch.where(keep.bool(), u, 0.0)
@@ -143,7 +144,7 @@ def _first_field(u: Tensor) -> Tensor:
 
 @torch.no_grad()
 def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """What TRL's fused head returns, from logits; one example at a time, to save memory."""
+    """Compute what TRL's fused head returns from logits, one example at a time to save memory."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     mask = labels[:, 1:] != -100
     for scores, label in zip(logits[:, :-1], labels[:, 1:].clamp(min=0), strict=True):
@@ -164,8 +165,8 @@ class PolicyStep:
     """An objective on a trainer's own loss: ``step(model, own_loss)``.
 
     Args:
-        objective: the objective, whose loss becomes the trainer's.
-        whose: the trainer, for errors.
+        objective: the objective; the trainer's loss replaces its loss.
+        whose: the name of the trainer, for error messages.
     """
 
     def __init__(self, objective: Objective, whose: str) -> None:
@@ -192,7 +193,7 @@ class PolicyStep:
         return self.objective(policy, inputs, torch.arange(len(first), device=first.device))
 
     def policy(self, model: nn.Module) -> Policy:
-        """The model as undrop sees it."""
+        """Return the model as undrop runs it."""
         if self._policy is None or self._policy._undrop_policy is not model:
             self._policy = Policy(model)
         return self._policy

@@ -60,14 +60,14 @@ class _Sums:
         self._since = 0
 
     def add(self, parts: dict[str, float], scale: float, step: int) -> None:
-        """Add the parts of a micro-batch; ``step`` is the number of steps done before it."""
+        """Add the parts of a micro-batch; ``step`` is the number of steps before it."""
         if not self.parts:
             self._since = step
         for name, value in parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + scale * value
 
     def take(self, step: int) -> dict[str, float]:
-        """Their means over the steps since then; the sums start again at 0."""
+        """Return the means over the steps since the last log, and set the sums to 0."""
         parts, self.parts = self.parts, {}
         return {name: value / max(1, step - self._since) for name, value in parts.items()}
 
@@ -87,21 +87,19 @@ def _kept(trainer: Any) -> Iterator[None]:
 class UndropMixin(_Base):
     """Put it before your own Trainer: ``class Mine(UndropMixin, MyTrainer)``.
 
-    The loss follows from the model's head (next token, masked token, class of a token or a sequence,
-    or numbers). On the first batch it must agree with the Trainer's own ``compute_loss``, both
-    without noise: training never continues silently with a different loss. ``loss``, ``explicit``
-    and ``implicit`` are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
+    The model's head determines the loss (next token, masked token, class of a token or a sequence, or
+    numbers). On the first batch, without noise, the loss must agree with the Trainer's own
+    ``compute_loss``, so training never uses a different loss silently. ``loss``, ``explicit`` and
+    ``implicit`` are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
 
-    Over the micro-batches of an accumulated step the loss and the explicit part are means over all
-    targets of the step, and so is the implicit part: each micro-batch draws its own noise, so its
-    covariance is that of one large batch.
+    With gradient accumulation, all three parts are means over all targets of the step. Each micro-batch
+    draws its own noise, so the implicit part has the covariance of one large batch.
 
     Args:
         objective: what to minimize. The model's head determines its loss.
-        tune: examples that training does not see: p of every site is tuned on them by a
-            :class:`~undrop.Tuner`, in evaluation batches, and logged as ``undrop/p/SITE``. It works
-            in one process only.
-        args: passed to the Trainer, like all others.
+        tune: examples that training does not see. A :class:`~undrop.Tuner` tunes p of every site on
+            them, in evaluation batches, and logs it as ``undrop/p/SITE``. It works in one process only.
+        args: passed to the Trainer, like all other arguments.
     """
 
     def __init__(
@@ -142,11 +140,11 @@ class UndropMixin(_Base):
             )
 
     def undrop_task(self, model: nn.Module, labels: Tensor) -> Task:
-        """The loss of this model and its targets; override it for your own head.
+        """Return the loss of this model and its targets; override it for your own head.
 
         Args:
             model: the model, without wrappers.
-            labels: those of the first batch.
+            labels: the labels of the first batch.
         """
         return read_head(model, labels, self.args.label_smoothing_factor)
 
@@ -192,7 +190,7 @@ class UndropMixin(_Base):
     def _undrop_own_loss(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
     ) -> Callable[[Any], Tensor] | None:
-        """The loss of the Trainer behind this mixin as a function of the model; None for a plain one."""
+        """Return the wrapped Trainer's loss as a function of the model; None for a plain Trainer."""
         compute = super().compute_loss
         if getattr(compute, "__func__", None) is Trainer.compute_loss:
             return None
@@ -206,7 +204,7 @@ class UndropMixin(_Base):
         return own
 
     def _undrop_on_policy(self, model: nn.Module, own: Callable[[Any], Tensor]) -> Tensor:
-        """The objective on a loss of log-probabilities, such as that of DPO or GRPO."""
+        """Evaluate the objective on a loss of log-probabilities, as in DPO or GRPO."""
         if self._undrop_policy_step is None:
             if self._undrop_tune is not None or self.args.world_size > 1:
                 raise OptionError(
@@ -225,14 +223,14 @@ class UndropMixin(_Base):
         return step.total
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Run without noise: some trainers generate, and compute old log-probabilities, here."""
+        """Prepare without noise: some trainers generate text and compute old log-probabilities here."""
         if not self.model.training:
             return super()._prepare_inputs(inputs)
         with Interception(unwrapped(self.model), no_noise):
             return super()._prepare_inputs(inputs)
 
     def _undrop_prepared(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
-        """The task of the model, found at the first step and compared with the Trainer's own loss."""
+        """Return the model's task, found at the first step and compared with the Trainer's own loss."""
         if self._undrop_task is None:
             bare = self.accelerator.unwrap_model(model)
             check_attention(bare)
@@ -247,7 +245,7 @@ class UndropMixin(_Base):
     def _undrop_agrees(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: Task
     ) -> bool:
-        """Whether the task's loss is the Trainer's own; ask again for a batch without a target."""
+        """Return whether the task's loss is the Trainer's own; False for a batch without targets."""
         bare = self.accelerator.unwrap_model(model)
         quiet = Interception(unwrapped(model), no_noise)
         with torch.no_grad(), RngSnapshot(), keep_statistics(model), quiet, _kept(self):
@@ -262,7 +260,7 @@ class UndropMixin(_Base):
         )
 
     def _undrop_tuner(self, model: nn.Module, task: Task, examples: Dataset[Any]) -> Tuner:
-        """The tuner, made at the first step, when the loss is known."""
+        """Return the tuner, which is made at the first step, when the loss is known."""
         if self.tuner is None:
             bare, batches = self.accelerator.unwrap_model(model), []
             for batch in self.get_test_dataloader(examples):
@@ -277,10 +275,10 @@ class UndropMixin(_Base):
     def _undrop_scales(
         self, step: Step, targets: Tensor, num_items_in_batch: Tensor | int | None
     ) -> tuple[float, float]:
-        """The share of a micro-batch in its step, as a factor of the loss and one of the log.
+        """Return the share of a micro-batch in its step: a factor for the loss and one for the log.
 
-        A Trainer that counts the targets of the whole step expects the share of these; one that does
-        not divides by the number of micro-batches itself.
+        A Trainer that counts the targets of the whole step expects the share of the targets. Any other
+        Trainer divides by the number of micro-batches itself.
         """
         if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
             return 1.0, 1.0 / self.current_gradient_accumulation_steps
@@ -291,7 +289,7 @@ class UndropMixin(_Base):
         return share, share
 
     def _undrop_report(self, model: nn.Module, inputs: dict[str, Any] | None, step: Step) -> None:
-        """Log one line that says that undrop is active, and on what."""
+        """Log one line that says that undrop is active, and which model it trains."""
         self._undrop_reported = True
         if not self.is_world_process_zero():
             return
@@ -357,7 +355,7 @@ class UndropTrainer(UndropMixin, Trainer):
 
 
 def save_state(objective: Objective | Tuner, path: Path) -> None:
-    """Write the state of an objective, whole or not at all."""
+    """Write the state of an objective atomically."""
     with replacing(path) as temporary:
         save_tensors(temporary, {"objective": to_bytes(objective.state_dict())})
 
@@ -366,6 +364,6 @@ def load_state(objective: Objective | Tuner, path: Path) -> None:
     """Restore an objective's saved state.
 
     Raises:
-        CheckpointError: if the file is not there, cut short or changed.
+        CheckpointError: if the file is missing, truncated or changed.
     """
     objective.load_state_dict(from_bytes(load_tensors(path)["objective"]))

@@ -1,5 +1,5 @@
-"""Softmax cross-entropy along a tangent in closed form, with or without the output layer; FlexAttention.
+"""Softmax cross-entropy along a tangent, with or without the output layer, and FlexAttention.
 
-Tangents are derivatives in the scalar ε, ``None`` for zero. One reverse pass differentiates both primal
-values and tangents.
+A tangent is the derivative with respect to the scalar ε; ``None`` means zero. One reverse pass
+differentiates values and tangents.
 """

@@ -1,14 +1,14 @@
 """The adaptive softmax with its loss, along a tangent.
 
 The head's softmax p is over the shortlist and one class for each tail c, whose probability is π_c;
-each tail has a softmax of its own. With Var the variance of the logits' tangent under a softmax,
+each tail has its own softmax. With Var the variance of the logits' tangent under a softmax,
 
     uᵀHu = Var_head + Σ_c π_c Var_c,
 
-the expectation over labels of the second derivative (the Fisher form; that of one label would have
-its own tail alone). It is a sum over every tail for every row. Drawing one tail per row, c with
-probability π_c, gives an unbiased estimate, gradient included, at the cost of the drawn tails' rows
-only.
+the expectation of the second derivative over labels (the Fisher form; for a single label, only its own
+tail would count). The sum is over every tail for every row. Drawing one tail c per row, with
+probability π_c, gives an unbiased estimate of the value and the gradient, and each tail then processes
+only the rows that drew it.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class AdaptiveOutput(Output):
         self.chunk = chunk
 
     def layers(self, parameters: Parameters) -> list[Layer]:
-        """The head and the tails."""
+        """Return the head and the tails."""
         return [Layer(*parameters[n : n + 3]) for n in range(0, len(parameters), 3)]  # type: ignore[arg-type]
 
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The head's terms for all rows that count, and each tail's for those that need it."""
+        """Return the head's terms for all rows that count, plus each tail's for rows that need it."""
         kept = (rows.weight > 0).nonzero().squeeze(-1)
         f, df, target, weight = (None if x is None else x.index_select(0, kept) for x in rows)
         assert f is not None
@@ -93,10 +93,10 @@ class AdaptiveOutput(Output):
         return loss, quadratic, directional
 
     def _shares(self, z: Tensor, options: SoftmaxOptions) -> Tensor:
-        """The factor of each tail's quadratic form in each row: (rows, tails).
+        """Return the factor of each tail's quadratic form in each row: (rows, tails).
 
-        It is π_c, or for a drawn tail 1 with the gradient of log π_c: that keeps the mean of the
-        gradient, too.
+        It is π_c, or for a drawn tail 1 with the gradient of log π_c, which keeps the mean of the
+        gradient as well.
         """
         log_picks = z[:, self.shortlist :] - z.logsumexp(-1, keepdim=True)
         if options.form == "identity":
@@ -110,12 +110,12 @@ class AdaptiveOutput(Output):
         return (log_picks - log_picks.detach()).exp() * (drawn - self.shortlist == tails)
 
     def members(self, target: Tensor, words: range) -> Tensor:
-        """Which targets are in a tail; the last tail has all beyond it, which are errors there."""
+        """Return which targets are in a tail; targets beyond the vocabulary are errors in the last."""
         last = words.stop == self.words
         return target >= words.start if last else (target >= words.start) & (target < words.stop)
 
     def head_target(self, target: Tensor) -> Tensor:
-        """The right class of the head: a word of the shortlist, or the word's tail."""
+        """Return the target of the head: a word of the shortlist, or the word's tail."""
         tail = torch.zeros_like(target)
         for words in self.tails:
             tail += target >= words.start
@@ -123,7 +123,7 @@ class AdaptiveOutput(Output):
 
 
 def _logits(layer: Layer, f: Tensor, df: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The logits of one softmax and their tangent."""
+    """Return the logits of one softmax, and their tangent."""
     dtype = working_dtype(f.dtype)
     u = None if df is None else layer._replace(bias=None).logits(df).to(dtype)
     return layer.logits(f).to(dtype), u

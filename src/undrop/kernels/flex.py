@@ -5,7 +5,8 @@ with scores s and lse = log Σ exp(s) it gives the same result:
 
     Σ_k p_k m_k v_k = exp(lse′ - lse) · flex_attention(score_mod = s + log m),   lse′ = log Σ m exp(s).
 
-m = 0 is a score of -inf, so a dropped key is a masked one. A negative m has no logarithm: NaN then.
+m = 0 is a score of -inf, so a dropped key is a masked one. A negative m has no logarithm
+and gives NaN.
 """
 
 from __future__ import annotations
@@ -66,24 +67,24 @@ def flex_attention(
 ) -> Any:
     """``torch.nn.attention.flex_attention.flex_attention`` with ``dropout_p``, as in torch's SDPA.
 
-    Under undrop's objectives ``dropout_p`` makes an attention site. Without them it drops, in eval
-    mode too: pass ``self.p if self.training else 0.0``. The log-sum-exp that may be returned is that of
-    the scores without dropout.
+    Under undrop's objectives, ``dropout_p`` makes an attention site. Otherwise it drops, in eval mode
+    too, so pass ``self.p if self.training else 0.0``. The log-sum-exp, if you ask for it, is computed
+    without dropout.
 
-    The noise is one number per query and key, which is held in memory. On the CPU, where torch's
-    kernels have no gradient, the scores are written out.
+    The noise takes memory: one number per query and key. On the CPU, torch's kernels have no gradient,
+    so attention is computed in plain operations.
 
     Args:
         query: (batch, heads, queries, width).
         key: (batch, heads, keys, width).
         value: (batch, heads, keys, width of the output).
-        score_mod: as torch's.
-        block_mask: as torch's.
-        scale: as torch's.
-        enable_gqa: as torch's.
-        return_lse: as torch's.
-        kernel_options: as torch's.
-        return_aux: as torch's.
+        score_mod: as in torch.
+        block_mask: as in torch.
+        scale: as in torch.
+        enable_gqa: as in torch.
+        return_lse: as in torch.
+        kernel_options: as in torch.
+        return_aux: as in torch.
         dropout_p: the drop probability of every attention probability.
     """
     if not 0.0 <= dropout_p <= 1.0:
@@ -103,13 +104,13 @@ def flex_attention(
 
 
 def attend(call: FlexCall, factors: Tensor | None) -> Any:
-    """Σ_k p_k m_k v_k for the factors m of the probabilities; None is 1."""
+    """Return Σ_k p_k m_k v_k for the factors m of the probabilities; None means 1."""
     path = without_kernel if call.query.device.type == "cpu" else in_kernel
     return path(call, factors)
 
 
 def in_kernel(call: FlexCall, factors: Tensor | None) -> Any:
-    """By torch's kernels: one call for the log-sum-exp, and one with log m in the scores."""
+    """Use torch's kernels: one call for the log-sum-exp, and one with log m in the scores."""
     out, lse, largest = _kernel(call, call.score_mod)
     if factors is None:
         return _result(call, out, lse, largest)
@@ -131,7 +132,7 @@ def without_kernel(
     factors: Tensor | None,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Any:
-    """In plain operations, which every engine differentiates; torch does the same without a kernel."""
+    """Use plain operations, which every engine differentiates; so does torch without a kernel."""
     groups = call.query.shape[1] // call.key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (call.key, call.value))
     scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale
@@ -151,7 +152,7 @@ def without_kernel(
 
 
 def _modified(call: FlexCall, scores: Tensor) -> Tensor:
-    """The scores after ``score_mod``, -inf where ``block_mask`` does not allow them."""
+    """Return the scores after ``score_mod``, -inf where ``block_mask`` excludes them."""
     if call.score_mod is None and call.block_mask is None:
         return scores
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -163,7 +164,7 @@ def _modified(call: FlexCall, scores: Tensor) -> Tensor:
         for dim in (3, 2, 1, 0):
             places_in = tuple(0 if d == dim else None for d in range(4))
             modify = torch.vmap(modify, in_dims=(0, *places_in))
-        with TransformGetItemToIndex():  # bias[b, h] with scalars that stand for many
+        with TransformGetItemToIndex():  # allows bias[b, h] under vmap
             scores = modify(scores, *places)
     if call.block_mask is not None:
         b, h, q, k = scores.shape
@@ -178,14 +179,14 @@ def _same(score: Tensor, *places: Tensor) -> Tensor:
 
 @cache
 def _takes_aux() -> bool:
-    """Whether torch's function has ``return_aux``, which took the place of ``return_lse``."""
+    """Return whether torch's function has ``return_aux``, which replaces ``return_lse``."""
     from torch.nn.attention import flex_attention as module
 
     return "return_aux" in inspect.signature(module.flex_attention).parameters
 
 
 def _kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[Any, Any, Any]:
-    """Torch's own output, and the log-sum-exp and the largest scores if the call requests them."""
+    """Return torch's output, and the log-sum-exp and the largest scores if the call requests them."""
     from torch.nn.attention import flex_attention as module
 
     attention: Any = module.flex_attention
@@ -206,7 +207,7 @@ def _kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[An
 
 
 def _result(call: FlexCall, out: Tensor, lse: Tensor | None, largest: Tensor | None) -> Any:
-    """What torch's function returns for the arguments."""
+    """Return what torch's function returns for these arguments."""
     if call.return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 

@@ -1,9 +1,9 @@
 """Output layers with their softmax cross-entropy, along a tangent, for a chunk of rows at a time.
 
-No more than a chunk of logits is ever held. A chunk computes its logits, forms the gradients of the
-total in them by the closed forms of ``softmax.py``, and multiplies these back: three GEMMs, over the
-rows of the features f and of their tangent ḟ together. Rows without a tangent cost what the loss
-alone costs.
+Memory never holds more than one chunk of logits. For each chunk, the layer computes the logits, forms
+the gradients of the total in them by the closed forms of ``softmax.py``, and multiplies these back:
+three GEMMs, over the rows of the features f and of their tangent ḟ together. Rows without a tangent
+cost as much as the loss alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from undrop.kernels.softmax import (
     working_dtype,
 )
 
-_CHUNK_ELEMENTS = 1 << 22  # of a chunk's logits: rows enough for GEMMs at full speed
+_CHUNK_ELEMENTS = 1 << 22  # logits of a chunk: enough rows for GEMMs at full speed
 _LEAST_ROWS = 64
 
 Parameters = Sequence[Tensor | None]
@@ -39,7 +39,7 @@ class OutputRows(NamedTuple):
     """The input of an output layer."""
 
     features: Tensor  # (rows, features)
-    tangent: Tensor | None  # of all rows, or of the last ones; None for none
+    tangent: Tensor | None  # of all rows, or of the last ones; None if no row has one
     target: Tensor  # (rows,)
     weight: Tensor  # of each row in the mean: 1/N, or 0 for an ignored target
 
@@ -49,11 +49,11 @@ class OutputRows(NamedTuple):
         return len(self.target) - (0 if self.tangent is None else len(self.tangent))
 
     def of_tangent(self, which: slice) -> slice:
-        """Where the tangent has those of some rows that have one."""
+        """Return the place of some rows in the tangent."""
         return slice(max(which.start - self.plain, 0), max(which.stop - self.plain, 0))
 
     def part(self, which: slice) -> OutputRows:
-        """Some of the rows."""
+        """Return some of the rows."""
         tangent = None if self.tangent is None else self.tangent[self.of_tangent(which)]
         tangent = tangent if tangent is not None and len(tangent) else None
         return OutputRows(self.features[which], tangent, self.target[which], self.weight[which])
@@ -88,15 +88,15 @@ class Output(ABC):
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Σ over rows of weight times ℓ, uᵀHu and ∂ℓ/∂ε, in plain operations.
+        """Return the sums over rows of weight times ℓ, uᵀHu and ∂ℓ/∂ε, in plain operations.
 
-        Either all rows have a tangent or none has; without one the last two are 0.
+        Either all rows have a tangent or none; without tangents the last two sums are 0.
         """
 
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
     ) -> Swept:
-        """The means and, if the options have coefficients, the gradients that are needed."""
+        """Return the means and, if the options have coefficients, the gradients that are needed."""
         c = options.coefficients
         needs = needs if c is not None else [False] * len(needs)
         means = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
@@ -123,7 +123,7 @@ class Output(ABC):
         return Swept(means, to)
 
     def _chunks(self, rows: OutputRows) -> list[slice]:
-        """The rows without a tangent, then those with one."""
+        """Return chunks of the rows without a tangent, then of the rows with one."""
         plain = row_chunks(rows.plain, self.classes, self.chunk)
         moved = row_chunks(len(rows.target) - rows.plain, self.classes, self.chunk)
         return [*plain, *(slice(rows.plain + m.start, rows.plain + m.stop) for m in moved)]
@@ -131,14 +131,14 @@ class Output(ABC):
     def plain_means(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> Tensor:
-        """The three means in plain operations, which hold all logits."""
+        """Return the three means in plain operations, which hold all logits."""
         parts = (slice(0, rows.plain), slice(rows.plain, len(rows.target)))
         some = [rows.part(part) for part in parts if part.stop > part.start]
         terms = [torch.stack(self.terms(part, parameters, options)) for part in some]
         return torch.stack([rows.weight.new_zeros(3), *terms]).sum(0)
 
     def loss(self, features: Tensor, target: Tensor, options: SoftmaxOptions) -> Tensor:
-        """The mean of ℓ over targets that are not ignored (0 if all are); twice differentiable.
+        """Return the mean of ℓ over targets that are not ignored (0 if all are); twice differentiable.
 
         Args:
             features: (..., features).
@@ -152,16 +152,16 @@ class Output(ABC):
     def derivatives(
         self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Means of ℓ, the quadratic form and ∂ℓ/∂ε along the tangent u of the last features."""
+        """Return the means of ℓ, the quadratic form and ∂ℓ/∂ε along the tangent u of the last rows."""
         loss, quadratic, directional = self._apply(_Derivatives, features, u, target, options)
         return loss, quadratic, directional
 
     def combined(
         self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """The total with the options' coefficients, and its three means without them or a graph.
+        """Return the total, and its three means without coefficients or a graph.
 
-        The gradients are formed in the same sweep as the values; the backward pass scales them.
+        The same sweep computes the values and the gradients; the backward pass only scales them.
         """
         total, means = self._apply(_Combined, features, u, target, options)
         loss, quadratic, directional = means
@@ -191,7 +191,7 @@ def _leaf(x: Tensor | None, needed: bool) -> Tensor | None:
 
 
 def _zeros(rows: OutputRows, parameters: Parameters, needs: Needs) -> Parameters:
-    """Where gradients are added: in the working type, since they are sums; None if not needed."""
+    """Return buffers for sums of gradients, in the working type; None if a gradient is not needed."""
     dtype = working_dtype(rows.features.dtype)
     return [
         torch.zeros_like(x, dtype=dtype) if need and x is not None else None
@@ -202,7 +202,7 @@ def _zeros(rows: OutputRows, parameters: Parameters, needs: Needs) -> Parameters
 def softmax_terms(
     z: Tensor, u: Tensor | None, target: Tensor, options: SoftmaxOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ℓ, uᵀHu and ∂ℓ/∂ε of each row of logits z along u, in plain operations; without u, ℓ and 0."""
+    """Return ℓ, uᵀHu and ∂ℓ/∂ε of each row of z along u, in plain operations; without u, ℓ and zeros."""
     loss = z.logsumexp(-1) - _expected(z, target, options.smoothing)
     if u is None:
         return loss, torch.zeros_like(loss), torch.zeros_like(loss)
@@ -216,7 +216,7 @@ def softmax_terms(
 
 
 def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Σ_k t_k x_k of each row, t being the target's distribution."""
+    """Return Σ_k t_k x_k of each row, where t is the target's distribution."""
     picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     return (1.0 - smoothing) * picked + smoothing * x.mean(-1) if smoothing else picked
 
@@ -232,7 +232,7 @@ class Logits(Output):
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the softmax."""
+        """Return the terms of the softmax."""
         found = softmax_terms(rows.features, rows.tangent, rows.target, options)
         loss, quadratic, directional = (rows.weight @ x for x in found)
         return loss, quadratic, directional
@@ -240,7 +240,7 @@ class Logits(Output):
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
     ) -> Swept:
-        """By the closed forms."""
+        """Compute the sweep by the closed forms."""
         z = rows.features
         u = z[:0] if rows.tangent is None else rows.tangent
         c, to = options.coefficients, None
@@ -269,7 +269,7 @@ class LinearOutput(Output):
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the softmax of all logits."""
+        """Return the terms of the softmax of all logits."""
         weight, bias = parameters
         assert weight is not None
         z = F.linear(rows.features, weight, bias)
@@ -279,7 +279,7 @@ class LinearOutput(Output):
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
     ) -> Swept:
-        """Chunk by chunk, with the gradients of the logits in their place."""
+        """Sweep chunk by chunk; the gradients overwrite the logits."""
         weight, bias = parameters
         assert weight is not None
         c = options.coefficients
@@ -311,14 +311,14 @@ class LinearOutput(Output):
 def _multiply_back(
     g: Tensor, weight: Tensor, rows: OutputRows, to: Parameters, places: tuple[slice, slice]
 ) -> None:
-    """Add what the gradients of the logits give in features, tangent, W and b.
+    """Add the gradients in features, tangent, W and b that follow from those in the logits.
 
     Args:
         g: the gradients of z without a tangent, of u, and of the other z.
         weight: W.
         rows: the chunk.
         to: where to add.
-        places: the chunk's rows in the first two of them.
+        places: the chunk's rows in the features and in the tangent.
     """
     n, plain = len(rows.target), rows.plain
     features, tangent, to_weight, to_bias = to
@@ -399,7 +399,7 @@ class _Combined(torch.autograd.Function):
         if not torch.is_grad_enabled():
             scaled = (None if x is None else (x * g).to(inputs[0].dtype) for x in formed)
             return None, None, None, None, *scaled
-        # A second derivative is wanted.
+        # A second derivative is needed.
         rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
         means = ctx.output.plain_means(rows, inputs[2:], ctx.options)
         total = ctx.options.coefficients.total(means)

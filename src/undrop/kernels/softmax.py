@@ -9,8 +9,8 @@ For the total ``c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε`` the gradients are
 Each row has a weight: 1/N for a target that counts, 0 for an ignored one. No value is read from the
 device, so a step on a GPU never waits. Rows without a tangent have only the loss.
 
-Blocks of rows stay in cache over all passes: passes over memory, and fresh pages above all, are the
-cost here.
+The rows are processed in blocks that stay in the cache, because reading and writing memory, above all
+fresh pages, takes most of the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 17  # of one buffer: the few that a block has stay in the cache of a core
+_BLOCK_ELEMENTS = 1 << 17  # of one buffer: all buffers of a block fit into the cache of a core
 
 Weight = float | Tensor  # a number, a 0-d tensor, or a column with one entry for each row
 Means = Tensor | tuple[Tensor, ...]  # of ℓ, uᵀHu and ∂ℓ/∂ε: (3,), or three scalars
@@ -35,15 +35,15 @@ class Coefficients(NamedTuple):
     directional: Weight
 
     def times(self, weight: Tensor) -> Coefficients:
-        """The coefficients of rows with the given weights (rows,), as columns."""
+        """Return the coefficients times the weights of the rows (rows,), as columns."""
         return Coefficients(*(c * weight.unsqueeze(-1) for c in self))
 
     def part(self, rows: slice) -> Coefficients:
-        """Those of some rows, of coefficients that are columns."""
+        """Return the coefficients of some rows, if they are columns."""
         return Coefficients(*(c[rows] if isinstance(c, Tensor) else c for c in self))
 
     def total(self, means: Means) -> Tensor:
-        """The total, from the means of ℓ, uᵀHu and ∂ℓ/∂ε."""
+        """Return the total, from the means of ℓ, uᵀHu and ∂ℓ/∂ε."""
         loss, quadratic, directional = means
         total = loss * self.loss if isinstance(self.loss, Tensor) or self.loss != 1.0 else loss
         for c, mean in ((self.quadratic, quadratic), (self.directional, directional)):
@@ -55,17 +55,17 @@ class Coefficients(NamedTuple):
 
 
 class SoftmaxOptions(NamedTuple):
-    """What to compute of rows."""
+    """What to compute for rows of logits."""
 
-    smoothing: float = 0.0  # of labels, as in torch
+    smoothing: float = 0.0  # label smoothing, as in torch
     form: str = "hessian"  # or "identity": ‖u‖² in place of uᵀHu
     coefficients: Coefficients | None = None  # None: compute no gradient
-    seed: int | None = None  # of random draws, so that the backward pass repeats them
+    seed: int | None = None  # seeds random draws, which the backward pass repeats
     ignore_index: int = -100  # the target that marks an ignored row
 
 
 class RowTerms(NamedTuple):
-    """The terms of each row, and the mean Σ p u, with v = u - Σ p u."""
+    """The terms of each row, and the mean Σ p u in v = u - Σ p u."""
 
     loss: Tensor
     quadratic: Tensor
@@ -74,44 +74,44 @@ class RowTerms(NamedTuple):
 
     @classmethod
     def of_loss(cls, loss: Tensor) -> RowTerms:
-        """The terms of rows without a tangent."""
+        """Return the terms of rows without a tangent."""
         zero = torch.zeros_like(loss)
         return RowTerms(loss, zero, zero, zero)
 
     def sums(self, weight: Tensor) -> Tensor:
-        """Σ over rows of the weight (rows,) times ℓ, uᵀHu and ∂ℓ/∂ε, (3,).
+        """Return the sums over rows of weight (rows,) times ℓ, uᵀHu and ∂ℓ/∂ε, (3,).
 
-        A row of weight 0 counts nothing, even where its logits are not finite.
+        A row of weight 0 does not count, even if its logits are not finite.
         """
         terms = torch.stack((self.loss, self.quadratic, self.directional))
         return terms.masked_fill(weight == 0.0, 0.0).mul_(weight).sum(-1)
 
     def part(self, rows: slice) -> RowTerms:
-        """Those of some rows."""
+        """Return the terms of some rows."""
         return RowTerms(*(x[rows] for x in self))
 
     @classmethod
     def joined(cls, parts: Sequence[RowTerms]) -> RowTerms:
-        """Those of all rows."""
+        """Concatenate the terms of parts of the rows."""
         if len(parts) == 1:
             return parts[0]
         return RowTerms(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
 class Work(NamedTuple):
-    """Buffers (rows, classes): v, p v and p, of which the first two become d/dz and d/du."""
+    """Buffers (rows, classes) for v, p v and p; the first two become d/dz and d/du."""
 
     v: Tensor
     pv: Tensor
     p: Tensor
 
     def part(self, rows: slice) -> Work:
-        """Those of some rows."""
+        """Return the buffers of some rows."""
         return Work(*(x[rows] for x in self))
 
 
 class GradientBuffers(NamedTuple):
-    """Where gradients are written; ``moved`` may be the memory of u, ``tangent`` and ``plain`` of z."""
+    """Buffers for gradients; ``moved`` may share memory with u, ``tangent`` and ``plain`` with z."""
 
     plain: Tensor  # d/dz of the rows without a tangent
     moved: Tensor  # d/dz of the others
@@ -125,12 +125,12 @@ def row_blocks(rows: int, classes: int) -> list[slice]:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which softmax is taken: half precision is not enough for sums over classes."""
+    """Return the type to compute softmax in: half precision is not enough for sums over classes."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def row_weights(target: Tensor, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The class of each row (0 where ignored), and the row's weight in the mean over N targets."""
+    """Return the class of each row (0 if ignored), and its weight in the mean over N targets."""
     ignored = target == ignore_index
     weight = ignored.logical_not().to(dtype)
     return target.masked_fill(ignored, 0), weight / weight.sum().clamp_(min=1.0)
@@ -144,7 +144,7 @@ def _softmax(z: Tensor, p: Tensor) -> Tensor:
 
 
 def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Σ_k t_k x_k of each row."""
+    """Return Σ_k t_k x_k of each row."""
     picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     if smoothing:
         picked.mul_(1.0 - smoothing).add_(x.mean(-1), alpha=smoothing)
@@ -152,7 +152,7 @@ def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
 
 
 def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: Weight) -> None:
-    """In place: ``x -= scale · t``."""
+    """Compute ``x -= scale · t`` in place."""
     if smoothing:
         x.sub_(scale * smoothing / x.shape[-1])
     value = x.new_ones(()) * scale * (smoothing - 1.0)
@@ -160,20 +160,20 @@ def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: Weight
 
 
 def loss_rows(z: Tensor, target: Tensor, smoothing: float, p: Tensor) -> Tensor:
-    """ℓ of each row; p, which may be z itself, becomes softmax(z)."""
+    """Return ℓ of each row, and write softmax(z) to p, which may be z itself."""
     wanted = _expected(z, target, smoothing)
     return _softmax(z, p) - wanted
 
 
 def loss_gradient_(p: Tensor, target: Tensor, smoothing: float, c: Weight) -> None:
-    """In place: p to ``d(c·ℓ)/dz = c(p - t)``."""
+    """Replace p by ``d(c·ℓ)/dz = c(p - t)`` in place."""
     _subtract_target_(p.mul_(c), target, smoothing, c)
 
 
 def tangent_rows(
     z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions, work: Work
 ) -> RowTerms:
-    """The terms of each row along the tangent u; fills the buffers.
+    """Return the terms of each row along the tangent u, and fill the buffers.
 
     Args:
         z: logits (rows, classes).
@@ -195,7 +195,7 @@ def tangent_rows(
 def tangent_gradients_(
     work: Work, terms: RowTerms, target: Tensor, options: SoftmaxOptions, c: Coefficients
 ) -> None:
-    """In place: ``work.v`` to d/dz and ``work.pv`` to d/du of the total with coefficients c."""
+    """Replace ``work.v`` by d/dz and ``work.pv`` by d/du of the total with the coefficients c."""
     v, pv, p = work
     c0, c1, c2 = (v.new_ones(()) * weight for weight in c)
     if options.form == "identity":
@@ -211,7 +211,7 @@ def tangent_gradients_(
 
 
 class LogitRows(NamedTuple):
-    """Logits z (n, classes), the tangent u of the last of them, each row's class and weight."""
+    """Logits z (n, classes), the tangent u of the last rows, and the class and weight of each row."""
 
     z: Tensor
     u: Tensor
@@ -221,7 +221,7 @@ class LogitRows(NamedTuple):
     """Whether a row may have the weight 0."""
 
     def blocks(self) -> list[tuple[slice, slice | None]]:
-        """Blocks of rows; for each its place in u, or None where the rows have no tangent."""
+        """Return blocks of rows, each with its place in u, or None if the rows have no tangent."""
         plain = len(self.z) - len(self.u)
         classes = self.z.shape[-1]
         without = [(rows, None) for rows in row_blocks(plain, classes)]
@@ -232,9 +232,9 @@ class LogitRows(NamedTuple):
 def sweep(
     rows: LogitRows, options: SoftmaxOptions, c: Coefficients | None, to: GradientBuffers | None
 ) -> Tensor:
-    """The means of the three terms, block by block; the gradients in z and u go to ``to``.
+    """Return the means of the three terms, block by block; write the gradients in z and u to ``to``.
 
-    ``c`` are the coefficients of each row; without them there is no gradient.
+    ``c`` holds the coefficients of each row; if it is None, no gradient is computed.
     """
     parts, blocks = [], rows.blocks()
     longest = max((block.stop - block.start for block, _ in blocks), default=0)
@@ -257,11 +257,11 @@ def sweep(
     return RowTerms.joined(parts).sums(rows.weight) if parts else rows.z.new_zeros(3)
 
 
-_FEW = 1 << 15  # entries of logits for which the number of calls is what costs
+_FEW = 1 << 15  # logits up to which the number of calls dominates the cost
 
 
 def _at_once(rows: LogitRows, c: Any) -> tuple[Means, tuple[Tensor, Tensor]]:
-    """What ``sweep`` computes for the Hessian, in as few calls as possible; for few logits.
+    """Compute what ``sweep`` does for the Hessian in as few calls as possible; for few logits.
 
     The coefficients c are numbers, and all N rows count, each with the weight w = 1/N.
     """
@@ -286,7 +286,7 @@ def _at_once(rows: LogitRows, c: Any) -> tuple[Means, tuple[Tensor, Tensor]]:
 
 
 def with_gradients(rows: LogitRows, options: SoftmaxOptions) -> tuple[Means, tuple[Tensor, Tensor]]:
-    """The means of the three terms, and the gradients of the total in z and u."""
+    """Return the means of the three terms, and the gradients of the total in z and u."""
     c = options.coefficients
     assert c is not None
     few = rows.z.numel() <= _FEW and options.form == "hessian" and not options.smoothing
@@ -299,7 +299,7 @@ def with_gradients(rows: LogitRows, options: SoftmaxOptions) -> tuple[Means, tup
 
 
 def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> LogitRows:
-    """As rows in the working type, with their weights."""
+    """Return the arguments as rows in the working type, with their weights."""
     dtype = working_dtype(logits.dtype)
     if logits.dim() != 2:
         logits, u = (x.reshape(-1, logits.shape[-1]) for x in (logits, u))
@@ -311,7 +311,7 @@ def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> L
 
 
 def _none_is(value: int, target: Tensor) -> bool:
-    """Whether it is known that no target has a value; only the CPU's targets are looked at."""
+    """Return whether no target has this value; False if that is not known, as on a GPU."""
     if type(target) is not Tensor or target.device.type != "cpu" or not 0 < len(target) <= _FEW:
         return False
     values = target.numpy()  # host memory: no operation of torch
@@ -321,13 +321,13 @@ def _none_is(value: int, target: Tensor) -> bool:
 def cross_entropy_with_gradients(
     logits: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
 ) -> tuple[Tensor, Means, tuple[Tensor, Tensor]]:
-    """The total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, its three means, and its gradients in logits and u.
+    """Return the total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, its three means, and its gradients in logits and u.
 
     The means are over the targets that are not ignored (0 if all are). Nothing has a graph.
 
     Args:
         logits: (..., classes).
-        u: their tangent ∂logits/∂ε, of the same shape, or of the last rows; 0 for the others.
+        u: their tangent ∂logits/∂ε, of all rows or only of the last; it is 0 for the others.
         target: classes (...).
         options: what to compute, with coefficients.
     """

@@ -1,12 +1,12 @@
-"""Words in clusters of falling frequency: the adaptive softmax, tied to its embedding.
+"""Words in clusters of decreasing frequency: the adaptive softmax, tied to its embedding.
 
 The vocabulary is sorted by frequency and cut into a shortlist S and tails C_1 … C_n, and
 
     p(w | h) = softmax_{S ∪ {1 … n}}(h)_w                               for w in S,
     p(w | h) = softmax_{S ∪ {1 … n}}(h)_c · softmax_{C_c}(P_c h)_w      for w in C_c
 
-(Grave et al. 2017), as in ``torch.nn.AdaptiveLogSoftmaxWithLoss``. Tied, the rows of each softmax
-and the projections P_c are the embedding's own (Baevski & Auli 2019).
+(Grave et al. 2017), as in ``torch.nn.AdaptiveLogSoftmaxWithLoss``. With tied weights,
+each softmax uses the rows and the projections P_c of the embedding (Baevski & Auli 2019).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class AdaptiveEmbedding(nn.Module):
     """One table of rows per cluster: word w of cluster c is ``E_c[w] P_c``.
 
     The rows of cluster c have ``size // shrink**c`` numbers; without shrinking there are no P. The
-    first table ends with one row per tail, which no token looks up: a tied head chooses the tail by
-    them, and as rows of that table they make the head's matrix one parameter.
+    first table ends with one row per tail, which no token looks up: a tied head chooses the tail with
+    these rows. They are part of that table so that the head's matrix is one parameter.
 
     Args:
-        vocab_size: the number of words, sorted by falling frequency.
+        vocab_size: the number of words, sorted by decreasing frequency.
         size: the number of features d.
         cutoffs: the first word of each tail.
-        shrink: how much shorter the rows of each tail are than those of the cluster before it.
+        shrink: the factor by which rows are shorter in each tail than in the cluster before it.
         std: the standard deviation of the initial rows.
     """
 
@@ -76,7 +76,7 @@ class AdaptiveEmbedding(nn.Module):
         """
         embedded: Tensor = self.tables[0](tokens.clamp(max=self.cutoffs[0] - 1))
         lasts = [end - 1 for end in self.cutoffs[1:]]
-        # The last table has no upper bound, so that a token beyond the vocabulary is an error.
+        # The last table has no upper bound, so a token beyond the vocabulary raises an error.
         for tail, (start, last) in enumerate(zip(self.cutoffs, (*lasts, None), strict=True)):
             rows = self.tables[tail + 1](tokens.clamp(start, last) - start)
             projection = self.projection(tail)
@@ -85,22 +85,22 @@ class AdaptiveEmbedding(nn.Module):
         return embedded
 
     def weights(self) -> list[Tensor]:
-        """The rows (n_c, d_c) of each cluster, those of the tails at the end of the first."""
+        """Return the rows (n_c, d_c) of each cluster; the first ends with the rows of the tails."""
         return [table.get_parameter("weight") for table in self.tables]
 
     def projection(self, tail: int) -> Tensor | None:
-        """P_c (d_c, d) of a tail, or None for the identity."""
+        """Return P_c (d_c, d) of a tail, or None for the identity."""
         return self.projections[tail] if len(self.projections) else None
 
 
 class AdaptiveHead(nn.Module):
-    """The adaptive softmax over an embedding's own rows; it owns only the biases.
+    """The adaptive softmax over the rows of an embedding; the head itself has only the biases.
 
-    Each call takes the embedding as an argument, so each parameter has one owner and one name in
+    Each call takes the embedding as an argument, so every parameter has one owner and one name in
     ``state_dict``.
 
     Args:
-        vocab_size: the number of words, sorted by falling frequency.
+        vocab_size: the number of words, sorted by decreasing frequency.
         cutoffs: the first word of each tail.
     """
 
@@ -114,11 +114,11 @@ class AdaptiveHead(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(count) for count in counts)
 
     def forward(self, features: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """The log-probabilities (…, V), which are logits of their own softmax."""
+        """Return the log-probabilities (…, V), which are also logits: their softmax is p."""
         return self.log_prob(features, embedding)
 
     def log_prob(self, features: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """Log-probabilities (…, V) of all words given features (…, d)."""
+        """Return log-probabilities (…, V) of all words given features (…, d)."""
         weight, bias, tails = self._layers(embedding)
         head = F.log_softmax(F.linear(features, weight, bias), dim=-1)
         shortlist, picks = head.split([self.cutoffs[0], len(tails)], dim=-1)
@@ -129,14 +129,14 @@ class AdaptiveHead(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def loss(self, embedding: AdaptiveEmbedding) -> Loss:
-        """The cross-entropy that takes this head's features."""
+        """Return the cross-entropy loss for the features that this head takes."""
         weight, bias, tails = self._layers(embedding)
         return AdaptiveSoftmax(weight, bias, tails=tails, cutoffs=list(self.cutoffs))
 
     def _layers(
         self, embedding: AdaptiveEmbedding
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor | None, Tensor, Tensor]]]:
-        """W and b of the shortlist's softmax; P_c, W and b of each tail. All are parameters."""
+        """Return W and b of the shortlist's softmax, and P_c, W and b of each tail, all parameters."""
         (weight, *rows), (bias, *offsets) = embedding.weights(), self.biases
         tails = [
             (embedding.projection(tail), row, offset)

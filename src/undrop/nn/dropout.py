@@ -20,7 +20,7 @@ def _probability(p: float) -> float:
 
 
 def _replica(module: nn.Module) -> nn.Module:
-    """A shallow copy of ``module`` that shares everything and whose parameters can be replaced."""
+    """Return a shallow copy of ``module`` that shares all, but whose parameters can be replaced."""
     replica = module.__new__(type(module))
     replica.__dict__ = module.__dict__.copy()
     replica.__dict__["_parameters"] = module._parameters.copy()
@@ -41,7 +41,7 @@ class LockedDropout(nn.Module):
         self.time_dim = time_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop whole (example, feature) pairs for the length of the sequence."""
+        """Drop (example, feature) pairs in all time steps."""
         return structured_dropout(
             x,
             self.p,
@@ -59,8 +59,8 @@ class LockedDropout(nn.Module):
 class WeightDrop(nn.Module):
     """DropConnect: dropout on named parameters of any module, drawn once per call.
 
-    The wrapped module keeps its parameters under their own names, and is never changed: each call
-    runs on a shallow replica that sees the dropped weights, so several threads may share it.
+    The wrapped module keeps its parameters under their own names, and does not change: each call runs a
+    shallow copy with the dropped weights, so several threads may share the module.
 
     Args:
         module: the module whose parameters are dropped.

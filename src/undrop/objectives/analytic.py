@@ -26,12 +26,12 @@ TAYLOR = 0.5
 class Analytic(Objective):
     """ℓ + strength·R_approx + ξ_approx (Algorithm 2), with no dropout at all.
 
-    With u = ∂F/∂ε, the output tangent along the noise that each dropout of the model would make,
+    u = ∂F/∂ε is the output tangent along the noise that each dropout of the model would add. Then
 
-    - explicit: ``strength`` · mean uᵀHu, the paper's R_approx (eq. 4.4) with each site's
-      q/(1-q) folded in; or with the identity in H's place, or the loss Jacobian (R̃_approx);
-    - implicit: mean ∂ℓ/∂ε for the η drawn, whose gradient is ξ_approx (eq. 4.6), noise with
-      mean zero. σ is in u, so the paper's λ₂ is 1 here.
+    - the explicit part is ``strength`` · mean uᵀHu, the paper's R_approx (eq. 4.4) with the factor
+      q/(1-q) of each site. ``explicit`` can replace H by the identity or the loss Jacobian (R̃_approx);
+    - the implicit part is mean ∂ℓ/∂ε for the η drawn. Its gradient is ξ_approx (eq. 4.6), noise with
+      mean zero. u contains σ, so the paper's λ₂ is 1 here.
 
     η is ±1: the explicit part is even in η and the implicit part is odd, so one draw serves both,
     and they are uncorrelated.
@@ -40,21 +40,23 @@ class Analytic(Objective):
         explicit: "hessian", "identity", "loss-jacobian", or None for no explicit part.
         implicit: whether to add the noise.
         engine: "auto", "antithetic", "tangent", "reverse", "exact", or an ``Engine``.
-        strength: the factor on the explicit part: 1 is the paper's, 0.5 is Taylor's. A function
-            from the number of the step to a number makes a schedule.
-        fraction: ρ, the share of the batch that carries noise: a step costs about 1 + ρ plain ones.
-            The explicit part keeps its mean, the implicit one its covariance.
-        samples: draws of η per step; the explicit part is their mean, the implicit one keeps its
-            covariance (their sum over sqrt(samples)).
+        strength: the factor of the explicit part: 1 is the paper's, 0.5 is Taylor's. A function of
+            the step number makes a schedule.
+        fraction: ρ, the share of the batch that carries noise. Every step chooses the examples at
+            random. A step costs about 1 + ρ plain steps. The explicit part keeps its mean, and the
+            implicit part its covariance.
+        samples: the number of draws of η per step. The explicit part is their mean, and the implicit
+            part their sum over sqrt(samples), which keeps its covariance.
         mask: "as-declared": entries share η as each dropout declares; "independent": each entry has
-            its own, as in the paper.
+            its own η, as in the paper.
         sites: name patterns, or a mapping from pattern to a weight on σ²; dropouts that are not
             chosen are off.
-        interval: regularize every ``interval`` steps, scaled by ``interval``.
+        interval: regularize every ``interval`` steps, with the explicit part times ``interval`` and the
+            implicit part times its square root.
         batch_dim: the dimension of the batch in the targets; None finds it.
-        exact_output: evaluate the loss at the output without noise, and return that as
-            ``step.output``; by default both have an error of O(ε₀²), and of O(ε₀) with mean 0 where
-            examples without noise see a weight with noise. A step costs about 1 + 2ρ.
+        exact_output: evaluate the loss at the output without noise, and return that output as
+            ``step.output``. By default both have an error of O(ε₀²), or O(ε₀) with mean 0 if examples
+            without noise use a weight with noise. A step costs about 1 + 2ρ plain steps.
         loss: as for every objective.
         generator: as for every objective.
     """
@@ -98,11 +100,11 @@ class Analytic(Objective):
 
     @property
     def implicit_factor(self) -> float:
-        """1, or 0 where the noise is off or the engine computes expectations."""
+        """1, or 0 if the noise is off or the engine computes expectations."""
         return float(self.implicit and self.engine.name != "exact")
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
-        """Yield one evaluation per sample of η; between intervals the plain loss."""
+        """Yield one evaluation per draw of η, or the plain loss in steps that do not regularize."""
         if self.steps % self.interval:
             yield replace(self.plain(batch), last=True)
             return
@@ -158,6 +160,6 @@ def _checked_strength(strength: Any) -> float:
     if not 0.0 <= found < math.inf:
         raise OptionError(
             f"strength must be finite and not negative, got {strength!r}: pass a number, or a function "
-            "from the number of the step to one."
+            "of the step number that returns one."
         )
     return found

@@ -48,15 +48,15 @@ class Objective(ABC):
     random generators; both are in ``state_dict()``.
 
     Args:
-        loss: a ``Loss``, one of torch's loss modules, or any callable that returns a mean; None is
-            the model's own loss (Transformers), or else cross-entropy on its output.
-        generator: the source of its noise; None makes one that ``torch.manual_seed`` seeds.
+        loss: a ``Loss``, one of torch's loss modules, or any callable that returns a mean; None uses
+            the model's own loss (Transformers), or cross-entropy on its output.
+        generator: the source of the noise; None makes a generator that ``torch.manual_seed`` seeds.
     """
 
     needs_dropout = True
     """Whether a model without dropout is an error."""
     interval = 1
-    """The number of steps from one that regularizes to the next."""
+    """Every ``interval``-th step regularizes."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Objective(ABC):
         self._finite = FiniteCheck()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is known about models, which another process looks up again."""
+        """Return everything except what is known about models, which another process finds again."""
         known = ("_sites", "_followed", "_compiled", "_finite")
         return {k: v for k, v in self.__dict__.items() if k not in known}
 
@@ -114,9 +114,9 @@ class Objective(ABC):
         Raises:
             UndropError: one of its subclasses, for bad input; the model is then unchanged.
         """
-        # Another model's pass may be what calls this; compiled code would hide its dropout.
+        # Another model's pass may call this, and compiled code would hide the dropout.
         with outside_interception(), eager():
-            bare = unwrapped(model)  # refuses what is no module
+            bare = unwrapped(model)  # raises an error if it is not a module
             compiled = self._is_compiled(model)
             _, inputs, targets = self.loss.prepare(bare, inputs, targets)
             batch = Batch(bare, inputs, targets, compiled)
@@ -161,7 +161,7 @@ class Objective(ABC):
         return output, self.loss.value(seen, batch.targets)
 
     def evaluated(self, engine: Engine, request: Request) -> Evaluation:
-        """Return what the engine computes; where every dropout has p = 0, the plain loss.
+        """Return what the engine computes; if every dropout has p = 0, the plain loss.
 
         Raises:
             NoDropoutError: if no dropout runs in the pass.
@@ -192,7 +192,7 @@ class Objective(ABC):
     def sites(self, model: nn.Module, inputs: Any) -> Sites:
         """Return the model's sites; they are looked up the first time the model is seen.
 
-        Where every dropout has p = 0 there are none, and they are looked up at every step.
+        If every dropout has p = 0, there are no sites, and they are looked up at every step.
         """
         if model not in self._sites:
             trainable = self.trainable_parameters(model)
@@ -212,8 +212,8 @@ class Objective(ABC):
     def _is_compiled(self, model: nn.Module) -> bool:
         """Return whether the user compiled the model; looked up at steps 0, 1, 2, 4, 8, ….
 
-        The look-up visits every module. A model that is compiled between two of them runs as plain
-        Python until the next one, with the same numbers.
+        The look-up visits every module. A model that is compiled between two look-ups runs uncompiled
+        until the next one, with the same results.
         """
         if model not in self._compiled or self.steps & (self.steps - 1) == 0:
             self._compiled[model] = is_compiled(model)

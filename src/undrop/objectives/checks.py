@@ -31,11 +31,11 @@ from undrop.intercept import (
 _log = logging.getLogger("undrop")
 
 _EXPLICIT, _IMPLICIT = 1e-10, 1e-5
-"""Shares of the loss that rounding alone can make of uᵀHu and of ∂ℓ/∂ε."""
+"""The sizes of uᵀHu and ∂ℓ/∂ε, relative to the loss, that rounding alone can cause."""
 
 
 def fingerprint(parameters: Sequence[Tensor]) -> Tensor:
-    """A number that changes with the weights, except for sparse ones, which have no norm."""
+    """Return a number that changes with the weights; sparse weights have no norm and do not count."""
     dense = [p.detach() for p in parameters if p.layout is torch.strided]
     if not dense:  # only the inputs are trained
         return torch.zeros(())
@@ -54,7 +54,7 @@ class EffectCheck:
 
     def __init__(self) -> None:
         self.settled = False
-        """Whether there is nothing left to say."""
+        """Whether the check is complete."""
         self._weights: float | None = None  # at the first step without an effect
 
     def add(
@@ -78,7 +78,7 @@ class EffectCheck:
 
 
 def has_no_effect(parts: Mapping[str, float]) -> bool:
-    """Whether the regularizers of a step are 0, up to rounding."""
+    """Return whether the regularizers of a step are 0, up to rounding."""
     if not {"explicit", "implicit"} & parts.keys():
         return False
     loss = abs(parts.get("loss", 0.0))
@@ -87,14 +87,14 @@ def has_no_effect(parts: Mapping[str, float]) -> bool:
 
 
 class Trains(Protocol):
-    """What the checks ask an objective for."""
+    """What the checks need from an objective."""
 
     def trainable_parameters(self, model: nn.Module) -> list[Tensor]:
-        """The weights that it trains."""
+        """Return the weights that it trains."""
         ...
 
     def sites(self, model: nn.Module, inputs: Any) -> Sites:
-        """The model's sites."""
+        """Return the model's sites."""
         ...
 
 
@@ -146,7 +146,7 @@ class FiniteCheck:
             self._look(self._pending.popleft(), batch, objective)
 
     def _watched(self, evaluation: Evaluation, batch: Batch) -> bool:
-        """Whether no effect of the regularizers has been seen yet."""
+        """Return whether the regularizers have had no effect so far."""
         if self._effect.settled:
             return False
         analytic = "loss" in evaluation.parts and {"explicit", "implicit"} & evaluation.parts.keys()
@@ -165,7 +165,7 @@ class FiniteCheck:
 
 
 def _surely_finite(total: Tensor) -> bool:
-    """Whether a total on the CPU is finite; False where it can't be seen at once."""
+    """Return whether a total on the CPU is finite; False if that is not known at once."""
     if type(total) is not Tensor or total.device.type != "cpu" or total.dtype == torch.bfloat16:
         return False
     return math.isfinite(total.detach().numpy())  # host memory: no operation of torch
@@ -186,9 +186,9 @@ def _message(bad: list[str], step: int, batch: Batch) -> str:
     parts = f"{', '.join(others)} and {last} parts are" if others else f"{last} part is"
     what = f"the {parts} not finite at step {step}"
     if reached:
-        return f"{what}: the activation at site {reached[0]!r} is not either."
+        return f"{what}: the first activation that is not finite is at site {reached[0]!r}."
     return (
-        f"{what}, while the activations at every site are: look at the layers after the last site, "
+        f"{what}, but the activations at all sites are: look at the layers after the last site, "
         "the learning rate, or the inputs."
     )
 
@@ -209,8 +209,8 @@ def look_at_heads(model: nn.Module, evaluation: Evaluation) -> None:
     if names:
         some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         _log.warning(
-            "the loss sees one of the %d outputs of %s, and %s get no gradient: to train them, set "
-            "whole_output = True on the loss, which then receives all that the model returns.",
+            "the loss receives one of the %d outputs of %s, and %s get no gradient: to train them, set "
+            "whole_output = True on the loss, which then receives everything that the model returns.",
             len(outputs),
             type(model).__name__,
             some,

@@ -1,4 +1,4 @@
-"""Dropout as an objective: averaged over k samples, with or without its noise put back."""
+"""Dropout as an objective: averaged over k masks, with or without its noise added back."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ NOISES = (None, "resampled", "analytic")
 class Dropout(Objective):
     """Drop_k (Algorithm 1): the mean loss over k dropout masks; k = 1 is plain dropout.
 
-    The covariance of the gradient noise shrinks as 1/k; ``noise`` puts back what averaging took:
+    The covariance of the gradient noise falls as 1/k. ``noise`` adds back what averaging removes:
 
     - "resampled" (Section 3.1): adds sqrt((1 - 1/k)/2)·[ℓ(η₁) - ℓ(η₂)] for two fresh masks;
     - "analytic" (Algorithm 4): adds sqrt(1 - 1/k)·∂ℓ/∂ε, the paper's ξ_approx, for ±1 noise.
 
-    The masks are torch's own, from torch's global generator, so k = 1 is bit for bit the plain
-    dropout step; with a ``generator`` undrop draws them. ``step.output`` is the first sample's: a
-    recurrent model carries the hidden state of that sample on (the paper does not say which; its
-    code carries the last one).
+    Torch draws the masks from its global generator, so k = 1 is bit for bit a plain dropout step. With
+    a ``generator``, undrop draws them. ``step.output`` is the output of the first sample, so a
+    recurrent model continues from the hidden state of that sample (the paper does not say which one;
+    its code uses the last).
 
     Args:
         k: the number of masks.
@@ -59,7 +59,7 @@ class Dropout(Objective):
             raise OptionError(f"noise must be None, 'resampled' or 'analytic', got {noise!r}.")
         if engine == "exact":
             raise OptionError(
-                "engine='exact' computes expectations, which have no noise to put back: use another."
+                "engine='exact' computes expectations, which have no noise: use another engine."
             )
         self.k = check_int("k", k)
         self.noise = noise
@@ -68,7 +68,7 @@ class Dropout(Objective):
         self.selection = Selection(sites)
         self.own_masks = generator is not None
         self.site_p: dict[str, float] = {}
-        """Probabilities by site that replace the model's own; a tuner sets them."""
+        """p by site name, in place of the model's own; a tuner sets it."""
         self._signs()  # refuses an unknown mask now, not at the first step
 
     @property
@@ -77,10 +77,10 @@ class Dropout(Objective):
         return math.sqrt(1.0 - 1.0 / self.k) if self.noise == "analytic" else None
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
-        """Yield k samples, then the noise that is put back."""
+        """Yield k samples, then the noise that is added back."""
         for _ in range(self.k):
             yield self._sample(batch, "loss", 1.0 / self.k)
-        lost = 1.0 - 1.0 / self.k  # the share of the variance that averaging takes away
+        lost = 1.0 - 1.0 / self.k  # the share of the variance that averaging removes
         if lost and self.noise == "resampled":
             factor = math.sqrt(lost / 2.0)
             yield self._sample(batch, "implicit", factor)

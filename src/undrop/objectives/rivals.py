@@ -45,8 +45,8 @@ def not_negative(name: str, value: float) -> float:
 class RDrop(Objective):
     """R-Drop: dropout with two masks, and the distance between the two predictions (Liang et al. 2021).
 
-    ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)], half of the original's total, with its α as
-    ``weight``. For a loss whose gradient is p - y the sum of both divergences is Dℓ[F₁]·u - Dℓ[F₂]·u
+    ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)], half of the original's total, where α is
+    ``weight``. For a loss whose gradient is p - y, the sum of both divergences is Dℓ[F₁]·u - Dℓ[F₂]·u
     with u = F₁ - F₂, which every loss can compute.
 
     Args:
@@ -96,7 +96,7 @@ class Jacobian(Objective):
     Args:
         weight: λ ≥ 0.
         site: the name of the site; None is the first.
-        step: δ, as a part of h's root mean square.
+        step: δ, relative to the root mean square of h.
         loss: as for every objective.
         generator: as for every objective.
     """
@@ -124,7 +124,7 @@ class Jacobian(Objective):
             yield self.plain(batch)
             return
         if self.site is not None and self.site not in names:
-            raise OptionError(f"there is no site {self.site!r}: there are {', '.join(names)}.")
+            raise OptionError(f"there is no site {self.site!r}: the sites are {', '.join(names)}.")
         shift = _Shift(self.site or names[0], self.step, self.generators)
         rng = RngSnapshot.of(batch.model, self.generators)
         buffers = copied_buffers(batch.model)
@@ -145,9 +145,9 @@ class Jacobian(Objective):
 
 
 class _Shift:
-    """h + sign·δη at one site, and h at all others; with a sign it is a site action.
+    """Turns h into h + sign·δη at one site; with a fixed sign it is a site action.
 
-    The sign is an argument: a checkpointed pass asks again after the other pass has run.
+    The sign is an argument, because a checkpointed pass runs again after the other pass has run.
     """
 
     def __init__(
@@ -209,9 +209,9 @@ def dropout_mask(objective: Objective) -> SiteAction:
 class SAM(Objective):
     """Sharpness-aware minimization (Foret et al. 2021), on top of the model's dropout.
 
-    The gradient is ∇ℓ at W + radius·g/‖g‖, where g = ∇ℓ(W), with the same dropout mask in both. It
-    is the gradient of a scalar that is linear in W, so that training needs no second step, no closure
-    and no other optimizer.
+    The gradient is ∇ℓ at W + radius·g/‖g‖, where g = ∇ℓ(W), with the same dropout mask for both.
+    ``step.total`` is linear in W and has this gradient, so training needs no second step, no closure and
+    no special optimizer.
 
     Args:
         radius: ρ ≥ 0.
@@ -271,7 +271,7 @@ class WeightNoise(Objective):
         self.scale = not_negative("scale", scale)
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
-        """Yield one evaluation: two passes with a backward pass each; the output is that of W + U."""
+        """Yield one evaluation: two passes with a backward pass each; the output is the one at W + U."""
         weights = self.trainable_parameters(batch.model)
         noise = [self._draw(w) for w in weights]
         with _moved(weights, noise):
@@ -294,7 +294,7 @@ class WeightNoise(Objective):
 
 
 def _with_gradient(value: Tensor, weights: Sequence[Tensor], gradient: Sequence[Tensor]) -> Tensor:
-    """A scalar with this value and this gradient: it is linear in the weights."""
+    """Return a scalar with this value and this gradient; it is linear in the weights."""
     products = ((w * g).sum() for w, g in zip(weights, gradient, strict=True))
     linear = sum(products, value.new_zeros(()))
     return value + (linear - linear.detach())
@@ -307,7 +307,7 @@ def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _moved(weights: Sequence[Tensor], by: Sequence[Tensor]) -> Iterator[None]:
-    """Move the weights within a block; afterwards they have the same bits as before."""
+    """Move the weights within a block, and restore them bit for bit afterwards."""
     kept = [w.detach().clone() for w in weights]
     with torch.no_grad():
         torch._foreach_add_(list(weights), list(by))

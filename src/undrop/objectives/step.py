@@ -76,9 +76,9 @@ class Step:
 
     @property
     def output(self) -> Any:
-        """What the model returned, hidden state included, without noise.
+        """What the model returned, including a hidden state, without noise.
 
-        Where the objective is dropout, it is the output of the first sample.
+        For a dropout objective, it is the output of the first sample.
         """
         return self._first.output
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS, OTHER = "#1f5fa8", "#b3541e"
-"""The colors of what was measured here and of what it is compared with."""
+"""The colors of our measurements, and of the values that they are compared with."""
 
 _STYLE = {
     "font.size": 10,
@@ -42,7 +42,7 @@ _FILLS = ("0.55", "0.75", "0.92", "0.4")
 
 
 def line_style(place: int) -> dict[str, Any]:
-    """Return the dash and the marker of the line at a place of the legend."""
+    """Return the dash and the marker of the line at a position in the legend."""
     return {
         "linestyle": _DASHES[place % len(_DASHES)],
         "marker": _MARKERS[place % len(_MARKERS)],
@@ -50,7 +50,7 @@ def line_style(place: int) -> dict[str, Any]:
 
 
 def bar_style(place: int) -> dict[str, Any]:
-    """Return the hatch and the grey of the bar at a place of the legend."""
+    """Return the hatch and the gray of the bar at a position in the legend."""
     return {
         "hatch": _HATCHES[place % len(_HATCHES)],
         "color": _FILLS[place % len(_FILLS)],
@@ -60,12 +60,12 @@ def bar_style(place: int) -> dict[str, Any]:
 
 
 def literal(text: str) -> str:
-    """Return a name as it is: to matplotlib a dollar sign begins a formula."""
+    """Escape a name for matplotlib, where a dollar sign begins a formula."""
     return text.replace("$", r"\$")
 
 
 def check_drawable() -> None:
-    """Raise an error before any work is done if matplotlib is missing.
+    """Raise an error if matplotlib is missing, before any work is done.
 
     Raises:
         MissingExtraError: if it is not installed.
@@ -75,7 +75,7 @@ def check_drawable() -> None:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a path whose suffix is not that of a picture.
+    """Raise an error for a path whose suffix is not a picture format.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
@@ -99,9 +99,9 @@ def styled() -> AbstractContextManager[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of that many inches.
+    """Return an empty figure, with its size in inches.
 
-    It is made without pyplot: nothing global, no window, nothing to close.
+    It does not use pyplot, so there is no global state and no window to close.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
@@ -113,7 +113,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def svg(figure: Figure, title: str) -> str:
-    """Return the figure as an ``<svg>`` element, with a title for those who can't see it."""
+    """Return the figure as an ``<svg>`` element, with a title for screen readers."""
     text = io.StringIO()
     with styled():
         figure.savefig(text, format="svg", metadata=_NO_DATE["svg"])
@@ -123,7 +123,7 @@ def svg(figure: Figure, title: str) -> str:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure, whole or not at all; the suffix says how (png, pdf, svg).
+    """Write the figure atomically; the suffix sets the format (png, pdf, svg).
 
     Raises:
         OptionError: if the suffix is missing or unknown.

@@ -30,13 +30,13 @@ def page(title: str, *body: str) -> str:
 
 
 def fragment(*body: str) -> str:
-    """Return elements for a notebook's ``_repr_html_``; their style reaches nothing else."""
+    """Return elements for a notebook's ``_repr_html_``; their style affects nothing else."""
     content = "\n".join(element for element in body if element)
     return f'<div class="undrop"><style>{_style()}</style>\n{content}\n</div>'
 
 
 def heading(text: str, *, anchor: str = "", level: int = 2) -> str:
-    """Return a heading; a link to ``#anchor`` leads to it."""
+    """Return a heading that a link to ``#anchor`` leads to."""
     name = f' id="{escape(anchor)}"' if anchor else ""
     return f"<h{level}{name}>{escape(text)}</h{level}>"
 
@@ -64,7 +64,7 @@ def figure(picture: str, caption: str = "") -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

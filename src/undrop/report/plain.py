@@ -1,4 +1,4 @@
-"""Any result as values that JSON has, or as a pandas DataFrame."""
+"""Convert results to values for JSON, or to a pandas DataFrame."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def as_json(value: Any) -> Any:
     """Return a value as dicts, lists, strings and finite numbers.
 
     A dataclass becomes a dict of its fields and a named tuple a dict of its names; an object with a
-    ``to_json`` method decides for itself. JSON has no infinity: it becomes None, as does NaN.
+    ``to_json`` method is replaced by its result. JSON has no infinity and no NaN: they become None.
 
     >>> as_json({"best": Path("runs/a"), "loss": float("nan")})
     {'best': 'runs/a', 'loss': None}
@@ -42,7 +42,7 @@ def as_json(value: Any) -> Any:
         return as_json(value.tolist())
     if isinstance(value, Iterable):
         return [as_json(item) for item in value]
-    raise TypeError(f"{type(value).__name__} has no form in JSON: give it a to_json method.")
+    raise TypeError(f"{type(value).__name__} can't be converted to JSON: give it a to_json method.")
 
 
 def as_frame(rows: Iterable[Mapping[str, Any]], index: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The progress bar: one line per task on stderr that fits the terminal; nothing elsewhere."""
+"""The progress bar: one line per task on stderr if it is a terminal, and nothing otherwise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Bar:
         self._fields: tuple[str, ...] = ()
 
     def show(self, done: float | None, *fields: str, title: str | None = None) -> None:
-        """Change the line.
+        """Update the line.
 
         Args:
             done: the part that is done, from 0 to 1; None if unknown.
@@ -58,7 +58,7 @@ class Bar:
         return self._title[:width]
 
     def fits(self, width: int) -> bool:
-        """Whether the line fits with a wide bar and every field."""
+        """Return whether the line fits with a wide bar and every field."""
         return len("  ".join([*self._head(_WIDE, True), *self._fields])) <= width
 
     def _head(self, length: int, ascii_only: bool) -> list[str]:
@@ -71,7 +71,7 @@ class Bar:
 
 
 class Progress:
-    """Bars on stderr while a ``with`` block runs; they are gone when it ends.
+    """Bars on stderr while a ``with`` block runs; they disappear when it ends.
 
     Nothing is drawn if stderr is not a terminal, or rich is not installed.
 

@@ -12,15 +12,15 @@ from html import escape
 from typing import TextIO
 
 _GAP = 2  # spaces between columns
-_NARROWEST = 8  # the width down to which a column of text is wrapped
+_NARROWEST = 8  # the smallest width of a wrapped column of text
 _UNLIMITED = 10_000
 _BLANK = "\N{NO-BREAK SPACE}"
 _IN_A_FIGURE = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) | (?==)|(?<==) ")  # "p = 1.2 ± 0.3", "5 %"
-_IN_AN_ERROR = re.compile(r"(?<=[\d?]) (?=%)|(?<=±) ")  # those of "± 0.3" and "5 %"
+_IN_AN_ERROR = re.compile(r"(?<=[\d?]) (?=%)|(?<=±) ")  # the spaces in "± 0.3" and "5 %"
 
 
 def terminal_width(stream: TextIO | None = None) -> int:
-    """The columns of ``COLUMNS``, or of a stream's terminal; without either there is no limit.
+    """Return ``COLUMNS``, or the width of a stream's terminal; without either there is no limit.
 
     Args:
         stream: where the text goes; stdout if None.
@@ -34,7 +34,7 @@ def terminal_width(stream: TextIO | None = None) -> int:
 
 
 def unbroken(text: str) -> str:
-    """Return a text in which no figure, such as "1.2 ± 0.3" or "5 %", breaks at the end of a line."""
+    """Return a text in which a figure, such as "1.2 ± 0.3" or "5 %", never breaks across lines."""
     return _IN_A_FIGURE.sub(_BLANK, text)
 
 
@@ -70,13 +70,13 @@ class Table:
         line per cell.
 
         Args:
-            width: the columns available; those of the terminal if None.
+            width: the available columns; None uses the width of the terminal.
         """
         head, body = self.lines(terminal_width() if width is None else width)
         return "\n".join([*([self.title] if self.title else []), *head, *body])
 
     def lines(self, width: int) -> tuple[list[str], list[str]]:
-        """Return the lines of the headings, none in blocks, and those of the rows."""
+        """Return the lines of the headings (none if rows become blocks) and of the rows."""
         widths = self._widths(width)
         if widths is None:
             return [], [line for row in self.rows for line in self._block(row, width)][:-1]
@@ -84,7 +84,7 @@ class Table:
         return list(self._row(self.heads, widths)), body
 
     def _widths(self, room: int) -> list[int] | None:
-        """The width of every column, or None if the table does not fit."""
+        """Return the width of every column, or None if the table does not fit."""
         cells = [max([_cells(row[i]) for row in self.rows] or [0]) for i in range(len(self.heads))]
         widths = [max(cell, _cells(head)) for cell, head in zip(cells, self.heads, strict=True)]
         least = [
@@ -130,11 +130,11 @@ class Table:
         return "\n".join("| " + " | ".join(map(_in_pipes, line)) + " |" for line in lines)
 
     def html(self, kind: str = "", marks: dict[str, str] | None = None) -> str:
-        """Return a ``<table>`` that scrolls where it is too wide.
+        """Return a ``<table>`` that scrolls if it is too wide.
 
         Args:
             kind: the CSS class; the rows of "cards" become cards on a narrow screen.
-            marks: the CSS class of cells with a certain text.
+            marks: the CSS class of cells by their text.
         """
         heads = "".join(
             f'<th scope="col"{self._align(head)}>{escape(head)}</th>' for head in self.heads
@@ -159,19 +159,19 @@ class Table:
 
 
 def _in_column(cell: str, width: int) -> list[str]:
-    """The lines of a cell; a figure breaks before its ± only."""
+    """Return the lines of a cell; a figure breaks only before its ±."""
     lines = _wrapped(_IN_AN_ERROR.sub(_BLANK, cell), width)
     return [line.replace(_BLANK, " ") for line in lines]
 
 
 def _longest_figure(cell: str) -> int:
-    """The columns that the widest figure of a cell takes, broken before its ±."""
+    """Return the width of the widest figure in a cell, broken before its ±."""
     pieces = _IN_AN_ERROR.sub(_BLANK, cell).replace("\n", " ").split(" ")
     return max((_cells(piece) for piece in pieces if _BLANK in piece), default=0)
 
 
 def _cells(text: str) -> int:
-    """The columns that a text takes in a terminal; the widest line counts."""
+    """Return the width of a text in a terminal; the widest line counts."""
     return max(sum(map(_width, line)) for line in text.split("\n"))
 
 
@@ -187,7 +187,7 @@ def _padded(text: str, width: int, *, right: bool = False) -> str:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Break a text at spaces; a word that is too wide alone breaks after a mark such as a slash."""
+    """Break a text at spaces; a word that is too wide breaks after a mark such as a slash."""
     for paragraph in text.split("\n"):
         line = ""
         for word in paragraph.split(" "):

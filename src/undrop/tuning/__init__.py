@@ -1,4 +1,4 @@
-"""Finding p of every dropout within one training run, and whether dropout will help at all."""
+"""Find p of every dropout within one training run, and predict whether dropout will help at all."""
 
 from undrop.tuning.advice import Advice, advise, advise_from
 from undrop.tuning.history import Entry, History

@@ -28,11 +28,11 @@ from undrop.tuning.rule import START
 from undrop.tuning.tuner import Tuner
 
 BATCHES = 16
-"""The most training and validation batches that the losses are compared on."""
+"""The largest number of training and validation batches for comparing losses."""
 REPEATS = 2
-"""Of the short trainings with and without each site."""
+"""The number of repeats of the short trainings with and without each site."""
 BEST = (0.05, 0.2)
-"""Between these lay the best of six p in each of 30 searches (docs/tuning.md)."""
+"""The range of the best of six p in 30 searches (docs/tuning.md)."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Advice:
     gap: Estimate
     """The validation loss minus the training loss, both without dropout."""
     benefit: Benefit
-    """What 20 more steps with and without each dropout say."""
+    """The result of 20 more steps with and without each dropout."""
     steps: int
 
     @property
     def says(self) -> str:
-        """Whether dropout will help: it does where the short training overfits already."""
+        """Whether dropout will help: it probably will if the short training already overfits."""
         return "helps" if self.gap.low > 0.0 else "no evidence either way"
 
     @property
@@ -97,13 +97,13 @@ def _shown(found: Estimate) -> tuple[str, str, str]:
 def advise_from(
     tuner: Tuner, model: nn.Module, batches: Sequence[Any], optimizer: Optimizer
 ) -> Advice:
-    """Read the advice off a model after a short training.
+    """Return the advice for a model after a short training.
 
     Args:
-        tuner: the one that set its p.
-        model: in train mode.
+        tuner: the tuner that set p.
+        model: the model, in train mode.
         batches: the last training batches.
-        optimizer: the one that trained it.
+        optimizer: the optimizer that trained the model.
     """
     own, held = batches[-BATCHES:], tuner.validation.batches[:BATCHES]
     losses = partial(loss_without_noise, tuner.objective, model)
@@ -123,7 +123,7 @@ def advise_from(
 
 
 def _difference(a: list[float], b: list[float]) -> Estimate:
-    """The difference of two means, with Welch's degrees of freedom."""
+    """Return the difference of two means, with Welch's degrees of freedom."""
     value = fmean(a) - fmean(b)
     if min(len(a), len(b)) < 2:
         return Estimate.of(value, None)
@@ -144,16 +144,16 @@ def advise(
 ) -> Advice:
     """Train a copy of the model for a while, and say whether dropout will help, where, and at which p.
 
-    The copy trains with p = 0.1 at every site. Dropout helps where its validation loss is then above its
-    training loss; else there is no evidence either way. Then 20 more steps with and without each site,
-    twice, say where it helps now: they cost 40 · (sites + 3) steps.
+    The copy trains with p = 0.1 at every site. If its validation loss is then above its training loss,
+    dropout will probably help; otherwise there is no evidence either way. Then 20 more steps with and
+    without each site, repeated twice, measure where it helps now. This costs 40 · (sites + 3) steps.
 
     Args:
-        model: with dropout where you consider it; it is not changed.
+        model: a model with dropout wherever you consider it; it does not change.
         batches: training batches (inputs, targets), repeated as needed.
         validation: at least two batches that training does not see.
         steps: how long to train: a small share of the planned training.
-        objective: the one to train with; by default dropout with the cross-entropy.
+        objective: the objective to train with; by default dropout with cross-entropy.
         optimizer: makes the optimizer from the parameters; by default AdamW with lr = 1e-3.
     """
     check_int("steps", steps)
@@ -173,7 +173,7 @@ def advise(
 
 
 def _repeated(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """The batches again and again, in their order."""
+    """Yield the batches in order, again and again."""
     found = list(batches)
     if not found:
         raise DataError("there are no training batches: pass at least one pair (inputs, targets).")

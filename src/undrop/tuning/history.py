@@ -21,7 +21,7 @@ DECAY = "weight decay"
 EVERY = "every site"
 """The name of trials of all sites together."""
 RECENT = 10
-"""The number of trials that a benefit is the mean of."""
+"""A benefit is the mean of the last trials, at most this many."""
 
 
 class Entry(NamedTuple):
@@ -31,27 +31,27 @@ class Entry(NamedTuple):
     tried: str
     """A site, "every site" or "weight decay"."""
     difference: float
-    """The validation loss with less of it minus that with more: positive where more helps."""
+    """The validation loss with less minus the validation loss with more: positive if more helps."""
     values: dict[str, float]
-    """p of every site after the trial, and λ under "weight decay" where it is tuned."""
+    """p of every site after the trial, and λ under "weight decay" if it is tuned."""
 
 
 class Benefit(NamedTuple):
-    """A mean difference of validation losses and its standard error; positive where more helps."""
+    """A mean difference of validation losses and its standard error; positive if more helps."""
 
     value: float
     error: float
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Benefit:
-        """The mean of independent differences."""
+        """Return the mean of independent differences."""
         n = len(differences)
         error = stdev(differences) / math.sqrt(n) if n > 1 else math.inf
         return cls(fmean(differences), error)
 
     @property
     def z(self) -> float:
-        """The mean over its standard error; 0 where the error is not known."""
+        """The mean divided by its standard error; 0 if the error is not known."""
         return self.value / self.error if 0.0 < self.error < math.inf else 0.0
 
     @property
@@ -74,7 +74,7 @@ class History:
         return self.entries[-1].values if self.entries else {}
 
     def benefits(self) -> dict[str, Benefit]:
-        """Return what the last ten trials of each thing say."""
+        """Return the benefit of each site, and of weight decay, in its last ten trials."""
         found: dict[str, list[float]] = {}
         for entry in self.entries:
             found.setdefault(entry.tried, []).append(entry.difference)
@@ -85,7 +85,7 @@ class History:
         return [e.step for e in self.entries], [e.values[name] for e in self.entries]
 
     def table(self) -> Table:
-        """Return the newest state: p, benefit and what it says."""
+        """Return the newest p, benefit and evidence as a table."""
         benefits = self.benefits()
         rows = []
         for name in dict.fromkeys([*benefits, *self.values]):
@@ -96,7 +96,7 @@ class History:
         return Table(("site", "p", "benefit", "±", "says"), rows, numbers={"p", "benefit", "±"})
 
     def figure(self) -> Figure:
-        """Draw p of every site over the steps, and below it λ where weight decay is tuned.
+        """Draw p of every site over the steps, and below it λ if weight decay is tuned.
 
         Raises:
             DataError: if there was no trial yet.
@@ -129,7 +129,7 @@ class History:
         axes.plot(steps, values, label=figures.literal(name), **style)
 
     def save_figure(self, path: Path | str) -> None:
-        """Write the figure; the suffix says how (png, pdf, svg)."""
+        """Write the figure; the suffix sets the format (png, pdf, svg)."""
         from undrop.report import figures
 
         figures.save(self.figure(), Path(path))

@@ -2,10 +2,10 @@
 
     move = ± size · min(1, |z|/2)
 
-z is the difference of the trial's branches over its standard error. The size begins at the rate, doubles
-with every trial that agrees with the one before it of the same thing, and halves with one that does not.
-So a start that is far off is left behind in a few trials, whatever the rate, and trials that say nothing
-move nothing.
+z is the difference between the branches of the trial, divided by its standard error. The size starts at
+the rate. It doubles when a trial agrees with the previous trial of the same site, or of weight decay,
+and halves when it does not. So a few trials correct a start that is far off, whatever the rate, and
+trials without evidence move nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 START = 0.1
-"""The p of every site that the first trial sees."""
+"""The p of every site at the first trial."""
 LOWEST, HIGHEST = 0.005, 0.7
 """The bounds of p."""
 SMALLEST, LARGEST = 0.1, math.log(9.0)
 """The bounds of a move's size."""
 CLEAR = 2.0
-"""The z-score from which on a sign counts as known."""
+"""The z-score above which a sign counts as known."""
 
 
 def log_odds(p: float) -> float:
@@ -30,19 +30,19 @@ def log_odds(p: float) -> float:
 
 
 def probability(log_variance: float) -> float:
-    """The p whose σ² has this logarithm."""
+    """Return the p whose σ² has this logarithm."""
     return 1.0 / (1.0 + math.exp(-log_variance))
 
 
 @dataclass
 class Pace:
-    """The size of the moves of one thing, and the sign of its last trial."""
+    """The size of the moves of one site or of weight decay, and the sign of its last trial."""
 
     size: float
     sign: float = 0.0
 
     def move(self, z: float) -> float:
-        """Take in the z-score of one trial, and return how far to move."""
+        """Return how far to move, given the z-score of a trial, and update the size."""
         if z == 0.0:
             return 0.0
         sign = math.copysign(1.0, z)
@@ -54,5 +54,5 @@ class Pace:
         return sign * self.size * min(1.0, abs(z) / CLEAR)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the state."""
         return asdict(self)

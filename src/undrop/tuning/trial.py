@@ -1,6 +1,6 @@
-"""A trial of a tuner: the last steps of the run again, in two branches.
+"""A trial of a tuner: it repeats the last steps of the run in two branches.
 
-No optimizer is asked for: each tensor moves along its gradient by as much as a step of the run moved it.
+It needs no optimizer: each tensor moves along its gradient as far as a step of the run moved it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Window:
         self._moves = 0
 
     def add(self, weights: Sequence[Tensor], inputs: Any, targets: Any) -> None:
-        """Take in one step, before it happens.
+        """Record one step before it is taken.
 
-        Gradients may add up over several steps of the objective: only those after which the weights
-        have changed count as moves.
+        With gradient accumulation, only steps of the objective after which the weights have changed
+        count as moves.
         """
         now = [w.detach().clone() for w in weights]
         if len(self._before) == len(now):
@@ -42,11 +42,11 @@ class Window:
 
     @property
     def lengths(self) -> Tensor | None:
-        """How far each tensor moved in one step, on average; None if none has moved."""
+        """The mean distance that each tensor moved in a step; None if no tensor has moved."""
         return None if self._path is None else self._path / self._moves
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the state."""
         return {
             "batches": self.batches,
             "before": self._before,
@@ -55,7 +55,7 @@ class Window:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state."""
+        """Restore a saved state."""
         self.batches = [(inputs, targets) for inputs, targets in state["batches"]]
         self._before, self._path = list(state["before"]), state["path"]
         self._moves = int(state["moves"])
@@ -67,16 +67,16 @@ def difference(
     more: Callable[[], list[float]],
     less: Callable[[], list[float]],
 ) -> Benefit:
-    """L_val with less minus L_val with more, over the validation batches: positive where more helps.
+    """Return L_val with less minus L_val with more, over the validation batches: positive if more helps.
 
-    A branch that explodes loses clearly, and two of them say nothing.
+    A branch that diverges loses clearly. If both diverge, the difference is 0.
 
     Args:
         branches: what both train on.
         lengths: how far each tensor moves in one step.
-        more: sets the objective for one branch, and returns how much of each tensor weight decay takes
-            off in a step.
-        less: the same for the other branch.
+        more: sets up the objective for one branch, and returns the share of each tensor that weight
+            decay removes in a step.
+        less: does the same for the other branch.
     """
 
     def losses(setting: Callable[[], list[float]]) -> list[float] | None:

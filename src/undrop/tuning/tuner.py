@@ -1,4 +1,4 @@
-"""Finding p of every site within one training run."""
+"""Find p of every site within one training run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 10
 HELD = 4
 """The validation batches that a trial compares its branches on."""
 APART = math.log(3.0)
-"""A branch has three times the σ² or λ of the run, the other one a third of it."""
+"""One branch has three times the σ² or λ of the run, the other branch a third of it."""
 
 
 class Tuner:
@@ -64,14 +64,14 @@ class Tuner:
 
     Args:
         objective: an ``Analytic`` or a ``Dropout``.
-        validation: batches (inputs, targets) that training does not see, at least two and as large as
-            those of training, or the share of ``training`` to set aside.
-        training: the training set, for a share: train on what :attr:`training` holds then.
+        validation: at least two batches (inputs, targets) that training does not see, as large as the
+            training batches; or the share of ``training`` to set aside.
+        training: the training set, if ``validation`` is a share. Then train on :attr:`training`.
         optimizer: also adjust the weight decay of this optimizer, which must not be 0.
         interval: steps between trials.
         rate: how far the first clear trial moves log σ² or log λ; moves grow while trials agree.
         batch_size: examples per validation batch that is set aside.
-        generator: where random numbers come from; None makes one that ``torch.manual_seed`` seeds.
+        generator: the source of random numbers; None makes a generator that ``torch.manual_seed`` seeds.
 
     Raises:
         OptionError: for an objective that has nothing to adjust, or an option out of range.
@@ -153,10 +153,10 @@ class Tuner:
         return self.figures()
 
     def _rise(self) -> None:
-        """Let σ² rise from 0 to its start before the steps of the first trial.
+        """Raise σ² from 0 to its start before the first trial.
 
-        Strong noise in the first steps of a training can ruin it for good: in a ConvNet with p = 0.6
-        it turned 9 of 10 ReLU units off.
+        Strong noise in the first steps can damage a training permanently: in a ConvNet, p = 0.6 turned
+        9 of 10 ReLU units off.
         """
         last = min(self.interval, INTERVAL) - STEPS
         if self.steps <= last:
@@ -175,8 +175,8 @@ class Tuner:
         """Find the sites; a saved state may know their p already."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise OptionError(
-                f"a tuner works in one process, and there are {dist.get_world_size()}, which would tune "
-                "apart: tune in a run of one process, and give the p that it finds to this one."
+                f"a tuner works in one process, and there are {dist.get_world_size()}, which would find "
+                "different p: tune in a run of one process, and set the p that it finds in this run."
             )
         found = self.objective.sites(model, inputs)
         chosen = {
@@ -184,8 +184,8 @@ class Tuner:
         }
         if not chosen:
             raise NoDropoutError(
-                f"every dropout of {type(model).__name__} has p = 0, and a tuner leaves those alone: "
-                "give the ones to tune a p above 0; any will do."
+                f"every dropout of {type(model).__name__} has p = 0, and a tuner skips such sites: "
+                "set any p above 0 at the sites to tune."
             )
         if self.probabilities and self.probabilities.keys() != chosen.keys():
             raise DataError(
@@ -225,7 +225,7 @@ class Tuner:
         self.history.entries.append(Entry(self.steps, tried, found.value, values))
 
     def _next(self) -> str:
-        """What to try: all sites together more often than single ones, which take turns."""
+        """Return what to try: all sites together more often than single sites, which take turns."""
         names = list(self._declared)
         often = [EVERY if len(names) > 1 else names[0]] + [DECAY] * (self.optimizer is not None)
         turn, place = divmod(len(self.history.entries), 2 * len(often) + 1)
@@ -236,7 +236,7 @@ class Tuner:
         return {n: value + by * (n in names) for n, value in self._logs.items()}
 
     def _branch(self, weights: list[Tensor], tried: str, by: float) -> list[float]:
-        """Set the objective for a branch; return the share of each tensor that decay takes a step."""
+        """Set up a branch; return the share of each tensor that weight decay removes in a step."""
         logs = self._shifted(tried, by)
         self._apply(logs)
         if self.optimizer is None:
@@ -259,7 +259,7 @@ class Tuner:
         return self.history.table()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, the objective's state included."""
+        """Return everything that a resumed run needs, including the objective's state."""
         return {
             "steps": self.steps,
             "position": self.validation.position,
@@ -275,11 +275,11 @@ class Tuner:
         """Resume from a saved state.
 
         Raises:
-            DataError: for a state that is not a tuner's, or that differs in whether weight decay is
-                tuned.
+            DataError: if this is not the state of a tuner, or if only one of the two runs tunes weight
+                decay.
         """
         if missing := self.state_dict().keys() - state.keys():
-            raise DataError(f"this is no state of a tuner: it lacks {', '.join(sorted(missing))}.")
+            raise DataError(f"this is not a tuner's state: it lacks {', '.join(sorted(missing))}.")
         if (DECAY in state["logs"]) != (self.optimizer is not None):
             had, has = ("tuned", "leaves") if self.optimizer is None else ("left", "tunes")
             raise DataError(
@@ -300,17 +300,16 @@ class Tuner:
 def _divided(
     training: Dataset[Any] | None, validation: Iterable[Any] | float, batch_size: int
 ) -> tuple[Any, Iterable[Any]]:
-    """What is left to train on, and the validation batches."""
+    """Return what is left to train on, and the validation batches."""
     if not isinstance(validation, int | float):
         if training is not None:
             raise OptionError(
-                "training= is what a share is set aside from: give validation as a share, or leave "
-                "training out."
+                "training= goes with a share: pass validation as a share of it, or leave training= out."
             )
         return None, validation
     if training is None:
         raise OptionError(
-            f"validation={validation!r} is a share: pass training=DATASET to set it aside from."
+            f"validation={validation!r} is a share: pass training=DATASET, the data to take it from."
         )
     return set_aside(training, validation, batch_size=batch_size)
 

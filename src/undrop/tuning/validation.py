@@ -30,7 +30,7 @@ def set_aside(
     Args:
         dataset: a map-style dataset of pairs (input, target).
         share: the share to set aside, e.g. 0.05.
-        batch_size: examples per validation batch; that of training is a good choice.
+        batch_size: examples per validation batch; the batch size of training is a good choice.
         generator: decides which examples; None takes a fixed seed, so that a resumed run has the
             same split.
 
@@ -46,7 +46,7 @@ def set_aside(
     if not isinstance(dataset, Sized):
         raise DataError(
             f"{type(dataset).__name__} has no length, so no share of it can be set aside: pass "
-            "validation batches of your own."
+            "your own validation batches."
         )
     held, n = round(share * len(dataset)), len(dataset)
     if held < 2 * batch_size:
@@ -83,10 +83,10 @@ class Validation:
         return taken
 
     def compare(self, inputs: Any, batch_dim: int) -> None:
-        """Raise if most examples of a training batch are validation examples too.
+        """Raise an error if most examples of a training batch are also validation examples.
 
         Raises:
-            DataError: then p would be tuned on what the model learns by heart.
+            DataError: if so, because p would be tuned on examples that the model memorizes.
         """
         if self._compared >= COMPARED:
             return

@@ -364,7 +364,10 @@ def test_bad_input_to_the_model_is_the_models_own_error(objective):
         (lambda: undrop.Dropout(0), "k must be a whole number of at least 1, got 0"),
         (lambda: undrop.Dropout(2.0), "k must be a whole number of at least 1, got 2.0"),
         (lambda: undrop.Dropout(noise="white"), "noise must be None, 'resampled' or 'analytic'"),
-        (lambda: undrop.Dropout(2, noise="analytic", engine="exact"), "no noise to put back"),
+        (
+            lambda: undrop.Dropout(2, noise="analytic", engine="exact"),
+            "which have no noise: use another engine",
+        ),
         (lambda: undrop.Dropout(mask="locked"), "no mask structure 'locked'"),
         (lambda: undrop.L2(-1.0), "L2 weight must be finite and not negative, got -1.0"),
         (lambda: undrop.L2(float("inf")), "L2 weight must be finite"),

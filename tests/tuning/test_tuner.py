@@ -289,7 +289,7 @@ def test_objectives_and_options_that_can_not_be_tuned_are_refused():
         tuner_for(undrop.Dropout(), interval=0)
     with pytest.raises(OptionError, match="training=DATASET"):
         undrop.Tuner(undrop.Dropout(), 0.05)
-    with pytest.raises(OptionError, match="leave training out"):
+    with pytest.raises(OptionError, match="leave training= out"):
         undrop.Tuner(undrop.Dropout(), batches(2, seed=0), training=[1, 2])
 
 

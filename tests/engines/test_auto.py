@@ -167,7 +167,8 @@ def test_the_probe_leaves_no_trace():
 
 def test_an_engine_that_is_not_there_is_named_with_those_that_are():
     with pytest.raises(
-        OptionError, match=r"unknown engine 'fast': there are antithetic, tangent, auto"
+        OptionError,
+        match=r"unknown engine 'fast': there are antithetic, reverse, exact, tangent, auto",
     ):
         undrop.Analytic(engine="fast")
 

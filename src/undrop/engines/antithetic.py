@@ -24,15 +24,9 @@ from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
 from undrop.engines.kinks import measure_kinks
 from undrop.engines.layout import Rows, layout_of
+from undrop.engines.plan import NotStackable, Plan, PlanChanged, map_dims, stacked_noise
 from undrop.engines.proving import NO_DROPOUT
-from undrop.engines.stacked import (
-    NotStackable,
-    Plan,
-    PlanChanged,
-    map_dims,
-    run_stacked,
-    stacked_noise,
-)
+from undrop.engines.stacked import run_stacked
 from undrop.engines.stacking import StateBeforeStep, find_plan, plan_holds
 from undrop.errors import EngineError, NoDropoutError, OptionError
 from undrop.intercept import (

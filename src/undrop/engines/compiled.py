@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from undrop.engines.stacked import NotStackable, PlanChanged, run_stacked
+from undrop.engines.plan import NotStackable, PlanChanged
+from undrop.engines.stacked import run_stacked
 from undrop.torch_compat import compiled
 
 _log = logging.getLogger("undrop")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.engines.base import Request
-from undrop.engines.stacked import NotStackable, PlanChanged
+from undrop.engines.plan import NotStackable, PlanChanged
 from undrop.intercept import is_sharded, preserve_model, tensors_in
 from undrop.losses import Coefficients
 

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.engines.layout import Question, Rows, layout_of
-from undrop.engines.stacked import (
-    NotStackable,
-    Plan,
-    PlanChanged,
-    SitePlan,
-    map_dims,
-)
+from undrop.engines.plan import NotStackable, Plan, PlanChanged, SitePlan, map_dims
 from undrop.engines.trial import (
     Failed,
     Reference,

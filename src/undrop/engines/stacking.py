@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from undrop.engines.layout import Question
+from undrop.engines.plan import NotStackable, Plan
 from undrop.engines.proving import NO_DROPOUT, Prover
-from undrop.engines.stacked import NotStackable, Plan
 from undrop.intercept import Batch, Statistics, is_sharded, preserve_model
 from undrop.rng_snapshot import RngSnapshot
 

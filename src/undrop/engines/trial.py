@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from undrop.engines.blocks import BlockTensor
 from undrop.engines.layout import Layout, Rows
-from undrop.engines.stacked import NotStackable, Plan, PlanChanged, SitePlan, StackedPass, map_dims
+from undrop.engines.plan import NotStackable, Plan, PlanChanged, SitePlan, map_dims
+from undrop.engines.stacked import StackedPass
 from undrop.intercept import Interception, Site, call, tensors_in
 from undrop.noise import draw as draw_noise
 

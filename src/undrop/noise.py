@@ -59,14 +59,9 @@ def _sign(out: Tensor, q: float, scale: float, generator: torch.Generator | None
     return signs.flatten()[:n].view(out.shape).to(out.dtype).mul_(scale)
 
 
-def _gaussian(out: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
-    return out.normal_(generator=generator).mul_(scale)
-
-
 NOISES: dict[str, Callable[[Tensor, float, float, torch.Generator | None], Tensor]] = {
     "dropout": _dropout,
     "sign": _sign,
-    "gaussian": _gaussian,
 }
 """The distributions of η by name; each has mean 0 and variance 1, and comes times a scale.
 

@@ -6,13 +6,48 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from undrop.torch_compat import other_accelerator
+
+
+class _Source(NamedTuple):
+    """A global source of random numbers: how to read its state, write it, and seed it."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+
+
+def _sources() -> dict[str, _Source]:
+    """The global sources that this process has by now."""
+    found = {
+        "torch": _Source(
+            torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
+        ),
+        "python": _Source(random.getstate, random.setstate, random.seed),
+        "numpy": _Source(np.random.get_state, np.random.set_state, np.random.seed),
+    }
+    if torch.cuda.is_initialized():
+        cuda = torch.cuda
+        found["cuda"] = _Source(cuda.get_rng_state_all, _put_cuda, cuda.manual_seed_all)
+    if torch.backends.mps.is_available():
+        mps = torch.mps
+        found["mps"] = _Source(mps.get_rng_state, mps.set_rng_state, mps.manual_seed)
+    device = other_accelerator()
+    if device is not None:
+        other: Any = torch.get_device_module(device)
+        found["other"] = _Source(other.get_rng_state, other.set_rng_state, other.manual_seed_all)
+    return found
+
+
+def _put_cuda(states: list[Tensor]) -> None:
+    if len(states) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states)
 
 
 class RngSnapshot:
@@ -30,38 +65,18 @@ class RngSnapshot:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda: list[Tensor] = []
-        if torch.cuda.is_initialized():
-            self._cuda = torch.cuda.get_rng_state_all()
-        self._mps: Tensor | None = None
-        if torch.backends.mps.is_available():
-            self._mps = torch.mps.get_rng_state()
-        other = _other_device()
-        self._other: Tensor | None = None if other is None else other.get_rng_state()
-        self._python = random.getstate()
-        self._numpy: Any = np.random.get_state(legacy=True)
-        self._model = model
-        self._held_states = [] if model is None else [_state(each) for each in _held_by(model)]
-        self._held = [_saved(each) for each in _held_by(model)] if model is not None else []
+        self._states = {name: source.get() for name, source in _sources().items()}
+        self._held = [(each, _state(each)) for each in _held_by(model)]
 
     def moved(self) -> set[str]:
         """Return which generators have drawn since: "torch", "python", "numpy" and "held"."""
-        now = RngSnapshot(self._model)
-        moved = set()
-        pairs = ((self._torch, now._torch), *zip(self._cuda, now._cuda, strict=False))
-        if not all(torch.equal(a, b) for a, b in pairs) or len(self._cuda) != len(now._cuda):
-            moved.add("torch")
-        if self._mps is not None and now._mps is not None and not torch.equal(self._mps, now._mps):
-            moved.add("torch")
-        if self._other is not None and now._other is not None:
-            moved |= set() if torch.equal(self._other, now._other) else {"torch"}
-        if self._python != now._python:
-            moved.add("python")
-        same = zip(self._numpy, now._numpy, strict=True)
-        if not all(np.array_equal(a, b) for a, b in same):
-            moved.add("numpy")
-        if self._model is not None and self._held_states != now._held_states:
+        now = {name: source.get() for name, source in _sources().items()}
+        moved = {
+            name if name in ("python", "numpy") else "torch"
+            for name, state in now.items()
+            if not _same(self._states.get(name), state)
+        }
+        if any(not _same(state, _state(each)) for each, state in self._held):
             moved.add("held")
         return moved
 
@@ -80,26 +95,25 @@ class RngSnapshot:
 
     def restart(self) -> None:
         """Restore the state; devices that this machine lacks are left out."""
-        torch.set_rng_state(self._torch)
-        if self._cuda and len(self._cuda) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(self._cuda)
-        if self._mps is not None and torch.backends.mps.is_available():
-            torch.mps.set_rng_state(self._mps)
-        if self._other is not None:
-            _other_device().set_rng_state(self._other)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        for restore in self._held:
-            restore()
+        for name, source in _sources().items():
+            if name in self._states:
+                source.put(self._states[name])
+        for each, state in self._held:
+            if isinstance(each, random.Random):
+                each.setstate(state)
+            elif isinstance(each, np.random.Generator):
+                each.bit_generator.state = state
+            else:
+                each.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
-        version, internal, gauss = self._python
-        name, keys, position, has_gauss, cached = self._numpy
+        version, internal, gauss = self._states["python"]
+        name, keys, position, has_gauss, cached = self._states["numpy"]
         return {
-            "torch": self._torch,
-            "cuda": self._cuda,
-            "mps": self._mps,
+            "torch": self._states["torch"],
+            "cuda": self._states.get("cuda", []),
+            "mps": self._states.get("mps"),
             "python": {"version": version, "state": torch.tensor(internal), "gauss": gauss},
             "numpy": {
                 "name": str(name),
@@ -114,15 +128,17 @@ class RngSnapshot:
     def from_state_dict(cls, state: Mapping[str, Any]) -> RngSnapshot:
         """Return the snapshot that ``state_dict`` was called on."""
         snapshot = cls.__new__(cls)
-        snapshot._held, snapshot._held_states = [], []
-        snapshot._model, snapshot._other = None, None
-        snapshot._torch, snapshot._cuda, snapshot._mps = state["torch"], state["cuda"], state["mps"]
         python, numpy = state["python"], state["numpy"]
-        internal = tuple(python["state"].tolist())
-        snapshot._python = (python["version"], internal, python["gauss"])
         keys = numpy["keys"].numpy().astype(np.uint32)
-        rest = (numpy["position"], numpy["has_gauss"], numpy["cached"])
-        snapshot._numpy = (numpy["name"], keys, *rest)
+        snapshot._states = {
+            "torch": state["torch"],
+            "python": (python["version"], tuple(python["state"].tolist()), python["gauss"]),
+            "numpy": (
+                *(numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]),
+            ),
+            **{name: state[name] for name in ("cuda", "mps") if state[name] not in (None, [])},
+        }
+        snapshot._held = []
         return snapshot
 
 
@@ -135,16 +151,8 @@ def seed_all(seed: int) -> None:
 
 def seed_current(seed: int) -> None:
     """Seed the global generators that exist by now; a snapshot can put them back."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-    if torch.backends.mps.is_available():
-        torch.mps.manual_seed(seed)
-    other = _other_device()
-    if other is not None:
-        other.manual_seed_all(seed)  # as torch.manual_seed does
-    random.seed(seed)
-    np.random.seed(seed)
+    for source in _sources().values():
+        source.seed(seed)
 
 
 def derive_seed(base: int, *purpose: str | int) -> int:
@@ -153,19 +161,13 @@ def derive_seed(base: int, *purpose: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _other_device() -> Any:
-    """Return torch's module for an accelerator that is neither CUDA nor MPS; None without one."""
-    found = other_accelerator()
-    return None if found is None else torch.get_device_module(found)
-
-
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def _held_by(model: nn.Module) -> Iterator[Any]:
+def _held_by(model: nn.Module | None) -> Iterator[Any]:
     """Yield every generator that is an attribute of a module, or in a list or dict there."""
     seen: set[int] = set()
-    for module in model.modules():
+    for module in () if model is None else model.modules():
         for value in vars(module).values():
             values = value if isinstance(value, (list, tuple)) else (value,)
             if isinstance(value, dict):
@@ -176,29 +178,21 @@ def _held_by(model: nn.Module) -> Iterator[Any]:
                     yield each
 
 
-def _state(generator: Any) -> str:
-    """Return the state that a generator has now, as something to compare."""
-    if isinstance(generator, torch.Generator):
-        return str(generator.get_state().tolist())
+def _state(generator: Any) -> Any:
+    """Return the state that a generator has now."""
     if isinstance(generator, random.Random):
-        return str(generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        name, keys, *rest = generator.get_state(legacy=True)
-        return str((name, keys.tolist(), rest))  # type: ignore[union-attr]
-    return str(generator.bit_generator.state)
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
 
 
-def _saved(generator: Any) -> Callable[[], Any]:
-    """Return a function that restores the state that a generator has now."""
-    if isinstance(generator, torch.Generator):
-        state: Any = generator.get_state()
-        return lambda: generator.set_state(state)
-    if isinstance(generator, random.Random):
-        state = generator.getstate()
-        return lambda: generator.setstate(state)
-    if isinstance(generator, np.random.RandomState):
-        state = generator.get_state()
-        return lambda: generator.set_state(state)
-    bits = generator.bit_generator
-    state = bits.state
-    return lambda: setattr(bits, "state", state)
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two states are equal: numbers, tensors and arrays, perhaps in containers."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and any(isinstance(x, Tensor | np.ndarray) for x in a):
+        return b is not None and len(a) == len(b) and all(map(_same, a, b))
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)

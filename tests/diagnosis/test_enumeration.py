@@ -1,5 +1,6 @@
 """R_drop and its parts on nets with few masks, against an independent enumeration."""
 
+import math
 from itertools import product
 
 import pytest
@@ -8,6 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import undrop
+from device import new_generator
+from undrop.diagnosis.measure.estimates import Samples
+from undrop.diagnosis.measure.model import MeasuredModel, collect
+from undrop.diagnosis.measure.r_drop import Expander, sample_mask
 from undrop.nn import LockedDropout, WeightDrop
 
 TOLERANCE = 1e-8
@@ -153,68 +158,113 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
-def test_every_part_agrees_with_an_independent_enumeration(make):
-    case = make()
+def at_every_mask(case):
+    """E over all masks of what one mask gives: the parts by site, "" for all sites together."""
     loss = case.loss if case.loss is cubic else None
-    found = undrop.diagnose(
-        case.model, [(case.inputs, case.targets)], loss=loss, implicit=False, progress=False
-    ).explicit
-    assert found.exact
+    measured = MeasuredModel(case.model, collect([(case.inputs, case.targets)], 1), loss=loss)
+    sums = {name: [0.0, 0.0, 0.0] for name in ("", *case.sites)}
+    with measured.preserved():
+        (batch,) = measured.batches
+        expanded, base = Expander(measured)(batch), measured.loss_value(batch, {})
+        shapes = {site.name: site.mask_shape for site, _ in expanded.found}
+        sizes = [n for n, _ in case.sites.values()]
+        for dropped in product((False, True), repeat=len(case.p)):
+            drops = torch.tensor(dropped)
+            weight = float(torch.where(drops, case.p, 1 - case.p).prod())
+            values = torch.where(drops, -1.0, case.p / (1 - case.p)).split(sizes)
+            noise = {
+                name: value.view(shape)
+                if value.numel() == math.prod(shape)
+                else value.expand(shape)
+                for (name, shape), value in zip(shapes.items(), values, strict=True)
+            }
+            every, terms = sample_mask(measured, batch, expanded, base, noise)
+            found = {"": every}
+            for name, order in terms.sites.items():
+                alone = measured.loss_value(batch, {name: noise[name]}) - base - order.directional
+                found[name] = (alone, order.half_quadratic, order.curvature)
+            for name, parts in found.items():
+                sums[name] = [s + weight * x for s, x in zip(sums[name], parts, strict=True)]
+    return sums
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_the_mean_over_all_masks_is_that_of_an_independent_enumeration(make):
+    case = make()
+    expected, found = case.expected(), at_every_mask(case)
+    assert found.keys() == expected.keys()
+    for name, parts in found.items():
+        assert parts == pytest.approx(expected[name], abs=TOLERANCE)
+
+
+def close(found, truth):
+    """Of some 60 figures, none is to be 4.5 of its standard errors off."""
+    return abs(found.value - truth) <= 4.5 * found.stderr + 1e-12
+
+
+def parts_agree(parts, expected):
+    r_drop, half, curvature = expected
+    truth = (r_drop, half, curvature, r_drop - half - curvature)
+    return all(map(close, parts, truth))
+
+
+def study(case, draws=500):
+    pairs = [(case.inputs, case.targets)]
+    options = {"implicit": False, "seconds": 1e6, "draws": draws, "progress": False}
+    return undrop.diagnose(case.model, pairs, generator=new_generator(0), **options).explicit
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    case = two_layers(batch=3)
+    return case, study(case)
+
+
+def test_sampling_agrees_with_an_independent_enumeration(sampled):
+    case, found = sampled
     expected = case.expected()
-    tables = {"": found.parts} | {name: effect.parts for name, effect in found.sites.items()}
-    assert tables.keys() == expected.keys()
-    for name, parts in tables.items():
-        r_drop, half, curvature = expected[name]
-        assert parts.r_drop.value == pytest.approx(r_drop, abs=TOLERANCE)
-        assert parts.half_quadratic.value == pytest.approx(half, abs=TOLERANCE)
-        assert parts.curvature.value == pytest.approx(curvature, abs=TOLERANCE)
-        assert parts.rest.value == pytest.approx(r_drop - half - curvature, abs=TOLERANCE)
+    assert parts_agree(found.parts, expected[""])
+    for name, effect in found.sites.items():
+        assert parts_agree(effect.parts, expected[name])
+        assert close(effect.share, expected[name][1] / expected[""][1])
+    assert found.parts.rest.stderr < found.parts.r_drop.stderr  # one mask serves all parts
+
+
+def test_the_curve_in_p_agrees_with_an_independent_enumeration(sampled):
+    case, found = sampled
+    assert [round(point.p, 6) for point in found.curve] == [0.1, 0.2, 0.35, 0.5, 0.65, 0.8]
+    for point in found.curve:
+        assert parts_agree(point.parts, case.expected(point.factor)[""])
+
+
+def test_classes_agree_with_an_independent_sum(sampled):
+    case, found = sampled
+    zero = torch.zeros_like(case.p)
+    j = torch.autograd.functional.jacobian(lambda z: case.forward(case.inputs, z), zero)
+    p = case.forward(case.inputs, zero).softmax(-1).unsqueeze(-1)
+    v = j - (p * j).sum(1, keepdim=True)
+    by_class = (p * v.square() * (case.p / (1 - case.p))).sum((0, 2))
+    truth = (by_class / by_class.sum()).detach().tolist()
+    assert len(found.classes) == len(truth)
+    for each in found.classes:
+        assert close(each.share, truth[each.number])
+
+
+def test_parts_add_up_to_r_drop_and_shares_to_one(sampled):
+    _, found = sampled
+    for parts in (found.parts, *(effect.parts for effect in found.sites.values())):
         assert parts.r_drop.value == pytest.approx(
             parts.half_quadratic.value + parts.curvature.value + parts.rest.value, abs=1e-15
         )
-        assert parts.r_drop.stderr == 0.0  # one batch, every mask: nothing varies
-    for name, effect in found.sites.items():
-        share = expected[name][1] / expected[""][1]
-        assert effect.share.value == pytest.approx(share, abs=TOLERANCE)
     assert sum(effect.share.value for effect in found.sites.values()) == pytest.approx(1.0)
-
-
-def test_the_curve_in_p_agrees_with_an_independent_enumeration():
-    case = two_layers()
-    found = undrop.diagnose(
-        case.model, [(case.inputs, case.targets)], implicit=False, progress=False
-    ).explicit
-    assert [round(point.p, 6) for point in found.curve] == [0.1, 0.2, 0.35, 0.5, 0.65, 0.8]
-    for point in found.curve:
-        r_drop, half, curvature = case.expected(point.factor)[""]
-        assert point.parts.r_drop.value == pytest.approx(r_drop, abs=TOLERANCE)
-        assert point.parts.half_quadratic.value == pytest.approx(half, abs=TOLERANCE)
-        assert point.parts.curvature.value == pytest.approx(curvature, abs=TOLERANCE)
 
 
 def test_batches_are_weighted_by_their_number_of_terms():
     big, small = two_layers(batch=4), two_layers(batch=1)
-    batches = [(big.inputs, big.targets), (small.inputs + 1.0, small.targets)]
-    small.inputs = small.inputs + 1.0
-    found = undrop.diagnose(big.model, batches, implicit=False, progress=False).explicit
-    values = [case.expected()[""][0] for case in (big, small)]
-    assert found.parts.r_drop.value == pytest.approx(0.8 * values[0] + 0.2 * values[1], abs=1e-10)
-    assert found.parts.r_drop.stderr > 0.0
-
-
-@pytest.mark.slow
-def test_sixteen_dropped_units_are_enumerated():
-    torch.manual_seed(3)
-    a, b = nn.Linear(3, 16), nn.Linear(16, 4)
-    model = nn.Sequential(a, nn.Tanh(), nn.Dropout(0.5), b).double()
-    x, y = torch.randn(5, 3).double(), torch.tensor([0, 1, 2, 3, 0])
-    found = undrop.diagnose(model, [(x, y)], implicit=False, seconds=5, progress=False).explicit
-    masks = torch.cartesian_prod(*[torch.tensor([0.0, 2.0], dtype=torch.float64)] * 16)
-    h = torch.tanh(a(x))
-    with torch.no_grad():
-        logits = torch.einsum("mi,bi,ci->mbc", masks, h, b.weight) + b.bias
-        losses = F.cross_entropy(logits.flatten(0, 1), y.repeat(len(masks)))
-        r_drop = float(losses - F.cross_entropy(b(h), y))
-    assert found.exact
-    assert found.parts.r_drop.value == pytest.approx(r_drop, abs=TOLERANCE)
+    pairs = [(case.inputs, case.targets) for case in (big, small)]
+    measured = MeasuredModel(big.model, collect(pairs, 2))
+    samples = Samples()
+    with measured.preserved():
+        for batch, value in zip(measured.batches, (1.0, 6.0), strict=True):
+            samples.add(batch.number, Expander(measured)(batch).count, value)
+    assert samples.mean(lambda x: x).value == pytest.approx(0.8 * 1.0 + 0.2 * 6.0)

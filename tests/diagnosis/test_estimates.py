@@ -14,8 +14,8 @@ def test_students_quantile_is_scipys(freedom):
     assert t95(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-4)
 
 
-def samples_of(groups, masks="sampled"):
-    samples = Samples(masks)
+def samples_of(groups):
+    samples = Samples()
     for batch, values in enumerate(groups):
         for value in values:
             samples.add(batch, 1.0, value)
@@ -34,17 +34,11 @@ def test_the_standard_error_is_the_larger_of_between_and_within_batches():
     assert found.high - found.value == pytest.approx(t95(1) * 1.5)  # two batches
 
 
-def test_an_enumerated_batch_is_exact_only_if_it_is_the_only_one():
-    assert samples_of([[2.0]], "complete").mean(lambda x: x) == Estimate(2.0, 0.0, 2.0, 2.0)
-    assert samples_of([[2.0]], "enumerated").mean(lambda x: x) == Estimate(2.0, None)
-    assert samples_of([[2.0]]).mean(lambda x: x) == Estimate(2.0, None)
-
-
 def test_samples_that_are_equal_by_chance_say_nothing_about_the_error():
     equal = samples_of([[2.0, 2.0, 2.0]])
     assert equal.mean(lambda x: x) == Estimate(2.0, None)
     assert equal.ratio(lambda x: x, lambda x: 2 * x) == Estimate(0.5, None)
-    assert samples_of([[2.0], [2.0]], "enumerated").mean(lambda x: x) == Estimate(2.0, None)
+    assert samples_of([[2.0], [2.0]]).mean(lambda x: x) == Estimate(2.0, None)
     # a figure that is 0 for every mask, and a ratio that is 1 for every mask, are no chance
     assert equal.mean(lambda x: 0.0) == Estimate(0.0, 0.0, 0.0, 0.0)
     assert samples_of([[1.0, 2.0]]).ratio(lambda x: x, lambda x: x).stderr == 0.0

@@ -1,4 +1,4 @@
-"""The explicit effect by sampling, against the same figures by enumeration."""
+"""The explicit effect by sampling: its errors, its derivatives, and what it leaves alone."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from torch import nn
 import undrop
 from device import new_generator
 from problems import PROBLEMS, problem
-from undrop.diagnosis.measure.explicit import _Enumerated, _Sampled
+from undrop.diagnosis.measure.explicit import measure_explicit
 from undrop.diagnosis.measure.model import MeasuredModel, collect
-from undrop.diagnosis.measure.r_drop import Differences, Expander, Expansion
+from undrop.diagnosis.measure.r_drop import Differences, Expansion
 from undrop.diagnosis.measure.timing import Budget
 
 
@@ -38,53 +38,6 @@ def subject_of(name="mlp", loss=None, batches=1):
     return MeasuredModel(made.model, collect(pairs, batches), loss=made.loss, generator=generator)
 
 
-def both_ways(subject, draws):
-    with subject.preserved():
-        budget = Budget(1e9, quietly)
-        sampled = _Sampled(subject, Expander(subject), None).run(budget, draws)
-        exact = _Enumerated(subject, Expander(subject), None).run(budget, draws)
-    return sampled, exact
-
-
-@pytest.fixture(scope="module")
-def sampled_and_exact():
-    return both_ways(subject_of(), 500)
-
-
-def test_sampling_agrees_with_enumeration(sampled_and_exact):
-    sampled, exact = sampled_and_exact
-    pairs = list(zip(sampled.parts, exact.parts, strict=True))
-    for name, effect in sampled.sites.items():
-        pairs += zip(effect.parts, exact.sites[name].parts, strict=True)
-        pairs.append((effect.share, exact.sites[name].share))
-    for point, other in zip(sampled.curve, exact.curve, strict=True):
-        pairs += zip(point.parts, other.parts, strict=True)
-    for found, truth in pairs:
-        # 500 masks; of some 60 figures, none is to be 4.5 of its standard errors off
-        assert abs(found.value - truth.value) <= 4.5 * found.stderr + 1e-12
-    assert sampled.parts.rest.stderr < sampled.parts.r_drop.stderr  # one mask serves all parts
-
-
-def test_parts_add_up_to_r_drop_and_shares_to_one(sampled_and_exact):
-    for found in sampled_and_exact:
-        for parts in (found.parts, *(effect.parts for effect in found.sites.values())):
-            assert parts.r_drop.value == pytest.approx(
-                parts.half_quadratic.value + parts.curvature.value + parts.rest.value, abs=1e-15
-            )
-        assert sum(effect.share.value for effect in found.sites.values()) == pytest.approx(1.0)
-        by_site = sum(effect.parts.half_quadratic.value for effect in found.sites.values())
-        if found.exact:
-            assert by_site == pytest.approx(found.parts.half_quadratic.value, rel=1e-12)
-
-
-def test_classes_agree_with_enumeration(sampled_and_exact):
-    sampled, exact = sampled_and_exact
-    truth = {found.number: found.share.value for found in exact.classes}
-    assert sum(truth.values()) == pytest.approx(1.0)
-    for found in sampled.classes:
-        assert abs(found.share.value - truth[found.number]) <= 4.5 * found.share.stderr
-
-
 def test_the_standard_error_is_the_spread_between_repeated_studies():
     """Sixteen studies with independent masks: the spread of R_drop is what each of them states."""
     values, errors = [], []
@@ -92,7 +45,7 @@ def test_the_standard_error_is_the_spread_between_repeated_studies():
         subject = subject_of()
         subject.generators = type(subject.generators)(new_generator(seed))
         with subject.preserved():
-            found = _Sampled(subject, Expander(subject), None).run(Budget(1e9, quietly), 30)
+            found = measure_explicit(subject, Budget(1e9, quietly), draws=30)
         values.append(found.parts.r_drop.value)
         errors.append(found.parts.r_drop.stderr)
     spread = torch.tensor(values).std().item()
@@ -145,35 +98,20 @@ class OnceNet(nn.Module):
 
 def test_a_model_without_double_backward_is_measured_by_differences():
     model, x = OnceNet().double(), torch.randn(4, 4).double()
-    found = undrop.diagnose(
-        model, [(x, torch.tensor([0, 1, 2, 0]))], implicit=False, seconds=1e3, progress=False
-    )
+
+    def study(model):
+        options = {"implicit": False, "seconds": 1e6, "draws": 20, "progress": False}
+        pair = (x, torch.tensor([0, 1, 2, 0]))
+        return undrop.diagnose(model, [pair], generator=new_generator(0), **options)
+
+    found = study(model)
     assert found.explicit.differences is not None
     assert "no double backward" in " ".join(str(found).split())  # wherever a line ends
     plain = nn.Sequential(model.a, model.drop, nn.Tanh(), model.b)
-    truth = undrop.diagnose(
-        plain, [(x, torch.tensor([0, 1, 2, 0]))], implicit=False, seconds=1e3, progress=False
-    ).explicit
+    truth = study(plain).explicit
     assert truth.differences is None
     for a, b in zip(found.explicit.parts, truth.parts, strict=True):
         assert a.value == pytest.approx(b.value, rel=0.02, abs=2e-4)
-
-
-def test_the_curve_at_twice_the_p_is_the_effect_of_a_model_with_that_p():
-    """The point at factor 2 is what a model with twice the p has as its own."""
-
-    def net(p):
-        torch.manual_seed(0)
-        layers = [nn.Linear(3, 5), nn.Tanh(), nn.Dropout(p), nn.Linear(5, 3)]
-        return nn.Sequential(*layers).double()
-
-    batch = [(torch.randn(1, 3).double(), torch.tensor([1]))]
-    study = {"implicit": False, "progress": False}
-    weak = undrop.diagnose(net(0.25), batch, **study).explicit
-    strong = undrop.diagnose(net(0.5), batch, **study).explicit
-    (point,) = [point for point in weak.curve if point.p == pytest.approx(0.5)]
-    for a, b in zip(point.parts, strong.parts, strict=True):
-        assert a.value == pytest.approx(b.value, abs=1e-12)
 
 
 def test_the_model_is_left_as_it_was():

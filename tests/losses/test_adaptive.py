@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import jvp
 
-from device import DEVICE, new_generator
+from device import new_generator
 from dispatch import LargestTensor
 from undrop.errors import OptionError, OutputError, TargetError
 from undrop.losses.adaptive import AdaptiveSoftmax
@@ -158,38 +158,6 @@ def test_the_adaptive_loss_passes_gradcheck():
     assert torch.autograd.gradcheck(call, inputs)
 
 
-def test_drawn_tails_are_unbiased_with_their_gradient():
-    """20 runs of 1000 rows with the same features: means within 4 standard errors."""
-    features, u, layers, _ = problem((1,), ignored=0)
-    exact = reference(features, u, layers, torch.tensor([8]), "hessian").quadratic
-    want = torch.cat((exact.view(1), *(g[0] for g in torch.autograd.grad(exact, (features, u)))))
-    f, t = (x.detach().expand(1000, -1).clone().requires_grad_() for x in (features, u))
-    loss = adaptive(layers, fisher="drawn", generator=new_generator(1), chunk=None)
-    runs = []
-    for _ in range(20):
-        total, _ = loss.combined(f, t, torch.full((1000,), 8), "hessian", (0.0, 1.0, 0.0))
-        grads = torch.autograd.grad(total, (f, t))
-        runs.append(torch.cat((total.view(1), *(g.sum(0) for g in grads))).detach())
-    means = torch.stack(runs)
-    error = means.std(0) / len(runs) ** 0.5
-    assert (error > 0).all()
-    assert ((means.mean(0) - want).abs() <= 4 * error).all()
-
-
-def test_drawn_tails_are_the_same_in_the_backward():
-    features, u, layers, target = problem((4,), ignored=0)
-    loss = adaptive(layers, fisher="drawn", generator=torch.Generator(DEVICE))
-
-    def gradient(quadratic):
-        loss.generator.manual_seed(3)
-        return torch.autograd.grad(quadratic(), u)[0]
-
-    torch.testing.assert_close(
-        gradient(lambda: loss.derivatives(features, u, target).quadratic),
-        gradient(lambda: loss.combined(features, u, target, "hessian", (0.0, 1.0, 0.0))[0]),
-    )
-
-
 def test_all_targets_ignored_is_zero():
     features, u, layers, target = problem()
     target.fill_(-100)
@@ -281,5 +249,3 @@ def test_the_adaptive_softmax_refuses_layers_that_do_not_fit():
         AdaptiveSoftmax(weight, bias, tails=tails, cutoffs=[5, 3])
     with pytest.raises(OptionError, match=r"need a head of 6 classes and tails of \[1\] words"):
         AdaptiveSoftmax(weight, bias, tails=tails, cutoffs=[4, 5])
-    with pytest.raises(OptionError, match="fisher must be one of exact, drawn, got 'some'"):
-        AdaptiveSoftmax(weight, bias, tails=tails, cutoffs=CUTOFFS, fisher="some")

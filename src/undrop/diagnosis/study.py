@@ -64,7 +64,7 @@ def diagnose(
         loss: as for an objective: None is cross-entropy on the model's output.
         implicit: whether to measure gradient noise as well.
         seconds: the time to spend; more gives smaller errors. It takes longer if a minimum of
-            samples needs it, and ends early if every mask can be enumerated.
+            samples needs it.
         draws: the largest number of masks per batch; None uses all the time. With it, a generator
             and enough seconds the figures are reproducible.
         max_batches: the largest number of training and of validation batches to use.
@@ -84,7 +84,7 @@ def diagnose(
         raise OptionError(f"optimizer must be one of torch's, got {type(optimizer).__name__}.")
     began = time.monotonic()
     own, other = _collected(batches, validation, max_batches, batch_dim)
-    measured = MeasuredModel(model, own, loss=loss, generator=generator, batch_dim=batch_dim)
+    measured = MeasuredModel(model, own, loss=loss, generator=generator)
     noise, benefit, training = None, None, None
     if other is not None:
         training = Training(measured.model, optimizer, learning_rate, weight_decay)

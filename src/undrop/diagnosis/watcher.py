@@ -13,7 +13,7 @@ from undrop.diagnosis.measure.gradients import AnalyticNoise, analytic_term, gra
 from undrop.engines import Draw, ZeroLeaves
 from undrop.errors import EngineError, NoDropoutError
 from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, unwrapped
-from undrop.losses import Loss, as_loss
+from undrop.losses import GivenLoss, Loss, as_loss
 from undrop.options import check_int
 
 
@@ -59,7 +59,13 @@ class Watcher:
         self._noise = AnalyticNoise()
 
     def observe(
-        self, step: int, model: nn.Module, inputs: Any, targets: Any, *, loss: Loss | None = None
+        self,
+        step: int,
+        model: nn.Module,
+        inputs: Any,
+        targets: Any,
+        *,
+        loss: GivenLoss | None = None,
     ) -> dict[str, float] | None:
         """The figures of this step, or None between intervals.
 

@@ -25,7 +25,7 @@ class Draw:
     the backward pass, the same noise is drawn again.
 
     Args:
-        noise: the distribution of η: "sign", "dropout" or "gaussian".
+        noise: the distribution of η: "sign" or "dropout".
         mask: "as-declared" or "independent".
         selection: which sites carry noise, and how much.
         generator: returns the random generator for a device.

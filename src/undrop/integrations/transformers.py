@@ -282,7 +282,8 @@ class UndropMixin(_Base):
         """
         if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
             return 1.0, 1.0 / self.current_gradient_accumulation_steps
-        count = self.objective.loss.count(logits_of(step.output), targets)
+        assert self._undrop_task is not None
+        count = self._undrop_task.loss.count(logits_of(step.output), targets)
         share = float(count) / float(num_items_in_batch)
         if self.args.average_tokens_across_devices:  # gradients will be averaged over the processes
             share *= int(self.accelerator.num_processes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,8 @@ from torch.utils.weak import TensorWeakRef
 from undrop.intercept.branches import Blend, BlendAround, Watch
 from undrop.intercept.mask_functions import META
 from undrop.intercept.random_values import Mask, MaskDraw, RandomValue, Uniform, leaves_of, replaced
+from undrop.intercept.site import Site
+from undrop.intercept.wrappers import frames, running_module
 
 H = TypeVar("H")
 
@@ -85,6 +88,15 @@ class Replay:
     """Whether the draw has happened."""
 
 
+KINDS = {
+    "dropout": ("nativedropout",),
+    "drop-path": ("droppath", "stochasticdepth"),
+    "drop-block": ("dropblock", "dropblock2d", "dropblockfast2d"),
+    "zoneout": ("zoneout",),
+}
+"""What the site of a hand-made mask is called, by the ends of names."""
+
+
 class HandMasks:
     """Follows random values from their draw to their use; :class:`Interception` is one."""
 
@@ -105,42 +117,82 @@ class HandMasks:
     functions = 0
     """How many functions the model has called."""
 
+    sites: list[Site]
+    draws: dict[str, bool | None]
+    """For each random draw that a mask can be made of, whether that drops where it is 1; None if
+    it is no mask."""
+    masks: dict[str, MaskDraw]
+    """How draws became masks, by key."""
+    batch: int | None = None
+    """The number of examples, where it is known; it names the structure of hand-made masks."""
+    _names: dict[int, str]
+    _calls: Counter[str]
+    _known: KnownDraws
+    resume: Callable[..., Any]
+    """Calls a function of tensors as if the model had called it."""
+    noisy: Callable[..., Tensor]
+    """Returns what the action makes of h."""
+
     def next_draw(self) -> str | None:
         """Return the key of the draw that happens now; None if it is no mask."""
-        raise NotImplementedError
+        module = running_module(self._names)
+        path = "" if module is None else self._names[id(module)]
+        base = f"{path}.random" if path else "random"
+        self._calls[f"draw:{base}"] += 1
+        count = self._calls[f"draw:{base}"]
+        key = base if count == 1 else f"{base}#{count}"
+        mask = key not in self._known.others
+        self.draws[key] = False if mask else None
+        return key if mask else None
 
     def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
         """Remember that a draw is no mask, or that its branch is another one."""
-        raise NotImplementedError
+        self._known.refused(key, draw)
 
     def drops(self, key: str, rare: bool) -> bool:
-        """Return whether a mask drops where it is 1, which is its rarer value or not."""
-        raise NotImplementedError
+        """Return whether a mask drops where it is 1: by its uses, else where that is the rarer value."""
+        self.draws[key] = self._known.drops.get(key, rare)
+        return bool(self.draws[key])
 
     def around(self, key: str) -> bool:
         """Return whether a branch is blended around the module that asks."""
-        raise NotImplementedError
+        return key in self._known.around
 
     def position(self) -> tuple[int, int]:
         """Return how many sites and draws the pass has met."""
-        raise NotImplementedError
-
-    def resume(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a function of tensors as if the model had called it."""
-        raise NotImplementedError
-
-    def noisy(self, h: Tensor, p: float, **how: Any) -> Tensor:
-        """Return what the action makes of h."""
-        raise NotImplementedError
-
-    def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
-        """Return the kind, mask structure and label of a mask's site."""
-        raise NotImplementedError
+        return len(self.sites), len(self.draws)
 
     def met_mask(self, key: str, draw: MaskDraw) -> None:
         """Note how a draw became a mask."""
+        self.masks[key] = draw._replace(site=self.sites[-1].name)
+
+    def chance(self, p: Any) -> float | None:
+        """Return the one probability that p is; None if it has several."""
+        if not isinstance(p, Tensor):
+            return float(p)
+        if p.requires_grad or not p.numel():
+            return None
+        low, high = (float(x) for x in p.aminmax())
+        return low if low == high else None
+
+    def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
+        """Return the kind, mask structure and label of a mask's site."""
+        words, per_example = structure(shape, self.batch)
+        kind = kind or self._hand_made_kind()
+        return {"kind": kind, "mask": words, "per_example": per_example, "label": kind}
+
+    def _hand_made_kind(self) -> str:
+        """Return what the functions and modules that make a mask call it."""
+        for frame in frames():
+            owner = frame.f_locals.get("self")
+            for name in (frame.f_code.co_name, type(owner).__name__):
+                plain = name.replace("_", "").lower()
+                kind = next((k for k, words in KINDS.items() if plain.endswith(words)), None)
+                if kind is not None:
+                    return kind
+            if isinstance(owner, nn.Module) and id(owner) in self._names:
+                break
+        return "mask"
 
     def uniform(
         self,

@@ -8,12 +8,10 @@ there. Leaving the ``with`` block ends the interception; other threads never see
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import local
-from types import FrameType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -25,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from undrop.errors import RecomputationError
 from undrop.intercept.branches import Blend
 from undrop.intercept.checkpointing import Region, enclosing_function, regions
-from undrop.intercept.hand_masks import Given, HandMasks, known_draws, structure
+from undrop.intercept.hand_masks import KINDS, Given, HandMasks, known_draws
 from undrop.intercept.mask_functions import answer
-from undrop.intercept.random_values import Mask, MaskDraw, Uniform
+from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
-from undrop.intercept.wrappers import paths
+from undrop.intercept.wrappers import paths, running_module
 from undrop.noise import mask_shape
 from undrop.registry import Registry
 
@@ -68,15 +66,6 @@ RANDOM = frozenset(
     ]
 )
 """Torch's functions that draw from a global generator, unless they are given one."""
-
-
-KINDS = {
-    "dropout": ("nativedropout",),
-    "drop-path": ("droppath", "stochasticdepth"),
-    "drop-block": ("dropblock", "dropblock2d", "dropblockfast2d"),
-    "zoneout": ("zoneout",),
-}
-"""What the site of a hand-made mask is called, by the ends of names."""
 
 
 class _Depth(local):
@@ -117,7 +106,7 @@ class Interception(HandMasks, TorchFunctionMode):
     ) -> None:
         TorchFunctionMode.__init__(self)
         self.action = action
-        self.sites: list[Site] = []
+        self.sites = []
         self.drew = False
         """Whether the pass has drawn random numbers from torch's global generators."""
         self.idle = False
@@ -128,16 +117,10 @@ class Interception(HandMasks, TorchFunctionMode):
         self._extra_rules = rules
         self._model = model
         self._names = paths(model)
-        self._calls: Counter[str] = Counter()
+        self._calls = Counter()
         self.gradients = torch.is_grad_enabled()
-        self.draws: dict[str, bool | None] = {}
-        """For each random draw that a mask can be made of, whether that drops where it is 1; None if
-        it is no mask."""
-        self.masks: dict[str, MaskDraw] = {}
-        """How draws became masks, by key."""
+        self.draws, self.masks = {}, {}
         self.given = given
-        self.batch: int | None = None
-        """The number of examples, where it is known; it names the structure of hand-made masks."""
         self._known = known_draws(model)
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
@@ -201,69 +184,6 @@ class Interception(HandMasks, TorchFunctionMode):
         self.functions -= 1  # the model has not
         return self.__torch_function__(func, (), args, kwargs)
 
-    def next_draw(self) -> str | None:
-        """Return the key of the draw that happens now; None if it is no mask."""
-        module = self.running_module()
-        path = "" if module is None else self._names[id(module)]
-        base = f"{path}.random" if path else "random"
-        self._calls[f"draw:{base}"] += 1
-        count = self._calls[f"draw:{base}"]
-        key = base if count == 1 else f"{base}#{count}"
-        mask = key not in self._known.others
-        self.draws[key] = False if mask else None
-        return key if mask else None
-
-    def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
-        """Remember that a draw is no mask, or that its branch is another one."""
-        self._known.refused(key, draw)
-
-    def drops(self, key: str, rare: bool) -> bool:
-        """Return whether a mask drops where it is 1: by its uses, else where that is the rarer value."""
-        self.draws[key] = self._known.drops.get(key, rare)
-        return bool(self.draws[key])
-
-    def around(self, key: str) -> bool:
-        """Return whether a branch is blended around the module that asks."""
-        return key in self._known.around
-
-    def position(self) -> tuple[int, int]:
-        """Return how many sites and draws the pass has met."""
-        return len(self.sites), len(self.draws)
-
-    def met_mask(self, key: str, draw: MaskDraw) -> None:
-        """Note how a draw became a mask."""
-        self.masks[key] = draw._replace(site=self.sites[-1].name)
-
-    def chance(self, p: Any) -> float | None:
-        """Return the one probability that p is; None if it has several."""
-        if not isinstance(p, Tensor):
-            return float(p)
-        if p.requires_grad or not p.numel():
-            return None
-        low, high = (float(x) for x in p.aminmax())
-        return low if low == high else None
-
-    def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
-        """Return the kind, mask structure and label of a mask's site."""
-        words, per_example = structure(shape, self.batch)
-        kind = kind or self._hand_made_kind()
-        return {"kind": kind, "mask": words, "per_example": per_example, "label": kind}
-
-    def _hand_made_kind(self) -> str:
-        """Return what the functions and modules that make a mask call it."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            for name in (frame.f_code.co_name, type(owner).__name__):
-                plain = name.replace("_", "").lower()
-                kind = next((k for k, words in KINDS.items() if plain.endswith(words)), None)
-                if kind is not None:
-                    return kind
-            if isinstance(owner, nn.Module) and id(owner) in self._names:
-                break
-            frame = frame.f_back
-        return "mask"
-
     def prepare_recomputation(self) -> None:
         """Make sure that a checkpointed region runs again under the same interception.
 
@@ -313,7 +233,7 @@ class Interception(HandMasks, TorchFunctionMode):
         return make
 
     def _where(self) -> str:
-        module = self.running_module()
+        module = running_module(self._names)
         return "the model" if module is None else f"{self._names[id(module)] or 'the model'!r}"
 
     def off(self, h: H, training: bool | None) -> H:
@@ -345,7 +265,7 @@ class Interception(HandMasks, TorchFunctionMode):
 
     def _name(self, kind: str, label: str | None) -> tuple[str, str]:
         """Name the site by the running module; a dropout module needs no label beside its path."""
-        module = self.running_module()
+        module = running_module(self._names)
         named = kind in KINDS and type(module).__name__.lower().endswith(KINDS[kind])
         if named or isinstance(module, nn.modules.dropout._DropoutNd):
             label = None
@@ -356,17 +276,3 @@ class Interception(HandMasks, TorchFunctionMode):
         self._calls[base] += 1
         count = self._calls[base]
         return (base if count == 1 else f"{base}#{count}"), kind
-
-    def running_module(self) -> nn.Module | None:
-        """Return the innermost module of the model whose method is on the Python stack.
-
-        Reading the stack needs no hooks on the model, so there is nothing to restore, and it works
-        in every thread and under every function transform.
-        """
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and id(owner) in self._names:
-                return owner
-            frame = frame.f_back
-        return None

@@ -83,13 +83,15 @@ def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 class Batch(NamedTuple):
-    """A model and the data of one step."""
+    """A model, the data of one step, and the loss for it."""
 
     model: nn.Module
     inputs: Any
     targets: Any
     compiled: bool = False
     """Whether the user compiled the model."""
+    loss: Any = None
+    """The loss of the outputs and the targets."""
 
     def forward(self) -> Any:
         """Return everything that the model returns for the inputs."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +19,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from undrop.intercept.wrappers import frames, running_module
 
 _OURS = (f"{Path(__file__).parent.parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<")
 
@@ -108,24 +108,17 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _module(names: dict[int, str]) -> str:
-    """Return the path of the innermost module whose method is on the Python stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in names:
-            return names[id(owner)]
-        frame = frame.f_back
-    return ""
+    """Return the path of the module that is running."""
+    module = running_module(names)
+    return "" if module is None else names[id(module)]
 
 
 def _where() -> str:
     """Return the file and line of the innermost call that is neither torch's nor undrop's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         file = frame.f_code.co_filename
         if not file.startswith(_OURS):
             return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
     return ""
 
 

@@ -1,8 +1,10 @@
-"""Wrappers around a model or its parts: compilation, many processes, checkpointing."""
+"""Wrappers around a model or its parts, and which module is running now."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from types import FrameType
 
 import torch
 from torch import nn
@@ -66,6 +68,27 @@ def paths(model: nn.Module) -> dict[int, str]:
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return {id(module): _bare(name) for name, module in model.named_modules()}
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames of the Python stack, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def running_module(names: dict[int, str]) -> nn.Module | None:
+    """The innermost module whose method is on the Python stack.
+
+    Reading the stack needs no hooks on the model, so there is nothing to restore, and it works in
+    every thread and under every function transform.
+
+    Args:
+        names: the path of each module by its id.
+    """
+    owners = (frame.f_locals.get("self") for frame in frames())
+    return next((x for x in owners if isinstance(x, nn.Module) and id(x) in names), None)
 
 
 def _bare(name: str) -> str:

@@ -6,9 +6,7 @@ each tail has its own softmax. With Var the variance of the logits' tangent unde
     uᵀHu = Var_head + Σ_c π_c Var_c,
 
 the expectation of the second derivative over labels (the Fisher form; for a single label, only its own
-tail would count). The sum is over every tail for every row. Drawing one tail c per row, with
-probability π_c, gives an unbiased estimate of the value and the gradient, and each tail then processes
-only the rows that drew it.
+tail would count). The sum is over every tail for every row.
 """
 
 from __future__ import annotations
@@ -66,48 +64,32 @@ class AdaptiveOutput(Output):
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the head's terms for all rows that count, plus each tail's for rows that need it."""
-        kept = (rows.weight > 0).nonzero().squeeze(-1)
-        f, df, target, weight = (None if x is None else x.index_select(0, kept) for x in rows)
-        assert f is not None
-        assert target is not None
-        assert weight is not None
+        """The head's terms for all rows that count, and each tail's for those that need it.
+
+        These are all of them along a tangent, and the rows of its own words otherwise.
+        """
+        counts = rows.weight > 0
+        if not bool(counts.all()):
+            rows = OutputRows(*(None if x is None else x[counts] for x in rows))  # type: ignore[arg-type]
+        f, df, target, weight = rows
         head, *tails = self.layers(parameters)
         z, u = _logits(head, f, df)
+        # The factor of a tail's quadratic form is its probability π_c.
+        shares = torch.ones_like(z) if options.form == "identity" else z.softmax(-1)
         found = softmax_terms(z, u, self.head_target(target), options)
         loss, quadratic, directional = (weight @ x for x in found)
-        shares = self._shares(z, options)
-        for number, (tail, words) in enumerate(zip(tails, self.tails, strict=True)):
+        for number, (tail, words) in enumerate(zip(tails, self.tails, strict=True), self.shortlist):
             own = self.members(target, words)
-            asked = own if df is None else own | (shares[:, number].detach() > 0)
-            which = asked.nonzero().squeeze(-1)
-            within = torch.where(own, target - words.start, 0).index_select(0, which)
-            moved = None if df is None else df.index_select(0, which)
-            logits = _logits(tail, f.index_select(0, which), moved)
-            mine = softmax_terms(*logits, within, options)
-            of_own = (weight * own).index_select(0, which)
-            share = (weight * shares[:, number]).index_select(0, which)
-            loss = loss + of_own @ mine[0]
-            quadratic = quadratic + share @ mine[1]
-            directional = directional + of_own @ mine[2]
+            within = torch.where(own, target - words.start, 0)
+            if df is None:
+                mine = softmax_terms(*_logits(tail, f[own], None), within[own], options)
+                loss = loss + weight[own] @ mine[0]
+                continue
+            mine = softmax_terms(*_logits(tail, f, df), within, options)
+            loss = loss + (weight * own) @ mine[0]
+            quadratic = quadratic + (weight * shares[:, number]) @ mine[1]
+            directional = directional + (weight * own) @ mine[2]
         return loss, quadratic, directional
-
-    def _shares(self, z: Tensor, options: SoftmaxOptions) -> Tensor:
-        """Return the factor of each tail's quadratic form in each row: (rows, tails).
-
-        It is π_c, or for a drawn tail 1 with the gradient of log π_c, which keeps the mean of the
-        gradient as well.
-        """
-        log_picks = z[:, self.shortlist :] - z.logsumexp(-1, keepdim=True)
-        if options.form == "identity":
-            return torch.ones_like(log_picks)
-        if options.seed is None:
-            return log_picks.exp()
-        draws = torch.Generator(z.device).manual_seed(options.seed)
-        p = z.detach().softmax(-1)
-        drawn = torch.multinomial(p, 1, generator=draws) if len(p) else p[:, :1].long()
-        tails = torch.arange(len(self.tails), device=z.device)
-        return (log_picks - log_picks.detach()).exp() * (drawn - self.shortlist == tails)
 
     def members(self, target: Tensor, words: range) -> Tensor:
         """Return which targets are in a tail; targets beyond the vocabulary are errors in the last."""

@@ -21,9 +21,13 @@ from undrop.kernels.softmax import (
     Coefficients,
     GradientBuffers,
     LogitRows,
+    RowTerms,
     SoftmaxOptions,
+    Work,
     row_weights,
     sweep,
+    tangent_gradients_,
+    tangent_rows,
     working_dtype,
 )
 
@@ -106,9 +110,8 @@ class Output(ABC):
             some = rows.part(part)
             inputs: list[Any] = [*map(_leaf, some[:2], needs), *held]
             here = OutputRows(inputs[0], inputs[1], some.target, some.weight)
-            seed = None if options.seed is None else options.seed + part.start
             with torch.set_grad_enabled(any(needs)):
-                terms = torch.stack(self.terms(here, held, options._replace(seed=seed)))
+                terms = torch.stack(self.terms(here, held, options))
                 total = terms if c is None else c.total(terms)
             means += terms.detach()
             places = [part, rows.of_tangent(part), *(slice(None) for _ in held)]
@@ -202,17 +205,47 @@ def _zeros(rows: OutputRows, parameters: Parameters, needs: Needs) -> Parameters
 def softmax_terms(
     z: Tensor, u: Tensor | None, target: Tensor, options: SoftmaxOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ℓ, uᵀHu and ∂ℓ/∂ε of each row of z along u, in plain operations; without u, ℓ and zeros."""
-    loss = z.logsumexp(-1) - _expected(z, target, options.smoothing)
+    """ℓ, uᵀHu and ∂ℓ/∂ε of each row of logits z along u; without u, ℓ and 0.
+
+    They are in plain operations, unless the options have coefficients: then they can be
+    differentiated once, by the closed forms, and take the memory of z and u.
+    """
+    if u is not None and options.coefficients is not None:
+        found: tuple[Tensor, Tensor, Tensor] = _RowTerms.apply(z, u, target, options)
+        return found
+    log_p = z.log_softmax(-1)
+    loss = -_expected(log_p, target, options.smoothing)
     if u is None:
         return loss, torch.zeros_like(loss), torch.zeros_like(loss)
-    p = z.softmax(-1)
+    p = log_p.exp()
     mean = torch.linalg.vecdot(p, u)
     directional = mean - _expected(u, target, options.smoothing)
     if options.form == "identity":
         return loss, torch.linalg.vecdot(u, u), directional
     v = u - mean.unsqueeze(-1)
     return loss, torch.linalg.vecdot(p * v, v), directional
+
+
+class _RowTerms(torch.autograd.Function):
+    """The terms of each row along a tangent."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        work = Work(u, z, torch.empty_like(z))
+        terms = tangent_rows(z, u, target, options, work)
+        ctx.save_for_backward(target, *work, *terms)
+        ctx.options = options
+        return terms.loss, terms.quadratic, terms.directional
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        target, v, pv, p, *terms = ctx.saved_tensors
+        c = Coefficients(*(g.unsqueeze(-1) for g in incoming))
+        tangent_gradients_(Work(v, pv, p), RowTerms(*terms), target, ctx.options, c)
+        return v, pv, None, None
 
 
 def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
@@ -401,7 +434,8 @@ class _Combined(torch.autograd.Function):
             return None, None, None, None, *scaled
         # A second derivative is needed.
         rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
-        means = ctx.output.plain_means(rows, inputs[2:], ctx.options)
+        plain = ctx.options._replace(coefficients=None)
+        means = ctx.output.plain_means(rows, inputs[2:], plain)
         total = ctx.options.coefficients.total(means)
         leaves = [x for x, need in zip(inputs, needs, strict=True) if need]
         found = iter(torch.autograd.grad(total, leaves, g, create_graph=True))

@@ -60,7 +60,6 @@ class SoftmaxOptions(NamedTuple):
     smoothing: float = 0.0  # label smoothing, as in torch
     form: str = "hessian"  # or "identity": ‖u‖² in place of uᵀHu
     coefficients: Coefficients | None = None  # None: compute no gradient
-    seed: int | None = None  # seeds random draws, which the backward pass repeats
     ignore_index: int = -100  # the target that marks an ignored row
 
 

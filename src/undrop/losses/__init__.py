@@ -2,7 +2,7 @@
 
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.adaptive import AdaptiveSoftmax
-from undrop.losses.base import CONVERTERS, FORMS, ByClass, Derivatives, Loss, Prepared
+from undrop.losses.base import CONVERTERS, FORMS, ByClass, Derivatives, GivenLoss, Loss, Prepared
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.losses.generic import Generic
@@ -20,6 +20,7 @@ __all__ = [
     "CrossEntropy",
     "Derivatives",
     "Generic",
+    "GivenLoss",
     "LinearCrossEntropy",
     "Loss",
     "MSE",

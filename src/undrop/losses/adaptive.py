@@ -11,10 +11,8 @@ from torch import Tensor
 from undrop.errors import OptionError
 from undrop.kernels.adaptive import AdaptiveOutput, Layer
 from undrop.kernels.output_layers import row_chunks
-from undrop.kernels.softmax import Coefficients, SoftmaxOptions
+from undrop.kernels.softmax import SoftmaxOptions
 from undrop.losses.softmax import FeatureLoss
-
-FISHER = ("exact", "drawn")
 
 
 class AdaptiveSoftmax(FeatureLoss):
@@ -33,10 +31,6 @@ class AdaptiveSoftmax(FeatureLoss):
         cutoffs: the first word of each tail.
         ignore_index: targets of this value do not count.
         chunk: rows at a time; None chooses by the number of classes.
-        fisher: "exact" sums over every tail for every row, which costs as much as the whole
-            vocabulary; "drawn" takes one tail for each row, drawn with probability π_c, which is
-            unbiased.
-        generator: what the tails are drawn with.
     """
 
     def __init__(
@@ -48,11 +42,7 @@ class AdaptiveSoftmax(FeatureLoss):
         cutoffs: Sequence[int],
         ignore_index: int = -100,
         chunk: int | None = None,
-        fisher: str = "exact",
-        generator: torch.Generator | None = None,
     ) -> None:
-        if fisher not in FISHER:
-            raise OptionError(f"fisher must be one of {', '.join(FISHER)}, got {fisher!r}.")
         _check_sizes(head_weight, [weight for _, weight, _ in tails], cutoffs)
         head = Layer(None, head_weight, head_bias)
         output = AdaptiveOutput(head, [Layer(*tail) for tail in tails], cutoffs, chunk)
@@ -60,16 +50,6 @@ class AdaptiveSoftmax(FeatureLoss):
             output, width=head_weight.shape[1], classes=output.words, ignore_index=ignore_index
         )
         self.adaptive = output
-        self.fisher = fisher
-        self.generator = generator
-
-    def _options(self, form: str, coefficients: Coefficients | None = None) -> SoftmaxOptions:
-        options = super()._options(form, coefficients)
-        if self.fisher == "exact":
-            return options
-        device = "cpu" if self.generator is None else self.generator.device
-        seed = torch.randint(2**62, (), generator=self.generator, device=device)
-        return options._replace(seed=int(seed))
 
     @torch.no_grad()
     def _draw(self, features: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -129,7 +129,36 @@ class Prepared(NamedTuple):
     targets: Any
 
 
-class Loss(ABC):
+class GivenLoss(ABC):
+    """What is given as a loss: it turns a batch into inputs, targets and the loss of both."""
+
+    def parameters(self) -> Sequence[Tensor]:
+        """The weights in the loss, such as those of an output layer; the model may share them."""
+        return ()
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
+        """A batch as the loss takes it.
+
+        Raises:
+            DataError: if the batch is empty.
+        """
+
+
+def labels_apart(inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Inputs and targets; without targets, a dict of inputs has them as ``labels``.
+
+    Raises:
+        DataError: if the batch is empty.
+    """
+    if targets is None and isinstance(inputs, Mapping) and "labels" in inputs:
+        targets = inputs["labels"]
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    _refuse_empty(inputs, targets)
+    return inputs, targets
+
+
+class Loss(GivenLoss):
     """A mean of per-term losses ℓ of a model output F, with its derivatives in F.
 
     A new loss is one subclass; every engine and objective works with it. ``derivatives`` must be
@@ -160,21 +189,9 @@ class Loss(ABC):
         """Return what the loss receives of all that the model returns."""
         return output if self.whole_output else logits_of(output)
 
-    def parameters(self) -> Sequence[Tensor]:
-        """The weights in the loss, such as those of an output layer; the model may share them."""
-        return ()
-
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
-        """A batch as this loss takes it: without targets, a dict of inputs has them as ``labels``.
-
-        Raises:
-            DataError: if the batch is empty.
-        """
-        if targets is None and isinstance(inputs, Mapping) and "labels" in inputs:
-            targets = inputs["labels"]
-            inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        _refuse_empty(inputs, targets)
-        return Prepared(self, inputs, targets)
+        """The batch with this loss."""
+        return Prepared(self, *labels_apart(inputs, targets))
 
     @abstractmethod
     def check(self, output: Tensor, target: Tensor) -> None:

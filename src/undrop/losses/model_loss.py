@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,16 +19,7 @@ from undrop.intercept import (
     logits_of,
     no_noise,
 )
-from undrop.kernels.softmax import Coefficients
-from undrop.losses.base import (
-    CONVERTERS,
-    ByClass,
-    ClosedForm,
-    Derivatives,
-    Loss,
-    Prepared,
-    WithGradients,
-)
+from undrop.losses.base import CONVERTERS, GivenLoss, Prepared, labels_apart
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.generic import Generic
 from undrop.losses.heads import (
@@ -42,7 +33,7 @@ from undrop.losses.heads import (
 )
 
 
-class ModelLoss(ClosedForm):
+class ModelLoss(GivenLoss):
     """A Transformers model's own loss, if undrop knows it; otherwise cross-entropy.
 
     For a Transformers model the targets are its ``labels``, as the model itself takes them: a causal
@@ -51,27 +42,24 @@ class ModelLoss(ClosedForm):
     """
 
     def __init__(self) -> None:
-        self.current: Loss = CrossEntropy()
-        self._forget()
-
-    def _forget(self) -> None:
         self._tasks: weakref.WeakKeyDictionary[nn.Module, Task] = weakref.WeakKeyDictionary()
         self._verified: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._user: weakref.ref[nn.Module] | None = None  # the model of the last batch
+
+    def __reduce__(self) -> tuple[type[ModelLoss], tuple[()]]:
+        """Another process examines its models again."""
+        return ModelLoss, ()
 
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
         """Return a batch in the form that the model's loss takes.
 
         Raises:
-            OptionError: if the model's own loss is unknown, differs on the first batch, or is of
-                another kind than that of a model before it.
+            OptionError: if the model's own loss is unknown, or differs on the first batch.
             TargetError: if there are no labels, or they are shifted already.
         """
-        _, inputs, targets = super().prepare(model, inputs, targets)
+        inputs, targets = labels_apart(inputs, targets)
         bare = _bare(model)
         if head_of(bare) is None:
-            self._use(CrossEntropy(), bare)
-            return Prepared(self.current, inputs, targets)
+            return Prepared(_CROSS_ENTROPY, inputs, targets)
         if not isinstance(targets, Tensor):
             raise TargetError(
                 f"{type(bare).__name__} needs `labels`, in the batch or as targets, got "
@@ -82,94 +70,12 @@ class ModelLoss(ClosedForm):
             check_attention(bare)
             check_not_shifted(bare, inputs, targets)
             task = self._tasks[bare] = read_head(bare, targets)
-        self._use(task.loss, bare)
         if bare not in self._verified and _agrees(model, inputs, targets, task):
             self._verified.add(bare)
         return Prepared(task.loss, decoder_inputs(bare, inputs, targets), task.targets(targets))
 
-    def _use(self, loss: Loss, model: nn.Module) -> None:
-        """Use this loss from now on.
 
-        Raises:
-            OptionError: if another model, whose step may still run, needs another loss.
-        """
-        other = None if self._user is None else self._user()
-        if type(loss) is not type(self.current):
-            if other is not None and other is not model:
-                raise OptionError(
-                    f"this objective trains {type(other).__name__} with "
-                    f"{type(self.current).__name__}, and {type(model).__name__} needs "
-                    f"{type(loss).__name__}: make one objective for each model."
-                )
-            self.current = loss
-        self._user = weakref.ref(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The loss alone: another process examines its models again."""
-        return {"current": self.current}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the loss."""
-        self.current = state["current"]
-        self._forget()
-
-    @property
-    def in_any_order(self) -> bool:  # type: ignore[override]
-        """Whether the current loss allows any order of the examples."""
-        return self.current.in_any_order
-
-    def parameters(self) -> Sequence[Tensor]:
-        """The parameters of the current loss."""
-        return self.current.parameters()
-
-    def check(self, output: Tensor, target: Tensor) -> None:
-        """Check shapes and types as the current loss does."""
-        self.current.check(output, target)
-
-    def check_values(self, output: Tensor, target: Tensor) -> None:
-        """Check values as the current loss does."""
-        self.current.check_values(output, target)
-
-    def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """The number of terms of the loss."""
-        return self.current.count(output, target)
-
-    def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean of the loss."""
-        return self.current.value(output, target)
-
-    def twice_differentiable_value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean of the loss in twice differentiable ops."""
-        return self.current.twice_differentiable_value(output, target)
-
-    def _derivatives_of_part(
-        self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
-    ) -> Derivatives:
-        return self.current._derivatives_of_part(output, u, target, form, dim)
-
-    def _combined(
-        self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
-    ) -> tuple[Tensor, Derivatives]:
-        return self.current._combined(output, u, target, form, c, dim)
-
-    @property
-    def forms_gradients(self) -> bool:  # type: ignore[override]
-        """Whether the current loss may form its own gradient."""
-        return self.current.forms_gradients
-
-    def with_gradients(self, *args: Any, **options: Any) -> WithGradients | None:
-        """Call the current loss."""
-        return self.current.with_gradients(*args, **options)
-
-    def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
-        """Call the current loss."""
-        return self.current.by_class(output, u, target)
-
-    def sampled(
-        self, output: Tensor, target: Tensor, form: str, generator: torch.Generator | None
-    ) -> Tensor:
-        """Call the current loss."""
-        return self.current.sampled(output, target, form, generator)
+_CROSS_ENTROPY = CrossEntropy()
 
 
 def _bare(model: nn.Module) -> nn.Module:
@@ -205,8 +111,8 @@ def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
     )
 
 
-def as_loss(loss: Loss | Callable[[Tensor, Any], Tensor] | None) -> Loss:
-    """A ``Loss`` from what a user passes.
+def as_loss(loss: GivenLoss | Callable[[Tensor, Any], Tensor] | None) -> GivenLoss:
+    """A loss from what a user passes.
 
     None is the model's own loss, or cross-entropy. A torch loss module becomes the ``Loss`` that is
     registered for its class in ``CONVERTERS``; any other callable is wrapped in ``Generic``.
@@ -216,7 +122,7 @@ def as_loss(loss: Loss | Callable[[Tensor, Any], Tensor] | None) -> Loss:
     """
     if loss is None:
         return ModelLoss()
-    if isinstance(loss, Loss):
+    if isinstance(loss, GivenLoss):
         return loss
     if isinstance(loss, type):
         name = loss.__name__

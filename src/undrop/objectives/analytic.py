@@ -114,7 +114,7 @@ class Analytic(Objective):
                 self.engine,
                 Request(
                     batch=batch,
-                    loss=self.loss,
+                    loss=batch.loss,
                     draw=self._new_draw(),
                     coefficients=coefficients,
                     form=self.explicit or "hessian",

@@ -118,8 +118,8 @@ class Objective(ABC):
         with outside_interception(), eager():
             bare = unwrapped(model)  # raises an error if it is not a module
             compiled = self._is_compiled(model)
-            _, inputs, targets = self.loss.prepare(bare, inputs, targets)
-            batch = Batch(bare, inputs, targets, compiled)
+            loss, inputs, targets = self.loss.prepare(bare, inputs, targets)
+            batch = Batch(bare, inputs, targets, compiled, loss)
             self._check(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)
@@ -156,9 +156,9 @@ class Objective(ABC):
         """Run one pass and return the output and the loss; without an action, torch's dropout runs."""
         with portable_lstm() if action is None else Interception(batch.model, action):
             output = batch.forward()
-        seen = self.loss.sees(output)
-        self.loss.check(seen, batch.targets)
-        return output, self.loss.value(seen, batch.targets)
+        seen = batch.loss.sees(output)
+        batch.loss.check(seen, batch.targets)
+        return output, batch.loss.value(seen, batch.targets)
 
     def evaluated(self, engine: Engine, request: Request) -> Evaluation:
         """Return what the engine computes; if every dropout has p = 0, the plain loss.

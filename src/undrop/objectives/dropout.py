@@ -109,7 +109,7 @@ class Dropout(Objective):
     def _analytic(self, batch: Batch, factor: float) -> Evaluation:
         coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=factor)
         request = Request(
-            batch=batch, loss=self.loss, draw=self._signs(), coefficients=coefficients
+            batch=batch, loss=batch.loss, draw=self._signs(), coefficients=coefficients
         )
         return self.evaluated(self.engine, request)
 

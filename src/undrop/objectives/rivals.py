@@ -72,7 +72,7 @@ class RDrop(Objective):
             other = self._output(batch)
         one, two = logits_of(output), logits_of(other)
         u = one - two
-        first, second = (self.loss.derivatives(f, u, batch.targets) for f in (one, two))
+        first, second = (batch.loss.derivatives(f, u, batch.targets) for f in (one, two))
         loss = 0.5 * (first.loss + second.loss)
         consistency = 0.25 * self.weight * (first.directional - second.directional)
         parts = {"loss": loss.detach(), "consistency": consistency.detach()}
@@ -82,7 +82,7 @@ class RDrop(Objective):
         """Return the output under a new mask."""
         with Interception(batch.model, dropout_mask(self)):
             output = batch.forward()
-        self.loss.check(self.loss.sees(output), batch.targets)
+        batch.loss.check(batch.loss.sees(output), batch.targets)
         return output
 
 
@@ -135,10 +135,10 @@ class Jacobian(Objective):
         with keep_buffers(batch.model, buffers), Interception(batch.model, partial(shift, -1.0)):
             other = batch.forward()
         plus, minus = logits_of(output), logits_of(other)
-        self.loss.check(plus, batch.targets)
+        batch.loss.check(plus, batch.targets)
         u = (plus - minus) / (2.0 * shift.distance)
         c = Coefficients(loss=1.0, quadratic=0.5 * self.weight, directional=0.0)
-        total, parts = self.loss.combined(0.5 * (plus + minus), u, batch.targets, "identity", c)
+        total, parts = batch.loss.combined(0.5 * (plus + minus), u, batch.targets, "identity", c)
         yield Evaluation(
             total, WeightedParts(c, parts), lambda: map_tensors(midpoint, output, other)
         )

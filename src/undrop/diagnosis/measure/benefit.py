@@ -26,7 +26,7 @@ from undrop.diagnosis.measure.gradients import trained_parameters
 from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch
 from undrop.diagnosis.measure.timing import Budget
 from undrop.errors import NonFiniteError, OptionError
-from undrop.losses import Loss
+from undrop.losses import GivenLoss
 from undrop.objectives import Dropout
 
 STEPS = 20
@@ -178,7 +178,7 @@ def measure_benefit(
     budget: Budget,
     training: Training,
     *,
-    loss: Loss,
+    loss: GivenLoss,
     repeats: int = REPEATS,
     probabilities: Mapping[str, float] | None = None,
 ) -> Benefit:
@@ -211,13 +211,14 @@ class _Study:
         batches: Sequence[NumberedBatch],
         validation: Sequence[NumberedBatch],
         training: Training,
-        loss: Loss,
+        loss: GivenLoss,
         p: dict[str, float],
     ) -> None:
         self.measured, self.training, self.p = measured, training, p
         self.batches = [(batch.inputs, batch.targets) for batch in batches]
         self.validation = [(batch.inputs, batch.targets) for batch in validation]
-        self.objective = Dropout(loss=loss)
+        self.objective = Dropout()
+        self.objective.loss = loss
         self.rows: dict[Any, list[list[float]]] = {_EVERY: [], _DECAY: []}
         self.rows |= {name: [] for name in self.p}
         self.repeats = 0

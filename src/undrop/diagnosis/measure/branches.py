@@ -28,8 +28,8 @@ Move = Callable[[list[Tensor]], None]
 def loss_without_noise(objective: Objective, model: nn.Module, inputs: Any, targets: Any) -> float:
     """The objective's loss on a batch, with every dropout off."""
     bare = unwrapped(model)
-    _, inputs, targets = objective.loss.prepare(bare, inputs, targets)
-    batch = Batch(bare, inputs, targets, False)
+    loss, inputs, targets = objective.loss.prepare(bare, inputs, targets)
+    batch = Batch(bare, inputs, targets, loss=loss)
     with torch.no_grad():
         return float(objective.forward_and_loss(batch, no_noise)[1])
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, SampleKind, ratio
+from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, ratio
 from undrop.losses import ByClass
 
 TOP = 10
@@ -55,17 +55,15 @@ class ClassShares:
 
     Args:
         names: the names of the classes; None uses their numbers.
-        masks: what each added sample is.
     """
 
-    def __init__(self, names: Sequence[str] | None = None, masks: SampleKind = "sampled") -> None:
+    def __init__(self, names: Sequence[str] | None = None) -> None:
         self._names = names
-        self._masks = masks
         self._batches: dict[int, _Sums] = {}
         self._diagonal: NDArray[np.float64] | None = None
 
     def add(self, batch: int, terms: float, found: ByClass) -> None:
-        """Add one mask (or the expectation over masks) of a batch with that many terms."""
+        """Add one mask of a batch with that many terms."""
         x = (found.quadratic / terms).cpu().numpy()
         if batch not in self._batches:
             self._batches[batch] = _Sums(terms, len(x))
@@ -84,7 +82,7 @@ class ClassShares:
             ClassShare(
                 int(c),
                 str(c) if self._names is None else self._names[c],
-                ratio([b.moments(int(c)) for b in batches], self._masks),
+                ratio([b.moments(int(c)) for b in batches]),
                 float(weight[c]),
             )
             for c in order

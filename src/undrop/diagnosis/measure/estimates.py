@@ -12,16 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 S = TypeVar("S")
-
-SampleKind = Literal["sampled", "enumerated", "complete"]
-"""What a sample is: one mask; an expectation over all masks, so only batches vary; or the
-expectation over all masks of the only batch, so nothing varies."""
 
 
 @cache
@@ -153,29 +149,17 @@ class _Spread(NamedTuple):
     """The degrees of freedom of the variance along given coefficients."""
 
 
-def linear(
-    batches: Sequence[BatchMoments], coefficients: Sequence[float], masks: SampleKind = "sampled"
-) -> Estimate:
+def linear(batches: Sequence[BatchMoments], coefficients: Sequence[float]) -> Estimate:
     """The weighted mean of Σ coefficient · figure; NaN without samples."""
     if not batches:
         return Estimate(math.nan, None)
     c = np.asarray(coefficients, dtype=float)
     value = float(c @ _mean(batches))
-    found = [_student(value, spread, c) for spread in _spreads(batches, masks)]
+    found = [_student(value, spread, c) for spread in _spreads(batches)]
     error = max((e.stderr or 0.0 for e in found), default=0.0)
-    if not found or (_all_equal(error, masks) and value):
+    if not found or (error == 0.0 and value):  # equal by chance, as with few masks and a small p
         return Estimate(value, None)
-    return Estimate(
-        value,
-        error,
-        min(e.low for e in found),
-        max(e.high for e in found),
-    )
-
-
-def _all_equal(spread: float, masks: SampleKind) -> bool:
-    """Whether all samples are equal by chance, as with few masks and a small p: the error is unknown."""
-    return masks != "complete" and spread == 0.0
+    return Estimate(value, error, min(e.low for e in found), max(e.high for e in found))
 
 
 def _student(value: float, spread: _Spread, c: NDArray[np.float64]) -> Estimate:
@@ -183,7 +167,7 @@ def _student(value: float, spread: _Spread, c: NDArray[np.float64]) -> Estimate:
     return Estimate.of(value, math.sqrt(variance), spread.freedom(c))
 
 
-def ratio(batches: Sequence[BatchMoments], masks: SampleKind = "sampled") -> Estimate:
+def ratio(batches: Sequence[BatchMoments]) -> Estimate:
     """The ratio of the means of two figures, with Fieller's interval."""
     if not batches:
         return Estimate(math.nan, None)
@@ -192,13 +176,13 @@ def ratio(batches: Sequence[BatchMoments], masks: SampleKind = "sampled") -> Est
         return Estimate(math.nan, None)
     value = a / b
     # the delta method: R̂ - R ≈ mean(a - R·b)/b
-    error = linear(batches, (1.0 / b, -value / b), masks).stderr
-    ends, spreads = [], _spreads(batches, masks)
+    error = linear(batches, (1.0 / b, -value / b)).stderr
+    ends, spreads = [], _spreads(batches)
     for spread in spreads:
         t = t95(spread.freedom(np.array([1.0, -value])))
         (v_aa, v_ab), (_, v_bb) = spread.covariance
         ends.append(_fieller(a, b, t * t * v_aa, t * t * v_ab, t * t * v_bb))
-    if error is None or _all_equal(max(np.abs(s.covariance).max() for s in spreads), masks):
+    if error is None or not any(s.covariance.any() for s in spreads):
         return Estimate(value, None)
     return Estimate(value, error, min(low for low, _ in ends), max(high for _, high in ends))
 
@@ -233,16 +217,14 @@ def _mean(batches: Sequence[BatchMoments]) -> NDArray[np.float64]:
     return np.asarray(_weights(batches) @ np.stack([batch.mean for batch in batches]))
 
 
-def _spreads(batches: Sequence[BatchMoments], masks: SampleKind) -> list[_Spread]:
+def _spreads(batches: Sequence[BatchMoments]) -> list[_Spread]:
     """The covariance from the batches' means, and from the masks within each batch."""
     found, n, weights = [], len(batches), _weights(batches)
     if n > 1:
         centred = np.stack([batch.mean for batch in batches]) - _mean(batches)
         between = n / (n - 1) * np.einsum("k,ki,kj->ij", weights**2, centred, centred)
         found.append(_Spread(between, lambda c: n - 1.0))
-    if masks == "complete":
-        found.append(_Spread(np.zeros_like(batches[0].covariance), lambda c: math.inf))
-    elif masks == "sampled" and all(batch.size > 1 for batch in batches):
+    if all(batch.size > 1 for batch in batches):
         parts = [w**2 * b.covariance / b.size for w, b in zip(weights, batches, strict=True)]
         counts = [batch.size for batch in batches]
         found.append(_Spread(np.sum(parts, axis=0), lambda c: _satterthwaite(parts, counts, c)))
@@ -262,13 +244,9 @@ class Samples(Generic[S]):
     """Samples, one per mask, grouped by batch; figures are read off them by functions.
 
     A figure that returns None for a sample leaves that sample out.
-
-    Args:
-        masks: what a sample is.
     """
 
-    def __init__(self, masks: SampleKind = "sampled") -> None:
-        self.masks = masks
+    def __init__(self) -> None:
         self._weights: dict[int, float] = {}
         self._samples: dict[int, list[S]] = {}
 
@@ -292,13 +270,13 @@ class Samples(Generic[S]):
 
     def mean(self, figure: Callable[[S], float | None]) -> Estimate:
         """The mean of one figure."""
-        return linear(self._moments(figure), (1.0,), self.masks)
+        return linear(self._moments(figure), (1.0,))
 
     def ratio(
         self, numerator: Callable[[S], float | None], denominator: Callable[[S], float | None]
     ) -> Estimate:
         """The ratio of the means of two figures, over the samples that have both."""
-        return ratio(self._moments(numerator, denominator), self.masks)
+        return ratio(self._moments(numerator, denominator))
 
     def _moments(self, *figures: Callable[[S], float | None]) -> list[BatchMoments]:
         found = []

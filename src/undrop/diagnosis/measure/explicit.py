@@ -13,8 +13,7 @@ from math import fsum
 from typing import NamedTuple
 
 from undrop.diagnosis.measure.classes import ClassShare, ClassShares
-from undrop.diagnosis.measure.enumeration import Masks, enumerable, expected_loss
-from undrop.diagnosis.measure.estimates import Estimate, SampleKind, Samples
+from undrop.diagnosis.measure.estimates import Estimate, Samples
 from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch
 from undrop.diagnosis.measure.r_drop import (
     Expanded,
@@ -26,14 +25,12 @@ from undrop.diagnosis.measure.r_drop import (
 )
 from undrop.diagnosis.measure.timing import Budget
 from undrop.intercept import Site
-from undrop.losses import ByClass
 from undrop.noise import sigma
 
 _GRID = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # the largest p of the model, for the curve
 _NEAR = 0.1  # a point of the grid this close to the model's own p adds nothing
 _VISIT = 2  # masks per batch each time it is expanded
 _EXTRAS = 8  # passes for single sites and other p that go with one mask
-_CURVE_LIMIT = 12  # mask entries up to which the curve is enumerated as well
 
 
 class SiteEffect(NamedTuple):
@@ -67,8 +64,6 @@ class Explicit:
     sites: dict[str, SiteEffect]
     curve: list[Point]
     classes: list[ClassShare]
-    exact: bool
-    """Whether every mask was enumerated: then only batches contribute to errors."""
     batches: int
     """The number of batches that were measured."""
     batches_given: int
@@ -78,7 +73,7 @@ class Explicit:
 
 
 class _Sample(NamedTuple):
-    """One mask on a batch, or the expectation over masks."""
+    """One mask on a batch."""
 
     every: MaskSample
     """With all sites."""
@@ -121,29 +116,16 @@ def measure_explicit(
         draws: the largest number of masks per batch; None uses all the time.
         names: the names of the classes.
     """
-    expander = Expander(measured)
-    first = expander(measured.batches[0])
-    if enumerable(measured, measured.batches[0], first) is not None:
-        found = _Enumerated(measured, expander, names).run(budget, draws)
-        if found is not None:
-            return found
-    return _Sampled(measured, expander, names).run(budget, draws)
+    return _Study(measured, names).run(budget, draws)
 
 
 class _Study:
-    """What sampling and enumeration share: the samples, and the result from them."""
+    """Samples over masks, and the result from them."""
 
-    exact: bool
-
-    def __init__(
-        self, measured: MeasuredModel, expander: Expander, names: Sequence[str] | None
-    ) -> None:
-        self.measured, self.expander = measured, expander
-        only = len(measured.batches) == 1
-        kind: SampleKind = "sampled" if not self.exact else "complete" if only else "enumerated"
-        self.samples: Samples[_Sample] = Samples(kind)
-        self.curve = self.samples
-        self.classes = ClassShares(names, kind)
+    def __init__(self, measured: MeasuredModel, names: Sequence[str] | None = None) -> None:
+        self.measured, self.expander = measured, Expander(measured)
+        self.samples: Samples[_Sample] = Samples()
+        self.classes = ClassShares(names)
         self.largest = max(site.p for site in measured.sites)
         self.factors = [
             q / self.largest for q in _GRID if abs(q - self.largest) > _NEAR * self.largest
@@ -163,7 +145,6 @@ class _Study:
             sites={site.name: self._site(site) for site in self.measured.sites},
             curve=[self._point(factor) for factor in sorted([*self.factors, 1.0])],
             classes=self.classes.top(),
-            exact=self.exact,
             batches=samples.batches,
             batches_given=len(self.measured.batches),
             masks=samples.count,
@@ -183,14 +164,8 @@ class _Study:
         if factor == 1.0:
             return Point(factor, self.largest, parts_of(self.samples, lambda s: s.every))
         growth = {s.name: (sigma(s.p * factor) / s.sigma) ** 2 for s in self.measured.sites}
-        parts = parts_of(self.curve, lambda s: s.rescaled(factor, growth))
+        parts = parts_of(self.samples, lambda s: s.rescaled(factor, growth))
         return Point(factor, factor * self.largest, parts)
-
-
-class _Sampled(_Study):
-    """By Monte Carlo over masks."""
-
-    exact = False
 
     def run(self, budget: Budget, draws: int | None) -> Explicit:
         """Visit the batches in turn, two masks at a time."""
@@ -238,60 +213,3 @@ class _Sampled(_Study):
             for name, order in terms.sites.items()
         }
         return _Sample(every, sites, alone, scaled)
-
-
-class _Enumerated(_Study):
-    """By every possible mask; exact except for the choice of batches."""
-
-    exact = True
-
-    def run(self, budget: Budget, draws: int | None) -> Explicit | None:
-        """Visit every batch once; None if one has too many masks."""
-        for place, batch in enumerate(self.measured.batches):
-            if place and budget.spent(place / len(self.measured.batches)):
-                break
-            expanded = self.expander(batch)
-            masks = enumerable(self.measured, batch, expanded)
-            if masks is None:
-                return None
-            self.samples.add(batch.number, expanded.count, self._sample(batch, expanded, masks))
-        if any(factor not in sample.scaled for sample in self.samples for factor in self.factors):
-            sampled = _Sampled(self.measured, self.expander, None)
-            sampled.run(budget, draws)
-            self.curve = sampled.samples
-        return self.result()
-
-    def _sample(self, batch: NumberedBatch, expanded: Expanded, masks: Masks) -> _Sample:
-        measured, base = self.measured, self.measured.loss_value(batch, {})
-        sites = self._second_order(batch, expanded, masks)
-        alone = {name: expected_loss(measured, batch, masks.only(name)) - base for name in sites}
-        factors = self.factors if masks.entries <= _CURVE_LIMIT else []
-        scaled = {f: expected_loss(measured, batch, masks, f) - base for f in factors}
-        every = MaskSample(
-            expected_loss(measured, batch, masks) - base,
-            fsum(part.half_quadratic for part in sites.values()),
-            fsum(part.curvature for part in sites.values()),
-        )
-        return _Sample(every, sites, alone, scaled)
-
-    def _second_order(
-        self, batch: NumberedBatch, expanded: Expanded, masks: Masks
-    ) -> dict[str, MaskSample]:
-        """E[vᵀAv] = Σ σ_j² A_jj, entry by entry."""
-        sites: dict[str, MaskSample] = {}
-        whole: ByClass | None = None
-        for site, noise in masks.units():
-            terms = expanded.along(noise)
-            before = sites.get(site.name, MaskSample(float("nan"), 0.0, 0.0))
-            sites[site.name] = MaskSample(
-                before.r_drop,
-                before.half_quadratic + terms.total.half_quadratic,
-                before.curvature + terms.total.curvature,
-            )
-            found = self.measured.loss.by_class(expanded.output, terms.u, batch.targets)
-            if found is not None:
-                sofar = 0.0 if whole is None else whole.quadratic
-                whole = ByClass(found.quadratic + sofar, found.diagonal)
-        if whole is not None:
-            self.classes.add(batch.number, expanded.count, whole)
-        return sites

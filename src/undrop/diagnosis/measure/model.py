@@ -28,7 +28,7 @@ from undrop.intercept import (
     tensors_in,
     unwrapped,
 )
-from undrop.losses import Loss, as_loss
+from undrop.losses import GivenLoss, as_loss
 from undrop.noise import draw as draw_noise
 from undrop.noise import sigma
 
@@ -155,7 +155,6 @@ class MeasuredModel:
         batches: at least one.
         loss: as for an objective.
         generator: seeds the masks.
-        batch_dim: the dimension of targets and outputs that counts examples.
     """
 
     def __init__(
@@ -163,21 +162,18 @@ class MeasuredModel:
         model: nn.Module,
         batches: list[NumberedBatch],
         *,
-        loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        loss: GivenLoss | Callable[[Tensor, Any], Tensor] | None = None,
         generator: torch.Generator | None = None,
-        batch_dim: int = 0,
     ) -> None:
         self.model = unwrapped(model)
         self._given_loss = as_loss(loss)
-        if self._given_loss.whole_output:
+        self.batches = self.prepared(batches)
+        if self.loss.whole_output:
             raise OptionError(
-                f"{type(self._given_loss).__name__} takes all that the model returns, and a diagnosis "
+                f"{type(self.loss).__name__} takes all that the model returns, and a diagnosis "
                 "measures one output: pass the loss of one output, such as undrop.CrossEntropy()."
             )
-        self.batches = self.prepared(batches)
         self.generators = Generators(_seeded_from(generator))
-        self.batch_dim = batch_dim
-        self._vmap_works = True
         self.sites: Sites = sites(self.model, self.batches[0].inputs)
 
     def prepared(self, batches: list[NumberedBatch]) -> list[NumberedBatch]:
@@ -251,13 +247,10 @@ class MeasuredModel:
         Raises:
             NonFiniteError: naming the batch, if it is not finite.
         """
-        loss = float(self._loss(batch, noise).double())
+        loss = float(self.loss.value(self.run(batch, FixedNoise(noise)), batch.targets).double())
         if not math.isfinite(loss):
             raise NonFiniteError(self.not_finite(batch, loss, "with" if noise else "without"))
         return loss
-
-    def _loss(self, batch: NumberedBatch, noise: SiteNoise) -> Tensor:
-        return self.loss.value(self.run(batch, FixedNoise(noise)), batch.targets)
 
     def not_finite(self, batch: NumberedBatch, loss: float, how: str) -> str:
         """The message for a loss that is not finite, with or without dropout."""
@@ -265,19 +258,6 @@ class MeasuredModel:
             f"the loss of batch {batch.number} {how} dropout is {loss}: look for NaN or infinity in "
             f"its inputs and in the weights of {self.name}."
         )
-
-    @torch.no_grad()
-    def loss_values(self, batch: NumberedBatch, stack: SiteNoise) -> Tensor:
-        """ℓ(F(x; 1, η)) for each of a stack of noises (k, …), at once where the model allows vmap."""
-        if self._vmap_works:
-            try:
-                run = torch.vmap(lambda noise: self._loss(batch, noise))
-                return run(stack).double()
-            except (RuntimeError, ValueError):  # an op without a vmap rule
-                self._vmap_works = False
-        size = len(next(iter(stack.values())))
-        each = ({name: value[k] for name, value in stack.items()} for k in range(size))
-        return torch.tensor([self.loss_value(batch, noise) for noise in each], dtype=torch.float64)
 
     def draw_masks(
         self, found: Iterable[tuple[Site, Tensor]], factor: float = 1.0

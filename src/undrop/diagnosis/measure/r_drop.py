@@ -17,8 +17,9 @@ the loss supplies its own curvature.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from undrop.diagnosis.measure.model import (
 from undrop.engines import Draw, ZeroLeaves
 from undrop.engines.reverse import TWICE_DIFFERENTIABLE
 from undrop.errors import NoDropoutError, NonFiniteError
-from undrop.intercept import Selection, Site
+from undrop.intercept import Selection
 from undrop.losses import Loss
 
 _EPSILON = 0.02  # of the differences; truncation is O(ε²), rounding of the second one O(1/ε²)
@@ -62,32 +63,17 @@ class Terms(NamedTuple):
     """The output tangent ∂F/∂ε."""
 
 
-class Expanded(Protocol):
-    """A batch expanded at ε = 0."""
+class Expanded(ABC):
+    """A batch expanded at ε = 0, with a leaf z of the shape of every η."""
 
-    found: list[tuple[Site, Tensor]]
-    """The sites that a pass uses, each with a tensor of the shape of its η."""
-    output: Tensor
-    count: float
-
-    def directional(self, noise: SiteNoise) -> float:
-        """∂ℓ/∂ε along a noise."""
-        ...
-
-    def along(self, noise: SiteNoise) -> Terms:
-        """All terms along a noise."""
-        ...
-
-
-class _AtZero:
-    """The batch at ε = 0, with a leaf z of the shape of every η: shared by both ways."""
-
-    def __init__(self, measured: MeasuredModel, batch: NumberedBatch, field: ZeroLeaves) -> None:
+    def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
         self.measured, self.batch = measured, batch
+        field = ZeroLeaves(Draw("dropout", "as-declared", Selection(), measured.generators))
         self.logits = measured.run(batch, field, TWICE_DIFFERENTIABLE)
         if not field.leaves:
             raise NoDropoutError(f"batch {batch.number} meets no active dropout.")
         self.found = list(zip(field.sites, field.leaves, strict=True))
+        """The sites that a pass uses, each with a tensor of the shape of its η."""
         self.output = self.logits.detach().requires_grad_()
         self.count = float(measured.loss.count(self.output, batch.targets))
 
@@ -95,13 +81,20 @@ class _AtZero:
         """The mean of uᵀHu."""
         return self.measured.loss.derivatives(self.output, u, self.batch.targets).quadratic
 
+    @abstractmethod
+    def directional(self, noise: SiteNoise) -> float:
+        """∂ℓ/∂ε along a noise."""
 
-class Expansion(_AtZero):
+    @abstractmethod
+    def along(self, noise: SiteNoise) -> Terms:
+        """All terms along a noise."""
+
+
+class Expansion(Expanded):
     """The expansion by reverse mode applied twice: exact, for every op that has a double backward."""
 
     def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
-        draw = Draw("dropout", "as-declared", Selection(), measured.generators)
-        super().__init__(measured, batch, ZeroLeaves(draw))
+        super().__init__(measured, batch)
         self._names = [site.name for site, _ in self.found]
         self._leaves = [leaf for _, leaf in self.found]
         loss = measured.loss.value(self.output, batch.targets)
@@ -161,13 +154,12 @@ class Expansion(_AtZero):
         return Terms(total, sites, u.detach())
 
 
-class Differences(_AtZero):
+class Differences(Expanded):
     """The expansion by differences in ε, for models whose ops have no double backward."""
 
     def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
-        draw = Draw("dropout", "as-declared", Selection(), measured.generators)
         with torch.no_grad():
-            super().__init__(measured, batch, ZeroLeaves(draw))
+            super().__init__(measured, batch)
         self._base = measured.loss_value(batch, {})
 
     def directional(self, noise: SiteNoise) -> float:
@@ -250,7 +242,7 @@ class Expander:
 
 
 class MaskSample(NamedTuple):
-    """One mask on a batch, or the expectation over masks."""
+    """One mask on a batch."""
 
     r_drop: float
     half_quadratic: float

@@ -31,7 +31,6 @@ ERRORS = (
     "± is one standard error over masks and batches, the larger of two estimates: from the spread "
     "between batches, and from the spread of masks within each. Brackets are 95 % intervals."
 )
-EXACT = "Every mask was enumerated: ± is one standard error over batches alone."
 ONE_BATCH = "There is one batch: figures and errors are for that batch."
 BENEFIT = (
     "The benefit compares short trainings from these weights, with and without a dropout ({} repeats of "
@@ -115,13 +114,12 @@ class Diagnosis:
     def notes(self) -> list[str]:
         """How the figures were measured."""
         explicit, implicit = self.explicit, self.implicit
-        how = "every mask" if explicit.exact else f"{explicit.masks:,} masks"
         given = explicit.batches_given
         where = "one batch" if given == 1 else f"{explicit.batches} of {given} batches"
-        notes = [f"R_drop and its parts are from {how} on {where}."]
+        notes = [f"R_drop and its parts are from {explicit.masks:,} masks on {where}."]
         if explicit.batches < given:
             notes.append("The time ran out before every batch was measured: give it more seconds.")
-        notes.append(EXACT if explicit.exact and given > 1 else ERRORS)
+        notes.append(ERRORS)
         if given == 1:
             notes.append(ONE_BATCH)
         if explicit.differences is not None:

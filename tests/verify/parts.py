@@ -32,6 +32,7 @@ MATHS = (
     "losses/test_linear.py",
     "objectives/test_analytic.py",
     "objectives/test_dropout.py",
+    "diagnosis/test_enumeration.py",
     "diagnosis/test_explicit.py",
 )
 MODELS = ("mlp-256", "lstm-100", "gpt-128")

@@ -14,13 +14,14 @@ an autograd function and leaves no such record.
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from traceback import walk_tb
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Protocol, TypeAlias
 
 import torch
+
+from undrop.intercept.wrappers import frames
 
 _Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 _HOME = "torch.utils.checkpoint"
@@ -77,14 +78,14 @@ def in_checkpoint(error: Exception | None = None) -> bool:
     Args:
         error: look at the stack where it was raised, not at the present one.
     """
-    frames = _stack() if error is None else (frame for frame, _ in walk_tb(error.__traceback__))
-    return any(frame.f_globals.get("__name__") == _HOME for frame in frames)
+    stack = frames() if error is None else (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == _HOME for frame in stack)
 
 
 def enclosing_function() -> str | None:
     """The name of the autograd function whose forward is on the Python stack, if there is one."""
     forwards = _forwards()
-    return next((forwards[f.f_code] for f in _stack() if f.f_code in forwards), None)
+    return next((forwards[f.f_code] for f in frames() if f.f_code in forwards), None)
 
 
 def _forwards() -> dict[CodeType, str]:
@@ -101,10 +102,3 @@ def _forwards() -> dict[CodeType, str]:
         if code is not None:
             found[code] = function.__name__
     return found
-
-
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

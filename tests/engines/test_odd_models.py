@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import odd_functions  # noqa: F401, which adds models to odd_models
 import odd_shapes  # noqa: F401, which adds models to odd_models
 import undrop
 from odd_models import LOSSES, MODELS, problem
@@ -24,6 +25,10 @@ NOT_REPEATED = (
     "a fresh NumPy generator",
     "a global generator",
     "a generator in an object",
+    "a generator in a dict in a list",
+    "a clock",
+    "a counter",
+    "a Sobol sequence",
 )
 """Two passes of these differ, so there is nothing to compare with."""
 
@@ -54,11 +59,13 @@ def test_every_engine_is_right_or_refuses(name):
 BLIND = (
     "a number read from the batch",
     "detached norm",
+    "divided by itself",
     "hook",
     "hook where there is a graph",
     "moving mean in a buffer",
     "no_grad inside",
     "reversed gradient",
+    "steps as long as the batch allows",
     "vector quantization",
 )
 """Reverse mode misses a part of what noise does here."""

@@ -65,26 +65,25 @@ class Antithetic(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε, ready for one reverse pass."""
-        plan, reason = self.plan(request)
-        if plan is None:
-            return self._two_passes(request, reason)
-        before = StateBeforeStep(request.batch.model)
-        try:
-            if not request.loss.counts_calls:  # before the pass, whose graph takes memory
-                measure_kinks(request, partial(self._total, plan))
-            found, trail = self._one_pass(request, plan)
-            if plan_holds(request.batch, request.question, trail, before.rng):
-                return found
-        except (PlanChanged, NotStackable, RuntimeError, IndexError, ValueError):
-            pass
-        # The model took another branch. Try another plan; two passes raise the model's own error.
-        before.restore()
-        plan, reason = self.plan(request, again=True)
-        if plan is None:
-            return self._two_passes(request, reason)
-        found, trail = self._one_pass(request, plan)
-        plan_holds(request.batch, request.question, trail, before.rng)  # records the new branch
-        return found
+        before: StateBeforeStep | None = None
+        for again in (False, True):
+            plan, reason = self.plan(request, again)
+            if plan is None:
+                return self._two_passes(request, reason)
+            before = before or StateBeforeStep(request.batch.model)
+            try:
+                if not again and not request.loss.counts_calls:  # before the graph takes memory
+                    measure_kinks(request, partial(self._total, plan))
+                found, trail = self._one_pass(request, plan)
+                if plan_holds(request.batch, request.question, trail, before.rng) or again:
+                    return found
+            except (PlanChanged, NotStackable):
+                pass
+            except (RuntimeError, IndexError, ValueError):
+                if again:
+                    raise
+            before.restore()  # the model took another branch: try another plan, once
+        return self._two_passes(request, "its dropouts differ in a stacked pass")
 
     def _total(self, plan: Plan, request: Request, factor: float) -> Tensor:
         return self._one_pass(request, plan, factor)[0].total

@@ -148,7 +148,7 @@ def test_auto_takes_the_tangent_engine_where_examples_interact(caplog):
 
 
 @pytest.mark.parametrize("name", BLOCKED)
-def test_asked_for_by_name_the_tangent_engine_names_the_op_and_the_way_out(name):
+def test_the_tangent_engine_names_the_unproven_op_and_a_way_out(name):
     model, x, y = batch(BLOCKED[name])
     op = name.split(" after")[0]
     with pytest.raises(EngineError, match=f"no proven rule for {op}: use engine='antithetic'"):
@@ -165,7 +165,7 @@ def test_the_probe_leaves_no_trace():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_an_engine_that_is_not_there_is_named_with_those_that_are():
+def test_an_unknown_engine_raises_an_error_that_lists_all_engines():
     with pytest.raises(
         OptionError,
         match=r"unknown engine 'fast': there are antithetic, reverse, exact, tangent, auto",
@@ -174,7 +174,7 @@ def test_an_engine_that_is_not_there_is_named_with_those_that_are():
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.5])
-def test_epsilon_has_a_range(epsilon):
+def test_epsilon_out_of_range_raises_an_error(epsilon):
     with pytest.raises(OptionError, match=r"epsilon must lie in \(0, 1\]"):
         Antithetic(epsilon)
 
@@ -199,7 +199,7 @@ def test_every_engine_has_its_name():
         (lambda h: (torch.eye(6).to_sparse() @ h.T).T, "aten::mm of a sparse tensor"),
     ],
 )
-def test_a_variant_of_a_proven_op_is_not_proven_with_it(way, op):
+def test_the_proof_of_an_op_does_not_cover_its_variants(way, op):
     assert first_unproven_op(Net(way), torch.randn(5, 4)) == op
 
 
@@ -231,7 +231,7 @@ def test_a_dropout_that_is_switched_on_later_is_found():
 
 
 @pytest.mark.parametrize("engine", ["tangent", "auto"])
-def test_a_function_without_forward_mode_that_is_met_later_is_named_or_avoided(engine):
+def test_a_function_without_forward_mode_that_is_called_later_is_named_or_avoided(engine):
     model = Net(lambda h: torch.tanh(h - h.mean(0)))  # examples interact
     objective = undrop.Analytic(engine=engine)
     x, y = torch.randn(5, 4), torch.randint(3, (5,))

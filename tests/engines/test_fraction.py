@@ -125,7 +125,7 @@ def directions(p):
 
 @ENGINES
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_of_noise_that_examples_share_the_terms_between_them_shrink(parts, rows, engine, tolerance):
+def test_terms_between_examples_shrink_if_they_share_noise(parts, rows, engine, tolerance):
     """By (r-1)/(B-1), the terms of each example with itself being kept."""
     torch.manual_seed(0)
     p = drop_connect()
@@ -140,7 +140,7 @@ def test_of_noise_that_examples_share_the_terms_between_them_shrink(parts, rows,
 @pytest.mark.parametrize(
     ("make", "batch_dim"), [(four_examples, 0), (uneven, 1)], ids=["even", "uneven"]
 )
-def test_the_loss_is_that_of_the_whole_batch_and_the_output_in_its_order(
+def test_the_loss_is_over_the_whole_batch_and_the_output_keeps_its_order(
     make, batch_dim, engine, tolerance
 ):
     p = make()
@@ -157,7 +157,7 @@ def negated(draw):
     return Fixed(draw.row * -1.0)
 
 
-def test_where_noise_is_shared_the_error_of_the_others_has_mean_zero(monkeypatch):
+def test_with_shared_noise_the_error_of_examples_without_noise_has_mean_zero(monkeypatch):
     """Over η and -η, which swap the weights that they see, the error is of O(ε₀²)."""
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
     torch.manual_seed(0)
@@ -217,7 +217,7 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize(("layers", "batch"), [(2, 4), (1, 2), (3, 6), (4, 4)])
-def test_the_batch_is_found_where_layers_and_examples_are_as_many(layers, batch):
+def test_the_batch_is_found_if_there_are_as_many_layers_as_examples(layers, batch):
     inputs = torch.randn(batch, 3, 2, dtype=D)
     p = Problem(Deep(layers).to(D), inputs, torch.randint(5, (batch, 3)), CrossEntropy())
     found = evaluate(Antithetic(1e-4), p, seeded(2), BOTH, fraction=0.5)
@@ -278,7 +278,7 @@ def test_an_output_of_any_class_is_without_noise_and_in_order(make, fraction, en
 
 
 @ENGINES
-def test_inputs_of_any_class_are_put_in_order(engine, tolerance):
+def test_inputs_of_any_class_are_reordered(engine, tolerance):
     class Doubled(nn.Sequential):
         def forward(self, x):
             return super().forward(x.logits + x.state[0])
@@ -334,7 +334,7 @@ def test_half_of_the_batch_has_the_regularizers_of_its_own_terms(monkeypatch, na
 
 
 @ENGINES
-def test_a_part_without_any_term_is_no_trouble(parts, engine, tolerance):
+def test_a_part_without_any_term_works(parts, engine, tolerance):
     p = replace(four_examples(), targets=torch.tensor([-100, 0, 2, -100]))
     loss = nn.functional.cross_entropy(p.model.eval()(p.inputs), p.targets)
     p.model.train()
@@ -344,7 +344,7 @@ def test_a_part_without_any_term_is_no_trouble(parts, engine, tolerance):
 
 
 @ENGINES
-def test_a_share_that_rounds_to_all_is_all(engine, tolerance):
+def test_a_fraction_that_rounds_to_the_whole_batch_uses_every_example(engine, tolerance):
     p = four_examples()
     found = evaluate(engine, p, seeded(2), fraction=0.99)
     assert torch.equal(found.total, evaluate(engine, p, seeded(2)).total)
@@ -403,7 +403,7 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("model", [TimeFirst(), Attending()])
-def test_time_as_long_as_the_batch_is_not_mistaken_for_it(monkeypatch, model):
+def test_a_time_dimension_as_long_as_the_batch_is_not_mistaken_for_it(monkeypatch, model):
     torch.manual_seed(0)
     x, y = torch.randn(4, 4, 2).double(), torch.randint(2, (4, 4))
     p = Problem(model.double().train(), x, y, CrossEntropy())

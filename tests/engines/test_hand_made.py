@@ -42,7 +42,7 @@ def kind(request):
     return request.param
 
 
-def test_it_is_a_site_with_its_p_and_mask(kind):
+def test_a_hand_made_mask_is_a_site_with_its_p_and_structure(kind):
     problem = problem_of(kind)
     found = undrop.sites(problem.model, problem.inputs)
     assert len(found) == 2
@@ -51,7 +51,7 @@ def test_it_is_a_site_with_its_p_and_mask(kind):
     assert not found.unaccounted
 
 
-def test_the_list_is_the_same_for_every_seed(kind):
+def test_the_sites_are_the_same_for_every_seed(kind):
     problem = problem_of(kind)
     lists = []
     for seed in range(5):
@@ -60,7 +60,7 @@ def test_the_list_is_the_same_for_every_seed(kind):
     assert all(found == lists[0] for found in lists)
 
 
-def test_one_stacked_pass_has_the_gradient_of_the_tangent(kind):
+def test_one_stacked_pass_has_the_gradient_of_the_tangent_engine(kind):
     problem = problem_of(kind)
     signs = [random_signs(problem, 3) for _ in range(2)]
     a = evaluate(Antithetic(1e-4), problem, signs[0], BOTH)
@@ -99,7 +99,7 @@ def site_losses(problem, draw, epsilon, passes=1):
     return torch.stack(losses)
 
 
-def test_dropout_at_the_site_is_the_model_s_own_within_two_standard_errors(kind):
+def test_dropout_at_the_site_equals_the_models_own_within_two_standard_errors(kind):
     problem = problem_of(kind)
     undrop.sites(problem.model, problem.inputs)
     generator = torch.Generator().manual_seed(1)
@@ -154,7 +154,7 @@ def test_scaling_by_the_share_that_was_kept_adds_higher_orders():
     assert second_order("rank dropout") == pytest.approx((1 - 1 / 8) ** 2, rel=0.01)
 
 
-def test_they_vanish_where_one_block_is_a_small_share_of_the_batch():
+def test_higher_orders_vanish_if_one_block_is_a_small_share_of_the_batch():
     few, many = (second_order("DropBlock", examples=n) for n in (3, 24))
     assert few == pytest.approx((1 - 3 / 15) ** 2, rel=0.25)
     assert many == pytest.approx((1 - 3 / 120) ** 2, rel=0.03)

@@ -67,7 +67,7 @@ INTERACTING = {
 
 
 @pytest.mark.parametrize("name", INTERACTING)
-def test_where_examples_interact_it_takes_two_passes_and_says_so(name, caplog):
+def test_if_examples_interact_the_model_runs_twice_and_logs_it(name, caplog):
     p = INTERACTING[name]()
     draw = random_signs(p, 3)
     found = [evaluate(Antithetic(1e-4), p, draw, BOTH) for _ in range(2)]
@@ -79,7 +79,7 @@ def test_where_examples_interact_it_takes_two_passes_and_says_so(name, caplog):
 
 
 @pytest.mark.parametrize("name", INTERACTING)
-def test_where_examples_interact_a_fraction_is_refused(name):
+def test_if_examples_interact_a_fraction_is_refused(name):
     p = INTERACTING[name]()
     message = (
         f"fraction < 1 needs independent examples, but in {type(p.model).__name__} its examples"
@@ -106,7 +106,7 @@ def test_under_bfloat16_autocast_gradients_stay_close(name, engine):
         assert sum(off) / len(off) < (0.03 if engine is Auto else 0.1)
 
 
-def test_the_reason_is_said_once_for_a_model_whatever_the_number_of_objectives(caplog):
+def test_the_reason_is_logged_once_per_model_whatever_the_number_of_objectives(caplog):
     p = INTERACTING["centred"]()
     with caplog.at_level(logging.INFO, "undrop"):
         for engine in ("auto", "antithetic") * 2:

@@ -105,7 +105,7 @@ def test_functions_with_a_rule_have_the_right_gradient(name, caplog):
 
 
 @pytest.mark.parametrize("name", TOLD_OF)
-def test_of_functions_without_a_rule_the_user_is_told(name, caplog):
+def test_functions_without_a_rule_log_a_warning(name, caplog):
     assert error_of_the_gradient(TOLD_OF[name]) > 0.05
     (message,) = [m for m in caplog.messages if TOLD in m]
     assert "a function with a kink or a jump that undrop has no rule for" in message

@@ -51,12 +51,12 @@ def test_both_passes_of_the_antithetic_engine_draw_the_same(problem):
     assert after == then  # as many numbers are drawn as by one pass
 
 
-def test_so_they_do_in_the_first_step_which_seeds_dropouts_own_generator(problem):
+def test_both_passes_draw_the_same_in_the_first_step_which_seeds_dropouts_generator(problem):
     step = undrop.Analytic(engine="antithetic")(problem.model, problem.inputs, problem.targets)
     assert 0.0 < step.parts["explicit"] < 0.2  # with numbers that differ it is 20
 
 
-def test_a_diagnosis_holds_them_still(problem):
+def test_a_diagnosis_repeats_the_models_own_random_numbers(problem):
     """Given what the model draws, ½E[uᵀHu] is a good part of R_drop; it was hundreds of times that."""
     found = undrop.diagnose(
         problem.model,

@@ -51,7 +51,7 @@ def drop_connect():
     return Problem(nn.Sequential(*layers).double(), x, y, CrossEntropy())
 
 
-def test_so_have_they_where_all_examples_share_the_noise():
+def test_draws_have_the_exact_mean_if_all_examples_share_the_noise():
     p = drop_connect()
     exact = evaluate(Exact(), p, seeded(0), EXPLICIT).parts["explicit"]
     assert_mean(explicit_draws(p, "hessian", "as-declared", 2000), exact)
@@ -60,7 +60,7 @@ def test_so_have_they_where_all_examples_share_the_noise():
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["lstm", "transformer", "gru", "batch_norm"])
-def test_so_have_they_on_larger_nets(name, mask):
+def test_draws_have_the_exact_mean_on_larger_nets(name, mask):
     p = problem(name)
     exact = evaluate(Exact(), p, seeded(0, mask), EXPLICIT).parts["explicit"]
     assert_mean(explicit_draws(p, "hessian", mask, 2000), exact)
@@ -110,7 +110,7 @@ def test_over_all_labels_its_value_is_exact_and_its_gradient_is_not():
     assert relative(slope, gradient(exact.total, p.model)) > 0.1
 
 
-def test_a_loss_without_a_distribution_says_so():
+def test_a_loss_without_a_distribution_raises_an_error():
     p = problem("mlp", "generic")
     with pytest.raises(EngineError, match=r"Generic has no distribution .* engine='tangent'"):
         evaluate(Reverse(), p, seeded(0), EXPLICIT)

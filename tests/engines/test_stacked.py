@@ -191,7 +191,7 @@ def test_nothing_before_the_first_site_is_computed_twice(fraction):
     assert rows == [8, 16 if fraction == 1.0 else 10]
 
 
-def test_an_exact_output_has_no_error_of_epsilon():
+def test_an_exact_output_does_not_depend_on_epsilon():
     p = KINKED["ReLU MLP"]()
     plain = p.model.eval()(p.inputs)
     p.model.train()
@@ -439,7 +439,7 @@ def test_compile_around_the_step_keeps_the_regularizers():
     assert totals[0] == pytest.approx(totals[1], rel=1e-6)
 
 
-def test_weights_as_long_as_the_stacked_batch_are_not_taken_for_it():
+def test_weights_as_long_as_the_stacked_batch_are_not_mistaken_for_it():
     model = AWDLSTM(13, embedding_size=4, hidden_size=6, layers=2).double().train()
     tokens, targets = torch.randint(13, (5, 3)), torch.randint(13, (5, 3))
     objective = undrop.Analytic(loss=model.loss(), batch_dim=1)

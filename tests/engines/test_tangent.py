@@ -110,7 +110,7 @@ def test_one_draw_serves_both_parts_and_they_are_uncorrelated():
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_the_antithetic_engine_closes_in_with_the_square_of_epsilon(name):
+def test_the_error_of_the_antithetic_engine_falls_with_the_square_of_epsilon(name):
     p = problem(name)
     row = next(design(p)).row
     draw = Fixed(torch.randn(row.shape, dtype=row.dtype).sign())
@@ -129,7 +129,7 @@ def test_the_antithetic_engine_closes_in_with_the_square_of_epsilon(name):
 
 @pytest.mark.parametrize("engine", [Tangent(), Antithetic(1e-4), Reverse(), Exact()])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_the_output_is_that_of_the_net_without_noise(name, engine):
+def test_the_output_has_no_noise(name, engine):
     p = problem(name)
     output = evaluate(engine, p, seeded(1)).output
     silent = p.model
@@ -181,7 +181,7 @@ WAYS = {
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 @pytest.mark.parametrize("way", WAYS)
-def test_on_less_usual_ways_it_is_what_two_passes_tell(way):
+def test_unusual_operations_agree_with_the_antithetic_engine(way):
     torch.manual_seed(0)
     model = ByWay(WAYS[way]).double()
     p = Problem(model, torch.randn(5, 4).double(), torch.randint(3, (5,)), CrossEntropy())

@@ -100,7 +100,7 @@ def test_another_branch_of_independent_examples_stays_one_pass():
     assert_right(p, ONE_PASS)
 
 
-def test_a_branch_that_the_model_draws_at_random_is_proven_from_the_same_numbers():
+def test_a_random_branch_is_proven_with_the_same_random_numbers():
     """One of two layers, chosen by Python's generator: every step is right, whichever it takes."""
     p = problem(lambda net, h: centred(h) if random.random() < 0.3 else h)
     random.seed(1)
@@ -200,7 +200,7 @@ class WithSummary(Net):
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("summary", [lambda h: h.mean(), lambda h: h.square().sum()])
-def test_an_output_of_the_whole_batch_is_that_of_the_batch(summary, fraction):
+def test_an_output_of_the_whole_batch_is_the_one_of_a_plain_pass(summary, fraction):
     torch.manual_seed(0)
     model = WithSummary(summary)
     x, y = torch.randn(6, 4, dtype=D), torch.randint(3, (6,))
@@ -257,7 +257,7 @@ def test_two_passes_draw_the_same_from_every_source(source):
     assert_right(p, TWO_PASSES)
 
 
-def test_a_generator_that_the_model_holds_is_left_where_it_was_by_looking():
+def test_finding_sites_does_not_advance_a_generator_that_the_model_holds():
     p = problem(lambda net, h: h * (1.0 + torch.rand((), generator=net.own, dtype=D)))
     p.model.own = torch.Generator().manual_seed(3)
     before = p.model.own.get_state()
@@ -266,7 +266,7 @@ def test_a_generator_that_the_model_holds_is_left_where_it_was_by_looking():
     assert_right(p, ONE_PASS)
 
 
-def test_a_pass_that_is_given_up_leaves_no_trace_in_a_buffer():
+def test_a_pass_that_is_abandoned_does_not_change_a_buffer():
     """The site's p changes, so the first attempt fails after the buffer has moved."""
     torch.manual_seed(0)
     model = Counting(COUNTS["mean"])

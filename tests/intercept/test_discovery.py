@@ -157,7 +157,7 @@ def test_multi_head_attention_has_one_site(weights):
     ]
 
 
-def test_a_transformer_layer_has_four_sites_and_each_its_name():
+def test_a_transformer_layer_has_four_named_sites():
     layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.1, batch_first=True)
     found = undrop.sites(nn.Sequential(layer), torch.randn(2, 3, 4))
     assert found.names == ("0.self_attn.attention", "0.dropout1", "0.dropout", "0.dropout2")
@@ -202,7 +202,7 @@ def test_functional_dropout_is_named_by_the_module_that_calls_it():
     assert [(s.name, s.p) for s in found] == [("1.dropout", 0.2), ("1.dropout#2", 0.3)]
 
 
-def test_dropout_that_is_idle_is_no_site():
+def test_idle_dropout_is_not_a_site():
     frozen = nn.Dropout(0.5)
     model = nn.Sequential(nn.Dropout(0.0), frozen, nn.Dropout(0.2))
     assert undrop.sites(model, X).names == ("1", "2")
@@ -239,7 +239,7 @@ def test_the_sites_print_as_a_table():
     ]
 
 
-def test_it_is_a_sequence_and_goes_to_json():
+def test_sites_are_a_sequence_and_convert_to_json():
     found = undrop.sites(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.2)), X)
     assert len(found) == 2
     assert found[1].sigma == pytest.approx(0.5)
@@ -249,7 +249,7 @@ def test_it_is_a_sequence_and_goes_to_json():
     assert hash(found) == hash(found[:])
 
 
-def test_nothing_is_changed_by_looking():
+def test_finding_sites_changes_nothing():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Dropout(0.1))
     model[3].eval()
     modes = [module.training for module in model.modules()]
@@ -266,7 +266,7 @@ def test_nothing_is_changed_by_looking():
     assert [module.training for module in model.modules()] == modes
 
 
-def test_looking_does_not_spoil_a_graph_that_holds_the_models_buffers():
+def test_finding_sites_keeps_a_graph_that_holds_the_models_buffers():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
     model[1].eval()
     loss = model(X).sum()
@@ -286,13 +286,13 @@ def test_a_model_without_dropout_is_an_error(model, hint):
         undrop.sites(model, X)
 
 
-def test_a_function_is_no_model():
+def test_a_function_is_not_a_model():
     with pytest.raises(OptionError, match=r"must be an nn.Module, got function: wrap it into one"):
         undrop.sites(lambda x: F.dropout(x, 0.5), torch.randn(2, 3))
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_looked_into():
+def test_the_sites_of_a_compiled_model_are_found():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     assert undrop.sites(torch.compile(model), X).names == ("1",)
 
@@ -346,7 +346,7 @@ def test_each_site_says_whether_its_noise_reaches_the_output(gate, acts):
     assert ("NO, u = 0" in repr(found)) == (not acts)
 
 
-def test_of_a_model_without_a_derivative_it_says_nothing():
+def test_without_a_derivative_it_is_unknown_whether_a_site_acts():
     class Fails(nn.Dropout):
         def forward(self, x):
             if torch.is_grad_enabled():
@@ -357,7 +357,7 @@ def test_of_a_model_without_a_derivative_it_says_nothing():
     assert site.acts is None
 
 
-def test_looking_leaves_the_inputs_of_dropout_in_place_alone():
+def test_finding_sites_does_not_change_the_inputs_of_in_place_dropout():
     x = torch.randn(2, 3)
     before = x.clone()
     undrop.sites(nn.Dropout(0.5, inplace=True), x)

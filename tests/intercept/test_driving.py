@@ -142,7 +142,7 @@ X = torch.randn(3, 5, 4, dtype=D, generator=new_generator(0))
 
 
 @pytest.mark.parametrize("rules", [None, TWICE_DIFFERENTIABLE, TANGENT_RULES])
-def test_with_its_dropout_off_the_model_is_what_it_is_in_eval_mode(model, rules):
+def test_without_dropout_the_output_is_that_of_eval_mode(model, rules):
     with Interception(model, no_noise, rules):
         found = model(X)
     torch.testing.assert_close(found, model.eval()(X))
@@ -161,7 +161,7 @@ def assert_same(p, one, other, tolerance):
     torch.testing.assert_close(a, b, rtol=10 * tolerance, atol=tolerance)
 
 
-def test_the_tangent_is_that_of_plain_passes(model):
+def test_the_tangent_agrees_with_plain_passes(model):
     p = regression(model)
     row = next(design(p)).row
     row = torch.randn(row.shape, dtype=D, generator=new_generator(1)).sign()
@@ -194,7 +194,7 @@ def assert_same_law(ours, theirs):
 
 
 @pytest.mark.parametrize("name", VECTORISED)
-def test_with_dropouts_own_noise_it_has_the_law_of_torchs_dropout(name):
+def test_dropouts_own_noise_has_the_distribution_of_torchs_dropout(name):
     """5,000 copies of one example each way."""
     torch.manual_seed(0)
     model = MODELS[name]().to(D)
@@ -207,7 +207,7 @@ def test_with_dropouts_own_noise_it_has_the_law_of_torchs_dropout(name):
     assert_same_law(ours, theirs)
 
 
-def test_noise_on_weights_has_the_law_of_torchs_dropout_too():
+def test_noise_on_weights_has_the_distribution_of_torchs_dropout():
     torch.manual_seed(0)
     model = MODELS["weights"]().to(D)
     rows = []

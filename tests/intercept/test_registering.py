@@ -25,7 +25,7 @@ class Net(nn.Module):
 X, Y = torch.randn(6, 4), torch.randint(3, (6,))
 
 
-def test_noise_from_numpy_is_named_and_not_taken_for_no_dropout():
+def test_noise_from_numpy_is_named_in_the_error():
     with pytest.raises(NoDropoutError, match=r"NumPy's random in 'the model'.*register_site"):
         undrop.sites(Net(hidden), X)
 

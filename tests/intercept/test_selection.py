@@ -29,7 +29,7 @@ def test_the_last_pattern_that_matches_decides(patterns, weights):
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan"), "x", "1", None, [1.0]])
-def test_weights_have_a_range(weight):
+def test_weights_out_of_range_raise_an_error(weight):
     with pytest.raises(OptionError, match="site weights must be finite and not negative"):
         Selection({"*": weight})
 
@@ -38,7 +38,7 @@ def test_weights_have_a_range(weight):
     ("patterns", "got"),
     [(3, "int"), ([3], r"\[3\]"), ([["*"]], r"\[\['\*'\]\]"), ({None: 1.0}, r"\{None: 1.0\}")],
 )
-def test_patterns_are_words(patterns, got):
+def test_patterns_are_strings(patterns, got):
     message = f"sites must be a name pattern, a list of them, or a mapping .* to weights, got {got}"
     with pytest.raises(OptionError, match=message):
         Selection(patterns)

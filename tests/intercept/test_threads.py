@@ -85,7 +85,7 @@ def test_a_model_trained_in_another_thread_is_not_affected(engine):
     assert torch.equal(beside, alone)
 
 
-def test_objectives_in_many_threads_have_the_bits_that_they_have_alone():
+def test_objectives_in_several_threads_compute_the_same_bits_as_alone():
     alone = [train(net(), with_objective(engine)) for engine in ENGINES * 2]
     models = [net() for _ in alone]
     works = [
@@ -97,7 +97,7 @@ def test_objectives_in_many_threads_have_the_bits_that_they_have_alone():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_model_shared_between_threads_has_in_each_the_objective_it_has_alone(engine):
+def test_objectives_on_a_shared_model_compute_the_same_as_alone(engine):
     def objectives():
         generators = [new_generator(seed) for seed in range(4)]
         made = [undrop.Analytic(engine=engine, generator=each) for each in generators]
@@ -114,7 +114,7 @@ def test_a_model_shared_between_threads_has_in_each_the_objective_it_has_alone(e
     assert found == alone
 
 
-def test_threads_that_look_at_one_model_leave_it_as_it_was():
+def test_threads_that_find_sites_leave_the_model_unchanged():
     model = net()
     model[2].eval()
     model.append(nn.Dropout(0.1))
@@ -160,7 +160,7 @@ def test_dropout_within_an_objective_within_a_pass_is_torchs_own(outer):
     assert without_noise not in model.asked
 
 
-def test_a_second_forward_mode_inside_of_the_first_is_refused():
+def test_nested_forward_mode_is_refused():
     model, x = Asks(undrop.Analytic(engine="tangent")), X.clone().requires_grad_()
     with pytest.raises(EngineError, match="forward mode is in use around this objective"):
         undrop.Analytic(engine="tangent", loss=nn.MSELoss())(model, x, X)

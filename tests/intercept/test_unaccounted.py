@@ -62,7 +62,7 @@ X, Y = torch.randn(6, 4), torch.randint(3, (6,))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_it_is_named_and_the_list_is_the_same_for_every_seed(name):
+def test_unaccounted_numbers_are_named_and_the_same_for_every_seed(name):
     own, function = OTHERS[name]
     net = Net(own)
     for seed in range(3):
@@ -131,7 +131,7 @@ class Skipping(nn.Module):
         return x + torch.sin(self.norm(x))
 
 
-def test_a_branch_around_more_than_a_layer_is_a_site_of_the_module_that_asks():
+def test_a_branch_around_more_than_a_layer_is_a_site_of_its_module():
     found = undrop.sites(Net(Skipping(nn.Identity())), X)
     assert found.names == ("own.module-drop", "dropout")
     assert not found.unaccounted
@@ -177,7 +177,7 @@ class Inner(nn.Module):
         return x + torch.tanh(self.drop(x))
 
 
-def test_a_layer_that_is_skipped_may_have_torch_s_attention():
+def test_a_skipped_layer_may_use_torchs_attention():
     net = Skipped(lambda net, layer, h: layer(h))
     net.layers = nn.ModuleList(
         [nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2)]
@@ -187,7 +187,7 @@ def test_a_layer_that_is_skipped_may_have_torch_s_attention():
     assert not found.unaccounted
 
 
-def test_a_branch_within_a_layer_that_is_skipped_is_a_site():
+def test_a_branch_inside_a_skipped_layer_is_a_site():
     net = Skipped(lambda net, layer, h: layer(h))
     net.layers = nn.ModuleList([Inner(ModuleDropout()), Inner(ModuleDropout())])
     found = undrop.sites(net, torch.randn(3, 5, 3))
@@ -204,7 +204,7 @@ class Uneven(nn.Module):
         return x * torch.nonzero(kept).numel() + 0.0 * kept
 
 
-def test_what_only_looks_like_a_mask_is_seen_behind_a_layer_that_is_skipped():
+def test_something_like_a_mask_after_a_skipped_layer_is_not_taken_for_one():
     net = Skipped(lambda net, layer, h: layer(h))
     net.layers = nn.ModuleList([Inner(nn.Identity()), Inner(Uneven())])
     found = undrop.sites(net, torch.randn(3, 5, 3))
@@ -237,7 +237,7 @@ class Sometimes(nn.Module):
         return x
 
 
-def test_a_branch_with_even_chances_before_a_layer_is_no_layer_drop():
+def test_a_branch_with_even_chances_before_a_layer_is_not_layer_drop():
     found = undrop.sites(Net(Sometimes()), X)
     assert "own.layer-drop" not in found.names
     assert ("own", "rand") in [(other.module, other.function) for other in found.unaccounted]

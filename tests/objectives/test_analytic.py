@@ -33,13 +33,13 @@ def test_its_parts_add_up_and_are_named(name, form, engine):
     assert found.parts["explicit"] > 0
 
 
-def test_parts_that_are_not_asked_for_are_not_there():
+def test_parts_that_are_switched_off_are_left_out():
     p = problem("mlp")
     assert set(step(p, explicit=None).parts) == {"loss", "implicit"}
     assert set(step(p, implicit=False).parts) == {"loss", "explicit"}
 
 
-def test_the_loss_is_that_of_the_net_without_dropout():
+def test_the_loss_is_the_one_without_dropout():
     p = problem("mlp")
     expected = p.loss.value(p.model.eval()(p.inputs), p.targets)
     p.model.train()
@@ -79,7 +79,7 @@ def test_samples_average_the_explicit_part_and_keep_the_variance_of_the_implicit
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_interval_regularizes_now_and_then_and_as_much_the_more(engine):
+def test_an_interval_regularizes_fewer_steps_more_strongly(engine):
     p = problem("mlp")
     every = step(p, engine=engine).parts
     objective = undrop.Analytic(engine=engine, interval=3, generator=generator())
@@ -134,7 +134,7 @@ def test_without_a_generator_torchs_seed_decides():
         lambda **how: undrop.Dropout(2, noise="resampled", **how),
     ],
 )
-def test_from_a_saved_state_on_the_noise_is_the_same(make, given):
+def test_a_saved_state_restores_the_noise(make, given):
     p = problem("mlp")
 
     def made(seed):
@@ -175,7 +175,7 @@ def test_inputs_may_be_a_tuple_or_a_dict():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_recurrent_net_is_given_its_own_state_back(engine):
+def test_a_recurrent_net_gets_its_own_state_back(engine):
     """Window after window: the state that comes back is that of the net without noise."""
     p = problem("lstm")
     objective = undrop.Analytic(engine=engine, generator=generator())

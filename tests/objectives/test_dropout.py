@@ -96,7 +96,7 @@ def test_analytic_noise_is_the_implicit_part_of_analytic(engine):
     assert noise == pytest.approx(math.sqrt(3 / 4) * expected, rel=1e-12)
 
 
-def test_its_own_masks_are_the_declared_ones_whatever_the_analytic_noise_is():
+def test_dropout_masks_are_as_declared_whatever_the_analytic_noise_is():
     class Ratio(nn.Module):
         def __init__(self):
             super().__init__()
@@ -123,7 +123,7 @@ def test_its_own_masks_are_the_declared_ones_whatever_the_analytic_noise_is():
 @pytest.mark.portable
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.4, 0.9])
-def test_what_its_own_masks_drop_is_zero_in_every_precision(p, dtype):
+def test_dropped_entries_are_zero_in_every_precision(p, dtype):
     """As of torch's own dropout: either 0 to the bit, or scaled up."""
     model = nn.Sequential(nn.Linear(3, 64), nn.Dropout(p)).to(dtype)
     x = torch.randn(8, 3, generator=new_generator(0)).to(dtype)
@@ -153,7 +153,7 @@ MANY = pytest.param(3000, id="many", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("draws", [LIGHT, MANY])
-def test_the_noise_of_k_masks_is_a_kth_and_resampling_puts_all_of_it_back(draws):
+def test_k_masks_have_a_kth_of_the_noise_and_resampling_restores_all_of_it(draws):
     p = problem("mlp")
     one = covariance_trace(p, 2 * draws, seed=0)
     assert covariance_trace(p, draws, 3) == pytest.approx(one / 3, rel=0.1)
@@ -169,7 +169,7 @@ def wide():
 
 
 @pytest.mark.parametrize("draws", [LIGHT, MANY])
-def test_analytic_noise_puts_it_back_too_where_dropout_is_of_first_order(draws):
+def test_analytic_noise_restores_it_too_if_dropout_is_of_first_order(draws):
     p = wide()
     one = covariance_trace(p, 2 * draws, seed=0)
     assert covariance_trace(p, draws, 2) == pytest.approx(one / 2, rel=0.1)

@@ -104,7 +104,7 @@ def refused(objective, error, message, model, x=X, y=Y):
     assert objective.steps == 0
 
 
-def test_every_error_is_one_of_ours():
+def test_every_error_is_a_subclass_of_undrop_error():
     ours = [e for e in vars(undrop.errors).values() if isinstance(e, type)]
     assert all(issubclass(e, UndropError) for e in ours if issubclass(e, Exception))
 
@@ -145,7 +145,7 @@ def test_a_drop_probability_of_zero_is_the_plain_loss(objective, later):
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])
-def test_nothing_else_is_said_about_a_drop_probability_of_zero_or_one(p, caplog):
+def test_a_drop_probability_of_zero_or_one_logs_nothing_else(p, caplog):
     with suppress(UnsupportedDropoutError):
         undrop.Analytic()(Net(nn.Dropout(p)), X, Y)
     assert caplog.messages == []
@@ -161,7 +161,7 @@ def test_an_empty_batch_is_refused(objective, later):
     assert objective.steps == later
 
 
-def test_an_empty_tensor_beside_others_is_no_empty_batch():
+def test_an_empty_tensor_among_others_is_not_an_empty_batch():
     class WithContext(Net):
         def forward(self, context, x):
             return super().forward(x) + context.sum()
@@ -290,7 +290,7 @@ def test_a_model_that_raises_is_left_as_it_was(objective):
         objective(model, X, Y)
 
 
-def test_a_model_that_raises_after_it_was_found_good(objective):
+def test_a_model_that_raises_after_its_first_step_is_left_as_it_was(objective):
     """Past the search for sites and the choice of an engine, within a pass of a step."""
     model = Net()
     objective(model, X, Y).backward()

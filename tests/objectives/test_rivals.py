@@ -70,14 +70,14 @@ def test_jacobian_of_a_diagonal_net_is_exact_for_every_draw():
     torch.testing.assert_close(model[1].weight.grad.diagonal(), expected)
 
 
-def test_jacobian_hands_on_the_output_between_its_passes():
+def test_jacobian_returns_the_output_without_noise():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)).double()
     x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     step = Jacobian(0.2, loss=MSE())(model, x, y)
     torch.testing.assert_close(step.output, model[1](x))
 
 
-def test_jacobian_does_so_in_an_output_of_any_class():
+def test_jacobian_returns_the_output_without_noise_in_any_class():
     class Out:
         def __init__(self, logits):
             self.logits = logits
@@ -92,7 +92,7 @@ def test_jacobian_does_so_in_an_output_of_any_class():
     torch.testing.assert_close(step.output.logits, model[1](x))
 
 
-def test_jacobian_is_taken_at_the_site_that_is_named():
+def test_jacobian_is_computed_at_the_named_site():
     made = problem("mlp")
     parts = [
         Jacobian(1.0, site=site, loss=made.loss, generator=generator())(
@@ -106,7 +106,7 @@ def test_jacobian_is_taken_at_the_site_that_is_named():
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_sam_has_the_gradient_from_uphill(name):
+def test_sam_has_the_gradient_at_the_perturbed_weights(name):
     made = problem(name)
     before = [p.detach().clone() for p in made.model.parameters()]
     step = SAM(0.3, loss=made.loss, generator=generator())(made.model, made.inputs, made.targets)
@@ -129,7 +129,7 @@ def test_sam_has_the_gradient_from_uphill(name):
     torch.testing.assert_close(ours, gradient(made.model))
 
 
-def test_sam_goes_uphill_in_the_weights_of_a_loss_that_is_a_module():
+def test_sam_perturbs_the_weights_of_a_loss_that_is_a_module():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -157,7 +157,7 @@ def test_sam_goes_uphill_in_the_weights_of_a_loss_that_is_a_module():
     torch.testing.assert_close([p.grad for p in whole.parameters()], expected)
 
 
-def test_sam_puts_the_weights_back_when_it_fails(monkeypatch):
+def test_sam_restores_the_weights_after_an_error(monkeypatch):
     made = problem("mlp")
     objective = SAM(0.3, loss=made.loss)
     before = [p.detach().clone() for p in made.model.parameters()]
@@ -223,7 +223,7 @@ def test_weight_noise_adds_the_trace_of_the_hessian_to_a_quadratic_loss():
     assert (draws >= plain.item() - 1e-12).all()
 
 
-def test_early_dropout_ends_and_remembers_where_it_is():
+def test_early_dropout_ends_and_saves_its_step():
     made = problem("mlp")
     plain = NoRegularization(loss=made.loss)(made.model, made.inputs, made.targets).parts["loss"]
     objective = EarlyDropout(2, loss=made.loss)

@@ -84,7 +84,7 @@ def test_l2_is_the_squared_norm():
     assert parts["loss"] == undrop.NoRegularization()(p.model, p.inputs, p.targets).parts["loss"]
 
 
-def test_l2_leaves_out_what_is_not_trained():
+def test_l2_ignores_frozen_parameters():
     p = problem("mlp")
     p.model[0].requires_grad_(False)
     norm = sum(q.square().sum() for q in p.model.parameters() if q.requires_grad).item()
@@ -125,7 +125,7 @@ EVERY = {
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
 @pytest.mark.parametrize("name", EVERY)
-def test_an_output_layer_in_the_loss_is_as_one_in_the_model(name, tied):
+def test_an_output_layer_in_the_loss_trains_like_one_in_the_model(name, tied):
     parts, found = gradients_with_head(EVERY[name], False, tied=tied)
     expected, gradients = gradients_with_head(EVERY[name], True, tied=tied)
     assert parts == pytest.approx(expected, rel=1e-9)
@@ -133,7 +133,7 @@ def test_an_output_layer_in_the_loss_is_as_one_in_the_model(name, tied):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_it_may_be_all_that_is_trained(name):
+def test_the_output_layer_may_be_all_that_is_trained(name):
     p, model, every, loss = with_head(False)
     model.requires_grad_(False)
     EVERY[name](loss=loss, generator=None)(model, p.inputs, p.targets).backward()
@@ -152,7 +152,7 @@ def silent_pass(p):
     return dict(p.model.named_buffers())
 
 
-def test_running_statistics_move_once(objective):
+def test_running_statistics_are_updated_once(objective):
     p, step = called(objective)
     step.backward()
     assert p.model[1].num_batches_tracked.item() == 1
@@ -160,7 +160,7 @@ def test_running_statistics_move_once(objective):
 
 
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if "drop" not in n and "resam" not in n])
-def test_without_noise_they_move_as_in_a_pass_without_noise(name):
+def test_without_noise_running_statistics_are_those_of_a_pass_without_noise(name):
     p, step = called(lambda: OBJECTIVES[name](generator=new_generator(1)))
     step.backward()
     expected = silent_pass(problem("batch_norm"))
@@ -169,7 +169,7 @@ def test_without_noise_they_move_as_in_a_pass_without_noise(name):
         torch.testing.assert_close(buffer, expected[key], **close)
 
 
-def test_with_dropout_they_move_as_in_the_first_pass():
+def test_with_dropout_running_statistics_are_those_of_the_first_pass():
     p = problem("batch_norm")
     torch.manual_seed(1)
     undrop.Dropout(3)(p.model, p.inputs, p.targets).backward()
@@ -225,7 +225,7 @@ def test_later_samples_have_the_autocast_of_the_first(several, enabled, way):
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("read", [WAYS["total"], WAYS["parts"]], ids=["total", "parts"])
-def test_what_is_read_without_gradients_leaves_the_gradient(several, read, off):
+def test_reading_parts_without_gradients_keeps_the_gradient(several, read, off):
     p, step = called(several)
     step.backward()
     q, other = called(several)

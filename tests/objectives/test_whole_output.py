@@ -119,7 +119,7 @@ def test_a_head_without_a_gradient_is_named_once(objective, caplog):
     assert "one of the 2 outputs of TwoHeads, and number.weight, number.bias get no" in message
 
 
-def test_a_state_beside_the_output_is_no_head(caplog):
+def test_a_state_in_the_output_is_not_a_head(caplog):
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -201,7 +201,7 @@ class Mapped(nn.Module):
         return torch.vmap(row, randomness="different")(x)
 
 
-def test_a_model_that_maps_over_its_examples_runs_twice_and_says_so(caplog):
+def test_a_model_with_vmap_runs_twice_and_logs_it(caplog):
     torch.manual_seed(0)
     step = undrop.Analytic()(Mapped(), torch.randn(6, 4), torch.randint(3, (6,)))
     step.backward()

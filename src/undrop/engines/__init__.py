@@ -1,4 +1,4 @@
-"""Ways to compute the output tangent u = ∂F/∂ε. An engine is one file with ``@ENGINES.register``."""
+"""Ways to compute the output tangent u = ∂F/∂ε. A new engine registers with ``@ENGINES.register``."""
 
 from undrop.engines.antithetic import Antithetic
 from undrop.engines.auto import Auto

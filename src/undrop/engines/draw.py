@@ -132,7 +132,7 @@ class ScaledNoise:
 
 
 class ZeroLeaves:
-    """The site action h ⊙ (1 + z), where z is a leaf of zeros in the shape of η to differentiate in.
+    """The site action h ⊙ (1 + z), where z is a leaf of zeros in the shape of η.
 
     ∂ℓ/∂z sums J ⊙ h over all entries that share one η, which is what mask sharing means.
     """

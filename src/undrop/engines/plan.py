@@ -1,4 +1,4 @@
-"""How a model runs on a stacked batch, and the noise of a step for it."""
+"""How a model runs on a stacked batch, and the noise of a step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Plan:
     """How a model runs on a stacked batch; found and proven by ``proving.py``."""
 
     dim: int
-    """The dimension of the batch in the targets, and in other tensors where it fits."""
+    """The dimension of the batch in the targets, and in other tensors if it fits."""
     late: bool
     """Whether the batch is stacked at the first site instead of at the input."""
     input_dims: tuple[int | None, ...]
@@ -78,7 +78,7 @@ class Plan:
     target_dims: tuple[int | None, ...]
     output_dims: tuple[int | None, ...]
     logits_dim: int
-    """The batch dimension of the tensor that the loss sees."""
+    """The batch dimension of the tensor that the loss receives."""
     sites: tuple[SitePlan, ...]
     midpoints: bool = True
     """Whether kinked functions decide at the midpoint."""

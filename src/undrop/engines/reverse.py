@@ -1,4 +1,4 @@
-"""Engines that differentiate twice: the paper's own way, and the exact expectation for tiny networks."""
+"""Engines that differentiate twice: the paper's estimator, and the exact expectation for tiny nets."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def run_direction(
     """Run one direction of one layer over a packed sequence x (Σ sizes, I).
 
     ``sizes`` are the numbers of sequences still running at each step, the longest first, as torch
-    packs them; a plain batch has the same number at every step. The state is (B, H) each. A
-    projection of the hidden state (``proj_size``) is the last weight where there is one.
+    packs them; a plain batch has the same number at every step. Each tensor of the state is (B, H). A
+    projection of the hidden state (``proj_size``), if there is one, is the last weight.
     """
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = (rest[0], rest[1]) if has_bias else (None, None)
@@ -107,7 +107,7 @@ def _flex_attention(mode: Interception, *args: Any) -> Any:
 
 
 def _layer(call: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One layer in plain operations, on a packed sequence or a batch."""
+    """Run one layer in plain operations, on a packed sequence or a batch."""
     if call.batch_sizes is not None:
         x, sizes, shape = call.x, call.batch_sizes.tolist(), call.x.shape[:1]
     else:
@@ -303,7 +303,7 @@ def _gradients(scalar: Tensor, action: ZeroLeaves) -> tuple[Tensor, ...]:
 class Exact(Engine):
     """E_η[uᵀHu] = Σ_j σ_j² · (∂F/∂z_j)ᵀ H (∂F/∂z_j), over every entry j of every η.
 
-    The implicit part has zero mean, so it is zero here.
+    The implicit part has mean zero, so this engine leaves it out.
     """
 
     name = "exact"

@@ -64,9 +64,9 @@ class AdaptiveOutput(Output):
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The head's terms for all rows that count, and each tail's for those that need it.
+        """Return the head's terms for all rows that count, plus each tail's for rows that need it.
 
-        These are all of them along a tangent, and the rows of its own words otherwise.
+        With a tangent, each tail needs all rows; without one, only the rows of its own words.
         """
         counts = rows.weight > 0
         if not bool(counts.all()):

@@ -205,10 +205,10 @@ def _zeros(rows: OutputRows, parameters: Parameters, needs: Needs) -> Parameters
 def softmax_terms(
     z: Tensor, u: Tensor | None, target: Tensor, options: SoftmaxOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ℓ, uᵀHu and ∂ℓ/∂ε of each row of logits z along u; without u, ℓ and 0.
+    """Return ℓ, uᵀHu and ∂ℓ/∂ε of each row of logits z along u; without u, ℓ and zeros.
 
-    They are in plain operations, unless the options have coefficients: then they can be
-    differentiated once, by the closed forms, and take the memory of z and u.
+    If the options have coefficients, the closed forms compute the gradient: the result can be
+    differentiated once, and z and u are overwritten. Otherwise it uses plain operations.
     """
     if u is not None and options.coefficients is not None:
         found: tuple[Tensor, Tensor, Tensor] = _RowTerms.apply(z, u, target, options)
@@ -227,7 +227,7 @@ def softmax_terms(
 
 
 class _RowTerms(torch.autograd.Function):
-    """The terms of each row along a tangent."""
+    """The terms of each row along a tangent, with gradients by the closed forms."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What all objectives share: checks before a step, and a step that leaves the model as it was."""
+"""What all objectives share: checks before a step, and a step that leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ _said: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _say_unaccounted(model: nn.Module, found: Sites) -> None:
-    """Name, once for each model, the random numbers that stay as they are."""
+    """Log once per model the random numbers that belong to no site."""
     if not found.unaccounted or model in _said:
         return
     _said.add(model)

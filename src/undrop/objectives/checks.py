@@ -1,4 +1,4 @@
-"""Checks of every step: finite parts, an effect of dropout, and no output that the loss overlooks.
+"""Checks of every step: the parts are finite, dropout has an effect, and the loss misses no output.
 
 A step never waits for the device. If dropout has no effect, because the noise of every site is lost
 before the output, one log line says so.
@@ -70,7 +70,7 @@ class EffectCheck:
             more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
             _log.warning(
                 "dropout had no effect on the output of %s in two successive steps (u = 0 at %s%s): "
-                "look for zero weights, a frozen adapter or a detach() behind these sites.",
+                "look for zero weights, a frozen adapter or a detach() after these sites.",
                 model,
                 ", ".join(sites[:3]),
                 more,
@@ -101,7 +101,7 @@ class Trains(Protocol):
 class _Pending(NamedTuple):
     step: int
     names: list[str]
-    values: Tensor  # on the host, once ``arrived`` has happened
+    values: Tensor  # on the host; valid when ``arrived`` has happened
     arrived: Any
     parts: Mapping[str, Tensor]
 

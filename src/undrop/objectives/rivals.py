@@ -95,7 +95,7 @@ class Jacobian(Objective):
 
     Args:
         weight: λ ≥ 0.
-        site: the name of the site; None is the first.
+        site: the name of the site; None uses the first site.
         step: δ, relative to the root mean square of h.
         loss: as for every objective.
         generator: as for every objective.

@@ -1,7 +1,7 @@
-"""Dropout with another p than the model's own, by site.
+"""Dropout with p by site, instead of the model's own p.
 
-Most modules keep the p of their site in an attribute. Where that is proven, a pass runs with the other p
-in it, as fast as the model's own dropout. Elsewhere an interception draws the masks.
+Most modules keep the p of their site in an attribute. If that is proven, a pass sets the other p there,
+which is as fast as the model's own dropout. Otherwise an interception draws the masks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from undrop.rng_snapshot import seed_current
 
 
 class SiteMasks:
-    """The site action of dropout with another p.
+    """The site action of dropout, with a different p at some sites.
 
     Args:
-        site_p: the probability by site; other sites keep the model's.
+        site_p: p by site name; other sites keep the model's p.
         noise: draws the masks; None lets torch draw them from its global generator.
     """
 
@@ -52,7 +52,7 @@ class Slot(NamedTuple):
     attribute: str
 
     def holder(self, model: nn.Module) -> nn.Module | None:
-        """Return the module; None if the model has another one there now."""
+        """Return the module; None if the model has another module there now."""
         try:
             found = model.get_submodule(self.path)
         except AttributeError:
@@ -61,12 +61,12 @@ class Slot(NamedTuple):
 
 
 Slots: TypeAlias = dict[str, Slot]
-"""The slot of each site; empty if one of them has none."""
+"""The slot of each site; empty if a site has no slot."""
 _slots: weakref.WeakKeyDictionary[nn.Module, Slots] = weakref.WeakKeyDictionary()
 
 
 def slots(batch: Batch, names: list[str]) -> Slots:
-    """Return the proven slots of these sites; none where other code decides what tensors are saved."""
+    """Return the proven slots of these sites; none if hooks on saved tensors are active."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return {}
     known = _slots.get(batch.model)
@@ -79,11 +79,11 @@ def slots(batch: Batch, names: list[str]) -> Slots:
 
 @contextmanager
 def with_p(model: nn.Module, found: Slots, site_p: Mapping[str, float]) -> Iterator[None]:
-    """Put the p of each site into its slot for one pass; a p of 0 stays, since that is no site.
+    """Set p of each site in its slot for one pass; a p of 0 stays 0, because it is not a site.
 
     Raises:
-        RecomputationError: for activation checkpointing, which would run parts of the pass again with
-            the model's own p. A model that uses it when its slots are looked for has none.
+        RecomputationError: if activation checkpointing was switched on after the search for slots. It
+            would run parts of the pass again with the model's own p.
     """
     places = [(slot.holder(model), slot.attribute, site_p[name]) for name, slot in found.items()]
     declared = [getattr(module, attribute) for module, attribute, _ in places]
@@ -106,9 +106,9 @@ _SECOND_RUN = (
 
 
 def _proven(batch: Batch, names: list[str]) -> Slots:
-    """Give every attribute that may be a slot a p of its own, and see which site reports it.
+    """Set a different p in every attribute that may be a slot, and see which site reports it.
 
-    The output without noise must not depend on it.
+    The output without noise must not change.
     """
     try:
         before, output = _without_noise(batch)
@@ -117,7 +117,7 @@ def _proven(batch: Batch, names: list[str]) -> Slots:
         numbered = {str(k): slot for k, slot in enumerate(every)}
         with with_p(batch.model, numbered, dict(zip(numbered, tried, strict=True))):
             after, again = _without_noise(batch)
-    except Exception:  # an interception gets along with anything that a step can run
+    except Exception:  # an interception works with any model
         return {}
     by_p = dict(zip(tried, every, strict=True))
     found = {name: by_p[after[name]] for name in names if after.get(name) in by_p}
@@ -127,7 +127,7 @@ def _proven(batch: Batch, names: list[str]) -> Slots:
 
 
 def _candidates(model: nn.Module, site_p: Mapping[str, float]) -> list[Slot]:
-    """The attributes that equal the p of a site, of the module that the site is named after."""
+    """Return the attributes equal to p of a site, in the module that the site is named after."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = []
     for name, p in site_p.items():
@@ -143,7 +143,7 @@ def _candidates(model: nn.Module, site_p: Mapping[str, float]) -> list[Slot]:
 
 
 def _without_noise(batch: Batch) -> tuple[dict[str, float], list[Tensor]]:
-    """The p of every site, and the output."""
+    """Return p of every site, and the output, of a pass without noise."""
     found: dict[str, float] = {}
 
     def look(site: Site, h: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Advice:
         )
 
     def table(self) -> Table:
-        """Return a row for each site, for all of them and for weight decay."""
+        """Return a row for each site, for all sites together and for weight decay."""
         found = self.benefit
         rows = [
             *found.sites.items(),
@@ -145,8 +145,8 @@ def advise(
     """Train a copy of the model for a while, and say whether dropout will help, where, and at which p.
 
     The copy trains with p = 0.1 at every site. If its validation loss is then above its training loss,
-    dropout will probably help; otherwise there is no evidence either way. Then 20 more steps with and
-    without each site, repeated twice, measure where it helps now. This costs 40 · (sites + 3) steps.
+    dropout will probably help; otherwise there is no evidence either way. Two repeats of 20
+    more steps, with and without each site, then measure where it helps now: 40 · (sites + 3) steps.
 
     Args:
         model: a model with dropout wherever you consider it; it does not change.

@@ -40,7 +40,7 @@ from undrop.losses import Coefficients
 _log = logging.getLogger("undrop")
 
 EPSILON = 0.05
-"""ε₀ for float32 and float64: the gradient has a relative error below 1e-3, far above rounding."""
+"""ε₀ for float32 and float64: the gradient's relative error is below 1e-3, and rounding is small."""
 EPSILON_HALF = 0.25
 """ε₀ for half precision: the best compromise of rounding and truncation, an error of 2 to 3 %.
 ``benchmarks/epsilon.py`` measures it, and docs/engines.md shows the curves."""
@@ -206,7 +206,7 @@ def _combined(
     """Return the total and its parts, with u = 0 for the examples without noise.
 
     The explicit part is scaled by 1/ρ, which keeps its mean over the choice of examples, and the
-    implicit one by 1/sqrt(ρ), which keeps its covariance where noise is independent between examples.
+    implicit one by 1/sqrt(ρ), which keeps its covariance if noise is independent between examples.
     """
     loss, c, rho = request.loss, request.coefficients, rows.layout.noisy / rows.layout.batch
     scaled = Coefficients(c.loss, c.quadratic / rho, c.directional / math.sqrt(rho))

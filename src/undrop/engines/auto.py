@@ -21,7 +21,7 @@ _chosen: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKey
 
 @ENGINES.register("auto")
 class Auto(Engine):
-    """One stacked pass if examples are independent, else the tangent engine where it is possible.
+    """One stacked pass if examples are independent, else the tangent engine if possible.
 
     If examples interact, or with batch norm in half precision, a stacked pass is not correct, and two
     passes have a biased gradient. ``Auto`` then uses the tangent engine if every op has a proven rule,

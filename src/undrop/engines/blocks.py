@@ -75,7 +75,7 @@ def blockwise(
 
 
 def _joined(outputs: list[Any], sizes: Sequence[int], batched: bool, first: int) -> Any:
-    """Join the blocks' results: along the batch, or as blocks where no argument has a batch."""
+    """Join the blocks' results: along the batch, or as blocks if no argument has a batch."""
     flats, specs = zip(*(tree_flatten(out) for out in outputs), strict=True)
     joined: list[Any] = []
     for parts in zip(*flats, strict=True):

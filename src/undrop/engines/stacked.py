@@ -89,7 +89,7 @@ class StackedPass(Interception):
                 return found
         if types and BlockTensor in types and func not in RECURRENT:
             if func in SITE_RULES:
-                raise NotStackable(f"noise on a weight reaches {func.__name__}, which drops out")
+                raise NotStackable(f"noise on a weight reaches another dropout, {func.__name__}")
             return self.blockwise(func, *args, **(kwargs or {}))
         if rule is None:
             if func is Tensor.unflatten:  # torch.compile can't follow this one within a mode
@@ -128,7 +128,7 @@ class StackedPass(Interception):
         return bool(self.plan.draws[int(key)])
 
     def around(self, key: str) -> bool:
-        """Return whether a random branch is blended around the module that takes it."""
+        """Return whether a random branch is blended around the module that draws it."""
         return self.site().kind == "module-drop"
 
     def position(self) -> tuple[int, int]:

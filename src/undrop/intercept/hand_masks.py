@@ -31,7 +31,7 @@ class KnownDraws:
     drops: dict[str, bool] = field(default_factory=dict)
     """Whether a mask drops where it is 1, as far as its uses say so."""
     around: set[str] = field(default_factory=set)
-    """Branches that are blended around the module that asks, not around the next one."""
+    """Random branches that are blended around the module that draws them, not around the next one."""
     turned: set[str] = field(default_factory=set)
     """Branches that were tried with the less probable answer."""
 
@@ -94,7 +94,7 @@ KINDS = {
     "drop-block": ("dropblock", "dropblock2d", "dropblockfast2d"),
     "zoneout": ("zoneout",),
 }
-"""What the site of a hand-made mask is called, by the ends of names."""
+"""The kind of a hand-made mask, by how the name of the function or class that makes it ends."""
 
 
 class HandMasks:
@@ -119,8 +119,8 @@ class HandMasks:
 
     sites: list[Site]
     draws: dict[str, bool | None]
-    """For each random draw that a mask can be made of, whether that drops where it is 1; None if
-    it is no mask."""
+    """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
+    draw is not a mask."""
     masks: dict[str, MaskDraw]
     """How draws became masks, by key."""
     batch: int | None = None
@@ -134,7 +134,7 @@ class HandMasks:
     """Returns what the action makes of h."""
 
     def next_draw(self) -> str | None:
-        """Return the key of the draw that happens now; None if it is no mask."""
+        """Return the key of the current random draw; None if it is not a mask."""
         module = running_module(self._names)
         path = "" if module is None else self._names[id(module)]
         base = f"{path}.random" if path else "random"
@@ -146,7 +146,7 @@ class HandMasks:
         return key if mask else None
 
     def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
-        """Remember that a draw is no mask, or that its branch is another one."""
+        """Record that a draw is not a mask, or that it decides another branch."""
         self._known.refused(key, draw)
 
     def drops(self, key: str, rare: bool) -> bool:
@@ -155,7 +155,7 @@ class HandMasks:
         return bool(self.draws[key])
 
     def around(self, key: str) -> bool:
-        """Return whether a branch is blended around the module that asks."""
+        """Return whether a random branch is blended around the module that draws it."""
         return key in self._known.around
 
     def position(self) -> tuple[int, int]:
@@ -167,7 +167,7 @@ class HandMasks:
         self.masks[key] = draw._replace(site=self.sites[-1].name)
 
     def chance(self, p: Any) -> float | None:
-        """Return the one probability that p is; None if it has several."""
+        """Return p as a number; None if it is a tensor with several values."""
         if not isinstance(p, Tensor):
             return float(p)
         if p.requires_grad or not p.numel():

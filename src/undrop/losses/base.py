@@ -295,7 +295,7 @@ class Loss(GivenLoss):
         *,
         dim: int = 0,
     ) -> WithGradients | None:
-        """The total as ``combined`` has it, with its gradients; None where autograd computes them.
+        """Return the total of ``combined`` with its gradients; None if autograd must compute them.
 
         For a loss with ``forms_gradients``.
         """

@@ -101,7 +101,7 @@ class CrossEntropy(SoftmaxLoss):
         *,
         dim: int = 0,
     ) -> WithGradients | None:
-        """The same, where the rows of the output are those of the formulas."""
+        """Return the total with its gradients by the closed forms; None if the classes are not last."""
         in_place = self.classes_last(output) is output and (u.shape == output.shape or dim == 0)
         if form == "loss-jacobian" or not in_place:
             return None

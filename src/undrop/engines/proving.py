@@ -166,7 +166,7 @@ class Prover:
         if not self.sites:
             raise NotStackable(NO_DROPOUT)
         for site in self.sites:
-            site.sigma  # noqa: B018, raises where p = 1
+            site.sigma  # noqa: B018, raises if p = 1
         reason, second_best = "its examples interact", None
         for dim in self._dims(last):
             try:
@@ -212,7 +212,7 @@ class Prover:
             raise Failed from error
         if layout.noisy == layout.batch:
             return Rows(layout, None)
-        # An order in which no pair or group of neighbours stays together.
+        # An order in which no pair or group of neighbors stays together.
         order = torch.rand(layout.batch, generator=torch.Generator().manual_seed(_ORDER)).argsort()
         device = next((t.device for t in tensors_in(self.batch.inputs)), order.device)
         return Rows(layout, order.to(device))

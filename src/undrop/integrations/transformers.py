@@ -4,8 +4,8 @@
 >>> UndropTrainer.__mro__[1].__name__
 'UndropMixin'
 
-Use it where you would use ``Trainer``; ``objective`` is any of undrop's and defaults to
-``undrop.Analytic()``. Evaluation and prediction are the Trainer's own.
+Use it in place of ``Trainer``. ``objective`` is any objective of undrop, by default
+``undrop.Analytic()``. Evaluation and prediction do not change.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class UndropMixin(_Base):
             )
         if callable(self.compute_loss_func):  # TRL puts a string there
             raise OptionError(
-                "compute_loss_func sees only the model's output, and undrop needs the whole pass: "
+                "compute_loss_func receives only the model's output, and undrop needs the whole pass: "
                 "leave it out and override `undrop_task` to say which loss and targets to use."
             )
         if not isinstance(self.objective.loss, ModelLoss):
@@ -245,7 +245,7 @@ class UndropMixin(_Base):
     def _undrop_agrees(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: Task
     ) -> bool:
-        """Return whether the task's loss is the Trainer's own; False for a batch without targets."""
+        """Return whether the task's loss is the Trainer's own; False if the batch has no targets."""
         bare = self.accelerator.unwrap_model(model)
         quiet = Interception(unwrapped(model), no_noise)
         with torch.no_grad(), RngSnapshot(), keep_statistics(model), quiet, _kept(self):

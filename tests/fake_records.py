@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from functools import partial
 
-from undrop.lab.reproduce.executors import Executor
+from undrop.lab.reproduce.campaign import Executor
 from undrop.lab.reproduce.records import Curve, Record
 from undrop.lab.reproduce.worker import execute
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from undrop.diagnosis.measure.classes import ClassShares
+from undrop.diagnosis.measure.explicit import ClassShares
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Generic, LinearCrossEntropy
 
 

@@ -26,9 +26,8 @@ from undrop.errors import StoppedError, UndropError
 from undrop.lab import cli, corpora, train
 from undrop.lab.reproduce.records import Curve, Record, Records
 from undrop.lab.train import configure
-from undrop.lab.train.checkpoints import _check
 from undrop.lab.train.environment import World
-from undrop.lab.train.folder import RunRecorder
+from undrop.lab.train.folder import RunRecorder, _check
 from undrop.lab.train.runs import row
 from undrop.lab.train.session import _resume
 from undrop.lab.train.trainer import Trainer

@@ -19,8 +19,7 @@ import killed_run
 from faults.lab import WARM, NotPossibleError
 from undrop.lab import cli
 from undrop.lab.reproduce import records
-from undrop.lab.reproduce.campaign import Campaign
-from undrop.lab.reproduce.executors import executor_named
+from undrop.lab.reproduce.campaign import Campaign, executor_named
 from undrop.lab.reproduce.plan import Plan
 
 EXPERIMENT = "noise-put-back"

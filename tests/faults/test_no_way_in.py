@@ -17,7 +17,7 @@ from undrop.files import sha256
 from undrop.lab import corpora, train
 from undrop.lab.cli.train import RUNS, _name
 from undrop.lab.reproduce.records import Records
-from undrop.lab.train.checkpoints import _check
+from undrop.lab.train.folder import _check
 from undrop.tensor_files import load_tensors
 
 SOURCES = sorted(Path(undrop.__file__).parent.rglob("*.py"))

@@ -8,9 +8,9 @@ from torch.func import jvp
 from device import new_generator
 from dispatch import LargestTensor
 from undrop.errors import OptionError, OutputError, TargetError
-from undrop.losses.adaptive import AdaptiveSoftmax
 from undrop.losses.base import FORMS
 from undrop.losses.cross_entropy import CrossEntropy
+from undrop.losses.softmax import AdaptiveSoftmax
 
 WIDTH, CUTOFFS, CLASSES = 5, [3, 5], 9
 

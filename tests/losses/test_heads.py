@@ -12,7 +12,7 @@ from problems import Problem
 from undrop.engines import Antithetic, Exact, Tangent
 from undrop.errors import EngineError, OptionError, TargetError
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, ModelLoss
-from undrop.losses.heads import check_attention, decoder_inputs, head_of, read_head
+from undrop.losses.model_loss import check_attention, decoder_inputs, head_of, read_head
 
 D = torch.float64
 NAMES = list(FAMILIES)

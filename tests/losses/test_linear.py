@@ -9,7 +9,7 @@ from dispatch import LargestTensor
 from undrop.errors import OptionError, OutputError, TargetError
 from undrop.losses.base import FORMS
 from undrop.losses.cross_entropy import CrossEntropy
-from undrop.losses.linear import LinearCrossEntropy
+from undrop.losses.softmax import LinearCrossEntropy
 
 CLASSES, WIDTH = 7, 4
 

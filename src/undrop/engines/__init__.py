@@ -3,7 +3,7 @@
 from undrop.engines.antithetic import Antithetic
 from undrop.engines.auto import Auto
 from undrop.engines.base import ENGINES, Engine, Evaluation, Request, as_engine
-from undrop.engines.draw import MASKS, Draw, ScaledNoise, ZeroLeaves
+from undrop.engines.draw import MASKS, Draw, ScaledNoise, ZeroLeaves, dropout_masks
 from undrop.engines.reverse import Exact, Reverse
 from undrop.engines.tangent import Tangent
 
@@ -22,4 +22,5 @@ __all__ = [
     "Tangent",
     "ZeroLeaves",
     "as_engine",
+    "dropout_masks",
 ]

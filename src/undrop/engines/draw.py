@@ -131,6 +131,13 @@ class ScaledNoise:
         return h if noise is None else torch.addcmul(h, h, noise, value=self.epsilon)
 
 
+def dropout_masks(
+    generator: Callable[[torch.device], torch.Generator], selection: Selection | None = None
+) -> ScaledNoise:
+    """Return dropout as a site action: a mask is drawn when a site is first reached, then kept."""
+    return ScaledNoise(Draw("dropout", "as-declared", selection or Selection(), generator), 1.0)
+
+
 class ZeroLeaves:
     """The site action h ⊙ (1 + z), where z is a leaf of zeros in the shape of η.
 

@@ -34,7 +34,7 @@ from undrop.intercept import (
     unwrapped,
 )
 from undrop.losses import ModelLoss, Task
-from undrop.losses.heads import check_attention, check_same_loss, decoder_inputs, read_head
+from undrop.losses.model_loss import check_attention, check_same_loss, decoder_inputs, read_head
 from undrop.objectives import Analytic, Objective, Step
 from undrop.objectives.checks import has_no_effect
 from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes

@@ -1,14 +1,12 @@
 """Losses, with their derivatives uᵀHu and ∂ℓ/∂ε along the output tangent u."""
 
 from undrop.kernels.softmax import Coefficients
-from undrop.losses.adaptive import AdaptiveSoftmax
 from undrop.losses.base import CONVERTERS, FORMS, ByClass, Derivatives, GivenLoss, Loss, Prepared
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.losses.generic import Generic
-from undrop.losses.heads import Task
-from undrop.losses.linear import LinearCrossEntropy
-from undrop.losses.model_loss import ModelLoss, as_loss
+from undrop.losses.model_loss import ModelLoss, Task, as_loss
+from undrop.losses.softmax import AdaptiveSoftmax, LinearCrossEntropy
 
 __all__ = [
     "CONVERTERS",

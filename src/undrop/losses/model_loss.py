@@ -1,16 +1,21 @@
-"""What a user passes as a loss, and the default: a Transformers model's own, or cross-entropy."""
+"""What a user passes as a loss, and the default: a Transformers model's own loss, or cross-entropy.
+
+Nothing here imports Transformers: a model is recognized by the loss function that it has from there.
+"""
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from undrop.errors import OptionError, TargetError
+from undrop.errors import EngineError, OptionError, TargetError
 from undrop.intercept import (
     Interception,
     RngSnapshot,
@@ -19,18 +24,204 @@ from undrop.intercept import (
     logits_of,
     no_noise,
 )
-from undrop.losses.base import CONVERTERS, GivenLoss, Prepared, labels_apart
+from undrop.losses.base import CONVERTERS, GivenLoss, Loss, Prepared, labels_apart
 from undrop.losses.cross_entropy import CrossEntropy
+from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.losses.generic import Generic
-from undrop.losses.heads import (
-    Task,
-    check_attention,
-    check_not_shifted,
-    check_same_loss,
-    decoder_inputs,
-    head_of,
-    read_head,
-)
+from undrop.registry import Registry
+
+IGNORED = -100
+"""The label that does not count, in all of Transformers."""
+
+
+class Task(NamedTuple):
+    """A loss, and how its targets follow from the labels of a batch."""
+
+    loss: Loss
+    targets: Callable[[Tensor], Tensor]
+
+
+HEADS: Registry[str, Callable[[Any, Tensor, float], Task]] = Registry("Transformers head")
+"""From the name of a model's loss function to a function (model, labels, smoothing) -> ``Task``."""
+
+
+def _same(labels: Tensor) -> Tensor:
+    return labels
+
+
+def _next_token(labels: Tensor) -> Tensor:
+    """Position t predicts the label at t + 1; the last predicts nothing."""
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def _numbers(labels: Tensor) -> Tensor:
+    """One row per example, like the logits."""
+    return labels.float().reshape(len(labels), -1)
+
+
+def _classes(labels: Tensor) -> Tensor:
+    return labels.reshape(len(labels))
+
+
+@HEADS.register("ForCausalLMLoss")
+def _language_model(model: Any, labels: Tensor, smoothing: float) -> Task:
+    loss = CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing)
+    # The decoder of an encoder-decoder reads labels that are shifted already.
+    return Task(loss, _same if model.config.is_encoder_decoder else _next_token)
+
+
+@HEADS.register("ForMaskedLMLoss", "ForTokenClassification")
+def _each_token(model: Any, labels: Tensor, smoothing: float) -> Task:
+    return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _same)
+
+
+@HEADS.register("ForSequenceClassificationLoss")
+def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
+    """One class, several, or numbers, by ``problem_type``; without it, as Transformers guesses."""
+    problem = model.config.problem_type
+    if problem is None and model.config.num_labels == 1:
+        problem = "regression"
+    elif problem is None:
+        whole = not labels.is_floating_point()
+        problem = "single_label_classification" if whole else "multi_label_classification"
+    if problem == "regression":
+        return Task(MSE(), _numbers)
+    if problem == "multi_label_classification":
+        return Task(BCEWithLogits(), _numbers)
+    return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _classes)
+
+
+def head_of(model: nn.Module) -> str | None:
+    """The name of a Transformers model's loss function; None for a model without a loss of its own.
+
+    Transformers gives every model a ``loss_function``, even one without a head, which takes no labels.
+    """
+    if not any(c.__module__.split(".")[0] in ("transformers", "peft") for c in type(model).__mro__):
+        return None
+    named = getattr(model, "loss_type", None) or getattr(model, "_loss_function", None)
+    if named is None and "labels" not in inspect.signature(model.forward).parameters:
+        return None
+    return getattr(getattr(model, "loss_function", None), "__name__", None)
+
+
+def read_head(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
+    """The task of a ``…ForCausalLM``, ``…ForMaskedLM``, ``…ForConditionalGeneration`` or classifier.
+
+    Args:
+        model: the model, without wrappers.
+        labels: those of a batch; if the config does not say, they tell classes from numbers.
+        smoothing: label smoothing, for class labels.
+
+    Raises:
+        OptionError: for a head of another kind, or smoothing of labels that are not classes.
+    """
+    kind = head_of(model)
+    task = None if kind is None else HEADS.find(kind)
+    if task is None:
+        raise OptionError(
+            f"{type(model).__name__} is trained with {kind or 'no loss of its own'}, which undrop does "
+            "not know: pass loss= to the objective, or override `undrop_task` of the trainer."
+        )
+    found = task(model, labels, smoothing)
+    if smoothing and not isinstance(found.loss, CrossEntropy):
+        raise OptionError(
+            f"label_smoothing_factor is for class labels, and {type(model).__name__} is trained with "
+            f"{type(found.loss).__name__}: set it to 0."
+        )
+    return found
+
+
+def decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
+    """Add the decoder's inputs, which follow from the labels, to those of an encoder-decoder.
+
+    Raises:
+        TargetError: if the model can't derive them, or the inputs are not a dict.
+    """
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return inputs
+    if not isinstance(inputs, Mapping):
+        raise TargetError(
+            f"{type(model).__name__} has an encoder and a decoder: pass its inputs as a dict."
+        )
+    if {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys():
+        return inputs
+    prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is None:
+        raise TargetError(
+            f"{type(model).__name__} can't derive its decoder's inputs from the labels: put "
+            "decoder_input_ids into the batch."
+        )
+    return {**inputs, "decoder_input_ids": prepare(labels=labels)}
+
+
+def check_not_shifted(model: nn.Module, inputs: Any, labels: Tensor) -> None:
+    """Raise if the labels of a language model are the next tokens already.
+
+    Raises:
+        TargetError: saying what to pass.
+    """
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    if head_of(model) != "ForCausalLMLoss" or not isinstance(ids, Tensor):
+        return
+    if ids.shape != labels.shape or ids.shape[-1] < 2:
+        return
+    here, ahead = labels != IGNORED, labels[..., :-1] != IGNORED
+    copies = bool((labels == ids)[here].all())
+    if bool(ahead.any()) and not copies and bool((labels[..., :-1] == ids[..., 1:])[ahead].all()):
+        raise TargetError(
+            f"the labels are the next tokens of input_ids already, and {type(model).__name__} shifts "
+            "them itself: pass labels that are aligned with input_ids, or loss=undrop.CrossEntropy() to "
+            "compare position by position."
+        )
+
+
+def check_attention(model: nn.Module) -> None:
+    """Raise if attention drops inside a kernel that no interception sees.
+
+    Raises:
+        EngineError: naming the implementations that work.
+    """
+    for config in _configs(getattr(model, "config", None)):
+        implementation = getattr(config, "_attn_implementation", None)
+        dropped = {n: p for n, p in vars(config).items() if _is_attention_dropout(n) and p}
+        if implementation not in (None, "eager", "sdpa") and dropped:
+            name, p = next(iter(dropped.items()))
+            raise EngineError(
+                f"the attention dropout of {type(model).__name__} ({name} = {p:g}) is hidden inside "
+                f"{implementation!r}: load the model with attn_implementation='sdpa' or 'eager', or "
+                f"set {name} to 0."
+            )
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A model's config and those within it."""
+    if config is None:
+        return
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        yield from _configs(getattr(config, name, None))
+
+
+def _is_attention_dropout(name: str) -> bool:
+    return name == "dropout_rate" or ("att" in name and "drop" in name)
+
+
+def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way_out: str) -> bool:
+    """Whether two losses of one batch agree; False if theirs is NaN, so that the next batch decides.
+
+    Raises:
+        OptionError: if they differ.
+    """
+    if not bool(torch.isfinite(theirs)):
+        return False
+    exact = theirs.dtype in (torch.float32, torch.float64)
+    mine, other = float(ours), float(theirs)
+    if abs(mine - other) > (1e-4 if exact else 2e-2) * max(1.0, abs(other)):
+        raise OptionError(
+            f"{whose} computes a loss of {other:.6g} on the first batch, but undrop's "
+            f"{type(loss).__name__} is {mine:.6g}: {way_out}."
+        )
+    return True
 
 
 class ModelLoss(GivenLoss):

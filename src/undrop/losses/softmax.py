@@ -1,15 +1,19 @@
-"""The common part of losses with a softmax: on logits, or on features with the output layer inside."""
+"""Losses with a softmax on features, with the output layer inside, and what all softmax losses share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.errors import OptionError, OutputError
-from undrop.kernels.output_layers import Output
+from undrop.kernels.adaptive import AdaptiveOutput, Layer
+from undrop.kernels.output_layers import LinearOutput, Output, row_chunks
 from undrop.kernels.softmax import Coefficients, SoftmaxOptions, working_dtype
-from undrop.losses.base import ClosedForm, Derivatives
+from undrop.losses.base import ByClass, ClosedForm, Derivatives, precise, softmax_by_class
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
 
@@ -117,3 +121,159 @@ class FeatureLoss(SoftmaxLoss):
         """The mean of -log p(y | f); 0 if every target is ignored."""
         with self.explaining_errors(output, target):
             return self.layer.loss(output, target, self._options("hessian"))
+
+
+class LinearCrossEntropy(FeatureLoss):
+    """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), which are never held at once.
+
+    Logits live for a chunk of rows at a time: they are made, turned into gradients and multiplied
+    back, so that memory does not grow as rows × classes. Only the reverse engine, which
+    differentiates twice, holds them all.
+
+    Args:
+        weight: W (classes, d), e.g. the embedding that the output layer is tied to.
+        bias: b (classes,).
+        ignore_index: targets of this value do not count.
+        label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C. H does not depend on it.
+        chunk: rows at a time; None chooses by the number of classes.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        chunk: int | None = None,
+    ) -> None:
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise OptionError(
+                "the output layer must have a weight (classes, features) and a bias (classes,), got "
+                f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}."
+            )
+        super().__init__(
+            LinearOutput(weight, bias, chunk),
+            width=weight.shape[1],
+            classes=weight.shape[0],
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )
+        self.weight, self.bias = weight, bias
+
+    def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
+        """Σ p v² of the logits, class by class, a chunk of rows at a time."""
+        return softmax_by_class(
+            self._kept(output, target),
+            self._kept(u, target),
+            self.classes,
+            lambda rows: F.linear(rows, self.weight, self.bias),
+            lambda tangents: F.linear(tangents, self.weight),
+        )
+
+    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Σ ℓ_ŷ with ŷ ~ softmax(W f + b), drawn a chunk of rows at a time."""
+        kept = self._kept(output, target)  # the value that is ignored may be one of the classes
+        rows = kept.detach()
+        labels = torch.empty(len(rows), dtype=torch.long, device=rows.device)
+        with torch.no_grad():
+            for part in row_chunks(len(rows), self.classes, self.chunk):
+                logits = precise(F.linear(rows[part], self.weight, self.bias))
+                p = torch.softmax(logits, -1)
+                labels[part] = torch.multinomial(p, 1, generator=generator).squeeze(-1)
+        return self.layer.loss(kept, labels, SoftmaxOptions(ignore_index=-1)) * self.count(
+            output, target
+        )
+
+    def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """⟨v, W f + b⟩ with random signs v on the logits, as ``CrossEntropy`` has it."""
+        features = self._kept(output, target)
+        return super()._probe(F.linear(features, self.weight, self.bias), target, generator)
+
+
+class AdaptiveSoftmax(FeatureLoss):
+    """ℓ = -log p(y | f) of ``torch.nn.AdaptiveLogSoftmaxWithLoss``, on features f (…, d).
+
+    The head is a softmax over the shortlist and one class for each tail c, of probability π_c, and
+    each tail is a softmax of its own. The quadratic form is the Fisher one, the mean over labels of
+    the second derivative: ``uᵀHu = Var_head + Σ_c π_c Var_c``, where Var is the variance of the
+    logits' tangent under a softmax. The form "identity" is the squared norm of that tangent, over
+    all logits.
+
+    Args:
+        head_weight: (shortlist + tails, d).
+        head_bias: (shortlist + tails,), or None.
+        tails: for each a projection (d_c, d) or None, a weight (words, d_c), a bias (words,) or None.
+        cutoffs: the first word of each tail.
+        ignore_index: targets of this value do not count.
+        chunk: rows at a time; None chooses by the number of classes.
+    """
+
+    def __init__(
+        self,
+        head_weight: Tensor,
+        head_bias: Tensor | None,
+        *,
+        tails: Sequence[tuple[Tensor | None, Tensor, Tensor | None]],
+        cutoffs: Sequence[int],
+        ignore_index: int = -100,
+        chunk: int | None = None,
+    ) -> None:
+        _check_sizes(head_weight, [weight for _, weight, _ in tails], cutoffs)
+        head = Layer(None, head_weight, head_bias)
+        output = AdaptiveOutput(head, [Layer(*tail) for tail in tails], cutoffs, chunk)
+        super().__init__(
+            output, width=head_weight.shape[1], classes=output.words, ignore_index=ignore_index
+        )
+        self.adaptive = output
+
+    @torch.no_grad()
+    def _draw(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
+        """A label for each row: a class of the head, and if that is a tail, a word in *that* tail."""
+
+        def pick(layer: Layer, rows: Tensor) -> Tensor:
+            p = torch.softmax(layer.logits(rows).float(), -1)
+            return torch.multinomial(p, 1, generator=generator).squeeze(-1)
+
+        head, *tails = self.adaptive.layers(self.adaptive.parameters)
+        labels = pick(head, features)
+        chosen = labels - self.adaptive.shortlist
+        for number, (tail, words) in enumerate(zip(tails, self.adaptive.tails, strict=True)):
+            own = chosen == number
+            if bool(own.any()):
+                labels[own] = words.start + pick(tail, features[own])
+        return labels
+
+    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Σ ℓ_ŷ with ŷ drawn from the model."""
+        kept = self._kept(output, target)  # the value that is ignored may be one of the classes
+        rows = kept.detach()
+        parts = row_chunks(len(rows), self.adaptive.classes, self.chunk)
+        none = torch.empty(0, dtype=torch.long, device=rows.device)
+        labels = torch.cat([none, *(self._draw(rows[part], generator) for part in parts)])
+        return self.adaptive.loss(kept, labels, SoftmaxOptions(ignore_index=-1)) * self.count(
+            output, target
+        )
+
+    def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """⟨v, z⟩ with random signs v on all logits z, those of the head and of every tail."""
+        features = self._kept(output, target)
+        layers = self.adaptive.layers(self.adaptive.parameters)
+        logits = torch.cat([layer.logits(features) for layer in layers], -1)
+        return super()._probe(logits, target, generator)
+
+
+def _check_sizes(head: Tensor, tails: Sequence[Tensor], cutoffs: Sequence[int]) -> None:
+    increasing = all(a < b for a, b in pairwise((0, *cutoffs)))
+    if not cutoffs or not increasing or len(cutoffs) != len(tails):
+        raise OptionError(
+            f"cutoffs must be the first word of each of the {len(tails)} tails, increasing, got "
+            f"{list(cutoffs)}."
+        )
+    words = [b - a for a, b in pairwise(cutoffs)]
+    sizes = [len(weight) for weight in tails]
+    if len(head) != cutoffs[0] + len(tails) or sizes[:-1] != words:
+        raise OptionError(
+            f"cutoffs {list(cutoffs)} need a head of {cutoffs[0] + len(tails)} classes and tails of "
+            f"{words} words and a last one, got {len(head)} and {sizes}."
+        )

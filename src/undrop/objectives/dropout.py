@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrop.engines import Draw, Engine, Evaluation, Request, ScaledNoise, as_engine
+from undrop.engines import Draw, Engine, Evaluation, Request, as_engine, dropout_masks
 from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Coefficients, Loss
@@ -92,8 +92,7 @@ class Dropout(Objective):
         """factor · ℓ(F(x; 1, η)) for a new mask."""
         noise = None
         if self.own_masks:
-            draw = Draw("dropout", "as-declared", Selection(), self.generators)
-            noise = ScaledNoise(draw, 1.0)
+            noise = dropout_masks(self.generators)
         found: Slots = {}
         if self.site_p and noise is None and not batch.compiled:
             found = slots(batch, list(self.site_p))

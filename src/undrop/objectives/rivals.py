@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrop.engines import Draw, Evaluation, ScaledNoise
+from undrop.engines import Evaluation, dropout_masks
 from undrop.engines.antithetic import midpoint
 from undrop.engines.base import WeightedParts
 from undrop.errors import OptionError
@@ -19,7 +19,6 @@ from undrop.intercept import (
     Interception,
     RngSnapshot,
     Site,
-    SiteAction,
     copied_buffers,
     keep_buffers,
     keep_statistics,
@@ -80,7 +79,7 @@ class RDrop(Objective):
 
     def _output(self, batch: Batch) -> Any:
         """Return the output under a new mask."""
-        with Interception(batch.model, dropout_mask(self)):
+        with Interception(batch.model, dropout_masks(self.generators, self.selection)):
             output = batch.forward()
         batch.loss.check(batch.loss.sees(output), batch.targets)
         return output
@@ -200,12 +199,6 @@ class EarlyDropout(Dropout):
             yield self.plain(batch)
 
 
-def dropout_mask(objective: Objective) -> SiteAction:
-    """Return one fixed dropout mask for all sites."""
-    draw = Draw("dropout", "as-declared", objective.selection, objective.generators)
-    return ScaledNoise(draw, 1.0)
-
-
 class SAM(Objective):
     """Sharpness-aware minimization (Foret et al. 2021), on top of the model's dropout.
 
@@ -231,7 +224,7 @@ class SAM(Objective):
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield one evaluation: two passes with a backward pass each."""
-        mask = dropout_mask(self)
+        mask = dropout_masks(self.generators, self.selection)
         weights = self.trainable_parameters(batch.model)
         output, loss = self.forward_and_loss(batch, mask)
         ascent = _gradient(loss, weights)

@@ -10,14 +10,14 @@ import pytest
 
 from fake_records import InProcess
 from undrop.lab import cli
-from undrop.lab.reproduce import executors, tables
+from undrop.lab.reproduce import campaign, tables
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """Run in an empty folder, without worker processes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(executors.EXECUTORS._entries, "local", InProcess)
+    monkeypatch.setitem(campaign.EXECUTORS._entries, "local", InProcess)
     return tmp_path
 
 

@@ -7,8 +7,7 @@ import pytest
 from fake_records import InProcess
 from undrop.errors import NonFiniteError, StoppedError
 from undrop.lab.reproduce import worker as worker_module
-from undrop.lab.reproduce.campaign import Campaign, Listener
-from undrop.lab.reproduce.executors import executor_named
+from undrop.lab.reproduce.campaign import Campaign, Listener, executor_named
 from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
 from undrop.lab.reproduce.worker import commit, execute

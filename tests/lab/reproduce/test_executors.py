@@ -10,8 +10,8 @@ import pytest
 
 from fake_records import fake_record
 from undrop.errors import RunError, StoppedError
-from undrop.lab.reproduce import executors
-from undrop.lab.reproduce.executors import Local, RayCluster
+from undrop.lab.reproduce import campaign
+from undrop.lab.reproduce.campaign import Local, RayCluster
 from undrop.lab.reproduce.records import Record
 from undrop.lab.train.environment import catch_signals
 
@@ -24,7 +24,7 @@ def forking(monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORK)
 
     def set_work(work):
-        monkeypatch.setattr(executors, "execute", work)
+        monkeypatch.setattr(campaign, "execute", work)
 
     return set_work
 

@@ -7,8 +7,8 @@ import safetensors.torch
 import torch
 
 from undrop.errors import CheckpointError, RunError
-from undrop.lab.train import checkpoints
-from undrop.lab.train.checkpoints import Checkpoints
+from undrop.lab.train import folder
+from undrop.lab.train.folder import Checkpoints
 from undrop.tensor_files import load_tensors
 
 
@@ -85,7 +85,7 @@ def rename_tensors(store, name):
     body = json.loads(path.read_text())
     del body["check"]
     body["tensors"] = name
-    path.write_text(json.dumps({**body, "check": checkpoints._check(body)}))
+    path.write_text(json.dumps({**body, "check": folder._check(body)}))
 
 
 def test_a_tensor_file_name_cannot_leave_the_folder(store, tmp_path):
@@ -117,7 +117,7 @@ def test_a_full_disk_loses_no_earlier_checkpoint(store, monkeypatch, place):
             raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    where = (safetensors.torch, "save_file") if place == "tensors" else (checkpoints.json, "dumps")
+    where = (safetensors.torch, "save_file") if place == "tensors" else (folder.json, "dumps")
     with monkeypatch.context() as patch:
         patch.setattr(*where, full)
         with pytest.raises(RunError, match=r"the disk is full: .*step-00000004.* --resume"):

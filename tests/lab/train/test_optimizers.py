@@ -66,15 +66,17 @@ def test_averaging_starts_at_the_non_monotonic_trigger_and_is_a_plain_mean():
     weights = parameters([0.0])
     step = stepper(weights, name="asgd", lr=1.0, patience=2)
     for loss in (5.0, 4.0, 4.5, 4.2):
-        step.observe(loss)  # 4.2 is above no loss of more than 2 epochs ago but 4.0 is too near
-        assert not step.averaging
-    step.observe(4.3)  # above the 4.0 of more than two epochs ago
-    assert step.averaging
+        step.average.observe(
+            loss
+        )  # 4.2 is above no loss of more than 2 epochs ago but 4.0 is too near
+        assert not step.average.active
+    step.average.observe(4.3)  # above the 4.0 of more than two epochs ago
+    assert step.average.active
     for _ in range(4):
         with_gradients(weights, [-1.0])
         step.step(1.0)
     assert weights[0].item() == 4.0
-    with step.evaluation_weights():
+    with step.average.applied():
         assert weights[0].item() == pytest.approx((1 + 2 + 3 + 4) / 4)
     assert weights[0].item() == 4.0
 
@@ -91,8 +93,8 @@ def test_a_resumed_stepper_gives_the_same_bits():
                 step.load_state_dict(state)
             with_gradients(weights, [0.3, -0.1 * count])
             step.step(1.0)
-            step.observe(1.0 + count)
-        with step.evaluation_weights():
+            step.average.observe(1.0 + count)
+        with step.average.applied():
             return weights[0].tolist()
 
     assert run(split=4) == run(split=None)

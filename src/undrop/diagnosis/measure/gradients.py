@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.measure.model import FixedNoise, FreshMasks, MeasuredModel, NumberedBatch
-from undrop.engines import Draw, Engine, Request, as_engine
+from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, NumberedBatch
+from undrop.engines import Draw, Engine, Request, as_engine, dropout_masks
 from undrop.errors import GradientsDisabledError
 from undrop.intercept import Batch, Selection, SiteAction, keep_statistics
 from undrop.losses import Coefficients, Loss
@@ -129,6 +129,8 @@ class GradientNoise:
         self.measured = measured
         self.made = made or AnalyticNoise()
         self.implicit_factor = implicit_factor
+        weights = self.made.selection.patterns.items()
+        self._sites = Selection({pattern: float(weight > 0.0) for pattern, weight in weights})
         named = _named_parameters(measured.model)
         self.parameters = [p for _, p in named]
         self.groups = [group_of(name) for name, _ in named]
@@ -140,7 +142,8 @@ class GradientNoise:
 
     def dropout(self, batch: NumberedBatch) -> list[Tensor]:
         """A sample of dropout's noise on a batch."""
-        one, two = (self._gradient(batch, self._masks()) for _ in range(2))
+        generators = self.measured.generators
+        one, two = (self._gradient(batch, dropout_masks(generators, self._sites)) for _ in range(2))
         return _difference(one, two)
 
     def analytic(self, batch: NumberedBatch) -> list[Tensor]:
@@ -159,10 +162,6 @@ class GradientNoise:
     def between(self, one: NumberedBatch, two: NumberedBatch) -> list[Tensor]:
         """A sample of the noise from the choice of batch."""
         return _difference(self._gradient(one, FixedNoise({})), self._gradient(two, FixedNoise({})))
-
-    def _masks(self) -> FreshMasks:
-        weight = self.made.selection.weight
-        return FreshMasks(self.measured.generators, lambda name: weight(name) > 0.0)
 
     def _gradient(self, batch: NumberedBatch, action: SiteAction) -> list[Tensor]:
         logits = self.measured.run(batch, action)

@@ -114,27 +114,6 @@ class FixedNoise:
         return h if noise is None else torch.addcmul(h, h, noise)
 
 
-class FreshMasks(FixedNoise):
-    """Dropout with masks that are drawn when a pass first reaches a site, and kept from then on.
-
-    Args:
-        generators: give the random generator for a device.
-        chosen: which sites drop, by name; the others carry no noise.
-    """
-
-    def __init__(self, generators: Generators, chosen: Callable[[str], bool]) -> None:
-        self._masks: dict[str, Tensor] = {}
-        super().__init__(self._masks)
-        self._generators = generators
-        self._chosen = chosen
-
-    def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """h ⊙ (1 + σ·η), which is 0 or h/(1-q)."""
-        if self._chosen(site.name) and site.name not in self._masks:
-            self._masks[site.name] = _mask(site, h, self._generators)
-        return super().__call__(site, h)
-
-
 def _mask(site: Site, like: Tensor, generators: Generators, factor: float = 1.0) -> Tensor:
     q = site.p * factor
     return draw_noise(

@@ -37,8 +37,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from undrop.lab.cli import _errors
 from undrop.lab.cli._names import check_early, check_name
+from undrop.lab.cli._output import report_error
 from undrop.registry import Registry
 
 __all__ = ["COMMANDS", "GROUPS", "app_for", "commands", "main"]
@@ -193,7 +193,7 @@ def _main(words: list[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except (Exception, KeyboardInterrupt) as error:
-        return _errors.report(error, " ".join(["undrop", *_command_in(words)]), debug=debug)
+        return report_error(error, " ".join(["undrop", *_command_in(words)]), debug=debug)
 
 
 def _run(words: list[str]) -> None:

@@ -21,7 +21,7 @@ from undrop.errors import OptionError, UndropError
 from undrop.files import near_path
 from undrop.intercept.model_call import call
 from undrop.lab.corpora.batching import TrainingWindows, Window
-from undrop.lab.corpora.encode import Tokens
+from undrop.lab.corpora.corpus import Tokens
 from undrop.lab.models import LanguageModel, detach
 from undrop.lab.train import Config, configure
 from undrop.lab.train.optimizers import clipped_optimizer

@@ -145,7 +145,7 @@ def _print_facts(corpus: Corpus, facts: dict[str, Any]) -> None:
 
 def _check(corpus: Corpus) -> None:
     from undrop.errors import DataError
-    from undrop.lab.corpora.encode import damaged
+    from undrop.lab.corpora.corpus import damaged
 
     if bad := damaged(corpus.folder):
         raise DataError(

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._errors import INTERRUPTED
 from undrop.lab.cli._names import experiments as experiment_names
 from undrop.lab.cli._names import named
-from undrop.lab.cli._output import print_table
+from undrop.lab.cli._output import INTERRUPTED, print_table
 
 if TYPE_CHECKING:
     from undrop.lab.reproduce.plan import Plan
@@ -87,8 +86,7 @@ def reproduce(
 def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
     from undrop.errors import StoppedError
     from undrop.lab.cli._progress import CampaignProgress
-    from undrop.lab.reproduce.campaign import Campaign
-    from undrop.lab.reproduce.executors import executor_named
+    from undrop.lab.reproduce.campaign import Campaign, executor_named
     from undrop.report import Progress
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -132,8 +130,7 @@ def _scoreboard(folder: Path, data_dir: Path | None, seeds: int, jobs: int) -> N
 def _measure_step_costs(plan: Plan, data_dir: str | None) -> None:
     """Print the lines of step_costs.toml for the plan's settings."""
     from undrop.lab.reproduce import tables
-    from undrop.lab.reproduce.step_costs import measure_step_costs
-    from undrop.lab.reproduce.worker import single_threaded
+    from undrop.lab.reproduce.worker import measure_step_costs, single_threaded
 
     single_threaded()
     for base in dict.fromkeys(cell.setting.base for cell in plan.cells.values()):

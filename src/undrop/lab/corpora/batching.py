@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from undrop.errors import OptionError
-from undrop.lab.corpora.encode import Tokens
+from undrop.lab.corpora.corpus import Tokens
 
 IGNORED = -100
 """The target of a position that does not count; the default of torch's losses."""

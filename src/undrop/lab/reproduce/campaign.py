@@ -1,17 +1,234 @@
-"""A campaign does the missing runs of a plan, and saves every record when its run ends."""
+"""A campaign does the missing runs of a plan, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import shutil
-from collections.abc import Sequence
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Thread
+from typing import Any, TypeAlias
 
-from undrop.errors import UndropError
-from undrop.lab.reproduce.executors import Executor
+from undrop.errors import MissingExtraError, OptionError, RunError, StoppedError, UndropError
 from undrop.lab.reproduce.plan import Plan, PlannedRun
 from undrop.lab.reproduce.records import Record, Records
-from undrop.lab.reproduce.worker import epochs_done
+from undrop.lab.reproduce.worker import epochs_done, execute, single_threaded
+from undrop.registry import Registry
+
+Outcome: TypeAlias = tuple[PlannedRun, Record | UndropError]
+"""A run, and its record or the error that it ended with."""
+
+_INTERVAL = 0.5  # seconds between two checks of the runs
+
+EXECUTORS: Registry[str, type[Executor]] = Registry("executor")
+"""The executors by name."""
+
+
+def executor_named(name: str, jobs: int) -> Executor:
+    """Return the executor of that name."""
+    return EXECUTORS[name](jobs)
+
+
+class Executor(ABC):
+    """Does runs, ``jobs`` at a time."""
+
+    def __init__(self, jobs: int) -> None:
+        if jobs < 1:
+            raise OptionError(f"jobs must be at least 1, got {jobs}.")
+        self.jobs = jobs
+
+    def outcomes(
+        self,
+        runs: Sequence[PlannedRun],
+        scratch: Callable[[PlannedRun], Path],
+        look: Callable[[], None],
+    ) -> Iterator[Outcome]:
+        """Start the runs in order, and yield each when it ends.
+
+        Args:
+            runs: the runs to do.
+            scratch: returns the folder for a run's files.
+            look: called after each check of the runs.
+        """
+        queue, waiting = list(runs), dict[Any, PlannedRun]()
+        with self.opened():
+            while queue or waiting:
+                # Start no more runs than there are processes: a started run can't be taken back.
+                while queue and len(waiting) < self.jobs:
+                    run = queue.pop(0)
+                    waiting[self.start(run, str(scratch(run)))] = run
+                for handle in self.ended(waiting):
+                    yield waiting.pop(handle), _outcome(partial(self.result, handle))
+                look()
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[None]:
+        """Start the workers; after an exception, ask the unfinished runs to save and stop."""
+
+    @abstractmethod
+    def start(self, run: PlannedRun, scratch: str) -> Any:
+        """Start a run and return a handle to it."""
+
+    @abstractmethod
+    def ended(self, handles: Iterable[Any]) -> list[Any]:
+        """Wait half a second at most, and return the handles of the runs that have ended."""
+
+    @abstractmethod
+    def result(self, handle: Any) -> Record:
+        """Return the record of a run that has ended, or raise what it raised."""
+
+
+@EXECUTORS.register("local")
+class Local(Executor):
+    """Processes on this machine, with one thread each."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Start processes, each in its own pool, so that killing one does not break the others."""
+        others = set(multiprocessing.active_children())
+        self._idle = [_process() for _ in range(self.jobs)]
+        self._busy: dict[Future[Record], ProcessPoolExecutor] = {}
+        try:
+            yield
+        except BaseException:
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()  # a training saves its state on this signal
+            raise
+        finally:
+            for pool in [*self._idle, *self._busy.values()]:
+                pool.shutdown()
+
+    def start(self, run: PlannedRun, scratch: str) -> Future[Record]:
+        """Give the run to an idle process."""
+        pool = self._idle.pop()
+        future = pool.submit(_execute_for_parent, run, scratch)
+        self._busy[future] = pool
+        return future
+
+    def ended(self, handles: Iterable[Future[Record]]) -> list[Future[Record]]:
+        """Wait for the next run to end."""
+        return list(wait(handles, timeout=_INTERVAL, return_when=FIRST_COMPLETED).done)
+
+    def result(self, handle: Future[Record]) -> Record:
+        """Return what the process returned."""
+        pool = self._busy.pop(handle)
+        try:
+            return handle.result()
+        except BrokenProcessPool as error:
+            pool.shutdown()
+            pool = _process()
+            raise _killed() from error
+        finally:
+            self._idle.append(pool)
+
+
+def _process() -> ProcessPoolExecutor:
+    """A pool of one process, which starts with its first run."""
+    # A forked child would inherit torch's threads in an unknown state.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, context, initializer=_begin)
+
+
+def _begin() -> None:
+    single_threaded()
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Send this process a signal when its parent ends: nothing else would stop it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _execute_for_parent(run: PlannedRun, scratch: str) -> Record:
+    try:
+        return execute(run, scratch)
+    finally:
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            os._exit(1)  # the state is saved, and no process waits for the record
+
+
+def _killed() -> RunError:
+    return RunError(
+        "its process was killed, perhaps out of memory (then lower --jobs): the same command "
+        "resumes it."
+    )
+
+
+@EXECUTORS.register("ray")
+class RayCluster(Executor):
+    """Tasks of one core each on the Ray cluster at RAY_ADDRESS, or on a new one on this machine."""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Join the cluster, or start one on this machine."""
+        self._ray = _ray()
+        ours = not self._ray.is_initialized()
+        if ours:
+            room = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": self.jobs}
+            self._ray.init(include_dashboard=False, log_to_driver=False, **room)
+        try:
+            self._gpus = self._ray.cluster_resources().get("GPU", 0) > 0
+            yield
+        finally:
+            if ours:
+                self._ray.shutdown()
+
+    def start(self, run: PlannedRun, scratch: str) -> Any:
+        """Start a task, with a GPU if the run needs one: a task sees only what it requests."""
+        gpus = int(self._gpus and run.config.train.device != "cpu")
+        task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(_execute_anywhere)
+        return task.remote(run, scratch)
+
+    def ended(self, handles: Iterable[Any]) -> list[Any]:
+        """Wait for the next run to end."""
+        done, _ = self._ray.wait(list(handles), timeout=_INTERVAL)
+        return list(done)
+
+    def result(self, handle: Any) -> Record:
+        """Return what the task returned, or raise its own error instead of Ray's."""
+        try:
+            record: Record = self._ray.get(handle)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except self._ray.exceptions.RayError as error:
+            raise _killed() from error
+        return record
+
+
+def _execute_anywhere(run: PlannedRun, scratch: str) -> Record:
+    single_threaded()
+    return execute(run, scratch)
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("the executor 'ray'", "ray", "ray") from error
+    return ray
+
+
+def _outcome(result: Callable[[], Record]) -> Record | UndropError:
+    """The record, or the error of a run that failed; a request to stop is raised again."""
+    try:
+        return result()
+    except StoppedError:
+        raise
+    except UndropError as error:
+        return error
 
 
 @dataclass(frozen=True)

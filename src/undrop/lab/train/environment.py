@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from undrop.errors import ConfigError
 from undrop.lab.models import LanguageModel
 from undrop.objectives import Objective, Step
-from undrop.tensor_files import from_bytes, to_bytes
 from undrop.torch_compat import portable_lstm
 
 if TYPE_CHECKING:
@@ -194,14 +193,9 @@ class World:
         """Return the trees of all processes, ordered by rank."""
         if self.size == 1:
             return [tree]
-        data = to_bytes(tree).to(self.device)
-        length = torch.tensor(len(data), device=self.device)
-        lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length)
-        longest = max(int(n) for n in lengths)
-        parts = [data.new_empty(longest) for _ in range(self.size)]
-        dist.all_gather(parts, F.pad(data, (0, longest - len(data))))
-        return [from_bytes(part[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
+        trees: list[Any] = [None] * self.size
+        dist.all_gather_object(trees, tree_map_only(Tensor, Tensor.cpu, tree))
+        return trees
 
 
 def is_main() -> bool:

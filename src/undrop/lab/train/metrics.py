@@ -12,7 +12,7 @@ import torch
 
 from undrop.errors import NonFiniteError
 from undrop.lab.corpora.batching import IGNORED, evaluation_windows
-from undrop.lab.corpora.encode import Tokens
+from undrop.lab.corpora.corpus import Tokens
 from undrop.lab.models import LanguageModel
 from undrop.lab.train.environment import World
 
@@ -127,24 +127,3 @@ class Clock:
     def start_from(self, seconds: float) -> None:
         """Continue from the seconds of an earlier process."""
         self._seconds = seconds
-
-
-class Speed:
-    """Tokens per second of this process; the only figure that a restart may change."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Start counting again."""
-        self._since, self._tokens = time.perf_counter(), 0
-
-    def add(self, tokens: int) -> None:
-        """Count tokens."""
-        self._tokens += tokens
-
-    def take(self) -> float:
-        """Return the tokens per second since the last call, and start counting again."""
-        value = self._tokens / max(time.perf_counter() - self._since, 1e-9)
-        self.restart()
-        return value

@@ -45,10 +45,11 @@ class Average:
     """The mean of the parameters over the steps since averaging started (Polyak).
 
     Averaging starts when the validation loss is above the best one of more than ``patience`` epochs
-    ago: the non-monotonic trigger of NT-ASGD (Merity, Keskar & Socher 2018).
+    ago: the non-monotonic trigger of NT-ASGD (Merity, Keskar & Socher 2018). Without ``patience`` it
+    never starts.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], patience: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], patience: int | None) -> None:
         self._parameters = parameters
         self._patience = patience
         self._losses: list[float] = []
@@ -70,7 +71,7 @@ class Average:
 
     def observe(self, loss: float) -> None:
         """Take the validation loss of an epoch, which may start the averaging."""
-        earlier = self._losses[: -self._patience]
+        earlier = [] if self._patience is None else self._losses[: -self._patience]
         if not self.active and earlier and loss > min(earlier):
             self._means = [parameter.detach().clone() for parameter in self._parameters]
         self._losses.append(loss)
@@ -111,7 +112,7 @@ class Stepper:
         self._config = config
         self._parameters = parameters
         self._optimizer = _optimizer(parameters, config)
-        self.average = Average(parameters, config.patience) if config.name == "asgd" else None
+        self.average = Average(parameters, config.patience if config.name == "asgd" else None)
 
     def step(self, factor: float) -> float:
         """Take a step at ``factor`` times the learning rate; return the norm before clipping.
@@ -127,35 +128,18 @@ class Stepper:
             group["lr"] = self._config.lr * factor
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.add()
+        self.average.add()
         return norm
-
-    @contextlib.contextmanager
-    def evaluation_weights(self) -> Iterator[None]:
-        """Use the parameters to evaluate with: the mean, if averaging has started."""
-        with self.average.applied() if self.average is not None else contextlib.nullcontext():
-            yield
-
-    @property
-    def averaging(self) -> bool:
-        """Whether averaging has started."""
-        return self.average is not None and self.average.active
-
-    def observe(self, loss: float) -> None:
-        """Take the validation loss of an epoch."""
-        if self.average is not None:
-            self.average.observe(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from."""
-        average = self.average.state_dict() if self.average is not None else None
+        average = self.average.state_dict() if self._config.name == "asgd" else None
         return {"optimizer": self._optimizer.state_dict(), "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state."""
         self._optimizer.load_state_dict(state["optimizer"])
-        if self.average is not None:
+        if state["average"] is not None:
             self.average.load_state_dict(state["average"])
 
 

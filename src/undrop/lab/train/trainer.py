@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from undrop.lab.models import State, detach
 from undrop.lab.train.config import Config
 from undrop.lab.train.environment import Gradient, Interrupts, World, autocast, is_out_of_memory
 from undrop.lab.train.folder import RunRecorder
-from undrop.lab.train.metrics import Clock, Means, Speed, mean_loss, perplexity
+from undrop.lab.train.metrics import Clock, Means, mean_loss, perplexity
 from undrop.lab.train.optimizers import RunProgress, Stepper, lr_factor
 from undrop.lab.train.tuning import tuner_for
 from undrop.rng_snapshot import RngSnapshot, derive_seed, seed_all
@@ -64,7 +65,7 @@ class Trainer:
         self._trained = False  # whether the current epoch is trained but not yet evaluated
         self._hidden: State | None = None
         self._lr = 0.0
-        self._speed = Speed()
+        self._logged, self._tokens = time.perf_counter(), 0
         self._since_log, self._since_epoch = Means(), Means()
         with RngSnapshot():
             seed_all(config.train.seed)
@@ -147,7 +148,7 @@ class Trainer:
         start = self._windows.position
         if start == 0:
             self._hidden, self._since_epoch = None, Means()
-        self._speed.restart()
+        self._logged, self._tokens = time.perf_counter(), 0
         for window in self._windows:
             with self._explain_failures(f"step {self.step + 1}", *reversed(window.inputs.shape)):
                 self._take_step(window, self.progress(start))
@@ -179,7 +180,7 @@ class Trainer:
         parts, tokens = step.parts, window.inputs.numel()
         for means in (self._since_log, self._since_epoch):
             means.add({**parts, "gradient_norm": norm}, tokens)
-        self._speed.add(tokens * self.world.size)
+        self._tokens += tokens * self.world.size
         for callback in self.recorder.callbacks:
             callback.step(progress.done, tokens, parts)
         if tuned is not None:
@@ -226,13 +227,16 @@ class Trainer:
     def _log(self) -> None:
         means, self._since_log = self._since_log.means(self.world), Means()
         values = {"lr": self._lr, **_PARTS, **means}
-        self._record("step", values, {"tokens_per_second": self._speed.take()})
+        seconds = time.perf_counter() - self._logged
+        speed = self._tokens / max(seconds, 1e-9)  # the only figure that a restart may change
+        self._logged, self._tokens = time.perf_counter(), 0
+        self._record("step", values, {"tokens_per_second": speed})
 
     def _validate(self) -> dict[str, Any]:
         """Evaluate the epoch that was trained, and end it."""
         started = self.clock.seconds
         train = self.config.train
-        with self._stepper.evaluation_weights():
+        with self._stepper.average.applied():
             valid = self.loss_on("valid")
             test = self.loss_on("test") if train.test == "epoch" else None
             plain = self.loss_on("train") if train.train_perplexity else None
@@ -247,9 +251,9 @@ class Trainer:
             "valid_loss": valid,
             "valid_ppl": perplexity(valid),
             "test_ppl": None if test is None else perplexity(test),
-            "averaged": self._stepper.averaging,
+            "averaged": self._stepper.average.active,
         }
-        self._stepper.observe(valid)
+        self._stepper.average.observe(valid)
         times = {"evaluation": self.clock.seconds - started}
         self.last = self._record("epoch", values, times)
         self.best = self.last if better else self.best

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from undrop.errors import ConfigError, DataError
-from undrop.lab.corpora.encode import Tokens
+from undrop.lab.corpora.corpus import Tokens
 from undrop.lab.models import LanguageModel
 from undrop.lab.train.callbacks import Callback
 from undrop.lab.train.config import Config

@@ -37,7 +37,7 @@ def test_it_is_torch_s_own_with_the_embedding_s_rows():
     embedding, head = pair(shrink=2)
     theirs = torch_s_own(embedding, head)
     features = torch.randn(7, SIZE, dtype=torch.double)
-    torch.testing.assert_close(head.log_prob(features, embedding), theirs.log_prob(features))
+    torch.testing.assert_close(head(features, embedding), theirs.log_prob(features))
 
 
 @pytest.mark.parametrize("shrink", [1, 2])

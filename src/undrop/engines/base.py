@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from undrop.engines.draw import Draw
 from undrop.engines.layout import Question
 from undrop.errors import EngineError, NoDropoutError
-from undrop.intercept import Batch, is_sharded
+from undrop.intercept import Batch
 from undrop.losses import Coefficients, Loss
 from undrop.registry import Registry
 
@@ -111,19 +111,6 @@ def as_engine(engine: str | Engine) -> Engine:
     return engine if isinstance(engine, Engine) else ENGINES[engine]()
 
 
-def refuse_sharded(engine: Engine, model: nn.Module) -> None:
-    """Raise an error for FSDP, which frees parameters before a second backward pass needs them.
-
-    Raises:
-        EngineError: naming the engine that works.
-    """
-    if is_sharded(model):
-        raise EngineError(
-            f"the {engine.name} engine differentiates twice, which FSDP does not allow: use "
-            "engine='antithetic'."
-        )
-
-
 def refuse_fraction(engine: Engine, request: Request) -> None:
     """Raise an error if an engine gets ``fraction`` < 1 or ``exact_output`` and does not support it.
 
@@ -134,18 +121,6 @@ def refuse_fraction(engine: Engine, request: Request) -> None:
         raise EngineError(
             f"fraction < 1 is for the antithetic engine, got the {engine.name} engine: use "
             "engine='antithetic', or fraction=1."
-        )
-
-
-def refuse_whole_output(engine: Engine, request: Request) -> None:
-    """Raise an error for a loss that receives several outputs.
-
-    Raises:
-        EngineError: naming the engines that support it.
-    """
-    if request.loss.whole_output:
-        raise EngineError(
-            f"the {engine.name} engine takes a loss of one output: use engine='antithetic' or 'tangent'."
         )
 
 

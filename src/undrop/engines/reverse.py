@@ -21,12 +21,11 @@ from undrop.engines.base import (
     Request,
     WeightedParts,
     refuse_fraction,
-    refuse_sharded,
-    refuse_whole_output,
 )
 from undrop.engines.draw import Draw, ScaledNoise, ZeroLeaves
+from undrop.errors import EngineError
 from undrop.generators import Generators
-from undrop.intercept import Interception, RngSnapshot, Rule, keep_buffers
+from undrop.intercept import Interception, RngSnapshot, Rule, is_sharded, keep_buffers
 from undrop.intercept.attention import AttentionCall, flex_written_out, written_out
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layers
 from undrop.kernels.flex import FlexCall, flex_attention
@@ -164,9 +163,16 @@ def pass_to_differentiate(engine: Engine, request: Request) -> tuple[Any, Tensor
     Raises:
         EngineError: if the request needs something that double backward does not support.
     """
-    refuse_sharded(engine, request.batch.model)
     refuse_fraction(engine, request)
-    refuse_whole_output(engine, request)
+    if is_sharded(request.batch.model):  # FSDP frees parameters before a second backward pass
+        raise EngineError(
+            f"the {engine.name} engine differentiates twice, which FSDP does not allow: use "
+            "engine='antithetic'."
+        )
+    if request.loss.whole_output:
+        raise EngineError(
+            f"the {engine.name} engine takes a loss of one output: use engine='antithetic' or 'tangent'."
+        )
     look_for_blind_spots(request, engine.name)
     action = ZeroLeaves(request.draw)
     with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):

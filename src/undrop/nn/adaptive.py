@@ -114,11 +114,7 @@ class AdaptiveHead(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(count) for count in counts)
 
     def forward(self, features: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """Return the log-probabilities (…, V), which are also logits: their softmax is p."""
-        return self.log_prob(features, embedding)
-
-    def log_prob(self, features: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """Return log-probabilities (…, V) of all words given features (…, d)."""
+        """Return the log-probabilities (…, V) of features (…, d), which are also logits."""
         weight, bias, tails = self._layers(embedding)
         head = F.log_softmax(F.linear(features, weight, bias), dim=-1)
         shortlist, picks = head.split([self.cutoffs[0], len(tails)], dim=-1)

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from undrop.errors import OptionError
 from undrop.nn.adaptive import AdaptiveEmbedding
 from undrop.noise import structured_dropout
-
-
-def _probability(p: float) -> float:
-    if not 0.0 <= p < 1.0:
-        raise OptionError(f"the drop probability must lie in [0, 1), got {p}.")
-    return p
+from undrop.options import check_probability
 
 
 def _replica(module: nn.Module) -> nn.Module:
@@ -37,7 +32,7 @@ class LockedDropout(nn.Module):
 
     def __init__(self, p: float = 0.5, *, time_dim: int = 0) -> None:
         super().__init__()
-        self.p = _probability(p)
+        self.p = check_probability("p", p)
         self.time_dim = time_dim
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +74,7 @@ class WeightDrop(nn.Module):
             )
         self.module = module
         self.names = list(names)
-        self.p = _probability(p)
+        self.p = check_probability("p", p)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module with dropped weights."""
@@ -117,7 +112,7 @@ class EmbeddingDropout(nn.Module):
     def __init__(self, embedding: nn.Embedding | AdaptiveEmbedding, p: float = 0.1) -> None:
         super().__init__()
         self.embedding = embedding
-        self.p = _probability(p)
+        self.p = check_probability("p", p)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up the tokens, with one mask entry per word of the vocabulary."""

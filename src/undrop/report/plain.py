@@ -6,7 +6,6 @@ import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ def as_json(value: Any) -> Any:
         return as_json(value._asdict())
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, Enum):
-        return as_json(value.value)
     if isinstance(value, str | bool | int) or value is None:
         return value
     if isinstance(value, float):

@@ -56,11 +56,9 @@ def corpora() -> Names:
 @cache
 def experiments() -> Names:
     """Return the experiments of ``undrop reproduce``, in the paper's order."""
-    from undrop.lab.reproduce.tables import EXPERIMENTS
+    from undrop.lab.reproduce.tables import EXPERIMENTS, experiment
 
-    folder = _PACKAGE / "lab" / "reproduce" / "tables" / "experiments"
-    texts = {name: (folder / f"{name}.toml").read_text(encoding="utf-8") for name in EXPERIMENTS}
-    return {name: tomllib.loads(text)["title"] for name, text in texts.items()}
+    return {name: experiment(name).title for name in EXPERIMENTS}
 
 
 def _registered(table: str, *places: tuple[str, ...]) -> Names:

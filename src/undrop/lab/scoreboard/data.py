@@ -119,7 +119,8 @@ def characters(file: str, sizes: Sizes, steps: int) -> Callable[[Path, int], Dat
     return data
 
 
-def _split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
+def split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
+    """Return the first examples to train on, the next to tune on, and the rest to report on."""
     parts = zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True)
     train, validation, test = parts
     return Data(train, validation, test)
@@ -141,7 +142,7 @@ def fashion(sizes: Sizes) -> Callable[[Path, int], Data]:
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
         chosen = order[: sum(sizes)]
         x = nn.functional.avg_pool2d((images[chosen].float() / 255 - 0.286) / 0.353, 2)
-        return _split(x, labels[chosen].long(), sizes)
+        return split(x, labels[chosen].long(), sizes)
 
     return data
 
@@ -158,9 +159,9 @@ def table(name: str, sizes: Sizes, *, regression: bool = False) -> Callable[[Pat
         mean, std = x[: sizes[0]].mean(0), x[: sizes[0]].std(0).clip(0.1 * x.std())
         features = torch.tensor((x - mean) / std, dtype=torch.float32)
         if not regression:
-            return _split(features, torch.tensor(y), sizes)
+            return split(features, torch.tensor(y), sizes)
         y = (y - y[: sizes[0]].mean()) / y[: sizes[0]].std()
-        return _split(features, torch.tensor(y, dtype=torch.float32)[:, None], sizes)
+        return split(features, torch.tensor(y, dtype=torch.float32)[:, None], sizes)
 
     return data
 

@@ -56,6 +56,7 @@ def _validation(section: Section, results: Results) -> Figure:
     figure = new_figure(8.4, 3.8)
     left, right = figure.subplots(1, 2)
     _curves(left, section, results, "valid_ppl")
+    left.legend(fontsize=8)
     _differences(right, section, results)
     return figure
 
@@ -94,7 +95,7 @@ def _train_and_validation(section: Section, results: Results) -> Figure:
     left, right = figure.subplots(1, 2)
     _curves(left, section, results, "train_ppl")
     _curves(right, section, results, "valid_ppl")
-    left.get_legend().remove()
+    right.legend(fontsize=8)
     return figure
 
 
@@ -124,8 +125,6 @@ def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
         axes.set_ylim(min(ends) * 0.95, _top(y, ends))
     _count_epochs(axes)
     axes.set_ylabel(_AXES[y])
-    if ends:
-        axes.legend(fontsize=8)
 
 
 def _count_epochs(axes: Axes) -> None:

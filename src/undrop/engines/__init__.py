@@ -2,7 +2,7 @@
 
 from undrop.engines.antithetic import Antithetic
 from undrop.engines.auto import Auto
-from undrop.engines.base import ENGINES, Engine, Evaluation, Request, as_engine
+from undrop.engines.base import ENGINES, Engine, Evaluation, Request, WeightedParts, as_engine
 from undrop.engines.draw import MASKS, Draw, ScaledNoise, ZeroLeaves, dropout_masks
 from undrop.engines.reverse import Exact, Reverse
 from undrop.engines.tangent import Tangent
@@ -20,6 +20,7 @@ __all__ = [
     "Reverse",
     "ScaledNoise",
     "Tangent",
+    "WeightedParts",
     "ZeroLeaves",
     "as_engine",
     "dropout_masks",

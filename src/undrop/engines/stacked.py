@@ -22,7 +22,7 @@ from undrop.engines.midpoint import MIDPOINT_RULES
 from undrop.engines.plan import NotStackable, Plan, PlanChanged
 from undrop.intercept import SITE_RULES, Interception, Rule, Site, call
 from undrop.intercept.checkpointing import Region, enclosing_function
-from undrop.intercept.interception import _depth
+from undrop.intercept.interception import outside_depth
 from undrop.intercept.random_values import MaskDraw
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read, run_layers
 
@@ -61,7 +61,7 @@ class StackedPass(Interception):
         self.draw_index = 0
         self._compiled = torch.compiler.is_compiling()
         if not self._compiled:
-            self._depth = _depth.value
+            self._depth = outside_depth.value
             self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> StackedPass:
@@ -96,7 +96,7 @@ class StackedPass(Interception):
                 func = torch.unflatten
             return func(*args, **(kwargs or {}))
         if not self._compiled:
-            if _depth.value != self._depth:
+            if outside_depth.value != self._depth:
                 return func(*args, **(kwargs or {}))
             if torch.is_grad_enabled() or func in SITE_RULES:
                 self.prepare_recomputation()

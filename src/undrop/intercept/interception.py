@@ -74,17 +74,17 @@ class _Depth(local):
     value = 0
 
 
-_depth = _Depth()
+outside_depth = _Depth()
 
 
 class outside_interception:
     """Hide a block from every interception that is active outside it."""
 
     def __enter__(self) -> None:
-        _depth.value += 1
+        outside_depth.value += 1
 
     def __exit__(self, *_: object) -> None:
-        _depth.value -= 1
+        outside_depth.value -= 1
 
 
 class Interception(HandMasks, TorchFunctionMode):
@@ -126,7 +126,7 @@ class Interception(HandMasks, TorchFunctionMode):
 
     def __enter__(self) -> Interception:
         """Begin. What runs ``outside_interception`` from here on is left alone."""
-        self._depth = _depth.value
+        self._depth = outside_depth.value
         self.entered += 1
         if self._known.around:
             self.watch()
@@ -148,7 +148,7 @@ class Interception(HandMasks, TorchFunctionMode):
             found = self.followed(func, types, args, kwargs or {})
             if found is not NotImplemented:
                 return found
-        if rule is None or _depth.value != self._depth:
+        if rule is None or outside_depth.value != self._depth:
             if func in RANDOM and (kwargs or {}).get("generator") is None:
                 self.drew = True
             return func(*args, **(kwargs or {}))

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrop.engines import Evaluation, dropout_masks
+from undrop.engines import Evaluation, WeightedParts, dropout_masks
 from undrop.engines.antithetic import midpoint
-from undrop.engines.base import WeightedParts
 from undrop.errors import OptionError
 from undrop.intercept import (
     Batch,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from undrop.diagnosis.measure.estimates import Estimate, Samples, percent
-from undrop.diagnosis.measure.gradients import AnalyticNoise, GradientNoise, inner
+from undrop.diagnosis.measure.gradients import GradientNoise, inner
 from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, collect
 from undrop.diagnosis.measure.r_drop import Expanded, Expander, MaskSample, sample_mask
 from undrop.diagnosis.measure.timing import Budget, check_seconds
@@ -154,7 +154,7 @@ def check(
         only = measured.batches[0]
         expanded = Expander(measured)(only)
         base = measured.loss_value(only, {})
-        noise = GradientNoise(measured, _noise_of(objective), factor) if factor else None
+        noise = GradientNoise(measured, copied, factor) if factor else None
         rounds = None if draws is None else max(draws, _LEAST)
         for _ in budget.visits(measured.batches, rounds, least=_LEAST):
             samples.add(0, 1.0, _sample(measured, expanded, only, base, copied, noise))
@@ -169,17 +169,6 @@ def _implicit_factor(objective: Objective) -> float:
             "undrop.Dropout(k, noise='analytic')."
         )
     return factor
-
-
-def _noise_of(objective: Any) -> AnalyticNoise:
-    """How the objective draws its noise; several samples or an interval do not change its trace."""
-    return AnalyticNoise(
-        objective.engine,
-        objective.mask,
-        objective.selection,
-        getattr(objective, "fraction", 1.0),
-        getattr(objective, "batch_dim", 0),
-    )
 
 
 def _copy_at_regularizing_step(objective: Objective, generators: Generators) -> Objective:

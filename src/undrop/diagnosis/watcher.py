@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.measure.gradients import AnalyticNoise, analytic_term, gradient, inner
-from undrop.engines import Draw, ZeroLeaves
+from undrop.diagnosis.measure.gradients import gradient, inner
+from undrop.engines import Draw, Request, ZeroLeaves, as_engine
 from undrop.errors import EngineError, NoDropoutError
-from undrop.intercept import Interception, Selection, call, keep_statistics, logits_of, unwrapped
-from undrop.losses import GivenLoss, Loss, as_loss
+from undrop.intercept import Batch, Interception, Selection, keep_statistics, logits_of, unwrapped
+from undrop.losses import Coefficients, GivenLoss, Loss, as_loss
 from undrop.options import check_int
-
-
-class _Seen(NamedTuple):
-    """What one observation looks at."""
-
-    model: nn.Module
-    inputs: Any
-    targets: Any
-    loss: Loss
 
 
 class Watcher:
@@ -56,7 +47,7 @@ class Watcher:
         self.implicit = implicit
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._noise = AnalyticNoise()
+        self._engine = as_engine("auto")
 
     def observe(
         self,
@@ -82,30 +73,31 @@ class Watcher:
         if step % self.interval:
             return None
         model, given = unwrapped(model), self.loss if loss is None else loss
-        given, inputs, targets = given.prepare(model, inputs, targets)
-        seen = _Seen(model, inputs, targets, given)
+        found, inputs, targets = given.prepare(model, inputs, targets)
+        batch = Batch(model, inputs, targets, loss=found)
         for generator in self._generators.values():
             generator.manual_seed(self._seed + step)
         self._step = step
-        with keep_statistics(seen.model), torch.enable_grad():
-            figures = self._explicit(seen)
+        with keep_statistics(model), torch.enable_grad():
+            figures = self._explicit(batch)
             if self.implicit:
-                figures["xi_norm"] = self._noise_norm(seen)
+                figures["xi_norm"] = self._noise_norm(batch)
         return figures
 
-    def _explicit(self, seen: _Seen) -> dict[str, float]:
-        model, inputs, targets, loss = seen
+    def _explicit(self, batch: Batch) -> dict[str, float]:
+        loss, targets = batch.loss, batch.targets
         field = ZeroLeaves(self._draw("dropout"))
-        with Interception(model, field):
-            logits = logits_of(call(model, inputs))
+        with Interception(batch.model, field):
+            logits = logits_of(batch.forward())
         if not field.leaves:
             raise NoDropoutError(
-                f"{type(model).__name__} has no active dropout to watch: add one, or call model.train()."
+                f"{type(batch.model).__name__} has no active dropout to watch: add one, or call "
+                "model.train()."
             )
         try:
             sampled = loss.sampled(logits, targets, "hessian", self._generator(logits.device))
         except EngineError:  # no likelihood to sample labels from: one draw of u, and no shares
-            return {"half_quadratic": self._half_quadratic(seen)}
+            return {"half_quadratic": float(self._term(batch, quadratic=0.5).detach())}
         gradients = torch.autograd.grad(
             sampled, field.leaves, allow_unused=True, materialize_grads=True
         )
@@ -118,17 +110,16 @@ class Watcher:
         shares = {f"share/{name}": value / total for name, value in squares.items() if total}
         return {"half_quadratic": total, **shares}
 
-    def _half_quadratic(self, seen: _Seen) -> float:
-        return float(self._term(seen, explicit=0.5).detach())
-
-    def _noise_norm(self, seen: _Seen) -> float:
-        parameters = [p for p in seen.model.parameters() if p.requires_grad]
-        found = gradient(self._term(seen, implicit=1.0), parameters)
+    def _noise_norm(self, batch: Batch) -> float:
+        parameters = [p for p in batch.model.parameters() if p.requires_grad]
+        found = gradient(self._term(batch, directional=1.0), parameters)
         return math.sqrt(inner(found, found))
 
-    def _term(self, seen: _Seen, explicit: float = 0.0, implicit: float = 0.0) -> Tensor:
-        noise = self._noise
-        return analytic_term(*seen, self._generator, noise, explicit=explicit, implicit=implicit)
+    def _term(self, batch: Batch, quadratic: float = 0.0, directional: float = 0.0) -> Tensor:
+        c = Coefficients(0.0, quadratic, directional)
+        draw = self._draw("sign")
+        request = Request(batch=batch, loss=batch.loss, draw=draw, coefficients=c)
+        return self._engine.evaluate(request).total
 
     def _draw(self, noise: str) -> Draw:
         return Draw(noise, "as-declared", Selection(), self._generator)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrop.engines import Draw, Engine, Evaluation, Request, as_engine
+from undrop.engines import Engine, Evaluation, Request, as_engine
 from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import FORMS, Coefficients, Loss
@@ -96,7 +96,7 @@ class Analytic(Objective):
         self.interval = interval
         self.batch_dim = batch_dim
         self.exact_output = exact_output
-        self._new_draw()  # refuses an unknown mask now, not at the first step
+        self._signs()  # refuses an unknown mask now, not at the first step
 
     @property
     def implicit_factor(self) -> float:
@@ -110,19 +110,7 @@ class Analytic(Objective):
             return
         coefficients = self._coefficients()
         for sample in range(1, self.samples + 1):
-            evaluation = self.evaluated(
-                self.engine,
-                Request(
-                    batch=batch,
-                    loss=batch.loss,
-                    draw=self._new_draw(),
-                    coefficients=coefficients,
-                    form=self.explicit or "hessian",
-                    fraction=self.fraction,
-                    batch_dim=self.batch_dim,
-                    exact_output=self.exact_output,
-                ),
-            )
+            evaluation = self.evaluated(self.request(batch, coefficients))
             evaluation.last = sample == self.samples
             yield evaluation
 
@@ -136,8 +124,11 @@ class Analytic(Objective):
             directional=math.sqrt(every / n) if self.implicit else 0.0,
         )
 
-    def _new_draw(self) -> Draw:
-        return Draw("sign", self.mask, self.selection, self.generators)
+    def request(self, batch: Batch, coefficients: Coefficients, **options: Any) -> Request:
+        """Return the request for the engine, with a new draw of η."""
+        own = {"form": self.explicit or "hessian", "exact_output": self.exact_output}
+        where = {"fraction": self.fraction, "batch_dim": self.batch_dim}
+        return super().request(batch, coefficients, **own, **where, **options)
 
 
 def _check_options(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.engines import Engine, Evaluation, Request
+from undrop.engines import Draw, Engine, Evaluation, Request
 from undrop.errors import EvalModeError, GradientsDisabledError, NoDropoutError
 from undrop.generators import Generators
 from undrop.intercept import (
@@ -33,7 +33,7 @@ from undrop.intercept import (
     tensors_in,
     unwrapped,
 )
-from undrop.losses import Loss, as_loss
+from undrop.losses import Coefficients, Loss, as_loss
 from undrop.objectives.checks import FiniteCheck, look_at_heads
 from undrop.objectives.step import AutocastState, Step
 from undrop.torch_compat import eager, portable_lstm, untraced
@@ -55,6 +55,10 @@ class Objective(ABC):
 
     needs_dropout = True
     """Whether a model without dropout is an error."""
+    engine: Engine
+    """The engine of an objective with analytic terms."""
+    mask = "as-declared"
+    """Its mask structure."""
     interval = 1
     """Every ``interval``-th step regularizes."""
 
@@ -160,14 +164,22 @@ class Objective(ABC):
         batch.loss.check(seen, batch.targets)
         return output, batch.loss.value(seen, batch.targets)
 
-    def evaluated(self, engine: Engine, request: Request) -> Evaluation:
+    def _signs(self) -> Draw:
+        return Draw("sign", self.mask, self.selection, self.generators)
+
+    def request(self, batch: Batch, coefficients: Coefficients, **options: Any) -> Request:
+        """Return the request for the engine of analytic terms, with a new draw of η."""
+        common = {"batch": batch, "loss": batch.loss, "draw": self._signs()}
+        return Request(coefficients=coefficients, **common, **options)
+
+    def evaluated(self, request: Request) -> Evaluation:
         """Return what the engine computes; if every dropout has p = 0, the plain loss.
 
         Raises:
             NoDropoutError: if no dropout runs in the pass.
         """
         try:
-            return engine.evaluate(request)
+            return self.engine.evaluate(request)
         except NoDropoutError:
             batch = request.batch
             self._sites.pop(batch.model, None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undrop.engines import Draw, Engine, Evaluation, Request, as_engine, dropout_masks
+from undrop.engines import Engine, Evaluation, as_engine, dropout_masks
 from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Coefficients, Loss
@@ -86,7 +86,8 @@ class Dropout(Objective):
             yield self._sample(batch, "implicit", factor)
             yield self._sample(batch, "implicit", -factor)
         if lost and self.noise == "analytic":
-            yield self._analytic(batch, math.sqrt(lost))
+            coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=math.sqrt(lost))
+            yield self.evaluated(self.request(batch, coefficients))
 
     def _sample(self, batch: Batch, part: str, factor: float) -> Evaluation:
         """factor · ℓ(F(x; 1, η)) for a new mask."""
@@ -104,13 +105,3 @@ class Dropout(Objective):
             output, loss = self.forward_and_loss(batch, action)
         total = loss if factor == 1.0 else factor * loss
         return Evaluation(total, {part: total.detach()}, lambda: output)
-
-    def _analytic(self, batch: Batch, factor: float) -> Evaluation:
-        coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=factor)
-        request = Request(
-            batch=batch, loss=batch.loss, draw=self._signs(), coefficients=coefficients
-        )
-        return self.evaluated(self.engine, request)
-
-    def _signs(self) -> Draw:
-        return Draw("sign", self.mask, self.selection, self.generators)

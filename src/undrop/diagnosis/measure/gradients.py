@@ -1,4 +1,4 @@
-"""The analytic terms of a batch alone, and samples of gradient noise of three kinds.
+"""Samples of gradient noise of three kinds.
 
 Each kind of noise has zero mean:
 
@@ -11,66 +11,17 @@ Each kind of noise has zero mean:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, NumberedBatch
-from undrop.engines import Draw, Engine, Request, as_engine, dropout_masks
+from undrop.engines import dropout_masks
 from undrop.errors import GradientsDisabledError
 from undrop.intercept import Batch, Selection, SiteAction, keep_statistics
-from undrop.losses import Coefficients, Loss
-
-Generator = Callable[[torch.device], torch.Generator]
-
-
-@dataclass(frozen=True)
-class AnalyticNoise:
-    """How the noise of the analytic terms is made: by which engine, at which sites, how shared."""
-
-    engine: Engine = field(default_factory=lambda: as_engine("auto"))
-    mask: str = "as-declared"
-    selection: Selection = field(default_factory=Selection)
-    fraction: float = 1.0
-    batch_dim: int | None = None
-
-
-def analytic_term(
-    model: nn.Module,
-    inputs: Any,
-    targets: Any,
-    loss: Loss,
-    generator: Generator,
-    noise: AnalyticNoise,
-    *,
-    explicit: float = 0.0,
-    implicit: float = 0.0,
-) -> Tensor:
-    """explicit·uᵀHu + implicit·∂ℓ/∂ε for one draw of η, with a graph; keeps running statistics.
-
-    Args:
-        model: in train mode.
-        inputs: as for an objective.
-        targets: as for an objective.
-        loss: the loss.
-        generator: gives the random generator for a device.
-        noise: how the noise is made.
-        explicit: the factor of uᵀHu.
-        implicit: the factor of ∂ℓ/∂ε.
-    """
-    request = Request(
-        batch=Batch(model, inputs, targets),
-        loss=loss,
-        draw=Draw("sign", noise.mask, noise.selection, generator),
-        coefficients=Coefficients(loss=0.0, quadratic=explicit, directional=implicit),
-        fraction=noise.fraction,
-        batch_dim=noise.batch_dim,
-    )
-    with keep_statistics(model):
-        return noise.engine.evaluate(request).total
+from undrop.losses import Coefficients
+from undrop.objectives import Analytic, Objective
 
 
 def gradient(scalar: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -115,21 +66,22 @@ class GradientNoise:
 
     Args:
         measured: the model.
-        made: how the analytic noise is made. Dropout's noise is at the same sites, with its own
-            strength.
+        objective: whose analytic noise it is, drawn from the model's generators; None is Analytic.
+            Dropout's noise is at the same sites, with its own strength.
         implicit_factor: of ∂ℓ/∂ε in the analytic noise.
     """
 
     def __init__(
         self,
         measured: MeasuredModel,
-        made: AnalyticNoise | None = None,
+        objective: Objective | None = None,
         implicit_factor: float = 1.0,
     ) -> None:
         self.measured = measured
-        self.made = made or AnalyticNoise()
-        self.implicit_factor = implicit_factor
-        weights = self.made.selection.patterns.items()
+        self.objective = Analytic() if objective is None else objective
+        self.objective.generators = measured.generators
+        self._noise = Coefficients(loss=0.0, quadratic=0.0, directional=implicit_factor)
+        weights = self.objective.selection.patterns.items()
         self._sites = Selection({pattern: float(weight > 0.0) for pattern, weight in weights})
         named = _named_parameters(measured.model)
         self.parameters = [p for _, p in named]
@@ -148,15 +100,10 @@ class GradientNoise:
 
     def analytic(self, batch: NumberedBatch) -> list[Tensor]:
         """A sample of ξ_approx on a batch."""
-        term = analytic_term(
-            self.measured.model,
-            batch.inputs,
-            batch.targets,
-            self.measured.loss,
-            self.measured.generators,
-            self.made,
-            implicit=self.implicit_factor,
-        )
+        model, objective = self.measured.model, self.objective
+        seen = Batch(model, batch.inputs, batch.targets, loss=self.measured.loss)
+        with keep_statistics(model):
+            term = objective.engine.evaluate(objective.request(seen, self._noise)).total
         return gradient(term, self.parameters)
 
     def between(self, one: NumberedBatch, two: NumberedBatch) -> list[Tensor]:

@@ -125,9 +125,9 @@ class Assumption(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True, repr=False)
-class Bound:
-    """Theorem 4.1 and Theorem B.1 on one set of weights; every constant is taken as 1."""
+@dataclass(frozen=True)
+class _Setting:
+    """What the theorems are evaluated at."""
 
     examples: int
     classes: int
@@ -138,8 +138,50 @@ class Bound:
     norm: float
     """A: ‖Wᵀ‖₂,₁, or the bound on it that was given."""
     kappa: float
-    theta: float
-    zeta: float
+
+    @property
+    def _logs(self) -> float:
+        return math.log(self.examples * self.classes) ** 3
+
+    @property
+    def theta(self) -> float:
+        """log³(n·c)·κ²."""
+        return self._logs * self.kappa**2
+
+    @property
+    def zeta(self) -> float:
+        """B(log(1/δ) + log log n)/n."""
+        n = self.examples
+        return self.truncation * (math.log(1.0 / self.delta) + math.log(math.log(n))) / n
+
+    def terms_of(self, mu: float, nu: float, tau2: float) -> dict[str, float]:
+        """The right-hand side; τ² = 1 gives Theorem 4.1, where it is a constant."""
+        scale = self.truncation * self.norm**2 * self.theta / self.examples
+        tail = 0.0
+        if nu > 0.0 and scale > 0.0:
+            tail = scale * tau2 / (math.log(scale * tau2**2 / nu) ** 2 + 1.0)
+        return {
+            "gradient": (scale * mu**2) ** (1.0 / 3.0),
+            "hessian": math.sqrt(scale * nu),
+            "tail": tail,
+            "zeta": self.zeta,
+        }
+
+    def curve(self, mu: float, nu: float) -> BoundCurve:
+        """G as a function of β."""
+        up, down = 1.0 + 1.0 / self.alpha, 1.0 + self.alpha
+        return BoundCurve(
+            a=up * mu * self.kappa,
+            b=up * nu / self.tau**2,
+            c=down * self.truncation * self.norm**2 * self._logs / self.examples,
+            s=self.tau * self.kappa,
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Bound(_Setting):
+    """Theorem 4.1 and Theorem B.1 on one set of weights; every constant is taken as 1."""
+
     mu: float
     nu: float
     terms: dict[str, float]
@@ -166,7 +208,7 @@ class Bound:
         """For programs."""
         return {
             **{field.name: as_json(getattr(self, field.name)) for field in fields(self)},
-            "total": self.total,
+            **{"theta": self.theta, "zeta": self.zeta, "total": self.total},
         }
 
     def rows(self) -> list[tuple[str, str]]:
@@ -265,52 +307,6 @@ def _check_options(truncation: float, alpha: float, tau: float, delta: float) ->
         raise OptionError(f"delta must lie in (0, 1), got {delta}.")
 
 
-class _Setting(NamedTuple):
-    n: int
-    c: int
-    cut: float
-    delta: float
-    alpha: float
-    tau: float
-    norm: float
-    kappa: float
-
-    @property
-    def logs(self) -> float:
-        return math.log(self.n * self.c) ** 3
-
-    @property
-    def theta(self) -> float:
-        return self.logs * self.kappa**2
-
-    @property
-    def zeta(self) -> float:
-        return self.cut * (math.log(1.0 / self.delta) + math.log(math.log(self.n))) / self.n
-
-    def terms(self, mu: float, nu: float, tau2: float) -> dict[str, float]:
-        """The right-hand side; τ² = 1 gives Theorem 4.1, where it is a constant."""
-        scale = self.cut * self.norm**2 * self.theta / self.n
-        tail = 0.0
-        if nu > 0.0 and scale > 0.0:
-            tail = scale * tau2 / (math.log(scale * tau2**2 / nu) ** 2 + 1.0)
-        return {
-            "gradient": ((self.norm * mu) ** 2 * self.theta * self.cut / self.n) ** (1.0 / 3.0),
-            "hessian": math.sqrt(scale * nu),
-            "tail": tail,
-            "zeta": self.zeta,
-        }
-
-    def curve(self, mu: float, nu: float) -> BoundCurve:
-        """G as a function of β."""
-        up, down = 1.0 + 1.0 / self.alpha, 1.0 + self.alpha
-        return BoundCurve(
-            a=up * mu * self.kappa,
-            b=up * nu / self.tau**2,
-            c=down * self.cut * self.norm**2 * self.logs / self.n,
-            s=self.tau * self.kappa,
-        )
-
-
 def _evaluated(
     found: ExampleStatistics, at: _Setting, test: Estimate | None, *, chosen_in_advance: bool
 ) -> Bound:
@@ -318,20 +314,11 @@ def _evaluated(
     beta, least = minimum_over_beta(curve)
     g_terms = curve.terms(beta) if math.isfinite(beta) else (0.0, 0.0, 0.0)
     return Bound(
-        examples=at.n,
-        classes=at.c,
-        truncation=at.cut,
-        delta=at.delta,
-        alpha=at.alpha,
-        tau=at.tau,
-        norm=at.norm,
-        kappa=at.kappa,
-        theta=at.theta,
-        zeta=at.zeta,
+        **vars(at),
         mu=found.mu,
         nu=found.nu,
-        terms=at.terms(found.mu, found.nu, 1.0),
-        general_terms=at.terms(found.mu, found.nu, at.tau**2),
+        terms=at.terms_of(found.mu, found.nu, 1.0),
+        general_terms=at.terms_of(found.mu, found.nu, at.tau**2),
         beta=beta,
         g_minimum=least,
         g_terms=dict(zip(("gradient", "hessian", "complexity"), g_terms, strict=True)),
@@ -362,8 +349,8 @@ def _assumptions(
     )
     yield Assumption(
         "the bound says more than ℓ ≤ B, with constants of 1",
-        math.fsum(at.terms(found.mu, found.nu, 1.0).values()) < at.cut,
-        f"B = {at.cut:.4g}; {found.above:.1%} of the losses are above it and count as B",
+        math.fsum(at.terms_of(found.mu, found.nu, 1.0).values()) < at.truncation,
+        f"B = {at.truncation:.4g}; {found.above:.1%} of the losses are above it and count as B",
     )
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from undrop.diagnosis.measure.model import collect
 from undrop.errors import OutputError
-from undrop.intercept import call, logits_of, preserve_model, unwrapped
+from undrop.intercept import Interception, call, logits_of, no_noise, preserve_model, unwrapped
 
 
 class Head(NamedTuple):
@@ -24,30 +23,6 @@ class Head(NamedTuple):
     """(n, features)."""
     labels: Tensor
     """(n,)."""
-
-
-class _LastLinear(TorchFunctionMode):
-    """Remembers the last call of ``F.linear``, wherever it is made from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
-        self.output: Tensor | None = None
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call every function, and record the linear ones."""
-        out = func(*args, **(kwargs or {}))
-        if func is F.linear:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
-            self.inputs = (given["input"], given["weight"], given.get("bias"))
-            self.output = out
-        return out
 
 
 @torch.no_grad()
@@ -67,17 +42,25 @@ def last_layer(
     """
     model = unwrapped(model)
     features, labels = [], []
+    last: list[Any] = []
+
+    def linear(mode: Interception, input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+        output = F.linear(input, weight, bias)
+        last[:] = output, input, weight, bias
+        return output
+
     with preserve_model(model):
         model.eval()
         for batch in collect(batches, max_batches):
-            with _LastLinear() as seen:
+            last.clear()
+            with Interception(model, no_noise, {F.linear: linear}):
                 logits = logits_of(call(model, batch.inputs))
-            if seen.inputs is None or seen.output is None or not _same(seen.output, logits):
+            if not last or not _same(last[0], logits):
                 raise OutputError(
                     f"the output of {type(model).__name__} is not that of a linear layer, which the "
                     "bound is about: pass its weight and features to undrop.bound yourself."
                 )
-            x, weight, bias = seen.inputs
+            _, x, weight, bias = last
             target = batch.targets.reshape(-1)
             kept = target != ignore_index
             features.append(x.reshape(-1, x.shape[-1])[kept])

@@ -1,4 +1,4 @@
-"""The analytic terms of an objective beside dropout itself, on one batch."""
+"""Compare the analytic terms of an objective with dropout itself, on one batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERDICTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, repr=False)
 class Check:
-    """The analytic terms of an objective beside dropout itself, on one batch.
+    """The analytic terms of an objective, compared with dropout itself on one batch.
 
     Errors are over masks: the batch is given.
     """
@@ -53,7 +53,7 @@ class Check:
     explicit: Estimate | None
     """The objective's own explicit part, with its strength; None if it has none."""
     noise_ratio: Estimate | None
-    """The trace of the objective's implicit noise over that of dropout's at the same sites.
+    """The trace of the objective's implicit noise divided by the trace of dropout's at the same sites.
 
     The objective's noise has its own site weights, mask structure and factor, as a mean over steps:
     ``Dropout(k, noise="analytic")`` only puts back 1 - 1/k. None without such noise: if it is off,

@@ -24,7 +24,7 @@ from undrop.options import as_float
 from undrop.report import Progress
 
 _TIME = {"explicit effect": 3.0, "implicit effect": 2.0, "benefit": 2.0}
-"""How the time is shared out."""
+"""How the time is divided."""
 _SAME_DATA = "{}, on which every regularizer looks harmful: pass batches of other data."
 
 
@@ -53,14 +53,14 @@ def diagnose(
     Args:
         model: any module with dropout, in train or eval mode.
         batches: pairs (inputs, targets) of training data, such as a DataLoader.
-        validation: pairs from other data: with them every site gets a benefit, by how much the
-            validation loss is lower after 20 steps with it than after 20 steps without it.
-        optimizer: the one that trains the model, which takes these steps and is left as it was; None
-            is AdamW.
-        learning_rate: of these steps; None takes the optimizer's, and 0.001 for AdamW. At the end of a
-            schedule give that of its middle.
-        weight_decay: the coefficient whose benefit is shown beside the sites'; None takes the one that
-            takes 1 % off the weights in 20 steps.
+        validation: pairs of other data. With them, a diagnosis measures the benefit of every site:
+            the validation loss after 20 steps without it, minus that after 20 steps with it.
+        optimizer: the optimizer that trains the model. It takes these steps, and its state is restored;
+            None is AdamW.
+        learning_rate: the learning rate of these steps; None is the optimizer's, and 0.001 for AdamW.
+            At the end of a schedule, pass the learning rate of its middle.
+        weight_decay: the weight decay whose benefit is measured too; None is the one that shrinks the
+            weights by 1 % in 20 steps.
         loss: as for an objective: None is cross-entropy on the model's output.
         implicit: whether to measure gradient noise as well.
         seconds: the time to spend; more gives smaller errors. It takes longer if a minimum of
@@ -144,7 +144,7 @@ def _collected(
 def _budgets(
     wanted: Sequence[str], seconds: float, show: Callable[[float, str], None]
 ) -> Iterator[Budget]:
-    """One budget after another: what is left of the time, and at least half of its own share."""
+    """Yield one budget after another: a share of the time left, at least half of the planned one."""
     began, done = time.monotonic(), 0.0
     whole = sum(_TIME[name] for name in wanted)
     for name in wanted:

@@ -99,7 +99,7 @@ class Blend:
         self.mask, self.factor, self.layer = mask, factor, layer
 
     def of(self, args: Any, kwargs: Any, output: Any) -> Any:
-        """Return what the module returns from now on."""
+        """Return the blended output of the module."""
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not inputs:
             raise self.mask.refuse("a branch around a module without tensors", branch=True)
@@ -139,7 +139,7 @@ class BlendAround(Blend):
         self._begun = begun
 
     def of(self, args: Any, kwargs: Any, output: Any) -> Any:
-        """Return what the module returns from now on."""
+        """Return the blended output of the module."""
         module, mode = self.layer, self.mask.mode
         assert module is not None
 

@@ -42,7 +42,7 @@ def regions() -> list[Region]:
 
 
 def _top_hooks() -> _Hooks | None:
-    """The hooks for every tensor that is saved from now on."""
+    """The hooks on top of the stack, which apply to every tensor that is saved next."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 

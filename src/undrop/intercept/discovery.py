@@ -59,7 +59,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
 
 def find_sites(model: nn.Module, inputs: Any, *, acts: bool = False) -> Sites:
-    """The same, without a look at whose noise reaches the output unless ``acts`` asks for it."""
+    """List the sites as ``sites`` does; find out whose noise reaches the output only with ``acts``."""
     model = unwrapped(model)
     with eager(), _LOOKING, preserve_model(model):
         if not model.training:
@@ -83,13 +83,13 @@ def _put_into_eval_mode(model: nn.Module) -> None:
 
 
 def follow_masks(model: nn.Module, inputs: Any) -> None:
-    """Find out which random draws of a model are masks, for the passes that follow."""
+    """Find out which random draws of a model are masks, so that later passes know."""
     with _LOOKING, preserve_model(model):
         _proven_pass(model, inputs)
 
 
 def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted]]:
-    """Run the model without noise, and name what it draws beside its sites."""
+    """Run the model without noise, and list the random numbers that belong to no site."""
     mode = _proven_pass(model, inputs)
     seed_current(0)
     before = RngSnapshot(model)

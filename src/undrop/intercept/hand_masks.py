@@ -27,9 +27,9 @@ class KnownDraws:
     """What is known about the random draws of a model, by key."""
 
     others: set[str] = field(default_factory=set)
-    """Draws that are no masks."""
+    """Draws that are not masks."""
     drops: dict[str, bool] = field(default_factory=dict)
-    """Whether a mask drops where it is 1, as far as its uses say so."""
+    """Whether a mask drops where it is 1, if its uses show it."""
     around: set[str] = field(default_factory=set)
     """Random branches that are blended around the module that draws them, not around the next one."""
     turned: set[str] = field(default_factory=set)
@@ -308,7 +308,7 @@ class HandMasks:
         return replaced(args, look), replaced(kwargs, look)
 
     def watch(self) -> Watch:
-        """Watch the modules that the pass calls, from now on."""
+        """Start to watch the modules that the pass calls."""
         if self._watch is None:
             self._watch = Watch(self)
         return self._watch

@@ -264,7 +264,7 @@ class Interception(HandMasks, TorchFunctionMode):
         return site
 
     def _name(self, kind: str, label: str | None) -> tuple[str, str]:
-        """Name the site by the running module; a dropout module needs no label beside its path."""
+        """Name the site after the running module; a dropout module needs no label after its path."""
         module = running_module(self._names)
         named = kind in KINDS and type(module).__name__.lower().endswith(KINDS[kind])
         if named or isinstance(module, nn.modules.dropout._DropoutNd):

@@ -1,4 +1,4 @@
-"""The proof that a hand-made mask is what it was taken for.
+"""Proving that a hand-made mask does what undrop assumes.
 
 A pass in which the model makes its masks itself, from numbers that are given to it, must return what a
 pass returns in which the sites take the values of these masks. If it does not, the draws are no sites.

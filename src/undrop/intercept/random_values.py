@@ -42,14 +42,14 @@ class MaskDraw(NamedTuple):
     """Whether it decides a branch."""
 
     def number(self, one: bool) -> float:
-        """Return a number that the mask is 1 of, or 0."""
+        """Return a value of U for which the mask is 1, or 0."""
         if self.threshold is None:
             return float(one)
         return self.threshold / 2 if one == self.below else (1.0 + self.threshold) / 2
 
 
 class NotAMask(UnsupportedDropoutError):
-    """A mask was used in a way that multiplicative noise has no part in."""
+    """A mask was used in a way that is not multiplication by noise."""
 
 
 class RandomValue:
@@ -125,7 +125,7 @@ class Uniform(RandomValue):
         """What an in-place function has made of it."""
 
     def like(self) -> Tensor:
-        """Return zeros in its place, or the numbers themselves once they are drawn."""
+        """Return zeros of the same shape, or the numbers themselves once they are drawn."""
         if self.became is not None:
             return self.became.like() if isinstance(self.became, Mask) else self.became
         return self.moved(self.fill(0.0)) if self.drawn is None else self.drawn
@@ -137,7 +137,7 @@ class Uniform(RandomValue):
         return x
 
     def real(self) -> Tensor:
-        """Draw the numbers: from now on this is an ordinary tensor, and no site."""
+        """Draw the numbers. After that, this is an ordinary tensor and not a site."""
         if self.drawn is None:
             self.mode.drew = True
             drawn = self.draw() * self.scale + self.shift
@@ -243,7 +243,7 @@ class Mask(RandomValue):
         return self
 
     def refuse(self, use: str, branch: bool = False) -> NotAMask:
-        """Return the error for a use that no mask has; from now on the draw is not a site."""
+        """Return the error for a use that no mask has, and stop treating the draw as a site."""
         self.mode.not_a_mask(self.key, self.draw._replace(branch=branch))
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't put noise in its "

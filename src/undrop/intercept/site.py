@@ -195,7 +195,7 @@ class Selection:
         return self._weights[name]
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise if a pattern matches none of the names, or no site is left.
+        """Raise an error if a pattern matches no name, or every site has weight 0.
 
         Raises:
             SiteSelectionError: naming the pattern and the nearest site.

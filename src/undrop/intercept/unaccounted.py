@@ -47,7 +47,7 @@ class Unaccounted(NamedTuple):
 def unaccounted(
     model: nn.Module, names: dict[int, str], run: Callable[[], Any], moved: set[str]
 ) -> list[Unaccounted]:
-    """Return what a pass draws beside its sites.
+    """Return the random numbers of a pass that belong to no site.
 
     Args:
         model: the model.

@@ -20,7 +20,7 @@ _SEGMENTS = (
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module behind ``torch.compile``, whose compiled code hides its dropout from view.
+    """The module inside ``torch.compile``: compiled code hides its dropout.
 
     Raises:
         OptionError: for what is not a module, for ``nn.DataParallel``, whose threads no interception

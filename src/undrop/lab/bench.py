@@ -93,7 +93,7 @@ def _classifier(model: nn.Module, x: Tensor, classes: int = 10) -> Subject:
 
 @SUBJECTS.register("awd-lstm")
 def awd_lstm(size: str) -> Subject:
-    """AWD-LSTM; the paper's size is that of its PTB experiments."""
+    """AWD-LSTM; size "paper" is the paper's model for Penn Treebank."""
     if size == "paper":
         return _language_model(AWDLSTM(_VOCABULARY), length=70, batch=20)
     model = AWDLSTM(_VOCABULARY, embedding_size=200, hidden_size=200, layers=2)

@@ -92,7 +92,7 @@ def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
 
 
 def head_of(model: nn.Module) -> str | None:
-    """The name of a Transformers model's loss function; None for a model without a loss of its own.
+    """The name of a Transformers model's loss function; None for a model without one.
 
     Transformers gives every model a ``loss_function``, even one without a head, which takes no labels.
     """
@@ -132,7 +132,7 @@ def read_head(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
 
 
 def decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
-    """Add the decoder's inputs, which follow from the labels, to those of an encoder-decoder.
+    """Add the decoder's inputs, which are computed from the labels, for an encoder-decoder.
 
     Raises:
         TargetError: if the model can't derive them, or the inputs are not a dict.
@@ -281,7 +281,7 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
-    """Whether the task's loss is the one that the model reports; ask again for an empty batch."""
+    """Whether the task's loss equals the loss that the model reports; False without targets."""
     with torch.no_grad(), RngSnapshot(), keep_statistics(model), Interception(model, no_noise):
         if isinstance(inputs, Mapping):
             output = model(**inputs, labels=labels)

@@ -32,13 +32,13 @@ from undrop.objectives import Dropout
 STEPS = 20
 """The steps of a branch."""
 LEARNING_RATE = 1e-3
-"""That of AdamW, where no optimizer is given."""
+"""The learning rate of AdamW, if no optimizer is given."""
 REPEATS = 32
-"""The most: then the error is that of the validation batches, which more repeats do not reduce."""
+"""The largest number of repeats; more would not reduce the error of the validation batches."""
 SHRINKAGE = 0.01
-"""What weight decay takes off the weights in a branch, where no coefficient is given."""
+"""The share by which weight decay shrinks the weights in a branch, if no coefficient is given."""
 _OFF = 1e-9  # a p that drops nothing, but draws as many random numbers as any other
-_OVERTIME = 3.0  # what two repeats may take, over the time
+_OVERTIME = 3.0  # two repeats may take this many times the budget
 _EVERY, _DECAY = object(), object()
 
 
@@ -73,7 +73,7 @@ class Benefit(NamedTuple):
     every_site: Estimate
     """All dropout together."""
     weight_decay: Estimate
-    """Weight decay with the coefficient ``decay``, beside what the optimizer has."""
+    """Weight decay with the coefficient ``decay``, in addition to the optimizer's own."""
     decay: float
     """λ."""
     steps: int
@@ -82,7 +82,7 @@ class Benefit(NamedTuple):
     """The optimizer that takes them."""
     learning_rate: float
     repeats: int
-    """How many times they were taken."""
+    """The number of repeats."""
     validation_batches: int
 
 
@@ -229,7 +229,7 @@ class _Study:
         return budget.spent(self.repeats / REPEATS) and budget.elapsed >= limit
 
     def repeat(self, budget: Budget) -> None:
-        """Train one branch of each kind, as far as the time allows; sites take turns to be first."""
+        """Train one branch of each kind while there is time; another site comes first in each repeat."""
         branches = self._branches()
         reference = self._losses(branches)
         names, first = list(self.p), self.repeats % len(self.p)

@@ -111,7 +111,7 @@ class ClassShares:
 _GRID = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # the largest p of the model, for the curve
 _NEAR = 0.1  # a point of the grid this close to the model's own p adds nothing
 _VISIT = 2  # masks per batch each time it is expanded
-_EXTRAS = 8  # passes for single sites and other p that go with one mask
+_EXTRAS = 8  # passes per mask for single sites and other p
 
 
 class SiteEffect(NamedTuple):
@@ -172,7 +172,7 @@ class _Sample(NamedTuple):
         return self.sites[name]._replace(r_drop=self.alone[name])
 
     def rescaled(self, factor: float, growth: Mapping[str, float]) -> MaskSample | None:
-        """The parts with every p times a factor; ``growth`` is that of σ² at each site."""
+        """The parts with every p times a factor, which multiplies σ² by ``growth`` at each site."""
         if factor not in self.scaled:
             return None
         half, curvature = (

@@ -1,4 +1,4 @@
-"""The implicit effect: dropout's gradient noise beside ξ_approx and beside mini-batching's.
+"""The implicit effect: dropout's gradient noise, compared with ξ_approx and with mini-batching.
 
 Covariances are compared by the inner products of samples (m, D) alone; errors come from the jackknife
 over blocks of samples.

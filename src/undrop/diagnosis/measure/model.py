@@ -34,7 +34,7 @@ from undrop.noise import sigma
 
 
 class NumberedBatch(NamedTuple):
-    """One batch as the user gave it, with its place among the others."""
+    """A batch as the user gave it, with its number."""
 
     number: int
     inputs: Any
@@ -77,7 +77,7 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
 
 
 def shared_examples(inputs: Any, held: Iterable[Any], batch_dim: int) -> tuple[int, int]:
-    """How many examples of a training batch are among held-out ones to the bit, and of how many.
+    """Count the examples of a training batch that are also held out (bit for bit), and all of them.
 
     Args:
         inputs: of the training batch.

@@ -1,4 +1,4 @@
-"""R_drop beside ½uᵀHu: the one estimator behind ``diagnose``, ``check`` and the Taylor probe.
+"""R_drop and ½uᵀHu: the one estimator behind ``diagnose``, ``check`` and the Taylor probe.
 
     R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x)) = ½E[uᵀHu] + ½E[Dℓ·∂²F/∂ε²] + rest
 
@@ -319,7 +319,7 @@ def measure_r_drop(
     generator: torch.Generator | None = None,
     max_batches: int = 1000,
 ) -> RDrop:
-    """Measure R_drop beside ½E[uᵀHu], with the same number of masks on every batch.
+    """Measure R_drop and ½E[uᵀHu], with the same number of masks on every batch.
 
     Args:
         model: any module with dropout; it is left as it was.

@@ -20,7 +20,7 @@ from undrop.report import Table, as_json, terminal_width, wrap
 def check_outputs(
     *, files: Iterable[Path | None] = (), pictures: Iterable[Path | None] = ()
 ) -> None:
-    """Refuse, before any work is done, a path that could not be written at its end.
+    """Refuse a path that can't be written, before any work is done.
 
     Args:
         files: paths to write to; None is one that was not asked for.
@@ -57,7 +57,7 @@ def write_outputs(*outputs: tuple[Path | None, Callable[[Path], None]]) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on stderr what is being done while a ``with`` block runs, if stderr is a terminal."""
+    """Show a line on stderr while a ``with`` block runs, if stderr is a terminal."""
     from undrop.report import Progress
 
     with Progress() as progress:

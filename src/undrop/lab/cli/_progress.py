@@ -35,7 +35,7 @@ class TrainingProgress(Callback):
         self._parts: dict[str, float] = {}
 
     def begin(self, info: RunInfo) -> None:
-        """Print what is trained on what, and show the bar."""
+        """Print the model, the text and the objective, and show the bar."""
         self._epochs = info.epochs
         self._began = self._shown = time.monotonic()
         self._done_before, self._tokens = info.done, 0

@@ -205,7 +205,7 @@ def _guess(near: str | Path | None) -> str:
 
 
 def _file(path: Path) -> ModuleType:
-    """Import a file by its path; what lies beside it can be imported from it."""
+    """Import a file by its path; it can import the modules in its folder."""
     if not path.is_file():
         raise ImportError(f"there is no file {path}{_guess(near_path(path, '*.py'))}")
     _import_from(path.absolute().parent)

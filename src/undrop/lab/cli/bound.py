@@ -1,4 +1,4 @@
-"""Evaluate the paper's generalization bound on the last layer of runs, beside the measured gap."""
+"""Evaluate the paper's generalization bound on the last layer of runs, and the measured gap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure what dropout does in a model, site by site, and what follows from it."""
+"""Measure what dropout does in a model, site by site, and what to do about it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ WithBenefit = Annotated[
 LearningRate = Annotated[
     float | None,
     typer.Option(
-        help="That of the steps that the benefit compares.", show_default="the run's, or 0.001"
+        help="The learning rate of the steps that the benefit compares.",
+        show_default="the run's, or 0.001",
     ),
 ]
 WeightDecay = Annotated[
     float | None,
     typer.Option(
-        help="A weight decay to compare the benefit with.",
+        help="The weight decay whose benefit is measured too.",
         show_default="1 % off the weights in 20 steps",
     ),
 ]

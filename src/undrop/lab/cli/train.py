@@ -66,7 +66,7 @@ class TrainingOptions:
     def config(
         self, out: Path | None = None, resume: bool = False, *, tune: bool = False
     ) -> Config:
-        """Return the config, on top of that of the run to resume, if there is one."""
+        """Return the config; with ``resume``, the options override the config of the run."""
         check_corpus(self.data, self.data_dir)
         chosen: dict[str, dict[str, Any]] = {
             "model": {"name": self.model},

@@ -1,4 +1,4 @@
-"""The cache of texts and encoded corpora; a folder appears in it only when it is complete."""
+"""The cache of texts and encoded corpora: a folder in it is complete, or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A campaign does the missing runs of a plan, on this machine or on a Ray cluster."""
+"""A campaign trains the missing runs of a plan, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def executor_named(name: str, jobs: int) -> Executor:
 
 
 class Executor(ABC):
-    """Does runs, ``jobs`` at a time."""
+    """Runs trainings, ``jobs`` at a time."""
 
     def __init__(self, jobs: int) -> None:
         if jobs < 1:

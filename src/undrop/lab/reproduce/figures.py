@@ -52,7 +52,7 @@ def mathtext(label: str) -> str:
 
 @KINDS.register("validation")
 def _validation(section: Section, results: Results) -> Figure:
-    """Curves, and beside them their difference to plain dropout, which is small."""
+    """Curves, and next to them their small difference from plain dropout."""
     figure = new_figure(8.4, 3.8)
     left, right = figure.subplots(1, 2)
     _curves(left, section, results, "valid_ppl")
@@ -83,7 +83,7 @@ def _differences(axes: Axes, section: Section, results: Results) -> None:
 
 
 def _with_reference(row: Row, results: Results) -> list[tuple[Record, Record]]:
-    """A row's records with those of plain dropout on the same seed."""
+    """Pairs of a row's record and plain dropout's, with the same seed."""
     own = results.of(row.setting, row.method)
     plain = results.of(row.setting, REFERENCE)
     return [(own[seed], plain[seed]) for seed in own if seed in plain]

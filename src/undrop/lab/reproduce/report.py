@@ -82,7 +82,7 @@ def compose(results: Results, scale: str) -> Content:
 
 
 def _used(results: Results) -> list[Record]:
-    """Every record that the experiments use, including those of the tuning, each once."""
+    """Every record that the experiments use, tuning runs included, each once."""
     runs = {run.key for run in results.plan.needed(results.records)}
     return [record for key in sorted(runs) if (record := results.records.get(key)) is not None]
 

@@ -234,7 +234,7 @@ class Verdict:
 
 
 def decide(claim: Claim, interval: Interval | None) -> str:
-    """A claim holds if the whole interval lies in its range, and does not if none of it does."""
+    """Decide a claim: it holds if the whole interval lies in its range, and fails if none of it does."""
     if interval is None:
         return NOT_RUN
     if interval.seeds < _FEWEST:

@@ -42,7 +42,7 @@ EXPERIMENTS = (
     "qrnn",
     "ptb-whole",
 )
-"""All experiments, those of the paper in its order."""
+"""All experiments; the paper's come first, in its order."""
 
 
 @dataclass(frozen=True)

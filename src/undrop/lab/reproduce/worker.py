@@ -118,7 +118,7 @@ class Stopwatch(Callback):
         return self._clock() - self._start
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
-        """Note the time: what follows the last step of an epoch is its evaluation."""
+        """Note the time: after the last step of an epoch comes its evaluation."""
         self._trained = self._clock()
 
     def record(self, record: Mapping[str, Any]) -> None:

@@ -179,7 +179,7 @@ METHODS = {
 
 
 class Board:
-    """The runs of one task on ``seeds`` reported seeds, and the results in its records."""
+    """The runs of one task with ``seeds`` reported seeds, and their results."""
 
     def __init__(self, task: str, records: RunRecords, seeds: int) -> None:
         self.name, self.task, self.records = task, TASKS[task], records

@@ -139,7 +139,7 @@ class Logger(Callback):
 
 
 def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a record, those of ``time`` included."""
+    """The fields of a record, and the fields within ``time``."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from value.items()
@@ -254,7 +254,7 @@ class WandbLogger(Logger):
         self._run.log(dict(values), step=step)
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Add the summary's numbers to that of the W&B run."""
+        """Add the summary's numbers to the summary of the W&B run."""
         self._run.summary.update(
             {name: value for name, value in summary.items() if isinstance(value, int | float)}
         )

@@ -46,7 +46,7 @@ _TYPES: dict[str, Any] = {
     "strength": float,
     "sites": str | list[str] | dict[str, float] | None,
 }
-"""The types in a config of options whose constructor also takes values that JSON does not have."""
+"""The types in a config of options that can have values in Python which JSON lacks."""
 
 _SHOULD = "Input should be "
 _LONGEST = 60  # characters of a value in an error message
@@ -79,7 +79,7 @@ def _members(annotation: Any) -> set[Any]:
 def build(
     registry: Registry[str, Any], name: str, options: Mapping[str, Any], **supplied: Any
 ) -> Any:
-    """Call a constructor with its options and those of ``supplied`` that it takes."""
+    """Call a constructor with its options and with the ``supplied`` arguments that it takes."""
     factory = registry[name]
     taken = inspect.signature(factory).parameters
     return factory(**options, **{key: v for key, v in supplied.items() if key in taken})

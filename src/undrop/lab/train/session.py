@@ -204,7 +204,7 @@ def open_trainer(
 
 
 def resolve_config(config: Config | None, folder: RunFolder, resume: bool) -> Config:
-    """Return the config to train with, after comparing it to that of the run to resume."""
+    """Return the config to train with; refuse changes to the config of the run to resume."""
     if not (resume and folder.holds_run()):
         if config is None:
             raise RunError(f"{folder.path} holds no run to resume.")

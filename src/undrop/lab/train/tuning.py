@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class KeepTuner(Callback):
-    """Keeps the tuner of a run, whose history has the results, the model and its last batches.
+    """Keeps the tuner of a run (its history has the results), the model and the last batches.
 
     Args:
         interval: the steps between trials; None leaves them as they are.

@@ -77,27 +77,23 @@ class TrainingWindows:
         self._streams = streams[rank * share : (rank + 1) * share]
         self.bptt = bptt
         self._generator = generator
-        self._position = 0
+        self.position = 0
+        """The number of steps of the epoch that are complete."""
 
     @property
     def steps(self) -> int:
         """The number of predictions per stream in an epoch."""
         return int(self._streams.shape[1]) - 1
 
-    @property
-    def position(self) -> int:
-        """The number of steps of the epoch that are complete."""
-        return self._position
-
     def __iter__(self) -> Iterator[Window]:
-        while self._position < self.steps:
-            start = self._position
+        while self.position < self.steps:
+            start = self.position
             end = min(start + self._length(), self.steps)
-            self._position = end
+            self.position = end
             piece = self._streams[:, start : end + 1]
             inputs, targets = _to_tensor(piece[:, :-1]), _to_tensor(piece[:, 1:])
             yield Window(inputs, targets, (end - start) / self.bptt)
-        self._position = 0
+        self.position = 0
 
     def _length(self) -> int:
         if self._generator is None:
@@ -109,7 +105,7 @@ class TrainingWindows:
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the generator's state, if there is a generator."""
         generator = None if self._generator is None else self._generator.get_state()
-        return {"position": self._position, "generator": generator}
+        return {"position": self.position, "generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved position.
@@ -123,7 +119,7 @@ class TrainingWindows:
                 f"a saved position must belong to the same tokens and kind of windows, got step "
                 f"{position} of {self.steps}, with{'out' if generator is None else ''} a generator."
             )
-        self._position = position
+        self.position = position
         if self._generator is not None:
             self._generator.set_state(generator)
 

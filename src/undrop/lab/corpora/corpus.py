@@ -19,7 +19,7 @@ from undrop.errors import DataError, OptionError, UnknownNameError
 from undrop.files import sha256
 from undrop.lab.corpora.cache import cache_folder, publish
 from undrop.lab.corpora.catalogue import CATALOGUE, Entry, fetch, pydocs
-from undrop.lab.corpora.text import SPLITS, StoredVocabulary, Vocabulary, find_splits, words
+from undrop.lab.corpora.text import SPLITS, Vocabulary, find_splits, words
 
 Tokens = NDArray[np.integer[Any]]
 """A split: one-dimensional, memory-mapped, uint16 or int32."""
@@ -185,7 +185,7 @@ def _changed(folder: Path) -> DataError:
 def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
     """Open the header, the vocabulary and the memory-mapped tokens of each split."""
     header = _read_header(folder)
-    vocabulary = StoredVocabulary(folder / _VOCABULARY, header.vocabulary)
+    vocabulary = Vocabulary(folder / _VOCABULARY, header.vocabulary)
     dtype = np.dtype(header.dtype).newbyteorder("<")
     tokens: dict[str, Tokens] = {
         split: np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r") for split in header.splits

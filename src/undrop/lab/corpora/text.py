@@ -45,10 +45,16 @@ class Vocabulary:
     """The words of a training split, the most frequent first.
 
     A word's number is its rank, as an adaptive softmax needs it.
+
+    Args:
+        words: the words, or a file of one word per line. The file is read when a word is first needed:
+            hundreds of thousands of words take longer than everything else when a corpus is opened.
+        size: the number of words in the file.
     """
 
-    def __init__(self, words: Iterable[str]) -> None:
-        self._words = tuple(words)
+    def __init__(self, words: Iterable[str] | Path, size: int | None = None) -> None:
+        self._source = words if isinstance(words, Path) else tuple(words)
+        self._size = size
 
     @classmethod
     def of(
@@ -75,15 +81,26 @@ class Vocabulary:
             counts = _shortened(counts, max_vocab)
         return cls(sorted(counts, key=counts.__getitem__, reverse=True))
 
-    @property
+    @cached_property
     def words(self) -> tuple[str, ...]:
         """All words, ordered by their numbers."""
-        return self._words
+        if isinstance(self._source, tuple):
+            return self._source
+        try:
+            words = tuple(self._source.read_text(encoding="utf-8").split("\n"))
+        except (OSError, ValueError):
+            words = ()
+        if len(words) != self._size:
+            raise DataError(
+                f"{self._source} was changed, it should have {self._size} words: delete "
+                f"{self._source.parent} to encode the corpus again."
+            )
+        return words
 
     @property
     def size(self) -> int:
         """The number of words."""
-        return len(self.words)
+        return len(self.words) if self._size is None else self._size
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -121,43 +138,6 @@ class Vocabulary:
 
     def __repr__(self) -> str:
         return f"Vocabulary({self.size:,} words)"
-
-
-class StoredVocabulary(Vocabulary):
-    """A vocabulary in a file of one word per line, read when a word is first needed.
-
-    Reading hundreds of thousands of words takes longer than everything else when a corpus is opened.
-
-    Args:
-        file: the file.
-        size: the number of words in it.
-    """
-
-    def __init__(self, file: Path, size: int) -> None:
-        self._file = file
-        self._size = size
-
-    @cached_property
-    def words(self) -> tuple[str, ...]:
-        """All words, ordered by their numbers."""
-        try:
-            words = tuple(self._file.read_text(encoding="utf-8").split("\n"))
-        except (OSError, ValueError) as error:
-            raise self._damaged() from error
-        if len(words) != self._size:
-            raise self._damaged()
-        return words
-
-    @property
-    def size(self) -> int:
-        """The number of words."""
-        return self._size
-
-    def _damaged(self) -> DataError:
-        return DataError(
-            f"{self._file} was changed, it should have {self._size} words: delete "
-            f"{self._file.parent} to encode the corpus again."
-        )
 
 
 def _shortened(counts: Mapping[str, int], size: int) -> dict[str, int]:

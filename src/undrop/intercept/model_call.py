@@ -10,14 +10,17 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from undrop.errors import OutputError
+from undrop.errors import EngineError, OutputError
 from undrop.torch_compat import fresh_autocast_cache
+
+_COND = "torch._higher_order_ops.cond"
 
 
 class _Place(NamedTuple):
@@ -116,11 +119,19 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _spread(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(inputs)
+    try:
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        if isinstance(inputs, (tuple, list)):
+            return model(*inputs)
+        return model(inputs)
+    except Exception as error:
+        if any(f.f_globals["__name__"] == _COND for f, _ in walk_tb(error.__traceback__)):
+            raise EngineError(
+                f"{type(model).__name__} calls torch.cond, which traces its branches, so undrop "
+                "can't follow them: use an if statement, or torch.where."
+            ) from error
+        raise
 
 
 class _Needs(NamedTuple):

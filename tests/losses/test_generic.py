@@ -156,6 +156,48 @@ def test_a_loss_that_torch_differentiates_once_is_differentiated_by_differences(
     assert "differences of its value" in caplog.records[0].message
 
 
+class Varying(nn.Module):
+    """A loss with a factor that changes from call to call: random, or kept in a buffer."""
+
+    def __init__(self, function, random):
+        super().__init__()
+        self.function, self.random = function, random
+        self.register_buffer("calls", torch.zeros((), dtype=D))
+
+    def forward(self, f, y):
+        self.calls += 1
+        return self.function(f, y) * (1 + (torch.rand(()) if self.random else 1 / self.calls))
+
+
+@pytest.mark.parametrize("engine", ["antithetic", "tangent", "exact"])
+@pytest.mark.parametrize("random", [True, False], ids=["random", "buffer"])
+@pytest.mark.parametrize("function", [once, graphless, F.mse_loss], ids=lambda f: f.__name__)
+def test_all_parts_of_a_step_come_from_one_call_of_a_loss_that_varies(function, random, engine):
+    net, x = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3)).double(), leaf(5, 4)
+    y = torch.zeros(5, 3, dtype=D)
+    varying = Varying(function, random)
+    parts = []
+    for loss in (function, varying):
+        objective = undrop.Analytic(loss=loss, engine=engine, generator=new_generator(3))
+        parts.append([objective(net, x, y).parts for _ in range(3)])
+    for plain, found in zip(*parts, strict=True):
+        factor = found["loss"] / plain["loss"]
+        assert 1.0 < factor <= 2.0
+        for name in ("explicit", "implicit"):
+            assert found[name] == pytest.approx(factor * plain[name], rel=1e-6, abs=1e-12)
+    assert int(varying.calls) == 3
+
+
+def test_a_loss_that_differs_at_every_call_can_not_be_differentiated_by_differences():
+    numbers = iter(range(10**6))
+
+    def counted(f, y):
+        return once(f, y) * (1 + next(numbers))
+
+    with pytest.raises(OptionError, match="the loss counted needs differences of its values"):
+        Generic(counted).derivatives(leaf(2, 3), leaf(2, 3, seed=1), None)
+
+
 @pytest.mark.parametrize("function", [ctc, once], ids=lambda f: f.__name__)
 def test_differences_of_a_loss_in_float32_are_close_to_those_in_float64(function):
     f, u, y = leaf(3, 7, 5), leaf(3, 7, 5, seed=1), torch.tensor([[1, 2], [3, 3], [4, 1]])

@@ -48,7 +48,7 @@ def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> 
     try:
         for factor in (1.0, 0.125):
             generator.set_state(state)
-            with preserve_model(model):
+            with preserve_model(model), request.loss.undone():
                 found.append(_gradient(run(alone, factor), model))
     except (PlanChanged, NotStackable):
         _measured.discard(model)  # a later step measures it, with the plan that fits

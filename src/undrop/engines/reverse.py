@@ -217,7 +217,8 @@ def _derivatives(request: Request) -> tuple[float, float, float]:
         rng.restart()
         with keep_buffers(model), mode:
             _, logits = request.run()
-        return request.loss.value(logits, request.batch.targets)
+        with request.loss.undone():
+            return request.loss.value(logits, request.batch.targets)
 
     zeros = ZeroLeaves(draw)
     loss = loss_under(Interception(model, zeros, TWICE_DIFFERENTIABLE))
@@ -317,11 +318,13 @@ class Exact(Engine):
     def evaluate(self, request: Request) -> Evaluation:
         """Return the weighted total, which is differentiable in the parameters."""
         output, logits, action = pass_to_differentiate(self, request)
+        explicit = (
+            self._explicit(request, action, logits)
+            if request.coefficients.quadratic
+            else torch.zeros_like(logits.sum())
+        )
         loss = request.loss.value(logits, request.batch.targets)
         zero = torch.zeros_like(loss)
-        explicit = (
-            self._explicit(request, action, logits) if request.coefficients.quadratic else zero
-        )
         total = request.coefficients.loss * loss + request.coefficients.quadratic * explicit
         return Evaluation(
             total,
@@ -346,10 +349,7 @@ class Exact(Engine):
             )  # (outputs, entries of η)
             for column in jacobian.unbind(1):
                 u = column.view_as(logits) * request.draw.scale(site)
-                explicit = (
-                    explicit
-                    + request.loss.derivatives(
-                        logits, u, request.batch.targets, request.form
-                    ).quadratic
-                )
+                with request.loss.undone():  # every column sees the same loss
+                    parts = request.loss.derivatives(logits, u, request.batch.targets, request.form)
+                explicit = explicit + parts.quadratic
         return explicit

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -192,6 +192,10 @@ class Loss(GivenLoss):
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
         """The batch with this loss."""
         return Prepared(self, *labels_apart(inputs, targets))
+
+    def undone(self) -> AbstractContextManager[None]:
+        """A context at whose end random numbers and buffers of the loss are as before."""
+        return nullcontext()
 
     @abstractmethod
     def check(self, output: Tensor, target: Tensor) -> None:

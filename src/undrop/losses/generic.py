@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from undrop.errors import OptionError, TargetError, UndropError
 from undrop.intercept.model_call import map_tensors, tensors_in
+from undrop.intercept.running_statistics import keep_buffers
 from undrop.kernels.softmax import Coefficients
 from undrop.losses.base import Derivatives, Loss, number, padded, precise
+from undrop.rng_snapshot import RngSnapshot
 
 _log = logging.getLogger("undrop")
 
@@ -68,6 +70,13 @@ class Generic(Loss):
     def parameters(self) -> Sequence[Tensor]:
         """The parameters of the function, if it is a module."""
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """A context at whose end random numbers and the function's buffers are as before."""
+        module = self.function if isinstance(self.function, nn.Module) else nn.Module()
+        with RngSnapshot(module), keep_buffers(module):
+            yield
 
     def check(self, output: Any, target: Any) -> None:
         """Accept everything: only the function knows which targets fit."""
@@ -139,19 +148,20 @@ class Generic(Loss):
             with torch.enable_grad():
                 parts = self._derivatives(free, u, target, form)
             return Derivatives(*(part.detach() for part in parts))
-        at = self._point(output, u, target)
         if not self._second:
-            self._second = self._choose(at, output, target)
+            self._second = self._choose(output, u, target)
         if self._second == "differences":
             loss, quadratic, directional = self._differences(output, u, target)
         else:
+            at = self._point(output, u, target)
             loss, quadratic, directional = self._by_reverse_mode(at, form)
+        tangents = _tangents(output, u)
         if form == "identity":
-            squares = torch.stack([x.square().sum() for x in at.u]).sum()
+            squares = torch.stack([x.square().sum() for x in tangents]).sum()
             quadratic = squares / self.count(output, target)
         elif not self._looked:
             self._looked = True
-            self._warn_of_no_curvature(quadratic, at.u)
+            self._warn_of_no_curvature(quadratic, tangents)
         return Derivatives(loss, quadratic, directional)
 
     def _point(self, output: Any, u: Any, target: Any) -> _Point:
@@ -188,11 +198,21 @@ class Generic(Loss):
 
             return self.value(map_tensors(move, output, u), target)
 
-        here, plus, minus = moved(0.0), moved(s), moved(-s)
+        with self.undone():
+            plus = moved(s)
+        with self.undone():
+            minus = moved(-s)
+        here = moved(0.0)
         return here, (plus - 2.0 * here + minus) / s**2, (plus - minus) / (2.0 * s)
 
-    def _choose(self, at: _Point, output: Any, target: Any) -> str:
-        """Decide at the first call: reverse mode twice if torch can; else 0 if the loss is linear."""
+    def _choose(self, output: Any, u: Any, target: Any) -> str:
+        """Decide at the first call: reverse mode twice if torch can; else 0 if the loss is linear.
+
+        Raises:
+            OptionError: if differences are needed, and the function returns other values each time.
+        """
+        with self.undone():
+            at = self._point(output, u, target)
         gradient = at.gradient()
         if any(g.requires_grad for g in gradient):
             try:
@@ -201,6 +221,14 @@ class Generic(Loss):
                 pass
             else:
                 return "reverse mode"
+        with self.undone():
+            again = self.value(output, target)
+        if not torch.equal(at.loss, again):
+            raise OptionError(
+                f"the loss {_name(self.function)} needs differences of its values, since torch can't "
+                "differentiate it twice, but two calls on the same output differ: draw its random "
+                "numbers from torch's, NumPy's or Python's global generators."
+            )
         if not self._curved(output, gradient, target):
             return "zero"
         _log.info(
@@ -224,10 +252,10 @@ class Generic(Loss):
             return tensors[-1]
 
         elsewhere = map_tensors(perturbed, output)
+        with self.undone():
+            value = self.value(elsewhere, target)
         changed = active = 0
-        for new, old in zip(
-            _gradients(self.value(elsewhere, target), tensors), gradient, strict=True
-        ):
+        for new, old in zip(_gradients(value, tensors), gradient, strict=True):
             size = new.abs() + old.abs()
             changed += int(((new - old).abs() > 1e-5 * size).sum())
             active += int((size > 0).sum())
@@ -252,6 +280,13 @@ def _gradients(scalar: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
             scalar, tensors, create_graph=True, allow_unused=True, materialize_grads=True
         )
     )
+
+
+def _tangents(output: Any, u: Any) -> list[Tensor]:
+    """u of every floating-point tensor of the output."""
+    found: list[Tensor] = []
+    map_tensors(lambda x, tangent: found.append(tangent) if x.is_floating_point() else x, output, u)
+    return found
 
 
 def _as_leaf(x: Tensor) -> Tensor:

@@ -68,9 +68,9 @@ class AdaptiveOutput(Output):
 
         With a tangent, each tail needs all rows; without one, only the rows of its own words.
         """
-        counts = rows.weight > 0
-        if not bool(counts.all()):
-            rows = OutputRows(*(None if x is None else x[counts] for x in rows))  # type: ignore[arg-type]
+        kept = (rows.weight > 0).nonzero().squeeze(-1)
+        if len(kept) < len(rows.weight):
+            rows = OutputRows(*(None if x is None else x.index_select(0, kept) for x in rows))  # type: ignore[arg-type]
         f, df, target, weight = rows
         head, *tails = self.layers(parameters)
         z, u = _logits(head, f, df)
@@ -82,8 +82,10 @@ class AdaptiveOutput(Output):
             own = self.members(target, words)
             within = torch.where(own, target - words.start, 0)
             if df is None:
-                mine = softmax_terms(*_logits(tail, f[own], None), within[own], options)
-                loss = loss + weight[own] @ mine[0]
+                which = own.nonzero().squeeze(-1)
+                f_own, y, w = (x.index_select(0, which) for x in (f, within, weight))
+                mine = softmax_terms(*_logits(tail, f_own, None), y, options)
+                loss = loss + w @ mine[0]
                 continue
             mine = softmax_terms(*_logits(tail, f, df), within, options)
             loss = loss + (weight * own) @ mine[0]

@@ -71,6 +71,15 @@ def test_random_numbers_of_numpy_and_python_are_held_still():
         assert found.half_quadratic.value > 0.0
 
 
+def test_a_loss_that_draws_random_numbers_is_refused():
+    def varying(output, target):
+        return nn.functional.cross_entropy(output, target) * (1.0 + torch.rand(()))
+
+    model = OwnRandomness(lambda: 1.0).double()
+    with pytest.raises(undrop.errors.OutputError, match="two calls of the loss on the same output"):
+        undrop.diagnose(model, [batch()], loss=varying, progress=False)
+
+
 def test_random_numbers_that_cant_be_held_still_are_refused():
     count = iter(range(10**6))
     model = OwnRandomness(lambda: float(next(count))).double()

@@ -223,7 +223,7 @@ class Generic(Loss):
                 return "reverse mode"
         with self.undone():
             again = self.value(output, target)
-        if not torch.equal(at.loss, again):
+        if not torch.allclose(at.loss, again, rtol=1e-5, atol=0.0, equal_nan=True):
             raise OptionError(
                 f"the loss {_name(self.function)} needs differences of its values, since torch can't "
                 "differentiate it twice, but two calls on the same output differ: draw its random "

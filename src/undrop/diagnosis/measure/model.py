@@ -186,7 +186,7 @@ class MeasuredModel:
 
     @torch.no_grad()
     def _check_repeatable(self) -> None:
-        """Refuse a model whose own random numbers can't be repeated."""
+        """Refuse a model whose own random numbers can't be repeated, and a loss that varies."""
         passes = [self.run(self.batches[0], FixedNoise({})) for _ in range(2)]
         tolerance = 1e-2 if passes[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
         one, two = (output.double().nan_to_num() for output in passes)
@@ -196,6 +196,13 @@ class MeasuredModel:
                 "started from the same state, so nothing can be measured by comparing passes: make the "
                 "model draw its random numbers from torch's, NumPy's or Python's global generators, or "
                 "switch them off."
+            )
+        with self.loss.undone():
+            values = [self.loss.value(passes[0], self.batches[0].targets) for _ in range(2)]
+        if not torch.allclose(*values, rtol=tolerance, atol=0.0, equal_nan=True):
+            raise OutputError(
+                "two calls of the loss on the same output disagree, so nothing can be measured by "
+                "comparing passes: pass a loss without random numbers and without a state."
             )
 
     def restart_randomness(self) -> None:

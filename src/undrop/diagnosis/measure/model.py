@@ -198,8 +198,8 @@ class MeasuredModel:
                 "switch them off."
             )
         with self.loss.undone():
-            values = [self.loss.value(passes[0], self.batches[0].targets) for _ in range(2)]
-        if not torch.allclose(*values, rtol=tolerance, atol=0.0, equal_nan=True):
+            a, b = (self.loss.value(passes[0], self.batches[0].targets) for _ in range(2))
+        if not torch.allclose(a, b, rtol=tolerance, atol=0.0, equal_nan=True):
             raise OutputError(
                 "two calls of the loss on the same output disagree, so nothing can be measured by "
                 "comparing passes: pass a loss without random numbers and without a state."

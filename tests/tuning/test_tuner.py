@@ -11,6 +11,7 @@ import undrop
 from device import new_generator
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
+from undrop.tuning.history import Entry, History
 from undrop.tuning.rule import LARGEST, SMALLEST, Pace, log_odds
 from undrop.tuning.validation import Validation
 
@@ -176,7 +177,7 @@ def test_weight_decay_is_tuned_beside_the_sites_if_an_optimizer_is_given():
     assert "weight decay" in tuner.history.benefits()
     assert "weight decay" not in tuner.probabilities
     assert tuner.figures()["weight decay"] == optimizer.param_groups[0]["weight_decay"]
-    assert "weight decay (λ)" in tuner.table().text()
+    assert "weight decay (λ = " in tuner.table().text()
     with pytest.raises(OptionError, match=r"weight decay of 0\.0"):
         tuner_for(undrop.Dropout(), optimizer=sgd(model))
 
@@ -316,6 +317,26 @@ def test_the_table_names_every_site_and_the_figure_has_a_line_for_each(tmp_path)
         tuner_for(undrop.Dropout()).history.figure()
     tuner.history.save_figure(tmp_path / "p.svg")
     assert (tmp_path / "p.svg").stat().st_size > 1000
+
+
+def test_the_table_writes_every_figure_of_a_column_in_the_same_way():
+    history = History()
+    values = {"input": 0.0984, "layers.10.feedforward.output_dropout": 0.7, "weight decay": 3e-5}
+    trials = [
+        ("every site", 0.5),
+        ("every site", 0.502),
+        ("weight decay", -0.00311),
+        ("input", 1e-7),
+    ]
+    for step, (tried, found) in enumerate(trials):
+        history.entries.append(Entry(step, tried, found, values))
+    assert history.table().text(80).splitlines() == [
+        "site                                      p           benefit  says",
+        "every site                                   +0.5010 ± 0.0010  more helps",
+        "weight decay (λ = 3e-05)                          -0.0031 ± ?  no evidence",
+        "input                                 0.098       +0.0000 ± ?  no evidence",
+        "layers.10.feedforward.output_dropout  0.700",
+    ]
 
 
 def test_weight_decay_is_drawn_apart_from_p():

@@ -90,8 +90,8 @@ class Advice:
 
 def _shown(found: Estimate) -> tuple[str, str, str]:
     says = "no evidence" if found.includes_zero else "helps" if found.value > 0.0 else "in the way"
-    error = "?" if found.stderr is None else f"{found.stderr:.1e}"
-    return f"{found.value:+.1e} ± {error}", "–" if found.z is None else f"{found.z:+.1f}", says
+    error = "?" if found.stderr is None else f"{found.stderr:.4f}"
+    return f"{found.value:+.4f} ± {error}", "–" if found.z is None else f"{found.z:+.1f}", says
 
 
 def advise_from(

@@ -58,7 +58,7 @@ class Benefit(NamedTuple):
     def says(self) -> str:
         """The evidence in words."""
         if abs(self.z) < CLEAR:
-            return "no evidence either way"
+            return "no evidence"
         return "more helps" if self.z > 0.0 else "less helps"
 
 
@@ -86,14 +86,13 @@ class History:
 
     def table(self) -> Table:
         """Return the newest p, benefit and evidence as a table."""
-        benefits = self.benefits()
-        rows = []
+        benefits, rows = self.benefits(), []
         for name in dict.fromkeys([*benefits, *self.values]):
             value, found = self.values.get(name), benefits.get(name)
-            shown = ("", "", "") if found is None else _shown(found)
-            label = f"{DECAY} (λ)" if name == DECAY else name
-            rows.append((label, "" if value is None else f"{value:.3g}", *shown))
-        return Table(("site", "p", "benefit", "±", "says"), rows, numbers={"p", "benefit", "±"})
+            decay = f"{DECAY} (λ = {value:.2g})" if name == DECAY else None
+            p = "" if value is None or decay else f"{value:.3f}"
+            rows.append((decay or name, p, *(("", "") if found is None else _shown(found))))
+        return Table(("site", "p", "benefit", "says"), rows, numbers={"p", "benefit"})
 
     def figure(self) -> Figure:
         """Draw p of every site over the steps, and below it λ if weight decay is tuned.
@@ -139,6 +138,6 @@ class History:
         return [entry._asdict() for entry in self.entries]
 
 
-def _shown(found: Benefit) -> tuple[str, str, str]:
-    error = f"{found.error:.1e}" if math.isfinite(found.error) else "?"
-    return f"{found.value:+.2e}", error, found.says
+def _shown(found: Benefit) -> tuple[str, str]:
+    error = f"{found.error:.4f}" if math.isfinite(found.error) else "?"
+    return f"{found.value:+.4f} ± {error}", found.says

@@ -28,6 +28,9 @@ ANALYTIC = (0.1, 0.2, 0.35, 0.5)
 RANDOM_RUNS = 10
 START = 0.2
 """The p that the models of tuned runs declare; tuners begin at 0.1 whatever it is."""
+SHRINKAGE = 0.3
+"""Where tuned weight decay starts: λ times the sum of all learning rates, so that it takes about a
+quarter off the weights in a run."""
 LOOKS = 8
 """How often a run looks at its validation part to keep the best weights."""
 Run = dict[str, Any]
@@ -64,13 +67,13 @@ def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any
     model = task.model(how.get("start", 0.5))
     for (module, name), p in zip(dropout_slots(model), how.get("ps", []), strict=False):
         setattr(module, name, p)
-    loss = task.loss()
+    loss, step, curve = task.loss(), 0, []
+    total = data.train[0].shape[data.dim] // task.batch * task.epochs
+    decay = how.get("decay", how.get("shrinkage", 0.0) / (0.5 * task.lr * total))
     kind = torch.optim.SGD if task.sgd else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=task.lr, weight_decay=how.get("decay", 0.0))
+    optimizer = kind(model.parameters(), lr=task.lr, weight_decay=decay)
     backward, report = method(model, loss, optimizer, data, task.batch)
     order = torch.Generator().manual_seed(seed)
-    per_epoch = data.train[0].shape[data.dim] // task.batch
-    total, step, curve = per_epoch * task.epochs, 0, []
     looks = {math.ceil(task.epochs * (k + 1) / LOOKS) - 1 for k in range(LOOKS)}
     for epoch in range(task.epochs):
         for inputs, targets in batches(data, "train", task.batch, order):
@@ -217,14 +220,14 @@ METHODS = {
 
 
 def single(task: Task, *methods: str) -> list[tuple[str, Run]]:
-    """The runs of the methods without a search; tuned decay starts at the second of its search."""
+    """The runs of the methods without a search, and those of what tuners start from."""
     plan: list[tuple[str, Run]] = []
+    start = {"ps": [0.1] * len(dropout_slots(task.model(0.5)))}
     for method in methods:
         if method.startswith("tuner"):
-            decay = {"decay": task.decays[1]} if method.endswith("decay") else {}
+            decay = {"shrinkage": SHRINKAGE} if method.endswith("decay") else {}
             plan.append((method, {"start": START, **decay}))
-    if any(method.startswith("tuner") for method in methods):
-        plan.append(("one run", {"ps": [0.1] * len(dropout_slots(task.model(0.5)))}))
+            plan.append(("one run+decay" if decay else "one run", {**start, **decay}))
     if "analytic" in methods:
         plan += [("analytic", {"start": p}) for p in ANALYTIC]
     return plan

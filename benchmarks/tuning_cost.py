@@ -1,8 +1,8 @@
 """What tuning adds to a step, on average at the default interval: `python benchmarks/tuning_cost.py`.
 
-A step is the pass, the backward pass and AdamW's update, with undrop.Dropout in both cases. Blocks of
-steps with and without the tuner alternate, and processor time is compared within pairs, so that the load
-of the machine matters little. Validation batches are as large as training batches.
+A step is the pass, the backward pass and AdamW's update, with undrop.Dropout in both cases. Steps with
+and without the tuner alternate. Their processor times are compared over each interval between trials, so
+that the load of the machine matters little. Validation batches are as large as training batches.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import undrop
 from undrop.lab.models import AWDLSTM, GPT, MLP, ConvNet
+from undrop.tuning.tuner import INTERVAL
 
-BLOCK, PAIRS = 80, 4
+INTERVALS = 6
 
 
 def tokens(vocabulary: int, steps: int, batch: int) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -51,29 +52,29 @@ def seconds(
     step: Callable[..., undrop.Step],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: Callable[[], tuple],
+    batch: tuple[Tensor, Tensor],
 ) -> float:
-    """Processor seconds of a block of steps."""
-    data = [batch() for _ in range(BLOCK)]
+    """Processor seconds of one step."""
     began = time.process_time()
-    for inputs, targets in data:
-        optimizer.zero_grad()
-        step(model, inputs, targets).backward()
-        optimizer.step()
+    optimizer.zero_grad()
+    step(model, *batch).backward()
+    optimizer.step()
     return time.process_time() - began
 
 
 def added(make: Callable[[], nn.Module], batch: Callable[[], tuple]) -> list[float]:
-    """(tuned - plain)/plain of each pair of blocks."""
+    """(tuned - plain)/plain of each interval."""
     torch.manual_seed(0)
-    model = make()
-    plain = undrop.Dropout()
     tuner = undrop.Tuner(undrop.Dropout(), [batch() for _ in range(4)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    sides = []
+    for step in (undrop.Dropout(), tuner.step):
+        model = make()
+        sides.append((step, model, torch.optim.AdamW(model.parameters(), lr=1e-4)))
     found = []
-    for _ in range(PAIRS + 1):
-        without = seconds(plain, model, optimizer, batch)
-        found.append(seconds(tuner.step, model, optimizer, batch) / without - 1.0)
+    for _ in range(INTERVALS + 1):
+        data = [batch() for _ in range(INTERVAL)]
+        plain, tuned = map(sum, zip(*([seconds(*s, d) for s in sides] for d in data), strict=True))
+        found.append(tuned / plain - 1.0)
     return found[1:]  # the first steps look at the model
 
 

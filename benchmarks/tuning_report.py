@@ -19,6 +19,7 @@ SEARCHES = ("none", "grid", "random", "decay", "dropout+decay")
 METHODS: dict[str, tuple[str, ...]] = {
     "none": ("none",),
     "dropout, p = 0.1": ("p = 0.1",),
+    "p = 0.1 and λ = 0.3/Σ lr": ("one run+decay",),
     "dropout, best of 6 p": ("grid",),
     "random search, 10 runs": ("random",),
     "weight decay, best of 4": ("decay",),
@@ -93,13 +94,11 @@ def table(records: Iterable[Run]) -> list[str]:
 
 def one_run(records: list[Run]) -> list[str]:
     """For each task the test loss with p = 0.1, and what a tuner changes in it and in the time."""
-    tuners = ["tuner-dropout", "tuner-dropout+decay", "tuner-analytic"]
+    tuners = ["tuner-dropout", "one run+decay", "tuner-dropout+decay", "tuner-analytic"]
     by_key = {(r["task"], r["seed"], r["method"]): r for r in records}
     tasks = sorted({task for task, _, method in by_key if method == "one run"})
-    lines = [
-        "| task | p = 0.1 | Tuner on Dropout | … and decay | on Analytic | cost |",
-        "|---" * 6 + "|",
-    ]
+    heads = ("task", "p = 0.1", "Tuner on Dropout", "p = 0.1 and λ", "Tuner on both", "on Analytic")
+    lines = [f"| {' | '.join(heads)} | cost |", "|---" * (len(heads) + 1) + "|"]
     for task in tasks:
         seeds = [s for t, s, method in by_key if (t, method) == (task, "one run")]
         seeds = [s for s in seeds if all((task, s, t) in by_key for t in tuners)]
@@ -121,42 +120,73 @@ def one_run(records: list[Run]) -> list[str]:
 
 CELLS = [(0.1, 0.7), (0.05, 0.7), (0.2, 0.7), (0.6, 0.7), (0.1, 0.22), (0.1, 2.2)]
 """Starts and rates."""
+HEADS = [f"from {start:g}, rate {rate:g}" for start, rate in CELLS]
 
 
-def rules(others: list[Run], kept: list[Run]) -> list[str]:
+def rules(records: list[Run]) -> list[str]:
     """What each rule changes in the test loss of p = 0.1, in percent, from each start and rate."""
-    names = ["moments, full noise at once", "moments", "growing", "growing, by evidence (kept)"]
-    by_key = {(r["rule"], r["task"], r["seed"], r["start"], r["rate"]): r["test"] for r in others}
-    by_key |= {
-        (names[-1], r["task"], r["seed"], r["start"], r["rate"]): r["test"]
-        for r in kept
-        if r["kind"] == "tuner"
+    names = ["moments, full noise at once", "moments", "growing", "growing, by evidence"]
+    fixed = {
+        (r["task"], r["seed"]): r["test"]
+        for r in records
+        if (r["rule"], r["start"]) == ("fixed", 0.1)
     }
-    fixed = {(r["task"], r["seed"]): r["test"] for r in kept if r["start"] == 0.1 and not r["rate"]}
-    heads = [f"from {start:g}, rate {rate:g}" for start, rate in CELLS]
-    lines = [f"| rule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    lines = [f"| rule | {' | '.join(HEADS)} |", "|---" * (len(HEADS) + 1) + "|"]
     for name in names:
         cells = []
-        for cell in CELLS:
-            found = [(by_key.get((name, *pair, *cell)), test) for pair, test in fixed.items()]
-            ratios = [100.0 * (mine / test - 1.0) for mine, test in found if mine is not None]
-            cells.append(f"{interval(ratios, 1)} ({len(ratios)})")
+        for start, rate in CELLS:
+            mine = [r for r in records if (r["rule"], r["start"], r["rate"]) == (name, start, rate)]
+            cells.append(changes([(r["test"], fixed[r["task"], r["seed"]]) for r in mine]))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
+def changes(pairs: list[tuple[float, float]]) -> str:
+    """The mean change in percent, its interval and the number of pairs."""
+    ratios = [100.0 * (mine / other - 1.0) for mine, other in pairs]
+    return f"{interval(ratios, 1)} ({len(ratios)})" if ratios else ""
+
+
 def starts(records: list[Run]) -> list[str]:
-    """The kept rule from each start and with each rate, and some fixed p, task by task."""
-    heads = ["none", "p = 0.1", *(f"from {s:g}, rate {r:g}" for s, r in CELLS)]
-    keys = [("fixed", 0.0, 0.0), ("fixed", 0.1, 0.0), *(("tuner", *cell) for cell in CELLS)]
-    lines = [f"| task (seeds) | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for task in sorted({r["task"] for r in records}):
-        mine = [r for r in records if r["task"] == task]
-        columns = [
-            [r["test"] for r in mine if (r["kind"], r["start"], r["rate"]) == k] for k in keys
-        ]
-        values = [f"{np.mean(column):.3f}" for column in columns]
-        lines.append(f"| {task} ({len(columns[0])}) | {' | '.join(values)} |")
+    """What the tuner changes in the test loss of p = 0.1 from each start and with each rate."""
+    by_key = {(r["task"], r["seed"], r["kind"], r["start"], r["rate"]): r["test"] for r in records}
+    tasks = sorted({r["task"] for r in records})
+    lines = [f"| task | p = 0.1 | {' | '.join(HEADS)} |", "|---" * (len(HEADS) + 2) + "|"]
+    whole: dict[tuple[float, float], list[tuple[float, float]]] = {cell: [] for cell in CELLS}
+    for task in tasks:
+        fixed = {k[1]: v for k, v in by_key.items() if (k[0], *k[2:]) == (task, "fixed", 0.1, 0.0)}
+        cells = []
+        for cell in CELLS:
+            key = (task, "tuner", *cell)
+            pairs = [(v, fixed[k[1]]) for k, v in by_key.items() if (k[0], *k[2:]) == key]
+            whole[cell] += pairs
+            cells.append(changes(pairs))
+        lines.append(f"| {task} | {np.mean(list(fixed.values())):.3f} | {' | '.join(cells)} |")
+    return [*lines, f"| all | | {' | '.join(changes(pairs) for pairs in whole.values())} |"]
+
+
+def variants(records: list[Run]) -> list[str]:
+    """What each variant of the tuner changes in the test loss of p = 0.1, in percent."""
+    by_key = {(r["what"], r["task"], r["seed"]): r["test"] for r in records}
+    tasks = list(dict.fromkeys(r["task"] for r in records))
+    names = [n for n in dict.fromkeys(r["what"] for r in records) if n != "p = 0.1"]
+    lines = [f"| | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
+    for name in names:
+        cells = []
+        for task in tasks:
+            seeds = [s for what, t, s in by_key if (what, t) == (name, task)]
+            pairs = [(by_key[name, task, s], by_key["p = 0.1", task, s]) for s in seeds]
+            cells.append(changes(pairs))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def cost(records: list[Run]) -> list[str]:
+    """What tuning adds to a step of each model."""
+    lines = ["| model | added by tuning |", "|---|---|"]
+    for r in records:
+        low, high = 100.0 * min(r["all"]), 100.0 * max(r["all"])
+        lines.append(f"| {r['model']} | {100.0 * r['added']:.0f} % ({low:.0f} to {high:.0f}) |")
     return lines
 
 
@@ -323,7 +353,9 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.results
     parts = {
-        "rules": rules(read(folder, "rules.jsonl"), read(folder, "starts.jsonl")),
+        "rules": rules(read(folder, "rules.jsonl")),
+        "variants": variants(read(folder, "variants.jsonl")),
+        "cost": cost(read(folder, "cost.jsonl")),
         "starts": starts(read(folder, "starts.jsonl")),
         "signals": signals(read(folder, "signals.jsonl")),
         "results": table(read(folder, "runs*.jsonl")),

@@ -2,7 +2,7 @@
 # # Choosing p with the tuner
 #
 # How large should each p be? The usual answer is a grid of training runs. `undrop.Tuner` adjusts p of every site
-# within one run: every 80 steps it trains two branches for ten steps, one with more noise and one with less,
+# within one run: every 100 steps it trains two branches for ten steps, one with more noise and one with less,
 # compares their validation losses, and moves p towards the better one.
 
 # %%

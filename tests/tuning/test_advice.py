@@ -11,7 +11,7 @@ import undrop
 from device import new_generator
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError
-from undrop.tuning.advice import _difference
+from undrop.tuning.trial import gap
 
 
 def batches(count, seed, rows=32, noise=0.0):
@@ -84,9 +84,9 @@ def test_the_gap_of_two_means_has_welchs_interval():
     stats = pytest.importorskip("scipy.stats")
     a, b = [1.0, 2.0, 4.0, 8.0], [0.5, 0.6, 0.8]
     interval = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
-    found = _difference(a, b)
+    found = gap(a, b)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-6)
-    assert _difference([1.0], [0.0, 0.1]) == Estimate(0.95, None)
+    assert gap([1.0], [0.0, 0.1]) == Estimate(0.95, None)
 
 
 def test_no_training_batches_are_refused():

@@ -11,7 +11,7 @@ from torch import nn
 import undrop
 from device import new_generator
 from undrop.diagnosis.measure.branches import Branches
-from undrop.tuning.trial import Window, difference
+from undrop.tuning.trial import Window, compare
 
 
 def linear(p=0.5):
@@ -31,7 +31,7 @@ def trial_for(model, objective, length=0.05, seed=7):
     weights = list(model.parameters())
     lengths = torch.full((len(weights),), length)
     branches = Branches(objective, model, weights, data(4, 1), data(2, 2), seed)
-    return partial(difference, branches, lengths)
+    return partial(compare, branches, lengths)
 
 
 def by_hand(model, p, decay, length=0.05, seed=7):
@@ -62,7 +62,9 @@ def setting(objective, p, decay=0.0):
 def test_the_difference_is_that_of_two_trainings_by_hand():
     """Plain sums in the order of the trial: equal but for the last places."""
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
-    found = trial_for(model, objective)(setting(objective, 0.3, 0.01), setting(objective, 0.1))
+    found = trial_for(model, objective)(
+        setting(objective, 0.3, 0.01), setting(objective, 0.1)
+    ).benefit
     expected = by_hand(model, 0.1, 0.0) - by_hand(model, 0.3, 0.01)
     assert found.value == pytest.approx(expected, rel=1e-6)
     assert abs(found.value) > 1e-4
@@ -72,13 +74,13 @@ def test_the_difference_is_that_of_two_trainings_by_hand():
 def test_the_same_setting_twice_makes_no_difference():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     same = setting(objective, 0.3)
-    assert trial_for(model, objective)(same, same).z == 0.0
+    assert trial_for(model, objective)(same, same).benefit.z == 0.0
 
 
 def test_dropout_on_the_inputs_of_a_noiseless_teacher_is_in_the_way():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     more, less = setting(objective, 0.5), setting(objective, 0.01)
-    found = [trial_for(model, objective, seed=s)(more, less).value for s in range(10)]
+    found = [trial_for(model, objective, seed=s)(more, less).benefit.value for s in range(10)]
     assert sum(found) / 10 < 0.0
 
 
@@ -87,10 +89,23 @@ def test_a_branch_that_explodes_loses_and_two_of_them_say_nothing():
     fine, bad = setting(objective, 0.3), setting(objective, 0.3, math.inf)
     before = copy.deepcopy(model.state_dict())
     trial = trial_for(model, objective)
-    assert trial(bad, fine).z == -2.0
-    assert trial(fine, bad).z == 2.0
-    assert trial(bad, bad).z == 0.0
+    assert trial(bad, fine).benefit.z == -2.0
+    assert trial(fine, bad).benefit.z == 2.0
+    assert trial(bad, bad).benefit.z == 0.0
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_model_overfits_if_its_validation_loss_is_clearly_above_its_training_loss():
+    """The same loss on other examples, up to a shift of the targets that training does not see."""
+    model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
+    same = setting(objective, 0.01)
+    found = []
+    for shift in (0.0, 20.0):
+        held = [(x, y + shift) for x, y in data(4, 2)]
+        weights = list(model.parameters())
+        branches = Branches(objective, model, weights, data(10, 1), held, 7)
+        found.append(compare(branches, torch.full((1,), 0.01), same, same).overfits)
+    assert found == [False, True]
 
 
 def test_lengths_are_those_of_the_moves_and_steps_without_one_do_not_count():

@@ -11,8 +11,9 @@ import undrop
 from device import new_generator
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
-from undrop.tuning.history import Entry, History
+from undrop.tuning.history import Benefit, Entry, History
 from undrop.tuning.rule import LARGEST, SMALLEST, Pace, log_odds
+from undrop.tuning.trial import Outcome
 from undrop.tuning.validation import Validation
 
 OBJECTIVES = {
@@ -118,6 +119,26 @@ def test_a_trial_leaves_weights_gradients_buffers_and_random_states_alone(name):
     assert torch.equal(torch.get_rng_state(), state)
     assert own["steps"] == objective.steps
     assert torch.equal(own["generators"]["cpu"], objective.state_dict()["generators"]["cpu"])
+
+
+def test_nothing_falls_below_its_start_while_the_model_overfits(monkeypatch):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
+    tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
+    outcome = Outcome(Benefit(-1.0, 0.1), overfits=False)
+    monkeypatch.setattr("undrop.tuning.tuner.compare", lambda *_: outcome)
+    train(tuner, model, optimizer, batches(8, seed=3))
+    assert max(tuner.probabilities.values()) < 0.05
+    assert optimizer.param_groups[0]["weight_decay"] < 5e-3
+    resumed = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
+    resumed.load_state_dict(tuner.state_dict())
+    outcome = outcome._replace(overfits=True)
+    train(resumed, model, optimizer, batches(2, seed=14))
+    assert list(resumed.probabilities.values()) == [pytest.approx(0.1)] * 2
+    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(1e-2)
+    outcome = Outcome(Benefit(1.0, 0.1), overfits=True)
+    train(resumed, model, optimizer, batches(4, seed=15))
+    assert min(resumed.probabilities.values()) > 0.1
 
 
 def test_weights_that_do_not_move_make_no_trial():

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from statistics import fmean, variance
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from undrop.objectives import Dropout, Objective
 from undrop.options import check_int
 from undrop.report import Table, as_json
 from undrop.tuning.rule import START
+from undrop.tuning.trial import gap
 from undrop.tuning.tuner import Tuner
 
 BATCHES = 16
@@ -107,7 +107,7 @@ def advise_from(
     """
     own, held = batches[-BATCHES:], tuner.validation.batches[:BATCHES]
     losses = partial(loss_without_noise, tuner.objective, model)
-    gap = _difference([losses(*each) for each in held], [losses(*each) for each in own])
+    found = gap([losses(*each) for each in held], [losses(*each) for each in own])
     numbered = collect(own, BATCHES)
     given = tuner.objective.loss
     measured = MeasuredModel(model, numbered, loss=given)
@@ -119,18 +119,7 @@ def advise_from(
             repeats=REPEATS,
             probabilities=tuner.probabilities,
         )
-    return Advice(gap, benefit, tuner.steps)
-
-
-def _difference(a: list[float], b: list[float]) -> Estimate:
-    """Return the difference of two means, with Welch's degrees of freedom."""
-    value = fmean(a) - fmean(b)
-    if min(len(a), len(b)) < 2:
-        return Estimate.of(value, None)
-    parts = [(variance(x) / len(x), len(x) - 1.0) for x in (a, b)]
-    total = sum(v for v, _ in parts)
-    below = sum(v * v / n for v, n in parts)
-    return Estimate.of(value, math.sqrt(total), total**2 / below if below else math.inf)
+    return Advice(found, benefit, tuner.steps)
 
 
 def advise(

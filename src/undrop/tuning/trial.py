@@ -5,13 +5,16 @@ It needs no optimizer: each tensor moves along its gradient as far as a step of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from statistics import fmean, variance
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.measure.branches import Branches
+from undrop.diagnosis.measure.branches import Branches, Losses
+from undrop.diagnosis.measure.estimates import Estimate
 from undrop.tuning.history import Benefit
 from undrop.tuning.rule import CLEAR
 
@@ -31,13 +34,16 @@ class Window:
         With gradient accumulation, only steps of the objective after which the weights have changed
         count as moves.
         """
-        now = [w.detach().clone() for w in weights]
+        now = [w.detach() for w in weights]
         if len(self._before) == len(now):
-            moved = _norms(torch._foreach_sub(now, self._before))
+            torch._foreach_sub_(self._before, now)
+            moved = _norms(self._before)
+            torch._foreach_copy_(self._before, now)
             if bool(moved.any()):
                 self._path = moved if self._path is None else self._path + moved
                 self._moves += 1
-        self._before = now
+        else:
+            self._before = [w.clone() for w in now]
         self.batches.append((inputs, targets))
 
     @property
@@ -49,7 +55,7 @@ class Window:
         """Return the state."""
         return {
             "batches": self.batches,
-            "before": self._before,
+            "before": [w.clone() for w in self._before],
             "path": self._path,
             "moves": self._moves,
         }
@@ -57,17 +63,37 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
         self.batches = [(inputs, targets) for inputs, targets in state["batches"]]
-        self._before, self._path = list(state["before"]), state["path"]
+        self._before, self._path = [w.clone() for w in state["before"]], state["path"]
         self._moves = int(state["moves"])
 
 
-def difference(
+class Outcome(NamedTuple):
+    """The result of a trial."""
+
+    benefit: Benefit
+    """L_val with less minus L_val with more, over the validation batches: positive if more helps."""
+    overfits: bool
+    """Whether the validation loss is clearly above the training loss."""
+
+
+def gap(held: Sequence[float], trained: Sequence[float]) -> Estimate:
+    """Return how far the mean validation loss is above the training loss, by Welch's t."""
+    value = fmean(held) - fmean(trained)
+    if min(len(held), len(trained)) < 2:
+        return Estimate.of(value, None)
+    parts = [(variance(x) / len(x), len(x) - 1.0) for x in (held, trained)]
+    total = sum(v for v, _ in parts)
+    below = sum(v * v / n for v, n in parts)
+    return Estimate.of(value, math.sqrt(total), total**2 / below if below else math.inf)
+
+
+def compare(
     branches: Branches,
     lengths: Tensor,
     more: Callable[[], list[float]],
     less: Callable[[], list[float]],
-) -> Benefit:
-    """Return L_val with less minus L_val with more, over the validation batches: positive if more helps.
+) -> Outcome:
+    """Train both branches, and compare their losses.
 
     A branch that diverges loses clearly. If both diverge, the difference is 0.
 
@@ -79,7 +105,7 @@ def difference(
         less: does the same for the other branch.
     """
 
-    def losses(setting: Callable[[], list[float]]) -> list[float] | None:
+    def losses(setting: Callable[[], list[float]]) -> Losses | None:
         decays = setting()
 
         def move(gradients: list[Tensor]) -> None:
@@ -93,8 +119,11 @@ def difference(
 
     with_more, with_less = losses(more), losses(less)
     if with_more is None or with_less is None:
-        return Benefit(float(with_less is None) - float(with_more is None), 1.0 / CLEAR)
-    return Benefit.of([b - a for a, b in zip(with_more, with_less, strict=True)])
+        lost = float(with_less is None) - float(with_more is None)
+        return Outcome(Benefit(lost, 1.0 / CLEAR), overfits=False)
+    pairs = zip(with_more.held, with_less.held, strict=True)
+    found = gap(with_less.held, with_less.trained)
+    return Outcome(Benefit.of([b - a for a, b in pairs]), overfits=found.low > 0.0)
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -263,7 +263,7 @@ class _Study:
                 f"{self.training.learning_rate:g} make the loss of {self.measured.name} infinite: pass "
                 "the optimizer= or the learning_rate= that trains this model."
             )
-        return found
+        return found.held
 
     def result(self) -> Benefit:
         """Read the tables."""

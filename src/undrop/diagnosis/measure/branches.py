@@ -34,6 +34,15 @@ def loss_without_noise(objective: Objective, model: nn.Module, inputs: Any, targ
         return float(objective.forward_and_loss(batch, no_noise)[1])
 
 
+class Losses(NamedTuple):
+    """The losses of one branch."""
+
+    trained: list[float]
+    """On the batch of each step, before the step, with noise."""
+    held: list[float]
+    """On each validation batch, after the last step, without noise."""
+
+
 class Branches(NamedTuple):
     """What the branches of one comparison share."""
 
@@ -48,26 +57,29 @@ class Branches(NamedTuple):
     seed: int
     """Of the random numbers that all of them draw."""
 
-    def losses(self, move: Move) -> list[float] | None:
-        """Train one branch, and return its loss on each validation batch; None if it explodes.
+    def losses(self, move: Move) -> Losses | None:
+        """Train one branch, and return its losses; None if it explodes.
 
         Weights, buffers, random states and the objective's counts are then as before.
         """
+        trained = []
         with self._unchanged():
             try:
                 for inputs, targets in self.batches:
-                    total = self.objective(self.model, inputs, targets).total
+                    step = self.objective(self.model, inputs, targets)
                     found = torch.autograd.grad(
-                        total, self.weights, allow_unused=True, materialize_grads=True
+                        step.total, self.weights, allow_unused=True, materialize_grads=True
                     )
+                    trained.append(step.part_tensors["loss"])
                     with torch.no_grad():
                         move(list(found))
-                losses = [
+                held = [
                     loss_without_noise(self.objective, self.model, *batch) for batch in self.held
                 ]
             except NonFiniteError:
                 return None
-        return losses if all(map(math.isfinite, losses)) else None
+        losses = Losses(torch.stack(trained).tolist(), held)
+        return losses if all(map(math.isfinite, held)) else None
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

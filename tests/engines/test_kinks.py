@@ -112,6 +112,19 @@ def test_functions_without_a_rule_log_a_warning(name, caplog):
     assert "Use engine='tangent', or register a rule" in message
 
 
+def test_rounding_is_no_kink_where_dropout_has_no_effect(caplog):
+    class WithoutEffect(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.drop, self.b = nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.b(0 * self.drop(self.a(x))) + x[:, :3] * self.a.weight[0, 0]
+
+    undrop.Analytic()(WithoutEffect(), torch.randn(6, 4), torch.randint(3, (6,)))
+    assert not [m for m in caplog.messages if TOLD in m]
+
+
 def test_kinks_are_measured_before_the_graph_of_the_step_takes_memory(monkeypatch):
     from undrop.engines import antithetic
 

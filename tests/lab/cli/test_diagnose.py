@@ -217,7 +217,7 @@ def test_commands_open_your_own_model_as_module_and_name(tmp_path, monkeypatch, 
     assert [site["name"] for site in answer(capsys, "sites", *own)["sites"]] == ["1"]
     found = answer(capsys, "diagnose", *own, "--seconds", 1, "--no-implicit")
     assert found["implicit"] is None
-    assert found["explicit"]["exact"]
+    assert found["explicit"]["parts"]["half_quadratic"]["value"] > 0.0
     assert answer(capsys, "diagnose", *own, "--loss", "mine:absolute", "--seconds", 1)
     assert "must be a torch module or a function that returns one" in refused(
         capsys, "sites", "--model", "mine:number", "--data", "mine:batches"

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import local
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward
@@ -35,12 +35,8 @@ from undrop.registry import Registry
 H = TypeVar("H")
 
 
-class SiteAction(Protocol):
-    """What happens to h at a site; its result replaces the dropped h."""
-
-    def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """Return the new h."""
-        ...
+SiteAction: TypeAlias = Callable[[Site, Tensor], Tensor]
+"""What happens to h at a site; its result replaces the dropped h."""
 
 
 def no_noise(site: Site, h: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,13 @@ from undrop.intercept import (
     Batch,
     Interception,
     Site,
-    Sites,
     is_sharded,
     keep_statistics,
     tensors_in,
 )
+
+if TYPE_CHECKING:
+    from undrop.objectives.base import Objective
 
 _log = logging.getLogger("undrop")
 
@@ -86,18 +88,6 @@ def has_no_effect(parts: Mapping[str, float]) -> bool:
     return explicit <= _EXPLICIT * loss and implicit <= _IMPLICIT * loss
 
 
-class Trains(Protocol):
-    """What the checks need from an objective."""
-
-    def trainable_parameters(self, model: nn.Module) -> list[Tensor]:
-        """Return the weights that it trains."""
-        ...
-
-    def sites(self, model: nn.Module, inputs: Any) -> Sites:
-        """Return the model's sites."""
-        ...
-
-
 class _Pending(NamedTuple):
     step: int
     names: list[str]
@@ -117,7 +107,7 @@ class FiniteCheck:
         self._pending: deque[_Pending] = deque()
         self._effect = EffectCheck()
 
-    def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Trains) -> None:
+    def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Objective) -> None:
         """Look at the parts of an evaluation.
 
         Raises:
@@ -152,7 +142,7 @@ class FiniteCheck:
         analytic = "loss" in evaluation.parts and {"explicit", "implicit"} & evaluation.parts.keys()
         return bool(analytic) and not is_sharded(batch.model)
 
-    def _look(self, pending: _Pending, batch: Batch, objective: Trains) -> None:
+    def _look(self, pending: _Pending, batch: Batch, objective: Objective) -> None:
         numbers = pending.values.numpy().tolist()  # host memory: no operation of torch
         values = dict(zip(pending.names, numbers, strict=True))
         if not math.isfinite(values["total"]):

@@ -22,6 +22,7 @@ from undrop.diagnosis.measure.r_drop import (
     Expander,
     MaskSample,
     Parts,
+    SecondOrder,
     parts_of,
     sample_mask,
 )
@@ -158,8 +159,8 @@ class _Sample(NamedTuple):
 
     every: MaskSample
     """With all sites."""
-    sites: Mapping[str, MaskSample]
-    """Each site's part of the second-order terms; R_drop is NaN here."""
+    sites: Mapping[str, SecondOrder]
+    """Each site's part of the second-order terms."""
     alone: Mapping[str, float]
     """R_drop with dropout at one site alone, for some sites."""
     scaled: Mapping[float, float]
@@ -169,16 +170,15 @@ class _Sample(NamedTuple):
         """The parts of one site alone, if its R_drop was sampled."""
         if name not in self.alone or name not in self.sites:
             return None
-        return self.sites[name]._replace(r_drop=self.alone[name])
+        order = self.sites[name]
+        return MaskSample(self.alone[name], order.half_quadratic, order.curvature)
 
     def rescaled(self, factor: float, growth: Mapping[str, float]) -> MaskSample | None:
         """The parts with every p times a factor, which multiplies σ² by ``growth`` at each site."""
         if factor not in self.scaled:
             return None
-        half, curvature = (
-            fsum(growth[name] * part[place] for name, part in self.sites.items())
-            for place in (1, 2)
-        )
+        half = fsum(growth[name] * part.half_quadratic for name, part in self.sites.items())
+        curvature = fsum(growth[name] * part.curvature for name, part in self.sites.items())
         return MaskSample(self.scaled[factor], half, curvature)
 
 
@@ -289,8 +289,4 @@ class _Study:
         found = self.measured.loss.by_class(expanded.output, terms.u, batch.targets)
         if found is not None:
             self.classes.add(batch.number, expanded.count, found)
-        sites = {
-            name: MaskSample(float("nan"), order.half_quadratic, order.curvature)
-            for name, order in terms.sites.items()
-        }
-        return _Sample(every, sites, alone, scaled)
+        return _Sample(every, terms.sites, alone, scaled)

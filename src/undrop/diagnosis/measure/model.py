@@ -205,10 +205,6 @@ class MeasuredModel:
                 "comparing passes: pass a loss without random numbers and without a state."
             )
 
-    def restart_randomness(self) -> None:
-        """Make the next pass draw the same random numbers, dropout aside, as every other one."""
-        self._rng.restart()
-
     def run(
         self,
         batch: NumberedBatch,
@@ -219,7 +215,7 @@ class MeasuredModel:
 
         Random numbers that the model draws besides dropout are the same in every pass.
         """
-        self.restart_randomness()
+        self._rng.restart()
         with keep_statistics(self.model), Interception(self.model, action, rules):
             logits = logits_of(call(self.model, batch.inputs))
         self.loss.check(logits, batch.targets)

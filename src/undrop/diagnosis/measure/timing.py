@@ -15,10 +15,6 @@ Show = Callable[[float, str], None]
 """Receives the part that is done, from 0 to 1, and what is being measured."""
 
 
-def _silently(done: float, what: str) -> None:
-    """Show nothing."""
-
-
 class Budget:
     """A number of seconds to spend.
 
@@ -32,7 +28,7 @@ class Budget:
     def __init__(
         self,
         seconds: float,
-        show: Show = _silently,
+        show: Show = lambda done, what: None,
         *,
         span: tuple[float, float] = (0.0, 1.0),
         what: str = "",

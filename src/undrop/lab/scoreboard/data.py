@@ -96,16 +96,11 @@ def words(
     def data(root: Path, seed: int) -> Data:
         piece = _piece(_words(root / file), sizes, seed)
         known = piece[: sizes[0]] if common_from is None else _words(root / common_from)
-        index = word_index(known, vocabulary)
+        common = Counter(known).most_common(vocabulary - 1)  # any other word is 0
+        index = {word: number for number, (word, _) in enumerate(common, 1)}
         return _text([index.get(word, 0) for word in piece], sizes, steps)
 
     return data
-
-
-def word_index(text: list[str], vocabulary: int) -> dict[str, int]:
-    """Return the numbers of the most common words; every other word is 0."""
-    common = Counter(text).most_common(vocabulary - 1)
-    return {word: i + 1 for i, (word, _) in enumerate(common)}
 
 
 def characters(file: str, sizes: Sizes, steps: int) -> Callable[[Path, int], Data]:

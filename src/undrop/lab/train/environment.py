@@ -183,11 +183,7 @@ class World:
 
     def from_main(self, value: int) -> int:
         """Return the main process's value in every process."""
-        if self.size == 1:
-            return value
-        tensor = torch.tensor(value, device=self.device)
-        dist.broadcast(tensor, src=0)
-        return int(tensor)
+        return int(self.sums([float(value) if self.is_main else 0.0])[0])
 
     def gather(self, tree: Any) -> list[Any]:
         """Return the trees of all processes, ordered by rank."""

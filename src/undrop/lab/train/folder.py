@@ -227,10 +227,10 @@ class RunFolder:
         """Read the result of the run; None if it has not ended."""
         return read_json(self._summary) if self._summary.exists() else None
 
-    def write_best(self, tensors: dict[str, Tensor]) -> None:
+    def write_best(self, weights: Mapping[str, Tensor]) -> None:
         """Save the weights of the best epoch so far."""
         with replacing(self._best) as temporary:
-            save_tensors(temporary, tensors)
+            save_tensors(temporary, {name: owned(value) for name, value in weights.items()})
 
     def read_best(self) -> dict[str, Tensor]:
         """Read the weights of the best epoch.
@@ -330,10 +330,6 @@ class MetricsFile:
                 raise RunError(f"{self.path} was cut short: {length} bytes were written to it.")
             file.truncate(length)
 
-    def is_empty(self) -> bool:
-        """Return whether nothing was recorded yet."""
-        return not self.path.exists() or self.path.stat().st_size == 0
-
     def read(self) -> list[dict[str, Any]]:
         """Read all records, without a last line that a kill cut short.
 
@@ -387,16 +383,9 @@ class RunRecorder:
     def save_best(self, weights: Mapping[str, Tensor]) -> None:
         """Save the weights of the best epoch."""
         if self._main:
-            self.folder.write_best({name: owned(value) for name, value in weights.items()})
+            self.folder.write_best(weights)
 
     def last_checkpoint(self) -> str:
         """Return the path of the newest checkpoint."""
         steps = self.folder.checkpoints.steps()
         return str(self.folder.checkpoints.path(steps[-1])) if steps else "none yet"
-
-    def how_to_resume(self, step: int) -> str:
-        """Return the sentence that a stopped run ends with."""
-        return (
-            f"stopped at step {step} with everything saved: resume with "
-            f"undrop train --resume --out {self.folder.path}"
-        )

@@ -251,7 +251,7 @@ def _resume(trainer: Trainer) -> bool:
     found = folder.checkpoints.newest(trainer.recorder.say) if world.is_main else None
     step = world.from_main(-1 if found is None else found[0])
     if step < 0:
-        if world.is_main and not folder.metrics.is_empty():
+        if world.is_main and folder.metrics.sync() > 0:
             raise RunError(
                 f"{folder.path} can't be resumed: its checkpoints are gone; choose another --out, or "
                 "delete the folder to start again."

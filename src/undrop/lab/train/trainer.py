@@ -128,7 +128,10 @@ class Trainer:
                 return self._validate()
             except _StopRequested:
                 self._save()
-                raise StoppedError(self.recorder.how_to_resume(self.step)) from None
+                raise StoppedError(
+                    f"stopped at step {self.step} with everything saved: resume with "
+                    f"undrop train --resume --out {self.recorder.folder.path}"
+                ) from None
 
     @contextlib.contextmanager
     def _own_rng(self) -> Iterator[None]:

@@ -83,7 +83,7 @@ def test_noise_has_the_type_of_what_it_is_for(noise, dtype):
     assert draw(noise, (2, 3), 0.5, like=torch.empty(1, dtype=dtype)).dtype == dtype
 
 
-def test_a_noise_that_is_not_there_is_named_with_those_that_are():
+def test_an_unknown_noise_is_named_with_the_known_ones():
     with pytest.raises(OptionError, match=r"no noise 'uniform': use one of dropout, sign"):
         draw("uniform", (1,), 0.5, like=LIKE)
 

@@ -69,7 +69,7 @@ def test_an_endless_generator_is_cut_at_the_limit():
         ([{"input_ids": 1}], "got dict for batch 0"),
     ],
 )
-def test_batches_that_are_no_pairs_are_refused(batches, message):
+def test_batches_that_are_not_pairs_are_refused(batches, message):
     refused(errors.DataError, message, model(), batches)
 
 

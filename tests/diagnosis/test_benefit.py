@@ -49,7 +49,7 @@ def by_hand(model, batches, held, p, seed, decay=0.0):
 
 
 @pytest.mark.parametrize(("p", "decay"), [((0.3, 0.5), 0.0), ((1e-9, 0.5), 0.0), ((0.3, 0.5), 0.2)])
-def test_a_branch_is_a_training_by_hand(p, decay):
+def test_a_branch_equals_training_by_hand(p, decay):
     model, batches, held = net(), [data(s) for s in range(5)], [data(8), data(9)]
     objective, training = undrop.Dropout(), Training(model, sgd(model), None, decay or None)
     objective.site_p = {"2": p[0], "5": p[1]}
@@ -167,7 +167,7 @@ def test_dropout_and_weight_decay_help_a_model_that_has_learnt_noise():
     assert found.to_json()["benefit"]["learning_rate"] == 0.01
 
 
-def test_the_default_decay_takes_one_percent_off_in_a_branch():
+def test_the_default_decay_shrinks_the_weights_by_one_percent_in_a_branch():
     training = Training(net(), None, 0.002, None)
     assert training.name == "AdamW"
     assert training.decay * 0.002 * STEPS == pytest.approx(0.01)

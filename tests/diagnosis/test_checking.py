@@ -222,7 +222,7 @@ def test_the_verdict_comes_first_and_the_figures_in_one_column(objective):
     assert len({re.search(r" {2,}(?=\S)", row).end() for row in rows}) == 1
 
 
-def test_no_ratio_to_an_r_drop_that_may_be_zero():
+def test_no_ratio_is_shown_if_r_drop_may_be_zero():
     model, (x, y) = net(0.1)
     found = undrop.check(undrop.Analytic(), model, (x, y), seconds=1e3, draws=20)
     assert "% of R_drop" in str(found)
@@ -252,7 +252,7 @@ def test_an_objective_without_analytic_terms_is_refused(objective):
         undrop.check(objective, model, batch)
 
 
-def test_a_batch_that_is_no_pair_is_refused():
+def test_a_batch_that_is_not_a_pair_is_refused():
     model, batch = net(0.1)
     with pytest.raises(undrop.errors.DataError, match="each of the batches must be a pair"):
         undrop.check(undrop.Analytic(), model, batch[0])

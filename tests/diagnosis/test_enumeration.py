@@ -189,7 +189,7 @@ def at_every_mask(case):
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
-def test_the_mean_over_all_masks_is_that_of_an_independent_enumeration(make):
+def test_the_mean_over_all_masks_equals_an_independent_enumeration(make):
     case = make()
     expected, found = case.expected(), at_every_mask(case)
     assert found.keys() == expected.keys()

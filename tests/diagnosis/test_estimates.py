@@ -63,7 +63,7 @@ def test_the_error_of_a_ratio_is_its_spread():
     assert np.mean([e.stderr for e in found]) == pytest.approx(spread, rel=0.15)
 
 
-def test_fiellers_interval_of_a_ratio_to_zero_has_no_end():
+def test_fiellers_interval_is_unbounded_if_the_denominator_may_be_zero():
     rows = [(1.0, 0.1), (1.2, -0.1), (0.9, 0.05), (1.1, -0.03)]
     found = samples_of([rows]).ratio(lambda s: s[0], lambda s: s[1])
     assert (found.low, found.high) == (-math.inf, math.inf)
@@ -71,7 +71,7 @@ def test_fiellers_interval_of_a_ratio_to_zero_has_no_end():
     assert ratio_of(Estimate.of(1.0, 0.1), Estimate.of(0.1, 0.1)).high == math.inf
 
 
-def test_fiellers_interval_is_that_of_the_formula():
+def test_fiellers_interval_equals_its_formula():
     """(a - R·b)² = t²(V_aa - 2R·V_ab + R²·V_bb) at both ends."""
     generator = np.random.default_rng(1)
     rows = [tuple(row) for row in generator.normal((2.0, 3.0), 0.5, size=(7, 2))]
@@ -112,7 +112,7 @@ def test_estimates_are_shown_with_their_error():
         (Estimate.of(0.0, 0.0), True),
     ],
 )
-def test_a_sign_is_known_where_the_interval_leaves_zero_out(estimate, unknown):
+def test_the_sign_is_known_if_the_interval_excludes_zero(estimate, unknown):
     assert estimate.includes_zero == unknown
 
 

@@ -108,7 +108,7 @@ def test_every_figure_agrees_with_the_literal_version(scale, tau, alpha):
         assert found.g_minimum == pytest.approx(truth["g"](grid).min(), rel=1e-4)
 
 
-def test_the_minimum_is_that_of_scipy():
+def test_the_minimum_matches_scipys():
     optimize = pytest.importorskip("scipy.optimize")
     for a, b, c, s in [(1.0, 2.0, 3.0, 0.5), (1e-6, 1e-9, 1e4, 30.0), (5.0, 0.0, 1e-3, 1.0)]:
         curve = BoundCurve(a, b, c, s)
@@ -121,7 +121,7 @@ def test_the_minimum_is_that_of_scipy():
         assert math.exp(found.fun) == pytest.approx(least, rel=1e-9)
 
 
-def test_a_perfect_layer_leaves_the_low_order_term_alone():
+def test_a_perfect_layer_leaves_only_the_low_order_term():
     weight = torch.tensor([[2000.0, 0.0], [0.0, 2000.0]]).double()
     features = torch.eye(2).double().repeat(4, 1)
     found = undrop.bound(weight, features, torch.arange(8) % 2)
@@ -133,7 +133,7 @@ def test_a_perfect_layer_leaves_the_low_order_term_alone():
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-200, 1e-100])
-def test_features_of_no_size_leave_the_low_order_term_alone(size):
+def test_zero_features_leave_only_the_low_order_term(size):
     """κ = 0: G(β) = c/β², and every term but ζ has a factor κ. A κ of next to nothing goes there."""
     weight, features, labels = map(torch.from_numpy, data())
     found = undrop.bound(weight, size * features, labels)
@@ -143,7 +143,7 @@ def test_features_of_no_size_leave_the_low_order_term_alone(size):
     assert math.isinf(found.beta) == (found.kappa == 0.0)
 
 
-def test_a_bias_is_one_more_feature_of_one():
+def test_a_bias_acts_as_one_more_feature_with_value_one():
     weight, features, labels = map(torch.from_numpy, data())
     bias = torch.randn(5).double()
     joined = torch.cat([weight, bias[:, None]], 1)

@@ -223,7 +223,7 @@ def test_saved_diagnoses_are_compared(found, tmp_path):
         ),
     ],
 )
-def test_a_file_that_is_no_diagnosis_is_refused(tmp_path, text, message):
+def test_a_file_that_is_not_a_diagnosis_is_refused(tmp_path, text, message):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(undrop.errors.DataError, match=message):
         compare_files(tmp_path / "a.json", tmp_path / "a.json")
@@ -356,7 +356,7 @@ def test_benefits_become_actions():
     assert not any("Weight decay" in sentence for sentence in advice)
 
 
-def test_weight_decay_is_set_against_the_best_site():
+def test_weight_decay_is_compared_with_the_best_site():
     found = diagnosed(model_with_shares(1.0))
     site = Estimate.of(0.012, 0.002)
     (more,) = [s for s in benefit_of(found, Estimate.of(0.5, 0.01), a=site) if "decay" in s]

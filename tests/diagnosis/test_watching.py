@@ -108,7 +108,7 @@ def test_a_loss_without_likelihood_gives_no_shares():
 
 
 @pytest.mark.parametrize("interval", [0, 1.5, True])
-def test_an_interval_that_is_no_positive_integer_is_refused(interval):
+def test_an_interval_that_is_not_a_positive_integer_is_refused(interval):
     message = f"interval must be a whole number of at least 1, got {interval}"
     with pytest.raises(undrop.errors.OptionError, match=message):
         undrop.Watcher(interval=interval)

@@ -87,7 +87,7 @@ def kernel_gradients(monkeypatch):
 @pytest.mark.parametrize("path", [without_kernel, in_kernel])
 @pytest.mark.parametrize("noise", FACTORS)
 @pytest.mark.parametrize("case", CASES)
-def test_value_and_gradient_are_those_of_eager_attention(case, noise, path, kernel_gradients):
+def test_value_and_gradient_match_eager_attention(case, noise, path, kernel_gradients):
     call = made(**CASES[case])
     factors = FACTORS[noise](call.shape)
     factors[0, 0, 1] = 0.0 if noise == "dropout" else factors[0, 0, 1]  # a row that is all dropped
@@ -100,7 +100,7 @@ def test_value_and_gradient_are_those_of_eager_attention(case, noise, path, kern
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_log_sum_exp_is_that_without_noise(kernel_gradients):
+def test_the_log_sum_exp_is_computed_without_noise(kernel_gradients):
     call = made(mask=causal)
     factors = FACTORS["signs"](call.shape)
     _, lse = reference(call, factors)
@@ -123,7 +123,7 @@ def test_a_negative_factor_is_never_used_in_silence():
         torch.testing.assert_close(without_kernel(call, factors), reference(call, factors)[0])
 
 
-def test_without_dropout_it_is_that_of_torch():
+def test_without_dropout_flex_attention_equals_torchs():
     call = made(mask=causal, score_mod=biased)
     q, k, v = (x.detach() for x in call[:3])
     plain = torch_flex.flex_attention(q, k, v, biased, call.block_mask)
@@ -131,7 +131,7 @@ def test_without_dropout_it_is_that_of_torch():
     torch.testing.assert_close(flex_attention(*call[:3], biased, call.block_mask), plain)
 
 
-def test_it_drops_like_eager_attention():
+def test_flex_attention_drops_like_eager_attention():
     call = made(mask=causal)
     torch.manual_seed(1)
     found = flex_attention(*call[:3], block_mask=call.block_mask, dropout_p=0.4)

@@ -227,7 +227,7 @@ def test_the_whole_matrix_of_logits_is_never_made():
     assert features.numel() < len(target.view(-1)) * CLASSES
 
 
-def test_targets_and_features_that_do_not_fit():
+def test_targets_and_features_that_do_not_fit_are_refused():
     features, _, layers, target = problem()
     loss = adaptive(layers)
     loss.check(features, target)

@@ -67,7 +67,7 @@ def test_the_value_equals_torchs_loss(given):
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_derivatives_are_those_of_the_value_along_u(given):
+def test_the_derivatives_match_the_value_along_u(given):
     name, loss, output, u, target = given
     found = loss.derivatives(output, u, target)
     f, u = output.detach(), u.detach()
@@ -146,7 +146,7 @@ def test_sampled_gradients_have_the_forms_second_moment(name, form):
 
 
 @pytest.mark.parametrize("form", ["hessian", "identity"])
-def test_ignored_rows_have_no_part_in_what_is_sampled(form):
+def test_ignored_rows_are_not_sampled(form):
     output = torch.randn(3, 4, dtype=D, requires_grad=True)
     target = torch.tensor([0, -100, 2])
     total = CrossEntropy().sampled(output, target, form, None)
@@ -155,7 +155,7 @@ def test_ignored_rows_have_no_part_in_what_is_sampled(form):
     assert g[0].count_nonzero() == 4
 
 
-def test_where_every_target_is_ignored_all_is_zero():
+def test_everything_is_zero_if_every_target_is_ignored():
     loss, output = CrossEntropy(), torch.randn(3, 4, dtype=D, requires_grad=True)
     target = torch.full((3,), -100)
     found = loss.derivatives(output, torch.randn(3, 4, dtype=D), target)
@@ -176,7 +176,7 @@ def test_a_loss_that_is_linear_has_no_curvature():
     assert found.quadratic.item() == 0.0
 
 
-def test_a_form_that_is_not_there_is_named_with_those_that_are():
+def test_an_unknown_form_is_named_with_the_known_ones():
     with pytest.raises(
         OptionError, match=r"no quadratic form 'fisher': use hessian, identity, loss"
     ):
@@ -184,7 +184,7 @@ def test_a_form_that_is_not_there_is_named_with_those_that_are():
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0])
-def test_label_smoothing_has_a_range(smoothing):
+def test_label_smoothing_out_of_range_is_refused(smoothing):
     with pytest.raises(
         OptionError, match=rf"label_smoothing must lie in \[0, 1\), got {smoothing}"
     ):

@@ -62,7 +62,7 @@ def test_a_piecewise_linear_loss_has_no_curvature_on_any_batch(function, caplog)
 
 
 @pytest.mark.parametrize("function", PIECEWISE_LINEAR, ids=lambda f: f.__name__)
-def test_without_an_explicit_part_a_linear_loss_is_nothing_to_mention(function, caplog):
+def test_without_an_explicit_part_a_linear_loss_is_not_mentioned(function, caplog):
     f, u, y = leaf(6, 3), leaf(6, 3, seed=1), torch.rand(6, 3, dtype=D)
     total, parts = Generic(function).combined(f, u, y, "hessian", Coefficients(1.0, 0.0, 1.0))
     torch.testing.assert_close(total, parts.loss + parts.directional)
@@ -263,7 +263,7 @@ def test_a_loss_of_several_heads_takes_u_for_a_part_of_the_batch():
     torch.testing.assert_close(found, wanted)
 
 
-def test_a_head_that_the_loss_does_not_use_has_no_part_in_it():
+def test_a_head_that_the_loss_does_not_use_contributes_nothing():
     a, b = leaf(4, 3), leaf(4, 2, seed=1)
     target = torch.tensor([0, 2, 1, 1])
     loss = Generic(lambda output, y: F.cross_entropy(output[0], y), whole_output=True)
@@ -290,7 +290,7 @@ def test_a_generic_loss_takes_a_single_number_as_output():
     torch.testing.assert_close(found.quadratic, 2 * u.square())
 
 
-def test_a_loss_that_expects_the_whole_tuple_is_told_what_it_receives():
+def test_the_error_for_a_loss_that_expects_the_whole_tuple_says_what_it_receives():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -331,7 +331,7 @@ def test_dropout_in_a_loss_is_refused(name, objective):
         objective(loss=DROPPING[name])(model, x, y)
 
 
-def test_dropout_in_a_loss_that_is_off_is_no_trouble():
+def test_dropout_that_is_off_in_a_loss_is_accepted():
     model = nn.Sequential(nn.Dropout(0.2), nn.Linear(3, 3)).to(D)
     x, y = leaf(4, 3).detach(), leaf(4, 3, seed=1).detach()
     loss = Projected().eval()

@@ -38,7 +38,7 @@ def test_every_site_is_found(name, attention):
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", NAMES)
-def test_explicit_part_is_the_exact_one(name, attention):
+def test_the_explicit_part_is_exact(name, attention):
     """Over a design of signs the mean of the tangent engine's is the expectation itself.
 
     It agrees to what Transformers leaves of float64: some norms are taken in float32.
@@ -148,7 +148,7 @@ def test_one_objective_trains_each_model_with_its_own_loss():
     assert first.parts["loss"] > second.parts["loss"] > 0.0
 
 
-def test_a_model_without_a_loss_of_its_own_has_none():
+def test_a_model_without_its_own_loss_has_no_head():
     assert head_of(hf.BertModel(hf.BertConfig(**BERT))) is None
     assert head_of(torch.nn.Linear(2, 3)) is None
 

@@ -143,7 +143,7 @@ def test_torchs_cross_entropy_has_its_classes_in_dimension_one():
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), LinearCrossEntropy(torch.randn(200, 3))])
-def test_bytes_hold_no_ignored_target(loss):
+def test_uint8_targets_have_no_ignored_value(loss):
     """-100 is 156 as a byte, and 156 is a class."""
     output = torch.randn(4, 200 if isinstance(loss, CrossEntropy) else 3)
     target = torch.tensor([156, 3, 156, 7])
@@ -168,7 +168,7 @@ def test_a_loss_without_curvature_is_mentioned_once(loss, target, caplog):
     assert "is linear around the model's output" in record.message
 
 
-def test_probabilities_of_classes_are_met_by_torchs_function():
+def test_class_probabilities_need_torchs_function():
     output, target = torch.randn(2, 3), torch.softmax(torch.randn(2, 3), -1)
     with pytest.raises(
         TargetError, match=r"float32: .* for class probabilities loss=F.cross_entropy"

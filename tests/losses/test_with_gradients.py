@@ -16,7 +16,7 @@ from undrop.losses.base import Derivatives
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("form", ["hessian", "identity"])
 @pytest.mark.parametrize("shape", [(6, 5), (6, 3, 5)])
-def test_the_gradients_are_those_of_autograd(noisy, ignored, form, shape):
+def test_the_gradients_equal_those_of_autograd(noisy, ignored, form, shape):
     torch.manual_seed(0)
     f = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     u = torch.randn((noisy, *shape[1:]), dtype=torch.float64, requires_grad=True)
@@ -38,7 +38,7 @@ def test_the_gradients_are_those_of_autograd(noisy, ignored, form, shape):
     "layout", [Layout(4, 4), Layout(5, 2), Layout(5, 2, True), Layout(5, 2, False, True)]
 )
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_gradient_of_stacked_rows_is_that_of_autograd(layout, dim):
+def test_the_gradient_of_stacked_rows_equals_that_of_autograd(layout, dim):
     torch.manual_seed(0)
     shape = [3, 3]
     shape[dim] = layout.total

@@ -33,7 +33,7 @@ def torch_s_own(embedding, head):
     return theirs
 
 
-def test_it_is_torch_s_own_with_the_embedding_s_rows():
+def test_the_adaptive_head_equals_torchs_with_the_rows_of_the_embedding():
     embedding, head = pair(shrink=2)
     theirs = torch_s_own(embedding, head)
     features = torch.randn(7, SIZE, dtype=torch.double)

@@ -88,7 +88,7 @@ def test_the_same_figure_is_the_same_bytes(tmp_path):
     assert figures.svg(drawn(), "a < b").startswith('<svg role="img" aria-label="a &lt; b"')
 
 
-def test_a_suffix_of_no_picture_is_refused(tmp_path):
+def test_a_suffix_that_names_no_picture_format_is_refused(tmp_path):
     with pytest.raises(OptionError, match=r"x.xyz can't be drawn: .xyz is not a picture format"):
         figures.save(drawn(), tmp_path / "x.xyz")
     with pytest.raises(OptionError, match="it has no suffix"):
@@ -109,7 +109,7 @@ def test_importing_the_package_loads_neither_matplotlib_nor_rich_nor_torch():
     assert not {"matplotlib", "rich", "torch", "numpy"} & set(loaded)
 
 
-def test_the_style_of_tables_is_stronger_than_that_of_notebooks():
+def test_the_style_of_tables_overrides_that_of_notebooks():
     """Jupyter aligns the cells of every table to the right by a class and an element."""
     rules = re.findall(r"^(.*) \{ text-align", html.fragment("x"), re.M)
     assert ".undrop.undrop th, .undrop.undrop td" in rules

@@ -65,7 +65,7 @@ def test_bars_are_drawn_on_a_terminal_and_removed_at_the_end():
     assert shown.rstrip("\n").endswith("\x1b[2K")  # the last line is erased
 
 
-def test_elsewhere_only_what_is_printed_is_seen():
+def test_without_a_terminal_only_printed_lines_appear():
     console = Console(file=io.StringIO(), width=80)
     with Progress(console=console) as progress:
         progress.bar("first").show(0.25)

@@ -35,7 +35,7 @@ def test_a_figure_breaks_before_its_error_only():
     assert table.text(28).startswith("site   a site of a long name\n")  # a block
 
 
-def test_prose_breaks_at_no_equals_sign():
+def test_prose_does_not_break_at_an_equals_sign():
     assert wrap("small (λ = 0.1, R_drop = 1.5 ± 0.2)", 20) == [
         "small (λ = 0.1,",
         "R_drop = 1.5 ± 0.2)",

@@ -85,7 +85,7 @@ def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
     os.close(reading)
 
 
-def test_a_worker_that_ray_loses_is_one_sentence(monkeypatch):
+def test_a_worker_that_ray_loses_gives_one_sentence(monkeypatch):
     ray = pytest.importorskip("ray")
     executor = RayCluster(1)
     executor._ray = ray

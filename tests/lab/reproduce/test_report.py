@@ -91,7 +91,7 @@ def test_the_markdown_report_has_the_numbers_of_the_page(report):
     assert "not run yet" in page
 
 
-def test_the_papers_numbers_stand_beside_ours_only_at_its_scale(tmp_path):
+def test_the_papers_numbers_are_shown_only_at_the_papers_scale(tmp_path):
     fill(tmp_path, ["taylor"])
     assert "the paper's" not in tables_of(tmp_path, "smoke")
     assert "the paper's" in tables_of(tmp_path, "paper")
@@ -157,7 +157,7 @@ def test_text_from_records_is_escaped(tmp_path):
     assert "<script" not in as_markdown(content, {})
 
 
-def test_a_report_of_all_experiments_before_all_are_run(tmp_path):
+def test_a_report_can_be_written_before_all_experiments_are_run(tmp_path):
     fill(tmp_path, ["replace-dropout"], seeds=1)
     write_report(tmp_path, EXPERIMENTS, "smoke", seeds=3)
     text = (tmp_path / "report.md").read_text()

@@ -2,9 +2,16 @@
 
 from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
 from undrop.objectives.base import Objective
-from undrop.objectives.baselines import L2, NoRegularization
 from undrop.objectives.dropout import Dropout
-from undrop.objectives.rivals import SAM, EarlyDropout, Jacobian, RDrop, WeightNoise
+from undrop.objectives.rivals import (
+    L2,
+    SAM,
+    EarlyDropout,
+    Jacobian,
+    NoRegularization,
+    RDrop,
+    WeightNoise,
+)
 from undrop.objectives.step import Step
 
 __all__ = [

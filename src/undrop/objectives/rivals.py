@@ -1,4 +1,4 @@
-"""Other regularizers, for comparison: R-Drop, Jacobian, early dropout, SAM and weight noise."""
+"""Other objectives, for comparison: none, L2, R-Drop, Jacobian, early dropout, SAM, weight noise."""
 
 from __future__ import annotations
 
@@ -29,15 +29,47 @@ from undrop.losses import Coefficients, Loss
 from undrop.noise import draw as draw_noise
 from undrop.objectives.base import Objective
 from undrop.objectives.dropout import Dropout
+from undrop.options import as_float
 
 LossLike = Loss | Callable[[Tensor, Any], Tensor] | None
 
 
 def not_negative(name: str, value: float) -> float:
     """Return the value, if it is finite and not negative."""
-    if not 0.0 <= value < float("inf"):
-        raise OptionError(f"{name} must be finite and not negative, got {value}.")
+    if not 0.0 <= as_float(value) < float("inf"):
+        raise OptionError(f"{name} must be finite and not negative, got {value!r}.")
     return value
+
+
+class NoRegularization(Objective):
+    """The loss alone, with every dropout of the model switched off (ε = 0)."""
+
+    needs_dropout = False
+
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one pass without noise."""
+        yield self.plain(batch)
+
+
+class L2(NoRegularization):
+    """The loss plus ``weight · Σ ‖W‖²`` over all trainable parameters, without dropout.
+
+    Args:
+        weight: λ ≥ 0.
+        loss: as for every objective.
+    """
+
+    def __init__(self, weight: float, *, loss: LossLike = None) -> None:
+        super().__init__(loss=loss)
+        self.weight = not_negative("the L2 weight", weight)
+
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield one pass without noise, and the squared norm."""
+        plain = self.plain(batch)
+        squares = (p.square().sum() for p in self.trainable_parameters(batch.model))
+        penalty = self.weight * sum(squares, torch.zeros_like(plain.total))
+        parts = {**plain.parts, "l2": penalty.detach()}
+        yield Evaluation(plain.total + penalty, parts, plain.make_output)
 
 
 class RDrop(Objective):

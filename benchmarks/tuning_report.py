@@ -48,8 +48,9 @@ def outcome(runs: list[Run], method: str) -> tuple[float, float] | None:
     mine = {kind: [r for r in runs if r["method"] == kind] for kind in METHODS[method]}
     if "p = 0.1" in mine:
         mine["p = 0.1"] = [r for r in runs if r["method"] == "grid" and r["how"]["ps"][0] == 0.1]
-    tuner = method.startswith("Tuner")  # compared with a run on the same machine and day
-    grid = [r["seconds"] for r in runs if r["method"] == ("one run" if tuner else "grid")]
+    # Tuners and what they start from are compared with a run on the same machine and day.
+    reference = "one run" if "Tuner" in method or "Σ lr" in method else "grid"
+    grid = [r["seconds"] for r in runs if r["method"] == reference]
     if any(len(found) < RUNS.get(kind, 1) for kind, found in mine.items()):
         return None
     chosen = min((r for found in mine.values() for r in found), key=lambda r: r["validation"])

@@ -10,6 +10,7 @@ from torch import nn
 import undrop
 from device import new_generator
 from problems import Problem, problem
+from undrop.intercept import Batch
 from undrop.nn import LockedDropout
 
 
@@ -48,6 +49,14 @@ def test_with_one_mask_it_is_the_plain_step_to_the_bit(name):
         (theirs,) = by_hand(p)
         assert torch.equal(ours, theirs)
         assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_only_one_mask_is_known_to_be_the_last(k):
+    """Then backward() does not look for another one."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
+    batch = Batch(model, torch.randn(4, 3), torch.randint(2, (4,)), loss=undrop.CrossEntropy())
+    assert next(undrop.Dropout(k).evaluations(batch)).last == (k == 1)
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])

@@ -104,4 +104,5 @@ class Dropout(Objective):
             action = SiteMasks(self.site_p, noise) if self.site_p else noise
             output, loss = self.forward_and_loss(batch, action)
         total = loss if factor == 1.0 else factor * loss
-        return Evaluation(total, {part: total.detach()}, lambda: output)
+        last = self.k == 1  # then nothing was averaged, and no noise is put back
+        return Evaluation(total, {part: total.detach()}, lambda: output, last=last)

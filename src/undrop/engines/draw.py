@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,9 +53,9 @@ class Draw:
         self._states: dict[str, Tensor] = {}  # the generator's state before each site's draw
 
     def scale(self, site: Site) -> float:
-        """Return σ times the square root of the site's weight; 0 if the site is not chosen."""
+        """Return σ of the noise at the site; 0 if the site is not chosen."""
         self.asked = True
-        scale = site.sigma * math.sqrt(self.selection.weight(site.name))
+        scale = self.selection.sigma(site)
         self.largest = max(self.largest, scale)
         return scale
 

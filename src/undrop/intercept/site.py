@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -177,15 +178,26 @@ class Selection:
             patterns = dict.fromkeys(_words(patterns), 1.0)
         self.patterns: dict[str, float] = {p: as_float(patterns[p]) for p in _words(patterns)}
         self._weights: dict[str, float] = {}
+        self._sigmas: dict[str, float] = {}
         bad = [p for p, w in self.patterns.items() if not 0.0 <= w < float("inf")]
         if bad:
             weights = {p: patterns[p] for p in bad}
             raise OptionError(f"site weights must be finite and not negative, got {weights}.")
 
     @classmethod
-    def exactly(cls, weights: Mapping[str, float]) -> Selection:
-        """The sites of these names, with these weights; no character of a name is a pattern."""
-        return cls({_literal(name): weight for name, weight in weights.items()})
+    def with_sigma(cls, sigmas: Mapping[str, float]) -> Selection:
+        """The sites of these names, with these σ instead of the model's.
+
+        No character of a name is a pattern.
+        """
+        found = cls({_literal(name): 1.0 for name in sigmas})
+        found._sigmas = dict(sigmas)
+        return found
+
+    def sigma(self, site: Site) -> float:
+        """σ of the noise at a site; 0 where it is not chosen."""
+        given = self._sigmas.get(site.name)
+        return site.sigma * math.sqrt(self.weight(site.name)) if given is None else given
 
     def weight(self, name: str) -> float:
         """The factor on σ² at the site of that name; 0 where it is not chosen."""

@@ -108,7 +108,7 @@ class Tuner:
         self._logs: dict[str, float] = {}  # log σ² of every site, log λ
         self._starts: dict[str, float] = {}  # the same, at the first trial
         self._paces: dict[str, Pace] = {}
-        self._declared: dict[str, float] = {}
+        self._sites: list[str] = []
         self._window = Window()
         if optimizer is not None:
             self._logs[DECAY] = self._starts[DECAY] = _log_decay(optimizer)
@@ -136,7 +136,7 @@ class Tuner:
             The ``figures()`` after a trial, else None.
         """
         bare = unwrapped(model)
-        if not self._declared:
+        if not self._sites:
             self._begin(bare, inputs)
         self.validation.compare(inputs, getattr(self.objective, "batch_dim", None) or 0)
         self.steps += 1
@@ -180,20 +180,18 @@ class Tuner:
                 "different p: tune in a run of one process, and set the p that it finds in this run."
             )
         found = self.objective.sites(model, inputs)
-        chosen = {
-            s.name: s.sigma**2 for s in found if self.objective.selection.weight(s.name) > 0.0
-        }
+        chosen = [name for name in found.names if self.objective.selection.weight(name) > 0.0]
         if not chosen:
             raise NoDropoutError(
                 f"every dropout of {type(model).__name__} has p = 0, and a tuner skips such sites: "
                 "set any p above 0 at the sites to tune."
             )
-        if self.probabilities and self.probabilities.keys() != chosen.keys():
+        if self.probabilities and self.probabilities.keys() != set(chosen):
             raise DataError(
                 f"the saved state is of a model with the sites {', '.join(self.probabilities)}, but "
                 f"{type(model).__name__} has {', '.join(chosen)}: load the state of the same model."
             )
-        self._declared = chosen
+        self._sites = chosen
         for name in chosen:
             self._starts[name] = log_odds(START)
             self._logs.setdefault(name, self._starts[name])
@@ -225,13 +223,13 @@ class Tuner:
 
     def _next(self) -> str:
         """Return what to try: all sites together more often than single sites, which take turns."""
-        names = list(self._declared)
+        names = self._sites
         often = [EVERY if len(names) > 1 else names[0]] + [DECAY] * (self.optimizer is not None)
         turn, place = divmod(len(self.history.entries), 2 * len(often) + 1)
         return [*often, *often, names[turn % len(names)]][place]
 
     def _shifted(self, tried: str, by: float) -> dict[str, float]:
-        names = self._declared if tried == EVERY else {tried}
+        names = self._sites if tried == EVERY else [tried]
         return {n: value + by * (n in names) for n, value in self._logs.items()}
 
     def _bounded(self, logs: dict[str, float], overfits: bool) -> dict[str, float]:
@@ -240,9 +238,9 @@ class Tuner:
         Ten steps undervalue regularization, which slows learning first and pays later. So nothing
         falls below its start while the model overfits.
         """
-        sites = dict.fromkeys(self._declared, log_odds(LOWEST))
+        sites = dict.fromkeys(self._sites, log_odds(LOWEST))
         lowest = self._starts if overfits else sites
-        highest = dict.fromkeys(self._declared, log_odds(HIGHEST))
+        highest = dict.fromkeys(self._sites, log_odds(HIGHEST))
         raised = {n: max(v, lowest.get(n, v)) for n, v in logs.items()}
         return {n: min(v, highest.get(n, v)) for n, v in raised.items()}
 
@@ -257,10 +255,10 @@ class Tuner:
 
     def _apply(self, logs: dict[str, float]) -> None:
         """Make training use the values."""
-        weights = {name: math.exp(logs[name]) / sigma2 for name, sigma2 in self._declared.items()}
-        self.objective.selection = Selection.exactly(weights)
+        sigmas = {name: math.exp(0.5 * logs[name]) for name in self._sites}
+        self.objective.selection = Selection.with_sigma(sigmas)
         if isinstance(self.objective, Dropout):
-            self.objective.site_p = {name: probability(logs[name]) for name in self._declared}
+            self.objective.site_p = {name: probability(logs[name]) for name in self._sites}
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["weight_decay"] = math.exp(logs[DECAY])
@@ -306,7 +304,7 @@ class Tuner:
         self.history.entries = [Entry(*values) for values in state["history"]]
         self._generators.load_state_dict(state["generators"])
         self.objective.load_state_dict(state["objective"])
-        self._declared = {}
+        self._sites = []
 
 
 def _divided(

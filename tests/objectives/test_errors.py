@@ -14,6 +14,7 @@ import undrop
 from device import DEVICE, new_generator
 from undrop.errors import (
     DataError,
+    EngineError,
     EvalModeError,
     GradientsDisabledError,
     NoDropoutError,
@@ -189,6 +190,40 @@ def test_p_of_1_is_refused_where_sigma_is_needed(objective):
 def test_alpha_dropout_is_refused(objective, kind):
     message = r"alpha dropout at 'dropout' is not multiplicative zero-mean noise.*use nn.Dropout"
     refused(objective, UnsupportedDropoutError, message, Net(kind(0.2)))
+
+
+class Chooses(Net):
+    """A net with ``torch.cond``."""
+
+    def forward(self, x):
+        h = self.layer(x)
+        return self.last(self.dropout(torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))))
+
+
+def test_torch_cond_is_refused_in_every_step(objective):
+    model = Chooses()
+    for _ in range(2):  # the first one loads torch's compiler
+        with pytest.raises(EngineError, match=r"Chooses calls torch.cond, .*: use an if statement"):
+            objective(model, X, Y)
+
+
+class Remembers(Net):
+    """A net that computes its features once."""
+
+    features = None
+
+    def forward(self, x):
+        if self.features is None:
+            self.features = self.dropout(self.layer(x))
+        return self.last(self.features)
+
+
+def test_a_model_that_keeps_what_its_dropout_made_is_refused(dropping):
+    model = Remembers()
+    with pytest.raises(NoDropoutError, match="Remembers reaches 'dropout' in its first pass only"):
+        dropping(model, X, Y)
+    with pytest.raises(NoDropoutError, match="forward keeps no result of an earlier call"):
+        dropping(model, X, Y)
 
 
 def test_a_step_without_gradients_is_refused(objective):

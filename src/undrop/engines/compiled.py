@@ -52,9 +52,16 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
         except exc.FailOnRecompileLimitHit:
             reason = "more shapes than torch._dynamo.config.recompile_limit allows"
         except exc.TorchDynamoException as error:
-            reason = f"it does not compile as one graph ({str(error).strip().splitlines()[0]})"
+            reason = f"it does not compile as one graph ({_reason(error)})"
         _log.warning("undrop runs %s without torch.compile: %s.", type(model).__name__, reason)
         _compiled[model] = run_stacked
         return run_stacked(model, *args)
 
     return guarded
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error, and of a compiler's output the first line with an error."""
+    lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
+    named = [line.partition("error: ")[2] for line in lines if "error: " in line]
+    return ": ".join([*(line.rstrip(".") for line in lines[:1]), *named[:1]])

@@ -90,10 +90,15 @@ def follow_masks(model: nn.Module, inputs: Any) -> None:
 
 def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted]]:
     """Run the model without noise, and list the random numbers that belong to no site."""
-    mode = _proven_pass(model, inputs)
+    first = _proven_pass(model, inputs)
     seed_current(0)
     before = RngSnapshot(model)
     mode = _run(model, inputs)
+    if first.sites and not mode.sites:
+        raise NoDropoutError(
+            f"{type(model).__name__} reaches {first.sites[0].name!r} in its first pass only, so it "
+            "keeps a result from one call to the next: compute it in every call of forward."
+        )
     moved = before.moved()
     if not moved:
         return mode, []
@@ -196,7 +201,8 @@ def _nothing_found(model: nn.Module, others: list[Unaccounted]) -> str:
         hint = adapter_hint(model) or "add one, e.g. nn.Dropout(0.1)"
     else:
         hint = (
-            f"it has {', '.join(idle[:3])}, but none was active in the pass: check p and its mode"
+            f"it has {', '.join(idle[:3])}, but none was active in the pass: check p and its mode, and "
+            "that forward keeps no result of an earlier call"
         )
     return f"no active dropout was met in a forward pass of {type(model).__name__}: {hint}."
 

@@ -21,31 +21,29 @@ INTRO = """\
 
 <!-- Written by benchmarks/census.py: change the program, not the page. -->
 
-Which random numbers does a training pass draw, and does undrop know them all?
-`benchmarks/census.py` builds every model family of four libraries at a tiny size, without a
-download, and runs it in train mode with its drop probabilities at 0.1. It counts the **draws** of
-the plain pass: operations that PyTorch marks as seeded, and changes of Python's and NumPy's
-generators. Each draw must belong to a **site**, or be **named** in the second table of
-`undrop.sites`.
+The census checks that undrop accounts for all random numbers of a training pass, in the model
+families of four libraries. `benchmarks/census.py` builds a tiny model of each family, without a
+download, and runs it in train mode with drop probabilities of 0.1. It counts the **draws** of the
+plain pass: operations that PyTorch marks as seeded, and changes of Python's and NumPy's generators.
+Each draw must belong to a **site**, or be **named** in the second table of `undrop.sites`.
 
-Two checks look for the rest:
+Two checks find draws for which neither is true:
 
-- **missed**, by place: a module draws more often than it has sites and named draws.
-- **silent**, by effect: the noise is switched off, the named draws are held still, and two passes
-  with different seeds still differ. Parameters that are constant at the start are made random
-  first, so that no branch is closed.
+- **missed**: a module draws more often than it has sites and named draws.
+- **silent**: two passes with different seeds differ, although the noise is off and the named draws
+  are the same in both. To open all branches, the check first makes constant parameters random.
 
-Sites can outnumber draws: a layer that LayerDrop skips in the plain pass draws nothing. Numbers that
-no code reads do not count: WavLM draws one for its first layer, which it never skips. A family is
-*not built* if no generic recipe of the program gives it a tiny model that runs; it says nothing
-about undrop.
+There are more sites than draws if LayerDrop skips a layer in the plain pass, because a skipped layer
+draws nothing. Numbers that no code reads do not count: WavLM draws one for its first layer, which it
+never skips. A family is *not built* if the program does not know how to build a tiny model that runs.
+This says nothing about undrop.
 
-To repeat it, in the environment of `make install`:
+To repeat the census, in the environment of `make install`:
 
 ```bash
-python benchmarks/census.py run                       # what has no result yet; results/census.jsonl
-python benchmarks/census.py run --again "not built"   # and what did not build before
-python benchmarks/census.py page                      # writes this page
+python benchmarks/census.py run                       # families without a result; results/census.jsonl
+python benchmarks/census.py run --again "not built"   # also families that did not build before
+python benchmarks/census.py page                      # write this page
 ```
 """
 

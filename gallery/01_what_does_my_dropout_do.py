@@ -1,8 +1,8 @@
 # %% [markdown]
 # # What does my dropout do?
 #
-# A small network on real data: scikit-learn's 8×8 digits. We train it with dropout at three places, ask
-# undrop what each of them does, and test its answer by training again with one of them removed.
+# This notebook trains a small network on scikit-learn's 8×8 digits, with dropout at three places. It asks undrop what
+# each dropout does, and then tests the answer: it trains again with one of them removed.
 
 # %%
 import textwrap
@@ -64,9 +64,9 @@ model = fit(undrop.Dropout())
 print(f"test loss {test_loss(model):.3f}")
 
 # %% [markdown]
-# Now the diagnosis. It leaves the model as it was. From batches of the training data it measures how *strong*
-# dropout is at each site. From validation data it estimates whether dropout *helps* there: the benefit of a
-# site is how much higher the validation loss is after 20 more steps without it than with it.
+# Now run the diagnosis, which does not change the model. On batches of the training data it measures how *strong*
+# dropout is at each site. On validation data it estimates whether dropout *helps* there. The benefit of a site is the
+# validation loss after 20 more steps without it, minus the validation loss after 20 more steps with it.
 
 # %%
 model.train()
@@ -110,5 +110,6 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# In a run this short, dropout slows learning down more than it protects against overfitting, as its negative benefit
-# says. Removing the site with the largest share lowers the loss the most: a strong effect is not the same as a useful one.
+# The test agrees with the negative benefit: in a run this short, dropout slows learning down more than it protects
+# against overfitting. Removing the site with the largest share lowers the loss the most, so a strong effect is not the same
+# as a useful one.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Replace dropout in five lines
 #
-# The training loop below is yours. undrop changes the line that computes the loss, and nothing else.
+# The training loop below is an ordinary one. Only the line that computes the loss uses undrop.
 
 # %%
 import matplotlib.pyplot as plt
@@ -54,8 +54,8 @@ def losses(objective, seed, steps=300, every=20):
 
 
 # %% [markdown]
-# Four objectives, three seeds each. `Analytic` with `strength=undrop.TAYLOR` matches dropout's expected loss
-# to second order; the default strength is the paper's, twice that.
+# Train with four objectives, on three seeds each. `Analytic` with `strength=undrop.TAYLOR` matches dropout's expected
+# loss to second order. The default strength is the paper's, twice as large.
 
 # %%
 objectives = {
@@ -74,8 +74,9 @@ for title, values in parts.items():
     print(f"{title:28}", {name: round(float(value), 3) for name, value in values.items()})
 
 # %% [markdown]
-# The parts of the last step add up to its total. The implicit part has mean zero: it is noise, and only its
-# gradient matters. And the test loss along the way (the band spans the three seeds):
+# These are the parts of the last step. They add up to its total. The implicit part is noise with mean zero, so its
+# value says nothing; only its gradient matters. The figure shows the test loss during training. The band spans the three
+# seeds.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 4))

@@ -3,7 +3,7 @@
 #
 # `UndropTrainer` takes the place of `transformers.Trainer`. To run without a download, this notebook uses a
 # tiny BERT with random weights and a made-up task: are most tokens of a sequence from the upper half of the
-# vocabulary? One in five training labels is wrong. Replace the model and the data by your own.
+# vocabulary? One in five training labels is wrong. Replace the model and the data with your own.
 
 # %%
 import matplotlib.pyplot as plt

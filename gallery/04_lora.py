@@ -2,8 +2,8 @@
 # # LoRA
 #
 # In LoRA (here with `peft`), dropout sits in front of the low-rank adapters, and the base model is frozen.
-# What does `lora_dropout` do? The model is a tiny GPT-2 with random weights, first trained on one language
-# and then adapted to another, so the notebook runs without a download. The "languages" are Markov chains.
+# What does `lora_dropout` do? To run without a download, the notebook first trains a tiny GPT-2 on one language and then
+# adapts it to another. The "languages" are Markov chains.
 
 # %%
 import matplotlib.pyplot as plt
@@ -54,7 +54,7 @@ fit(base, text(1, 256), undrop.NoRegularization(loss=next_token), steps=150, rat
 state = {name: value.clone() for name, value in base.state_dict().items()}
 
 # %% [markdown]
-# Now LoRA adapters with dropout, for the second language. The only sites are those of the adapters.
+# Now add LoRA adapters with dropout, for the second language. The only sites are those of the adapters.
 
 # %%
 few, many = text(2, 300)[:32], text(2, 300)[32:]
@@ -78,8 +78,8 @@ print(undrop.sites(adapted(0.1), {"input_ids": few[:1]}))
 
 # %% [markdown]
 # A new adapter adds nothing to the model (its second matrix starts at zero), so its dropout does nothing at
-# first. It begins to matter as the adapter learns. Train with dropout and with `Analytic`, and look at
-# both the sentences seen in training and new ones.
+# first. It begins to matter as the adapter learns. Train with dropout and with `Analytic`, and compare the loss on the
+# text seen in training with the loss on new text.
 
 # %%
 rates = (0.05, 0.2, 0.5)
@@ -104,5 +104,5 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# A larger `lora_dropout` fits the seen text less closely. New text gains up to about 0.2, and `Analytic` is ahead of
-# dropout at every rate. This is one seed of a toy task.
+# With a larger `lora_dropout` the model fits the seen text less closely, and the loss on new text falls by up to about
+# 0.2. `Analytic` is better than dropout at every rate. This is one seed of a toy task.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A ConvNet with stochastic depth
 #
-# Stochastic depth (also called drop path) drops whole residual branches, one decision per example. It is
-# dropout with a mask that all entries of one example share. `structured_dropout` declares such a mask, so
-# undrop finds it, measures it and can replace it like any other dropout.
+# Stochastic depth (also called drop path) drops whole residual branches at random, separately for each example. It is
+# dropout with a mask that all entries of one example share. `structured_dropout` declares this mask, so undrop finds it,
+# measures it and can replace it like any other dropout.
 
 # %%
 import textwrap
@@ -85,8 +85,8 @@ for title, model in models.items():
     print(f"{title:22} test loss {test_loss(model):.3f}")
 
 # %% [markdown]
-# Dropping a whole branch is a large change, so how much of its effect does second order explain? The
-# diagnosis measures this at each block of the network that was trained with stochastic depth.
+# Dropping a whole branch is a large change. How much of its effect does second order explain? The diagnosis measures
+# this at each block of the network that was trained with stochastic depth.
 
 # %%
 model = models["stochastic depth"].train()
@@ -112,6 +112,6 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Second order explains most of the effect of the last block, and almost nothing of the first one, although its p is the
-# smallest: without the first block, all later blocks read features that they were not trained on. So `Analytic` is a
-# different regularizer here, and its test loss lies between the other two.
+# Second order explains most of the effect of the last block, and almost nothing of the effect of the first block, although
+# the first block has the smallest p. Without the first block, all later blocks read features that they were not trained on.
+# So `Analytic` is a different regularizer here, and its test loss lies between the other two.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # An LSTM language model
 #
-# undrop contains the models, corpora and training loop of the paper's experiments. This notebook trains a
-# small LSTM on a corpus that comes with Python itself, the text of its manual, so it needs no download.
+# undrop contains the models, corpora and training loop of the paper's experiments. This notebook trains a small LSTM on
+# the text of Python's manual. Python includes this text, so the notebook needs no download.
 
 # %%
 import json
@@ -21,8 +21,8 @@ settings = {
 }
 
 # %% [markdown]
-# A configuration is a preset, a dictionary, `key=value` strings, or all three. It is checked before anything
-# runs: a misspelled name is an error that suggests the right one.
+# A configuration is a preset, a dictionary, `key=value` strings, or all three. undrop checks it before anything runs. A
+# misspelled name raises an error that suggests the right one.
 
 # %%
 methods = {

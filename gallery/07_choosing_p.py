@@ -49,7 +49,8 @@ def fit(model, objective, steps=400):
 
 
 # %% [markdown]
-# First a grid, one run for each p. The tuner takes one run, with validation batches that training does not see.
+# First train a grid, one run for each p. Then train once with the tuner. Its validation batches are not part of the
+# training data.
 
 # %%
 grid = {p: fit(network(p), undrop.Dropout()) for p in (0.05, 0.2, 0.4, 0.6)}

@@ -1,12 +1,13 @@
 # %% [markdown]
 # # A figure of the paper
 #
-# Figure 1 of the paper shows that averaging dropout over k masks hurts, although the expected objective stays
-# the same. Adding the missing noise back cures it, here as the difference of two masks' gradients (Section 3.1). The
-# command `undrop reproduce averaging-noise noise-put-back --scale small --seeds 5` trains these methods on 10,000
-# tokens of Penn Treebank. That takes a while, so this notebook reads the records that come with the repository.
-# Only the comparison between methods is meaningful here: the network and the text are far smaller than the
-# paper's.
+# Figure 1 of the paper shows that averaging dropout over k masks makes the result worse, although the expected objective
+# stays the same. Adding the missing noise back restores it. Here the noise is the difference of two masks' gradients
+# (Section 3.1).
+#
+# The command `undrop reproduce averaging-noise noise-put-back --scale small --seeds 5` trains these methods on 10,000
+# tokens of Penn Treebank. That takes a while, so this notebook reads the records that come with the repository. The
+# network and the text are far smaller than the paper's, so only the comparison between methods is meaningful.
 
 # %%
 import json
@@ -71,5 +72,5 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# After epoch 15 the curves separate: the more masks, the higher the perplexity. With the noise added back, Drop4 is as good
-# as plain dropout. All of these methods minimize the same expected loss, so the difference is the implicit effect.
+# After epoch 15 the curves separate: more masks give a higher perplexity. With the noise added back, Drop4 is as good as
+# plain dropout. All of these methods minimize the same expected loss, so the difference is the implicit effect.

@@ -13,8 +13,8 @@ import undrop
 from undrop.noise import structured_dropout
 
 # %% [markdown]
-# **A site.** Compute your dropout with `structured_dropout` and say which dimensions share one decision. undrop
-# then finds it, names it and handles it like any other.
+# **A site.** Compute your dropout with `structured_dropout`, and pass the dimensions along which entries share one mask
+# value. undrop then finds it, names it and handles it like any other dropout.
 
 
 # %%
@@ -57,15 +57,15 @@ step = undrop.Analytic(loss=poisson)(network(), x[:64], counts[:64])
 print({name: round(float(value), 4) for name, value in step.parts.items()})
 
 # %% [markdown]
-# Is it right? Compare the explicit part with brute force: the mean of many losses under dropout, minus the loss
-# without. With Taylor's strength the two agree to second order. `undrop.check` does this on your batch.
+# Is the explicit part right? `undrop.check` compares it with brute force on your batch: the mean of many losses with
+# dropout, minus the loss without dropout. With Taylor's strength the two agree to second order.
 
 # %%
 objective = undrop.Analytic(loss=poisson, strength=undrop.TAYLOR)
 print(undrop.check(objective, network(), (x[:64], counts[:64]), seconds=3))
 
 # %% [markdown]
-# Then train, on 60 examples, and look at the fit on the others.
+# Then train on 60 examples, and compute the loss on the others.
 
 
 # %%
@@ -98,4 +98,5 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# On 60 examples the network overfits without regularization. Group dropout and its replacement both prevent most of that.
+# On 60 examples the network overfits without regularization. Group dropout and `Analytic` both prevent most of the
+# overfitting.

@@ -69,7 +69,7 @@ def test_the_large_model_runs_in_two_processes(launch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SMALL.keys() - PARALLEL))
-def test_it_takes_less_than_three_minutes(name):
+def test_an_example_takes_less_than_three_minutes(name):
     """At full size, as a user runs it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
@@ -84,7 +84,7 @@ def test_it_takes_less_than_three_minutes(name):
 
 
 @pytest.mark.slow
-def test_analytic_does_on_digits_what_dropout_does(monkeypatch, capsys):
+def test_analytic_is_as_accurate_as_dropout_on_digits(monkeypatch, capsys):
     """Over five seeds, whose spread is about a point."""
     monkeypatch.setattr(sys, "argv", ["digits.py"])
     runpy.run_path(str(EXAMPLES / "digits.py"), run_name="__main__")

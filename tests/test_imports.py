@@ -56,12 +56,12 @@ def imported(path):
                 yield steps[1]
 
 
-def test_every_part_has_its_place():
+def test_every_package_is_in_the_import_order():
     assert {p for p in map(part, SOURCE.rglob("*.py")) if p} <= set(ORDER)
 
 
 @pytest.mark.parametrize("name", ORDER)
-def test_a_lower_part_never_imports_a_higher_one(name):
+def test_a_lower_package_never_imports_a_higher_one(name):
     """Names that the package offers at its top count as the package itself, which only tops use."""
     allowed = set(ORDER[: ORDER.index(name) + 1])
     wrong = [
@@ -114,7 +114,7 @@ def test_a_step_does_not_load_torch_s_compiler(engine):
     assert run(step) == ["False"]
 
 
-def test_no_module_needs_a_module_that_windows_lacks():
+def test_no_module_imports_a_module_that_windows_lacks():
     """Only inside of functions, where a machine without it can be answered."""
     for path in SOURCE.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:

@@ -79,7 +79,7 @@ def test_noise_comes_from_its_generator_alone(noise):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("noise", NOISES)
-def test_noise_has_the_type_of_what_it_is_for(noise, dtype):
+def test_noise_has_the_dtype_of_its_activation(noise, dtype):
     assert draw(noise, (2, 3), 0.5, like=torch.empty(1, dtype=dtype)).dtype == dtype
 
 
@@ -110,7 +110,7 @@ def test_structured_dropout_drops_along_shared_dimensions_and_scales():
     assert abs(zero.double().mean() - 0.4) < 4 * (0.24 / 240) ** 0.5
 
 
-def test_without_sharing_it_is_torchs_dropout():
+def test_structured_dropout_without_sharing_equals_torchs_dropout():
     h = torch.randn(7, 5)
     state = torch.get_rng_state()
     ours = structured_dropout(h, 0.3)
@@ -119,6 +119,6 @@ def test_without_sharing_it_is_torchs_dropout():
 
 
 @pytest.mark.parametrize("how", [{"p": 0.0}, {"p": 0.5, "training": False}])
-def test_idle_dropout_gives_back_what_it_got(how):
+def test_structured_dropout_that_is_off_returns_its_input(how):
     h = torch.randn(3)
     assert structured_dropout(h, **how) is h

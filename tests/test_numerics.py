@@ -89,7 +89,9 @@ def test_a_loss_and_its_derivatives_are_finite(
     ignored=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_the_layer_inside_the_loss_changes_nothing(rows, classes, size, tangent, ignored, seed):
+def test_an_output_layer_inside_the_loss_gives_the_same_derivatives(
+    rows, classes, size, tangent, ignored, seed
+):
     torch.manual_seed(seed)
     weight = torch.randn(classes, WIDTH, dtype=torch.float64)
     features = torch.empty(rows, WIDTH, dtype=torch.float64).uniform_(-size, size)
@@ -130,7 +132,9 @@ steps = given(
 @pytest.mark.parametrize("name", LOSSES)
 @quick
 @steps
-def test_tangent_and_antithetic_agree(name, rows, classes, dtype, p, size, ignored, seed):
+def test_the_tangent_and_the_antithetic_engine_agree(
+    name, rows, classes, dtype, p, size, ignored, seed
+):
     """In every part and in the gradient, up to rounding, which grows with |F|/(ε₀|u|) ≤ 1/(ε₀σ)."""
     assume(dtype == torch.float64 or p > 0.01)
     torch.manual_seed(seed)
@@ -154,7 +158,7 @@ def test_tangent_and_antithetic_agree(name, rows, classes, dtype, p, size, ignor
 @pytest.mark.parametrize("name", LOSSES)
 @quick
 @steps
-def test_exact_and_tangent_agree(name, rows, classes, dtype, p, size, ignored, seed):
+def test_the_exact_and_the_tangent_engine_agree(name, rows, classes, dtype, p, size, ignored, seed):
     """With one η a row, uᵀHu is the same for both signs: each draw has the value of the mean."""
     torch.manual_seed(seed)
     last = WIDTH if name == "linear" else classes
@@ -181,7 +185,9 @@ def test_exact_and_tangent_agree(name, rows, classes, dtype, p, size, ignored, s
     ignored=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_reverse_and_tangent_make_the_same_noise(name, rows, classes, p, size, ignored, seed):
+def test_the_reverse_and_the_tangent_engine_have_the_same_implicit_part(
+    name, rows, classes, p, size, ignored, seed
+):
     """∂ℓ/∂ε and its gradient for the same η, which the reverse engine has by double backward."""
     torch.manual_seed(seed)
     last = WIDTH if name == "linear" else classes

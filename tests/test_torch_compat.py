@@ -27,7 +27,7 @@ def test_an_older_torch_is_refused_in_one_sentence(version):
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.0+cu128", "2.15.0a0+git1234", "10.0"])
-def test_every_later_torch_is_let_in(version):
+def test_every_later_torch_is_accepted(version):
     torch_compat.check_version(version)
 
 
@@ -37,7 +37,7 @@ def test_the_oldest_torch_is_the_one_that_the_package_asks_for():
 
 
 @pytest.mark.parametrize("name", ["Analytic", "diagnose", "sites"])
-def test_every_way_in_refuses_an_old_torch(name):
+def test_every_entry_point_refuses_an_old_torch(name):
     program = f"import torch; torch.__version__ = '2.1.0'; from undrop import {name}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "undrop needs torch 2.8 or later, but torch 2.1.0 is installed" in run.stderr
@@ -75,14 +75,14 @@ def test_under_autocast_an_lstm_runs_in_float32(lacking, packed):
     torch.testing.assert_close((out, state), (expected, last), rtol=0, atol=0)
 
 
-def test_its_input_may_be_in_half_precision(lacking):
+def test_an_lstm_in_float32_takes_half_precision_input(lacking):
     model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
     with torch_compat.portable_lstm():
         out, _ = model(torch.randn(5, 2, 3))
     assert out.dtype is torch.float32
 
 
-def test_without_autocast_and_on_a_cpu_that_has_one_nothing_is_in_the_way(monkeypatch):
+def test_an_lstm_is_not_intercepted_without_need(monkeypatch):
     monkeypatch.setattr(torch_compat, "_has_kernel", lambda dtype: True)
     with torch.autocast("cpu", torch.bfloat16):
         assert not isinstance(torch_compat.portable_lstm(), torch_compat._PortableLSTM)
@@ -139,7 +139,7 @@ with torch.autocast("cpu", torch.bfloat16):
 
 
 @pytest.mark.portable
-def test_on_an_older_cpu_it_says_so_once():
+def test_an_older_cpu_logs_once_that_lstms_run_in_float32():
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | OLDER,
@@ -154,7 +154,7 @@ def test_on_an_older_cpu_it_says_so_once():
     assert lines == ["torch raises", says, "torch.float32", "torch.float32"]
 
 
-def test_the_machine_is_asked_once(monkeypatch, caplog):
+def test_the_check_for_a_bfloat16_lstm_runs_once(monkeypatch, caplog):
     def refused(*_):
         raise RuntimeError("could not create a primitive descriptor")
 

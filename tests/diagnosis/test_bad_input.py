@@ -23,16 +23,16 @@ def refused(error, message, *args, **options):
         undrop.diagnose(*args, **{"progress": False, "seconds": 1.0, **options})
 
 
-def test_an_empty_list_of_batches_is_refused():
+def test_diagnose_refuses_an_empty_list_of_batches():
     refused(errors.DataError, "there are no batches: pass at least one pair", model(), [])
 
 
-def test_an_empty_batch_is_refused():
+def test_diagnose_refuses_an_empty_batch():
     x, y = batch()
     refused(errors.DataError, r"the batch is empty, .*: skip it\.$", model(), [(x[:0], y[:0])])
 
 
-def test_a_used_up_generator_is_refused():
+def test_diagnose_refuses_a_used_up_generator():
     spent = (batch() for _ in range(3))
     list(spent)
     refused(errors.DataError, "a generator that has been used up is empty", model(), spent)
@@ -45,7 +45,7 @@ def test_fewer_batches_than_the_limit_are_all_used():
     assert found.explicit.batches == 3
 
 
-def test_an_endless_generator_is_cut_at_the_limit():
+def test_an_endless_generator_of_batches_is_cut_at_the_limit():
     def forever():
         while True:
             yield batch()
@@ -96,18 +96,18 @@ def test_nan_in_the_data_is_refused_and_the_batch_named():
     )
 
 
-def test_infinite_weights_are_refused():
+def test_diagnose_refuses_infinite_weights():
     broken = model()
     nn.init.constant_(broken[2].weight, math.inf)
     refused(errors.NonFiniteError, "in the weights of Sequential", broken, [batch()])
 
 
-def test_a_model_without_dropout_is_refused():
+def test_diagnose_refuses_a_model_without_dropout():
     plain = nn.Sequential(nn.Linear(3, 3))
     refused(errors.NoDropoutError, "no active dropout was met", plain, [batch()])
 
 
-def test_targets_out_of_range_are_refused():
+def test_diagnose_refuses_targets_out_of_range():
     x, _ = batch()
     refused(errors.TargetError, "targets must lie in 0 … 2", model(), [(x, torch.full((4,), 7))])
 
@@ -123,5 +123,5 @@ def test_targets_out_of_range_are_refused():
         ({"weight_decay": -1.0}, "weight_decay must be positive and finite, got -1.0"),
     ],
 )
-def test_options_out_of_range_are_refused(options, message):
+def test_diagnose_refuses_options_out_of_range(options, message):
     refused(errors.OptionError, message, model(), [batch()], **options)

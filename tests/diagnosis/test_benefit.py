@@ -102,7 +102,7 @@ def test_the_two_way_error_has_the_spread_of_repeated_tables():
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(truth, rel=0.05)
 
 
-def test_one_row_or_one_column_has_no_error():
+def test_a_table_of_one_row_or_one_column_has_no_error():
     assert two_way_error(np.ones((1, 4)))[0] is None
     assert two_way_error(np.ones((4, 1)))[0] is None
 
@@ -182,7 +182,7 @@ def test_a_site_that_the_time_does_not_reach_has_no_figure():
     assert "nan" not in str(found)
 
 
-def test_two_repeats_may_take_longer_than_the_time(monkeypatch):
+def test_a_benefit_takes_two_repeats_even_if_the_time_is_over(monkeypatch):
     monkeypatch.setattr(Budget, "elapsed", 2.0)
     train, held = [data(seed) for seed in range(6)], [data(seed) for seed in range(20, 23)]
     found = diagnosed(net(), train, held)
@@ -196,7 +196,7 @@ def test_one_validation_batch_gives_no_evidence_either_way():
     assert any(s.startswith("No evidence either way at `") for s in found.advice)
 
 
-def test_an_optimizer_that_does_not_fit_is_refused():
+def test_diagnose_refuses_an_optimizer_that_does_not_fit_the_model():
     train, held = [data(1), data(2)], [data(20), data(21)]
     for optimizer, text in (
         (sgd(net()), "the SGD has parameters that Sequential has not"),
@@ -211,7 +211,7 @@ def test_an_optimizer_that_does_not_fit_is_refused():
         diagnosed(model, train, held, optimizer=ended)
 
 
-def test_steps_that_explode_are_refused():
+def test_a_branch_with_exploding_steps_is_refused():
     train, held = [teacher(s) for s in range(3)], [teacher(s) for s in range(10, 12)]
     model = linear()
     with pytest.raises(

@@ -49,7 +49,7 @@ def test_the_papers_strength_is_twice_taylors():
     assert found.noise_ratio is None
 
 
-def test_a_large_p_on_a_steep_loss_is_poor():
+def test_the_verdict_for_a_large_p_on_a_steep_loss_is_poor():
     model, (x, _) = net(0.5, scale=50.0)
     top = model.eval()(x).topk(2)
     certain = (top.values[:, 0] - top.values[:, 1]).topk(4).indices
@@ -63,7 +63,7 @@ def test_a_large_p_on_a_steep_loss_is_poor():
     )
 
 
-def test_only_the_sites_of_the_objective_are_measured():
+def test_a_check_measures_only_the_sites_of_the_objective():
     made = problem("mlp")
     batch = (made.inputs, made.targets)
     every = undrop.check(undrop.Analytic(), made.model, batch, **MANY)
@@ -120,7 +120,7 @@ def analytic_trace(made, sites, mask):
         (undrop.Dropout, {"2": 1.0, "5": 4.0}, "independent", 1 - 1 / 4),
     ],
 )
-def test_the_noise_is_the_objectives_own(make, sites, mask, factor):
+def test_a_check_measures_the_noise_of_the_objective(make, sites, mask, factor):
     """Its sites, its weights, its mask structure and its factor, beside every mask of dropout."""
     made = problem("cnn")
     options = {"k": 4, "noise": "analytic"} if make is undrop.Dropout else {"interval": 2}
@@ -137,7 +137,7 @@ def test_the_noise_is_the_objectives_own(make, sites, mask, factor):
     assert found.noise_ratio.stderr < 0.12 * truth
 
 
-def test_the_noise_follows_the_objectives_mask_structure():
+def test_the_noise_of_a_check_has_the_objectives_mask_structure():
     """Over n equal steps a locked η has n times the trace of independent ones: (Σd)² = n·Σd²."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), undrop.nn.LockedDropout(0.1), nn.Linear(6, 3)).double()
@@ -233,7 +233,7 @@ def test_no_ratio_is_shown_if_r_drop_may_be_zero():
     assert "times R_drop" not in str(nothing)
 
 
-def test_json_has_every_figure():
+def test_the_json_of_a_check_has_every_figure():
     model, batch = net(0.1)
     found = undrop.check(undrop.Dropout(4, noise="analytic"), model, batch, seconds=1e3, draws=8)
     json = found.to_json()
@@ -246,13 +246,13 @@ def test_json_has_every_figure():
 
 
 @pytest.mark.parametrize("objective", [undrop.NoRegularization(), undrop.Dropout(2)])
-def test_an_objective_without_analytic_terms_is_refused(objective):
+def test_check_refuses_an_objective_without_analytic_terms(objective):
     model, batch = net(0.1)
     with pytest.raises(undrop.errors.OptionError, match="has no analytic terms to check"):
         undrop.check(objective, model, batch)
 
 
-def test_a_batch_that_is_not_a_pair_is_refused():
+def test_check_refuses_a_batch_that_is_not_a_pair():
     model, batch = net(0.1)
     with pytest.raises(undrop.errors.DataError, match="each of the batches must be a pair"):
         undrop.check(undrop.Analytic(), model, batch[0])

@@ -55,7 +55,7 @@ def test_the_standard_error_is_the_spread_between_repeated_studies():
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("loss", ["cross-entropy", "generic"])
-def test_differences_agree_with_derivatives(name, loss):
+def test_second_derivatives_by_differences_agree_with_autograd(name, loss):
     subject = subject_of(name, loss)
     batch = subject.batches[0]
     with subject.preserved():
@@ -114,7 +114,7 @@ def test_a_model_without_double_backward_is_measured_by_differences():
         assert a.value == pytest.approx(b.value, rel=0.02, abs=2e-4)
 
 
-def test_the_model_is_left_as_it_was():
+def test_measuring_r_drop_leaves_the_model_unchanged():
     made = problem("batch_norm")
     model = made.model.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -85,7 +85,7 @@ def data(seed=0, n=40, c=5, d=6, scale=1.0):
 @pytest.mark.parametrize(
     ("scale", "tau", "alpha"), [(1.0, TAU, 100.0), (0.1, 1.0, 5.0), (4.0, 2.0, 1.0)]
 )
-def test_every_figure_agrees_with_the_literal_version(scale, tau, alpha):
+def test_every_figure_of_the_bound_agrees_with_a_literal_implementation(scale, tau, alpha):
     weight, features, labels = data(scale=scale)
     found = undrop.bound(
         *map(torch.from_numpy, (weight, features, labels)),
@@ -108,7 +108,7 @@ def test_every_figure_agrees_with_the_literal_version(scale, tau, alpha):
         assert found.g_minimum == pytest.approx(truth["g"](grid).min(), rel=1e-4)
 
 
-def test_the_minimum_matches_scipys():
+def test_the_minimum_of_the_bound_matches_scipys():
     optimize = pytest.importorskip("scipy.optimize")
     for a, b, c, s in [(1.0, 2.0, 3.0, 0.5), (1e-6, 1e-9, 1e4, 30.0), (5.0, 0.0, 1e-3, 1.0)]:
         curve = BoundCurve(a, b, c, s)
@@ -208,7 +208,7 @@ def test_assumptions_are_checked_and_constants_are_said_to_be_unknown():
         ({"bias": torch.zeros(3)}, "bias must have one number per class, 5"),
     ],
 )
-def test_bad_input_is_named(change, message):
+def test_the_bound_names_bad_input(change, message):
     weight, features, labels = map(torch.from_numpy, data())
     arguments = {"weight": weight, "features": features, "labels": labels, **change}
     with pytest.raises(undrop.errors.UndropError, match=message):

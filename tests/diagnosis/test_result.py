@@ -51,7 +51,7 @@ def found():
     )
 
 
-def test_json_has_the_stable_keys(found, tmp_path):
+def test_the_json_of_a_diagnosis_has_stable_keys(found, tmp_path):
     found.save(tmp_path / "d.json")
     values = json.loads((tmp_path / "d.json").read_text())
     assert values == json.loads(json.dumps(found.to_json()))
@@ -75,7 +75,7 @@ def test_json_has_the_stable_keys(found, tmp_path):
     assert origin["data"].startswith("6 batches; the first has inputs 8×4 and targets 8")
 
 
-def test_the_text_begins_with_the_conclusion_and_has_every_figure(found):
+def test_the_text_of_a_diagnosis_begins_with_the_conclusion_and_has_every_figure(found):
     text = str(found)
     for words in ("R_drop", "½E[uᵀHu]", "curvature", "rest", "ξ_approx", "<unk>", "benefit"):
         assert words in text
@@ -88,7 +88,7 @@ def test_the_text_begins_with_the_conclusion_and_has_every_figure(found):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_text_fits_the_terminal(found, width):
+def test_the_text_of_a_diagnosis_fits_the_terminal(found, width):
     lines = found.text(width).splitlines()
     assert max(map(len, lines)) <= width
 
@@ -112,7 +112,7 @@ def read(text):
     return reader
 
 
-def test_the_page_is_self_contained_and_escaped(found, tmp_path):
+def test_the_html_page_of_a_diagnosis_is_self_contained_and_escaped(found, tmp_path):
     found.html(tmp_path / "d.html")
     reader = read((tmp_path / "d.html").read_text(encoding="utf-8"))
     assert "script" not in reader.tags
@@ -133,7 +133,7 @@ def test_a_notebook_shows_the_conclusion_and_tables(found):
     assert "script" not in reader.tags
 
 
-def test_a_frame_has_one_row_per_site(found):
+def test_the_frame_of_a_diagnosis_has_one_row_per_site(found):
     pytest.importorskip("pandas")
     frame = found.to_frame()
     assert list(frame.index) == list(found.sites.names)
@@ -153,7 +153,7 @@ def test_an_unknown_kind_of_picture_is_refused(found, tmp_path):
         found.plot(tmp_path / "d.xyz")
 
 
-def test_importing_the_diagnosis_is_light():
+def test_importing_undrop_diagnosis_loads_no_optional_dependency():
     import subprocess
     import sys
 
@@ -343,7 +343,7 @@ def benefit_of(found, decay=UNKNOWN, **sites):
     return advise(found.sites, found.explicit, None, benefit)
 
 
-def test_benefits_become_actions():
+def test_the_advice_names_an_action_for_each_clear_benefit():
     found = diagnosed(model_with_shares(1.0))
     helps, harms = Estimate.of(0.012, 0.002), Estimate.of(-0.03, 0.01)
     advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))

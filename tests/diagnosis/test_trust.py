@@ -105,7 +105,7 @@ def test_masks_stay_random_with_torchs_own_generator():
     assert found.explicit.parts.r_drop.stderr > 0.0
 
 
-def test_all_the_seconds_are_used():
+def test_a_diagnosis_uses_all_of_its_seconds():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Dropout(0.5), nn.Linear(30, 3))
     x, y = batch()

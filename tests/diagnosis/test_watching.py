@@ -7,7 +7,7 @@ import undrop
 from problems import LOSSES, problem
 
 
-def test_the_explicit_figures_have_the_exact_means():
+def test_the_explicit_figures_of_a_watcher_have_the_exact_means():
     made = problem("lstm")
     found = []
     for seed in range(300):
@@ -28,7 +28,7 @@ def test_the_explicit_figures_have_the_exact_means():
     assert names == {name for name in found[0] if name.startswith("share/")}
 
 
-def test_the_mean_squared_norm_is_the_trace_of_the_implicit_noise():
+def test_the_mean_squared_norm_of_a_watcher_is_the_trace_of_the_implicit_noise():
     made = problem("mlp")
     found = [
         undrop.Watcher(loss=made.loss, interval=1, seed=seed).observe(

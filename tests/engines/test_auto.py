@@ -155,7 +155,7 @@ def test_the_tangent_engine_names_the_unproven_op_and_a_way_out(name):
         undrop.Analytic(engine="tangent")(model, x, y)
 
 
-def test_the_probe_leaves_no_trace():
+def test_looking_for_unproven_ops_leaves_the_model_unchanged():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).train()
     x = torch.randn(5, 4)
     before = {k: v.clone() for k, v in model.state_dict().items()}

@@ -32,13 +32,13 @@ def check(name, loss, form, mask):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NETS)
-def test_the_expectation_matches_brute_force_on_every_network(name, form, mask):
+def test_the_exact_expectation_matches_brute_force_on_every_network(name, form, mask):
     check(name, "cross-entropy", form, mask)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_expectation_matches_brute_force_for_every_loss_and_form(loss, form):
+def test_the_exact_expectation_matches_brute_force_for_every_loss_and_form(loss, form):
     check("lstm" if loss == "generic" else "mlp", loss, form, "as-declared")
 
 
@@ -53,14 +53,14 @@ def test_the_reference_network_computes_what_the_model_does(name):
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_its_parts_are_the_loss_the_expectation_and_no_noise(name):
+def test_the_parts_of_the_exact_engine_add_up_and_the_implicit_part_is_zero(name):
     p = problem(name)
     found = evaluate(Exact(), p, seeded(0), BOTH)
     assert float(found.parts["implicit"]) == 0.0
     assert float(sum(found.parts.values())) == pytest.approx(found.total.item(), rel=1e-12)
 
 
-def test_an_empty_batch_has_nothing_to_regularize():
+def test_the_exact_explicit_part_of_an_empty_batch_is_zero():
     p = problem("mlp")
     p = replace(p, inputs=p.inputs[:0], targets=p.targets[:0])
     found = evaluate(Exact(), p, seeded(0), BOTH)

@@ -65,7 +65,9 @@ def uneven():
 @pytest.mark.parametrize(
     ("make", "batch", "batch_dim"), [(four_examples, 4, 0), (uneven, 3, 1)], ids=["even", "uneven"]
 )
-def test_the_explicit_part_keeps_its_mean(parts, make, batch, batch_dim, engine, tolerance):
+def test_with_a_fraction_the_explicit_part_keeps_its_mean(
+    parts, make, batch, batch_dim, engine, tolerance
+):
     p = make()
     how = {"fraction": 2 / batch, "batch_dim": batch_dim}
     found = [evaluate(engine, p, draw, EXPLICIT, **how).total for draw in parts(p, batch, 2)]
@@ -76,7 +78,7 @@ def test_the_explicit_part_keeps_its_mean(parts, make, batch, batch_dim, engine,
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_explicit_part_keeps_its_mean_in_every_form(parts, form):
+def test_with_a_fraction_the_explicit_part_keeps_its_mean_in_every_form(parts, form):
     p = four_examples()
     found = [
         evaluate(Antithetic(1e-4), p, draw, EXPLICIT, form, fraction=0.5).total
@@ -94,7 +96,7 @@ def covariance(engine, p, draws, **how):
 
 
 @ENGINES
-def test_the_implicit_part_keeps_its_covariance(parts, engine, tolerance):
+def test_with_a_fraction_the_implicit_part_keeps_its_covariance(parts, engine, tolerance):
     p = four_examples()
     found = covariance(engine, p, parts(p, 4, 2), fraction=0.5)
     assert relative(found, covariance(Tangent(), p, design(p))) < tolerance
@@ -125,7 +127,9 @@ def directions(p):
 
 @ENGINES
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_terms_between_examples_shrink_if_they_share_noise(parts, rows, engine, tolerance):
+def test_with_a_fraction_terms_between_examples_shrink_if_they_share_noise(
+    parts, rows, engine, tolerance
+):
     """By (r-1)/(B-1), the terms of each example with itself being kept."""
     torch.manual_seed(0)
     p = drop_connect()
@@ -140,7 +144,7 @@ def test_terms_between_examples_shrink_if_they_share_noise(parts, rows, engine, 
 @pytest.mark.parametrize(
     ("make", "batch_dim"), [(four_examples, 0), (uneven, 1)], ids=["even", "uneven"]
 )
-def test_the_loss_is_over_the_whole_batch_and_the_output_keeps_its_order(
+def test_with_a_fraction_the_loss_covers_the_batch_and_the_output_keeps_its_order(
     make, batch_dim, engine, tolerance
 ):
     p = make()
@@ -193,7 +197,7 @@ class BatchFirst(nn.Module):
 
 @ENGINES
 @pytest.mark.parametrize("fraction", [0.25, 0.5])
-def test_a_state_with_the_batch_elsewhere_stays_in_order(fraction, engine, tolerance):
+def test_a_state_with_the_batch_in_another_dimension_stays_in_order(fraction, engine, tolerance):
     state = torch.randn(1, 4, 3, dtype=D), torch.randn(1, 4, 3, dtype=D)
     inputs = (torch.randn(4, 5, 2, dtype=D), state)
     p = Problem(BatchFirst().to(D), inputs, torch.randint(3, (4, 5)), CrossEntropy())
@@ -296,7 +300,7 @@ def weighed(output, target):
 
 @ENGINES
 @pytest.mark.parametrize("tree", [lambda y, w: (y, w), lambda y, w: {"y": y, "w": w}])
-def test_targets_may_be_several_tensors(parts, tree, engine, tolerance):
+def test_with_a_fraction_targets_may_be_several_tensors(parts, tree, engine, tolerance):
     p = four_examples()
     targets = tree(p.targets, torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=D))
     loss = Generic(lambda f, y: weighed(f, y if isinstance(y, dict) else {"y": y[0], "w": y[1]}))
@@ -318,7 +322,7 @@ def only(p, dim):
     ("name", "dim"),
     [("mlp", 0), ("cnn", 0), ("lstm", 1), ("gru", 1), ("transformer", 0)],
 )
-def test_half_of_the_batch_has_the_regularizers_of_its_own_terms(monkeypatch, name, dim, part):
+def test_a_fraction_of_a_half_has_the_regularizers_of_its_own_terms(monkeypatch, name, dim, part):
     p = four_examples() if name == "mlp" else problem(name)
     size = p.targets.shape[dim]
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
@@ -334,7 +338,7 @@ def test_half_of_the_batch_has_the_regularizers_of_its_own_terms(monkeypatch, na
 
 
 @ENGINES
-def test_a_part_without_any_term_works(parts, engine, tolerance):
+def test_a_fraction_in_which_all_targets_are_ignored_works(parts, engine, tolerance):
     p = replace(four_examples(), targets=torch.tensor([-100, 0, 2, -100]))
     loss = nn.functional.cross_entropy(p.model.eval()(p.inputs), p.targets)
     p.model.train()
@@ -351,7 +355,7 @@ def test_a_fraction_that_rounds_to_the_whole_batch_uses_every_example(engine, to
 
 
 @ENGINES
-def test_inputs_and_outputs_without_the_batch_are_refused(engine, tolerance):
+def test_a_fraction_is_refused_if_inputs_or_outputs_lack_the_batch(engine, tolerance):
     p = four_examples()
     refusal = r"fraction < 1 needs independent examples, but in .* interact: use fraction=1"
     with pytest.raises(EngineError, match=refusal):
@@ -369,7 +373,7 @@ class Pooled(nn.Sequential):
 
 
 @ENGINES
-def test_batch_norm_in_train_mode_is_refused(engine, tolerance):
+def test_a_fraction_is_refused_with_batch_norm_in_train_mode(engine, tolerance):
     p = problem("batch_norm")
     with pytest.raises(EngineError, match=r"batch norm in train mode mixes .*: use fraction=1"):
         evaluate(engine, p, seeded(0), fraction=0.5)
@@ -422,7 +426,7 @@ def test_a_time_dimension_as_long_as_the_batch_is_not_mistaken_for_it(monkeypatc
     ],
     ids=["sum", "class weights"],
 )
-def test_the_loss_is_exact_for_sums_and_class_weights(loss):
+def test_with_a_fraction_the_loss_is_exact_for_sums_and_class_weights(loss):
     p = replace(four_examples(), loss=as_loss(loss))
     found = evaluate(Antithetic(1e-4), p, seeded(0), fraction=0.5)
     expected = loss(p.model.eval()(p.inputs), p.targets)

@@ -51,7 +51,7 @@ def test_a_hand_made_mask_is_a_site_with_its_p_and_structure(kind):
     assert not found.unaccounted
 
 
-def test_the_sites_are_the_same_for_every_seed(kind):
+def test_the_sites_of_hand_made_masks_are_the_same_for_every_seed(kind):
     problem = problem_of(kind)
     lists = []
     for seed in range(5):
@@ -60,7 +60,7 @@ def test_the_sites_are_the_same_for_every_seed(kind):
     assert all(found == lists[0] for found in lists)
 
 
-def test_one_stacked_pass_has_the_gradient_of_the_tangent_engine(kind):
+def test_hand_made_masks_in_one_stacked_pass_have_the_gradient_of_the_tangent_engine(kind):
     problem = problem_of(kind)
     signs = [random_signs(problem, 3) for _ in range(2)]
     a = evaluate(Antithetic(1e-4), problem, signs[0], BOTH)
@@ -70,7 +70,7 @@ def test_one_stacked_pass_has_the_gradient_of_the_tangent_engine(kind):
         assert a.engine == "antithetic: one stacked pass"
 
 
-def test_the_mean_over_signs_is_the_exact_explicit_part(kind):
+def test_for_hand_made_masks_the_mean_over_signs_is_the_exact_explicit_part(kind):
     problem = problem_of(kind)
     exact = evaluate(Exact(), problem, random_signs(problem, 0), EXPLICIT).total
     mean = torch.stack(
@@ -160,14 +160,16 @@ def test_higher_orders_vanish_if_one_block_is_a_small_share_of_the_batch():
     assert many == pytest.approx((1 - 3 / 120) ** 2, rel=0.03)
 
 
-def test_the_reverse_engine_has_the_same_directional_derivative(kind):
+def test_for_hand_made_masks_the_reverse_engine_has_the_directional_derivative_of_the_tangent_engine(
+    kind,
+):
     problem = problem_of(kind)
     a = evaluate(Reverse(), problem, random_signs(problem, 3), IMPLICIT)
     b = evaluate(Tangent(), problem, random_signs(problem, 3), IMPLICIT)
     assert relative(gradient(a.total, problem.model), gradient(b.total, problem.model)) < 1e-9
 
 
-def test_a_compiled_model_has_the_gradients_of_the_eager_one(kind, caplog):
+def test_a_compiled_model_with_hand_made_masks_has_the_gradients_of_the_eager_one(kind, caplog):
     torch._dynamo.reset()
     found = []
     for compiled in (False, True):

@@ -91,7 +91,7 @@ def test_if_examples_interact_a_fraction_is_refused(name):
 @pytest.mark.portable
 @pytest.mark.parametrize("engine", [Auto, Antithetic])
 @pytest.mark.parametrize("name", INTERACTING)
-def test_under_bfloat16_autocast_gradients_stay_close(name, engine):
+def test_if_examples_interact_gradients_under_bfloat16_autocast_stay_close(name, engine):
     """Two passes in bfloat16 are for models that forward mode can't take; they lose more digits."""
     for form in (EXPLICIT, IMPLICIT):
         off = []
@@ -106,7 +106,7 @@ def test_under_bfloat16_autocast_gradients_stay_close(name, engine):
         assert sum(off) / len(off) < (0.03 if engine is Auto else 0.1)
 
 
-def test_the_reason_is_logged_once_per_model_whatever_the_number_of_objectives(caplog):
+def test_the_reason_for_two_passes_is_logged_once_per_model(caplog):
     p = INTERACTING["centred"]()
     with caplog.at_level(logging.INFO, "undrop"):
         for engine in ("auto", "antithetic") * 2:
@@ -118,7 +118,7 @@ def test_the_reason_is_logged_once_per_model_whatever_the_number_of_objectives(c
 
 
 @pytest.mark.parametrize("name", INTERACTING)
-def test_no_figure_of_a_diagnosis_is_called_exact(name):
+def test_if_examples_interact_a_diagnosis_calls_no_figure_exact(name):
     """p is so small that most masks are equal."""
     p = INTERACTING[name]()
     for module in p.model.modules():

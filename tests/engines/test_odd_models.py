@@ -40,7 +40,7 @@ def auto():
 
 
 @pytest.mark.parametrize("name", sorted({*MODELS, *LOSSES} - set(NOT_REPEATED)))
-def test_every_engine_is_right_or_refuses(name):
+def test_every_engine_is_right_on_an_odd_model_or_refuses_it(name):
     p = problem(name)
     draw = noise_of(p, 1)
     wanted = brute_force(p, draw)
@@ -72,7 +72,7 @@ BLIND = (
 
 
 @pytest.mark.parametrize("name", sorted({*MODELS, *LOSSES} - set(NOT_REPEATED)))
-def test_what_reverse_mode_misses_is_named(name, caplog):
+def test_the_reverse_engine_names_what_it_misses(name, caplog):
     p = problem(name)
     draw = noise_of(p, 1)
     found = compare_reverse(p, draw, brute_force(p, draw))

@@ -40,7 +40,7 @@ def problem(request):
     return Problem(model, torch.randn(6, 4, dtype=D), torch.randint(3, (6,)), CrossEntropy())
 
 
-def test_both_passes_of_the_antithetic_engine_draw_the_same(problem):
+def test_both_passes_of_the_antithetic_engine_draw_the_same_random_numbers(problem):
     found = []
     for engine in (Tangent(), Antithetic(1e-4)):
         torch.manual_seed(1)
@@ -51,7 +51,7 @@ def test_both_passes_of_the_antithetic_engine_draw_the_same(problem):
     assert after == then  # as many numbers are drawn as by one pass
 
 
-def test_both_passes_draw_the_same_in_the_first_step_which_seeds_dropouts_generator(problem):
+def test_both_passes_draw_the_same_random_numbers_in_the_first_step(problem):
     step = undrop.Analytic(engine="antithetic")(problem.model, problem.inputs, problem.targets)
     assert 0.0 < step.parts["explicit"] < 0.2  # with numbers that differ it is 20
 

@@ -37,7 +37,7 @@ def explicit_draws(p, form, mask, passes):
 @pytest.mark.parametrize("form", ["hessian", "identity"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_two_thousand_draws_have_the_exact_mean(name, mask, form):
+def test_two_thousand_reverse_draws_have_the_exact_mean(name, mask, form):
     """40 passes of 50 copies each, of noise that is independent between examples."""
     p = problem(name)
     exact = evaluate(Exact(), p, seeded(0, mask), EXPLICIT, form).parts["explicit"]
@@ -51,7 +51,7 @@ def drop_connect():
     return Problem(nn.Sequential(*layers).double(), x, y, CrossEntropy())
 
 
-def test_draws_have_the_exact_mean_if_all_examples_share_the_noise():
+def test_reverse_draws_have_the_exact_mean_if_all_examples_share_the_noise():
     p = drop_connect()
     exact = evaluate(Exact(), p, seeded(0), EXPLICIT).parts["explicit"]
     assert_mean(explicit_draws(p, "hessian", "as-declared", 2000), exact)
@@ -60,7 +60,7 @@ def test_draws_have_the_exact_mean_if_all_examples_share_the_noise():
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["lstm", "transformer", "gru", "batch_norm"])
-def test_draws_have_the_exact_mean_on_larger_nets(name, mask):
+def test_reverse_draws_have_the_exact_mean_on_larger_nets(name, mask):
     p = problem(name)
     exact = evaluate(Exact(), p, seeded(0, mask), EXPLICIT).parts["explicit"]
     assert_mean(explicit_draws(p, "hessian", mask, 2000), exact)
@@ -73,7 +73,7 @@ def test_labels_of_other_losses_are_drawn_from_their_models(loss):
     assert_mean(explicit_draws(copies(p, 50), "hessian", "as-declared", 40), exact)
 
 
-def test_the_loss_jacobian_needs_no_draws():
+def test_the_reverse_engine_needs_no_draws_for_the_loss_jacobian():
     p = problem("lstm")
     found = evaluate(Reverse(), p, seeded(0), EXPLICIT, "loss-jacobian")
     exact = evaluate(Exact(), p, seeded(0), EXPLICIT, "loss-jacobian")
@@ -92,7 +92,7 @@ class Labelled(CrossEntropy):
         return F.cross_entropy(output, self.labels, reduction="sum")
 
 
-def test_over_all_labels_its_value_is_exact_and_its_gradient_is_not():
+def test_over_all_labels_the_reverse_value_is_exact_and_its_gradient_is_not():
     """It does not differentiate the probabilities of the labels that it draws."""
     p = problem("mlp")
     with torch.no_grad():  # away from where all classes are as likely and nothing depends on them
@@ -110,7 +110,7 @@ def test_over_all_labels_its_value_is_exact_and_its_gradient_is_not():
     assert relative(slope, gradient(exact.total, p.model)) > 0.1
 
 
-def test_a_loss_without_a_distribution_raises_an_error():
+def test_the_reverse_engine_refuses_a_loss_without_a_distribution():
     p = problem("mlp", "generic")
     with pytest.raises(EngineError, match=r"Generic has no distribution .* engine='tangent'"):
         evaluate(Reverse(), p, seeded(0), EXPLICIT)

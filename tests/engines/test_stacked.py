@@ -84,7 +84,7 @@ KINKED = {
 
 
 @pytest.mark.parametrize("name", KINKED)
-def test_on_nets_with_kinks_the_gradient_is_that_of_the_tangent_engine(name):
+def test_a_stacked_pass_on_a_net_with_kinks_has_the_gradient_of_the_tangent_engine(name):
     """Within 1 % at ε₀ = 0.05, and the closer the smaller ε₀ is."""
     p = KINKED[name]()
     draw = random_signs(p, 3)
@@ -167,7 +167,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_batch_is_found_wherever_it_is(monkeypatch, name, fraction):
+def test_the_batch_dimension_is_found_wherever_it_is(monkeypatch, name, fraction):
     p = LAYOUTS[name]()
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
     draw = random_signs(p, 1)
@@ -285,7 +285,7 @@ def test_a_generator_that_the_model_holds_is_the_same_for_both_signs():
     assert max(parts) < 1.0
 
 
-def test_random_numbers_that_nobody_can_repeat_are_refused():
+def test_random_numbers_that_cannot_be_repeated_are_refused():
     counter = iter(range(10_000))
     p = classify(OwnNoise(lambda x: float(next(counter))), 6, 4)
     with pytest.raises(EngineError, match="two passes of OwnNoise without noise differ"):

@@ -35,7 +35,7 @@ def assert_is_exact(p, draws, form="hessian", mask="as-declared"):
     assert relative(gradient(total, p.model), gradient(exact, p.model)) < 1e-9
 
 
-def test_over_all_signs_it_is_exact():
+def test_the_tangent_engine_is_exact_over_all_signs():
     """Every one of the 2¹⁰ patterns of η on a net with ten of them."""
     model = nn.Sequential(nn.Dropout(0.3), nn.Linear(2, 3), nn.Tanh(), nn.Dropout(0.4))
     model = nn.Sequential(*model, nn.Linear(3, 3)).double()
@@ -129,7 +129,7 @@ def test_the_error_of_the_antithetic_engine_falls_with_the_square_of_epsilon(nam
 
 @pytest.mark.parametrize("engine", [Tangent(), Antithetic(1e-4), Reverse(), Exact()])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_the_output_has_no_noise(name, engine):
+def test_the_output_of_a_tangent_step_has_no_noise(name, engine):
     p = problem(name)
     output = evaluate(engine, p, seeded(1)).output
     silent = p.model

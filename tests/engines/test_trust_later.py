@@ -132,7 +132,7 @@ def test_examples_that_begin_to_interact_are_found():
     assert_right(p, TWO_PASSES)
 
 
-def test_every_shape_is_proven():
+def test_a_stacked_pass_is_proven_for_every_shape():
     """Nine examples interact, others do not."""
     p = problem(lambda net, h: centred(h) if len(h) in (9, 18) else h)
     for batch in (4, 5, 6, 7, 8, 10, 11, 9):
@@ -251,7 +251,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("source", ROWS)
-def test_two_passes_draw_the_same_from_every_source(source):
+def test_two_passes_draw_the_same_random_numbers_from_every_source(source):
     """Numbers for each row: a stacked pass would draw others, so the model runs twice."""
     p = problem(lambda net, h: h * (1.0 + ROWS[source](h.detach())))
     assert_right(p, TWO_PASSES)

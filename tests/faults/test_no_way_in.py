@@ -61,7 +61,7 @@ def test_no_source_reads_pickles_or_runs_text(file):
         ),
     ],
 )
-def test_the_scan_for_unsafe_code_finds_it(text):
+def test_the_scan_for_unsafe_code_finds_an_unsafe_call(text):
     assert list(unsafe(text))
 
 

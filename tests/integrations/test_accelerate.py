@@ -21,7 +21,7 @@ def gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def test_accumulation_gives_the_gradient_of_one_large_batch():
+def test_accumulation_with_accelerate_gives_the_gradient_of_one_large_batch():
     """With the exact engine, which draws no noise."""
     x, y = batch()
     whole, parts = net(), net()
@@ -34,7 +34,7 @@ def test_accumulation_gives_the_gradient_of_one_large_batch():
     torch.testing.assert_close(gradient(parts), gradient(whole))
 
 
-def test_its_checkpoints_keep_the_noise(tmp_path):
+def test_a_checkpoint_of_accelerate_restores_the_noise(tmp_path):
     x, y = batch()
     accelerator = Accelerator(cpu=True)
     model, objective = accelerator.prepare(net()), undrop.Analytic()

@@ -138,7 +138,7 @@ def test_checkpointing_keeps_the_gradient_with_a_fraction_of_the_batch():
     torch.testing.assert_close(step(nested), step(plain), rtol=1e-12, atol=1e-14)
 
 
-def test_torch_keeps_its_own_masks_where_dropout_is_its_own():
+def test_plain_dropout_keeps_its_masks_under_checkpointing():
     """Without undrop's noise torch's random state is what counts; undrop must not disturb it."""
     expected = after_a_step(net(plain), OBJECTIVES["dropout"]())
     got = after_a_step(net(each), OBJECTIVES["dropout"]())
@@ -158,7 +158,7 @@ def test_a_checkpoint_wrapper_does_not_change_the_gradient():
     assert_same(model, "antithetic")
 
 
-def test_hooks_on_modules_make_the_region():
+def test_a_checkpointed_region_is_found_by_its_hooks():
     """No function of torch.utils.checkpoint is on the stack then: the region is found by its hooks."""
     from torch.distributed._composable import checkpoint as checkpointed
 
@@ -168,7 +168,7 @@ def test_hooks_on_modules_make_the_region():
     assert_same(model, "antithetic")
 
 
-def test_backward_works_in_another_thread():
+def test_backward_of_a_checkpointed_model_works_in_another_thread():
     """As on a GPU, where autograd's own threads run the region again."""
 
     def elsewhere(total: Tensor) -> None:
@@ -179,7 +179,7 @@ def test_backward_works_in_another_thread():
     assert_same(net(nested), "antithetic", elsewhere)
 
 
-def test_a_retained_graph_can_be_run_again_and_again():
+def test_the_retained_graph_of_a_checkpointed_model_can_be_run_again():
     expected = after_a_step(net(plain), OBJECTIVES["antithetic"]())
 
     def twice(total: Tensor) -> None:
@@ -195,7 +195,7 @@ def test_a_retained_graph_can_be_run_again_and_again():
 TARGET = torch.tensor([[0, 1, 2], [2, 1, 0]])
 
 
-def test_the_reentrant_kind_is_refused():
+def test_reentrant_checkpointing_is_refused():
     with pytest.raises(RecomputationError, match=r"CheckpointFunction.*use_reentrant=False"):
         after_a_step(net(reentrant), OBJECTIVES["antithetic"]())
 
@@ -225,7 +225,7 @@ def test_checkpointing_that_is_switched_on_later_stops_the_tangent_engine():
         after_a_step(model, objective)
 
 
-def test_other_hooks_are_left_as_they_were():
+def test_finding_checkpointed_regions_leaves_saved_tensor_hooks_unchanged():
     from torch.autograd.graph import save_on_cpu
 
     found = []

@@ -43,7 +43,7 @@ def kinds(model, inputs):
     return [s.kind for s in found if s.kind not in ("dropout", "attention")], found
 
 
-def test_drop_path_and_drop_block_of_timm(timm):
+def test_drop_path_and_drop_block_of_timm_are_sites(timm):
     model = timm.create_model("resnet10t", num_classes=3, drop_block_rate=0.1, drop_path_rate=0.1)
     found, sites = kinds(model, IMAGE)
     assert set(found) == {"drop-path", "drop-block"}

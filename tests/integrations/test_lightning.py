@@ -61,7 +61,7 @@ def exact() -> undrop.Analytic:
     return undrop.Analytic(engine="exact")
 
 
-def test_a_fit_trains_logs_and_says_that_it_is_active(caplog):
+def test_a_lightning_fit_trains_and_logs_that_undrop_is_active(caplog):
     model, before = module(), weights(module())
     fit = trainer()
     with caplog.at_level(logging.WARNING, "undrop"):
@@ -72,7 +72,7 @@ def test_a_fit_trains_logs_and_says_that_it_is_active(caplog):
     assert caplog.text.count("undrop is active: Analytic on Classifier, loss = ") == 1
 
 
-def test_a_step_is_that_of_the_plain_loop():
+def test_a_lightning_step_equals_that_of_a_plain_loop():
     model, plain = module(exact()), module(exact())
     trainer(max_steps=1).fit(model, loader())
     plain.objective(plain.net, *next(iter(loader()))).backward()
@@ -80,14 +80,14 @@ def test_a_step_is_that_of_the_plain_loop():
     torch.testing.assert_close(weights(model), expected)
 
 
-def test_accumulation_gives_the_step_of_one_large_batch():
+def test_accumulation_in_lightning_gives_the_step_of_one_large_batch():
     one, two = module(exact()), module(exact())
     trainer(max_steps=2).fit(one, loader(4))
     trainer(max_steps=2, accumulate_grad_batches=2).fit(two, loader(2))
     torch.testing.assert_close(weights(one), weights(two))
 
 
-def test_validation_is_untouched():
+def test_validation_in_lightning_is_unchanged():
     model = module()
     fit = trainer(max_steps=4)  # an epoch
     fit.fit(model, loader(), loader(16))
@@ -96,7 +96,7 @@ def test_validation_is_untouched():
     torch.testing.assert_close(fit.callback_metrics["valid"], expected.detach())
 
 
-def test_a_step_in_mixed_precision_is_close_to_one_in_float32():
+def test_a_lightning_step_in_mixed_precision_is_close_to_one_in_float32():
     losses = []
     for precision in ("32-true", "bf16-mixed"):
         fit = trainer(max_steps=1, precision=precision)
@@ -106,7 +106,7 @@ def test_a_step_in_mixed_precision_is_close_to_one_in_float32():
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
-def test_resuming_is_exact(tmp_path):
+def test_a_lightning_fit_resumes_exactly(tmp_path):
     whole = module()
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     trainer(tmp_path, max_steps=6, enable_checkpointing=True, callbacks=[keep]).fit(whole, loader())
@@ -135,7 +135,7 @@ def test_a_training_step_without_the_objective_is_an_error(cls):
         trainer().fit(cls(undrop.Analytic()), loader())
 
 
-def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch):
+def test_importing_the_lightning_callback_without_lightning_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     monkeypatch.delitem(sys.modules, "undrop.integrations.lightning")
     with pytest.raises(MissingExtraError, match=r"pip install 'undrop\[lightning\]'"):

@@ -69,7 +69,7 @@ def test_lora_dropout_is_a_site_at_every_adapter(kind):
 
 
 @pytest.mark.parametrize("kind", LORA)
-def test_the_mean_explicit_part_is_the_exact_one(kind):
+def test_the_explicit_part_of_lora_has_the_exact_mean(kind):
     model, inputs = adapted(**LORA[kind]), {"input_ids": IDS, "labels": IDS}
     exact = undrop.Analytic(engine="exact", implicit=False)(model, inputs).parts["explicit"]
     one = undrop.Analytic(implicit=False, generator=torch.Generator().manual_seed(5))
@@ -90,7 +90,7 @@ def test_without_lora_dropout_there_is_no_site():
         undrop.sites(adapted(dropout=0.0), {"input_ids": IDS})
 
 
-def test_ia3_has_no_dropout():
+def test_a_model_with_ia3_is_refused_because_it_has_no_dropout():
     config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     model = peft.get_peft_model(base(), config)
     with pytest.raises(NoDropoutError, match="adapters of the kind IA3 have no dropout"):
@@ -101,7 +101,7 @@ def lines(caplog) -> list[str]:
     return [r.message for r in caplog.records if "had no effect" in r.message]
 
 
-def test_one_step_with_b_zero_is_no_reason_to_warn(caplog):
+def test_one_step_with_b_zero_logs_no_warning(caplog):
     model = adapted(zero=True)
     objective = undrop.Analytic()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
@@ -117,7 +117,7 @@ def test_one_step_with_b_zero_is_no_reason_to_warn(caplog):
     assert not lines(caplog)
 
 
-def test_two_steps_without_an_effect_are_named_once(caplog):
+def test_two_steps_in_which_dropout_has_no_effect_log_one_warning(caplog):
     """B stays 0, as if it were frozen, and something else is trained."""
     model = adapted(zero=True)
     for name, weight in model.named_parameters():
@@ -133,7 +133,7 @@ def test_two_steps_without_an_effect_are_named_once(caplog):
     assert "lora_dropout.default" in line
 
 
-def test_micro_batches_of_one_step_do_not_count(caplog):
+def test_micro_batches_of_one_step_log_no_warning(caplog):
     model, objective = adapted(zero=True), undrop.Analytic()
     with caplog.at_level(logging.WARNING, "undrop"):
         for _ in range(3):
@@ -221,7 +221,7 @@ def test_looking_for_sites_does_not_pack_weights_for_inference():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_on_quantized_weights_a_step_is_that_on_the_weights_they_stand_for(bits):
+def test_a_step_on_quantized_weights_equals_that_on_the_dequantized_weights(bits):
     codes = with_adapters(quantized(bits, plain=False))
     weights = with_adapters(quantized(bits, plain=True))
     (found, ours), (expected, theirs) = step(codes), step(weights)
@@ -269,7 +269,7 @@ PACKAGES = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", PACKAGES)
-def test_real_quantized_layers_give_the_step_on_the_weights_they_stand_for(package, tmp_path):
+def test_a_step_on_real_quantized_layers_equals_that_on_the_dequantized_weights(package, tmp_path):
     config = hf.LlamaConfig(
         **{"vocab_size": 11, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.1},

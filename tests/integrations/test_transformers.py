@@ -93,7 +93,7 @@ def test_every_family_takes_steps_and_logs_the_parts(name, tmp_path):
         check_loss(log["loss"], loss, sum(parts))
 
 
-def test_the_first_step_says_that_it_is_active(tmp_path, caplog):
+def test_the_first_step_of_the_trainer_logs_that_undrop_is_active(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "undrop"):
         trained(tmp_path)
     lines = [r.message for r in caplog.records if "undrop is active" in r.message]
@@ -125,7 +125,7 @@ def shares(trainer, batches: list[dict[str, Tensor]]) -> list[float]:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_step_is_that_of_the_plain_loop(tmp_path, attention):
+def test_a_trainer_step_equals_that_of_a_plain_loop(tmp_path, attention):
     data, model = examples(FAMILIES["llama"], 4), FAMILIES["llama"].model(attention)
     trainer = trained(tmp_path, "llama", model=copy.deepcopy(model), data=data, max_steps=1)
     batches = [stacked(data)]
@@ -151,7 +151,7 @@ def test_accumulated_micro_batches_count_by_their_targets(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-tokens", "bert-sequence"])
-def test_accumulation_gives_the_step_of_one_large_batch(tmp_path, name):
+def test_accumulation_in_the_trainer_gives_the_step_of_one_large_batch(tmp_path, name):
     """With the exact engine, which draws no noise, the two are the same step."""
     family = FAMILIES[name]
     data = uneven(family) if name == "gpt2" else examples(family, 4)
@@ -165,7 +165,7 @@ def test_accumulation_gives_the_step_of_one_large_batch(tmp_path, name):
         assert second[key] == pytest.approx(first[key], rel=1e-4)
 
 
-def test_models_that_take_no_count_of_targets(tmp_path):
+def test_micro_batches_count_equally_if_the_model_takes_no_count_of_targets(tmp_path):
     """Then the Trainer divides by the number of micro-batches, and the logged parts follow it."""
     data, model = uneven(FAMILIES["gpt2"]), FAMILIES["gpt2"].model()
     model.accepts_loss_kwargs = False
@@ -180,7 +180,7 @@ def test_models_that_take_no_count_of_targets(tmp_path):
 
 @pytest.mark.portable
 @pytest.mark.parametrize("engine", ["tangent", "antithetic"])
-def test_a_step_in_bfloat16_is_close_to_one_in_float32(tmp_path, engine):
+def test_a_trainer_step_in_bfloat16_is_close_to_one_in_float32(tmp_path, engine):
     full = trained(tmp_path, "bert-sequence", seeded(engine=engine), max_steps=1)
     half = trained(tmp_path, "bert-sequence", seeded(engine=engine), max_steps=1, bf16=True)
     assert next(half.model.parameters()).dtype == torch.float32
@@ -206,7 +206,7 @@ def test_half_precision_is_seen_by_the_engine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-masked", "llama", "t5"])
-def test_gradient_checkpointing_changes_nothing(tmp_path, name):
+def test_gradient_checkpointing_does_not_change_the_trainers_step(tmp_path, name):
     plain = trained(tmp_path, name, seeded(engine="antithetic"))
     how = {
         "gradient_checkpointing": True,
@@ -238,7 +238,7 @@ def test_evaluation_is_the_trainers_own(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"samples": 2, "interval": 2, "engine": "antithetic"}])
-def test_resuming_is_exact(tmp_path, options):
+def test_the_trainer_resumes_exactly(tmp_path, options):
     how = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "data": None}
     whole = trained(tmp_path / "whole", objective=undrop.Analytic(**options), **how)
     family = FAMILIES["gpt2"]
@@ -311,7 +311,7 @@ class Mine(UndropMixin, hf.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_a_trainer_of_your_own_can_return_outputs(tmp_path):
+def test_your_own_trainer_can_return_outputs(tmp_path):
     assert trained(tmp_path, cls=Mine).seen == (4, 3, 7)
 
 
@@ -342,14 +342,14 @@ def test_options_that_undrop_cannot_honor_are_refused(tmp_path):
         trainer.compute_loss(model, {"input_ids": torch.ones(1, 2, dtype=torch.long)})
 
 
-def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch):
+def test_importing_the_trainer_without_transformers_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "undrop.integrations.transformers")
     with pytest.raises(MissingExtraError, match=r"pip install 'undrop\[transformers\]'"):
         import undrop.integrations.transformers  # noqa: F401
 
 
-def test_two_processes_take_the_step_of_one(launch, tmp_path):
+def test_a_trainer_on_two_processes_takes_the_step_of_one(launch, tmp_path):
     """With the exact engine, which draws no noise, and targets that are unevenly spread."""
     launch(Path(__file__).with_name("two_trainers.py"), tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
@@ -400,7 +400,7 @@ class Weighted(hf.Trainer):
         return (self.factor * loss, outputs) if return_outputs else self.factor * loss
 
 
-def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
+def test_a_trainer_with_a_custom_loss_is_refused(tmp_path):
     class Both(UndropMixin, Weighted):
         pass
 

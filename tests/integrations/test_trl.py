@@ -122,7 +122,7 @@ def test_the_statistics_of_labels_are_those_of_the_fused_head(tmp_path):
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
 
 
-def test_dft_is_refused(tmp_path):
+def test_the_dft_loss_of_trl_is_refused(tmp_path):
     with pytest.raises(OptionError, match="computes a loss of"):
         sft(tmp_path, loss_type="dft").train()
 
@@ -155,7 +155,7 @@ def first_step(trainer, monkeypatch):
 
 
 @pytest.mark.parametrize("exact_output", [True, False])
-def test_log_probabilities_stay_reproducible(tmp_path, exact_output, monkeypatch):
+def test_log_probabilities_of_dpo_stay_reproducible(tmp_path, exact_output, monkeypatch):
     """Dropout off in such trainers is for this: the policy's log-probabilities are the plain ones."""
     trainer = dpo(tmp_path, objective=seeded(exact_output=exact_output))
     step, (_, inputs, _), _ = first_step(trainer, monkeypatch)
@@ -244,7 +244,7 @@ def reward_model(cls, p, folder, **extra):
     [(kto, trl.KTOTrainer), (reward_model, trl.RewardTrainer)],
     ids=["kto", "reward"],
 )
-def test_other_losses_are_the_trainer_s_own(tmp_path, make, base):
+def test_kto_and_reward_models_keep_their_own_loss(tmp_path, make, base):
     words = {"processing_class": trl_models.tokenizer()}
     plain = logs(make(base, 0.0, tmp_path, **words))
     cls = type("Ours", (UndropMixin, base), {})
@@ -266,7 +266,7 @@ def test_engines_that_differentiate_the_fused_head_are_refused(tmp_path):
         dpo(tmp_path, objective=seeded(engine="tangent")).train()
 
 
-def test_a_loss_that_does_not_ask_the_model_is_refused(tmp_path, monkeypatch):
+def test_a_loss_that_does_not_call_the_model_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         trl.DPOTrainer, "compute_loss", lambda self, model, inputs, **_: torch.zeros(())
     )
@@ -274,7 +274,7 @@ def test_a_loss_that_does_not_ask_the_model_is_refused(tmp_path, monkeypatch):
         dpo(tmp_path).train()
 
 
-def test_a_loss_that_asks_twice_is_refused(tmp_path, monkeypatch):
+def test_a_loss_that_calls_the_model_twice_is_refused(tmp_path, monkeypatch):
     compute = trl.DPOTrainer.compute_loss
 
     def twice(self, model, inputs, **kwargs):

@@ -32,16 +32,16 @@ BY_HAND = [" drop path", " masks by hand", " layer drop", " module dropout"]
 @pytest.mark.parametrize(
     "case", [*CASES, " dropout", *BY_HAND], ids=lambda case: case.strip() or "plain"
 )
-def test_gradients_equal_those_of_one_process(found, wrapper, case):
+def test_gradients_on_two_processes_equal_those_of_one(found, wrapper, case):
     assert found[wrapper + case] < 1e-14
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_mask_made_by_hand_has_them_under_ddp(found, kind):
+def test_masks_made_by_hand_have_the_gradients_of_one_process_under_ddp(found, kind):
     assert found[f"ddp {kind}"] < 1e-14
 
 
-def test_masks_made_by_hand_were_sites_there(found):
+def test_masks_made_by_hand_are_sites_under_ddp(found):
     kinds = [set(kinds) - {"attention", "dropout"} for kinds in found["kinds by hand"]]
     assert kinds == [{"drop-path"}, {"mask"}, {"layer-drop"}, {"module-drop"}]
 
@@ -52,7 +52,7 @@ def test_the_other_engines_have_the_same_gradient_under_ddp(found, engine):
 
 
 @pytest.mark.parametrize("engine", ["tangent", "reverse", "exact"])
-def test_what_fsdp_does_not_allow_is_refused(found, engine):
+def test_engines_that_differentiate_twice_are_refused_under_fsdp(found, engine):
     assert "FSDP" in found[f"fsdp2 refuses {engine}"]
     assert "engine='antithetic'" in found[f"fsdp2 refuses {engine}"]
 
@@ -62,11 +62,11 @@ def test_auto_takes_the_antithetic_engine_under_fsdp(found):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_sites_have_the_names_of_the_model_itself(found, wrapper):
+def test_sites_under_ddp_and_fsdp_have_the_names_of_the_model_itself(found, wrapper):
     assert found[f"{wrapper} sites"] == SITES
 
 
-def test_each_process_has_noise_of_its_own(found):
+def test_each_process_draws_its_own_noise(found):
     assert found["own noise"] == {
         "from one seed": True,
         "from one state": True,

@@ -215,7 +215,7 @@ def test_idle_dropout_is_not_a_site():
     ("inputs", "expected"),
     [(X, (2, 3)), ((X, X), (4, 3)), ([X, X], (4, 3)), ({"other": X, "x": X}, (4, 3))],
 )
-def test_inputs_are_a_tensor_a_tuple_or_a_dict(inputs, expected):
+def test_sites_takes_inputs_as_a_tensor_a_tuple_or_a_dict(inputs, expected):
     class Joined(nn.Module):
         def forward(self, x, other=None):
             return F.dropout(x if other is None else torch.cat((x, other)), 0.5, self.training)
@@ -223,7 +223,7 @@ def test_inputs_are_a_tensor_a_tuple_or_a_dict(inputs, expected):
     assert undrop.sites(Joined(), inputs)[0].shape == expected
 
 
-def test_what_drops_in_eval_mode_is_flagged():
+def test_a_dropout_that_drops_in_eval_mode_is_flagged():
     attend = Calls(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1))
     found = undrop.sites(nn.Sequential(nn.Dropout(0.2), attend), torch.randn(2, 3, 4))
     assert [(s.name, s.active_in_eval) for s in found] == [("0", False), ("1.attention", True)]
@@ -286,7 +286,7 @@ def test_a_model_without_dropout_is_an_error(model, hint):
         undrop.sites(model, X)
 
 
-def test_a_function_is_not_a_model():
+def test_sites_refuses_a_function_as_model():
     with pytest.raises(OptionError, match=r"must be an nn.Module, got function: wrap it into one"):
         undrop.sites(lambda x: F.dropout(x, 0.5), torch.randn(2, 3))
 

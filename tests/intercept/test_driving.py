@@ -161,14 +161,14 @@ def assert_same(p, one, other, tolerance):
     torch.testing.assert_close(a, b, rtol=10 * tolerance, atol=tolerance)
 
 
-def test_the_tangent_agrees_with_plain_passes(model):
+def test_the_tangent_engine_agrees_with_plain_passes(model):
     p = regression(model)
     row = next(design(p)).row
     row = torch.randn(row.shape, dtype=D, generator=new_generator(1)).sign()
     assert_same(p, *(evaluate(e, p, Fixed(row)) for e in (Tangent(), Antithetic(1e-4))), 1e-6)
 
 
-def test_the_reverse_engine_agrees(model):
+def test_the_reverse_engine_agrees_with_the_tangent_and_the_exact_engine(model):
     """On what it need not sample: the noise, and the loss Jacobian."""
     p = regression(model)
     assert_same(p, *(evaluate(e, p, seeded(1), IMPLICIT) for e in (Reverse(), Tangent())), 1e-9)

@@ -66,7 +66,7 @@ def test_a_declared_function_runs_compiled(caplog):
         assert "without torch.compile" not in caplog.text
 
 
-def test_what_can_not_be_declared_is_refused():
+def test_register_site_refuses_what_it_cannot_declare():
     with pytest.raises(OptionError, match="has no argument 'q'"):
         undrop.register_site(hidden, p="q")
     with pytest.raises(OptionError, match="takes a function or a module class"):

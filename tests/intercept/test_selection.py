@@ -38,7 +38,7 @@ def test_weights_out_of_range_raise_an_error(weight):
     ("patterns", "got"),
     [(3, "int"), ([3], r"\[3\]"), ([["*"]], r"\[\['\*'\]\]"), ({None: 1.0}, r"\{None: 1.0\}")],
 )
-def test_patterns_are_strings(patterns, got):
+def test_patterns_that_are_not_strings_are_refused(patterns, got):
     message = f"sites must be a name pattern, a list of them, or a mapping .* to weights, got {got}"
     with pytest.raises(OptionError, match=message):
         Selection(patterns)

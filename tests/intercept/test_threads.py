@@ -141,7 +141,7 @@ class Asks(nn.Module):
 
 
 @pytest.mark.parametrize("outer", ["antithetic", "tangent"])
-def test_objectives_may_nest(outer):
+def test_an_objective_inside_a_models_forward_works(outer):
     inner = undrop.Analytic(engine="exact")  # whose value hangs on no draw
     expected = inner(net(5), X, Y).total.item()
     model, x = Asks(inner), X.clone().requires_grad_()
@@ -184,7 +184,7 @@ def test_a_generator_closed_early_leaves_no_interception():
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_no_exception_leaves_anything_behind(engine, error):
+def test_an_exception_in_a_pass_leaves_no_interception_behind(engine, error):
     class Raises(nn.Module):
         armed = False
 

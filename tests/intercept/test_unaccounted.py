@@ -79,7 +79,7 @@ def test_unaccounted_numbers_are_named_and_the_same_for_every_seed(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_model_with_nothing_else_gets_an_error_that_names_it(name):
+def test_the_error_for_a_model_without_sites_names_its_unaccounted_numbers(name):
     own, function = OTHERS[name]
     with pytest.raises(NoDropoutError, match=f"{function}.*register_site"):
         undrop.sites(Net(own, dropout=False), X)
@@ -204,7 +204,7 @@ class Uneven(nn.Module):
         return x * torch.nonzero(kept).numel() + 0.0 * kept
 
 
-def test_something_like_a_mask_after_a_skipped_layer_is_not_taken_for_one():
+def test_a_comparison_after_a_skipped_layer_is_not_taken_for_a_mask():
     net = Skipped(lambda net, layer, h: layer(h))
     net.layers = nn.ModuleList([Inner(nn.Identity()), Inner(Uneven())])
     found = undrop.sites(net, torch.randn(3, 5, 3))
@@ -219,7 +219,7 @@ def test_a_p_that_rises_above_a_half_stays_the_p_of_what_is_dropped():
         assert [(s.kind, s.p) for s in undrop.sites(net, x)] == [("layer-drop", p)] * 2
 
 
-def test_without_regularization_masks_are_at_their_mean_and_the_rest_is_random():
+def test_no_regularization_sets_masks_to_their_mean_and_keeps_other_random_numbers():
     class Both(nn.Module):
         def forward(self, x):
             return patches(x * (torch.rand(len(x), 1) < 0.8))

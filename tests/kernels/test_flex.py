@@ -87,7 +87,9 @@ def kernel_gradients(monkeypatch):
 @pytest.mark.parametrize("path", [without_kernel, in_kernel])
 @pytest.mark.parametrize("noise", FACTORS)
 @pytest.mark.parametrize("case", CASES)
-def test_value_and_gradient_match_eager_attention(case, noise, path, kernel_gradients):
+def test_flex_attention_has_the_value_and_gradient_of_eager_attention(
+    case, noise, path, kernel_gradients
+):
     call = made(**CASES[case])
     factors = FACTORS[noise](call.shape)
     factors[0, 0, 1] = 0.0 if noise == "dropout" else factors[0, 0, 1]  # a row that is all dropped
@@ -198,7 +200,7 @@ def evaluated(engine, problem):
 
 
 @pytest.mark.parametrize("engine", [Antithetic, Tangent, Reverse, Exact])
-def test_every_engine_gives_what_eager_attention_gives(engine):
+def test_every_engine_agrees_on_flex_and_eager_attention(engine):
     flex, eager = twins()
     found, expected = evaluated(engine(), flex), evaluated(engine(), eager)
     assert found.engine == expected.engine
@@ -216,7 +218,7 @@ def test_flex_attention_runs_in_one_stacked_pass(fraction):
     assert evaluation.engine == "antithetic: one stacked pass"
 
 
-def test_the_kernel_serves_the_stacked_pass(kernel_gradients, monkeypatch):
+def test_the_fused_kernel_gives_the_same_stacked_pass(kernel_gradients, monkeypatch):
     """The way of a GPU, on torch's eager kernel."""
     flex, _ = twins()
     expected = evaluate(Antithetic(), flex, random_signs(flex, 3))
@@ -260,7 +262,7 @@ DOCUMENTS = torch.tensor([[0, 0, 1], [0, 1, 1]])
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_mask_by_example_is_stacked_or_found_out(inside):
+def test_a_mask_with_a_row_per_example_is_stacked_or_the_model_runs_twice(inside):
     """A tensor from outside has no rows for the stacked batch: two passes serve then."""
     model, x, y = Documents(inside).to(D), torch.randn(2, 3, 2, dtype=D), torch.randint(3, (2, 3))
     problem = Problem(model, (x, DOCUMENTS), y, CrossEntropy())

@@ -54,7 +54,7 @@ def reference(logits, u, target, smoothing, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("ignored", [0, 2])
-def test_values_and_gradients_match_autograd(form, smoothing, ignored):
+def test_the_derivatives_of_softmax_match_autograd(form, smoothing, ignored):
     logits, u, target = problem(ignored=ignored)
     got = cross_entropy_derivatives(logits, u, target, label_smoothing=smoothing, form=form)
     want = reference(logits, u, target, smoothing, form)
@@ -83,7 +83,7 @@ def test_the_derivatives_of_softmax_pass_gradcheck(form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_combined_is_the_weighted_sum(form, scale):
+def test_the_combined_softmax_total_is_the_weighted_sum(form, scale):
     logits, u, target = problem()
     parts = cross_entropy_derivatives(logits, u, target, label_smoothing=0.1, form=form)
     total, detached = cross_entropy_combined(
@@ -97,7 +97,7 @@ def test_combined_is_the_weighted_sum(form, scale):
     torch.testing.assert_close(got, torch.autograd.grad(scale * want, (logits, u)))
 
 
-def test_the_result_does_not_depend_on_the_size_of_blocks(monkeypatch):
+def test_the_softmax_derivatives_do_not_depend_on_the_size_of_blocks(monkeypatch):
     logits, u, target = problem(shape=(11,), ignored=3)
     whole = cross_entropy_combined(logits, u, target, (1.0, 0.5, 1.0))
     grads = torch.autograd.grad(whole[0], (logits, u))
@@ -127,7 +127,7 @@ def test_a_common_shift_of_the_tangent_changes_nothing():
     torch.testing.assert_close(shifted, parts, rtol=1e-9, atol=1e-9)
 
 
-def test_all_targets_ignored_is_zero():
+def test_the_softmax_derivatives_are_zero_if_all_targets_are_ignored():
     logits, u, target = problem()
     target.fill_(-100)
     parts = cross_entropy_derivatives(logits, u, target)
@@ -148,7 +148,7 @@ def test_bfloat16_is_computed_in_float32():
     assert all(g.dtype == torch.bfloat16 and torch.isfinite(g).all() for g in grads)
 
 
-def test_a_row_of_masked_classes_is_as_if_they_were_not_there():
+def test_classes_with_logits_of_minus_infinity_change_nothing():
     logits, u, target = problem(shape=(5,), ignored=0)
     wide = torch.cat((logits, logits.new_full((5, 2), -torch.inf)), -1)
     tangent = torch.cat((u, u.new_zeros(5, 2)), -1)

@@ -107,7 +107,7 @@ def test_the_adaptive_softmax_has_the_value_of_torchs():
     torch.testing.assert_close(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs))
 
 
-def test_value_can_be_differentiated_twice():
+def test_the_adaptive_value_can_be_differentiated_twice():
     features, _, layers, target = problem()
     inputs = [features, *parameters(layers)]
     seconds = []
@@ -133,7 +133,7 @@ def test_the_adaptive_derivatives_and_their_gradients_match_plain_operations(for
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_combined_is_the_weighted_sum(form, scale):
+def test_the_adaptive_combined_total_is_the_weighted_sum(form, scale):
     features, u, layers, target = problem()
     weights = (0.9, 0.8, -0.3)
     total, parts = adaptive(layers).combined(features, u, target, form, weights)
@@ -158,7 +158,7 @@ def test_the_adaptive_loss_passes_gradcheck():
     assert torch.autograd.gradcheck(call, inputs)
 
 
-def test_all_targets_ignored_is_zero():
+def test_the_adaptive_loss_is_zero_if_all_targets_are_ignored():
     features, u, layers, target = problem()
     target.fill_(-100)
     loss = adaptive(layers)
@@ -171,7 +171,7 @@ def test_all_targets_ignored_is_zero():
 
 
 @pytest.mark.parametrize("form", ["hessian", "identity"])
-def test_sampled_gradients_have_the_form_as_covariance(form):
+def test_sampled_gradients_of_the_adaptive_loss_have_the_form_as_covariance(form):
     """E[∇S ∇Sᵀ] is the form: 20,000 draws, all entries within 4 standard errors."""
     features, _, layers, _ = problem((1,), ignored=0)
     draws = 20_000
@@ -205,7 +205,7 @@ def test_a_sampled_word_is_of_the_tail_that_the_head_chose():
 
 
 @pytest.mark.portable
-def test_float32_and_bfloat16_stay_close():
+def test_the_adaptive_loss_in_float32_and_bfloat16_is_close_to_float64():
     exact = problem()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
         results = []
@@ -217,7 +217,7 @@ def test_float32_and_bfloat16_stay_close():
             assert (got.double() - want).norm() <= tolerance * want.norm()
 
 
-def test_the_whole_matrix_of_logits_is_never_made():
+def test_the_adaptive_loss_never_makes_the_whole_matrix_of_logits():
     features, u, layers, target = problem((60, 10), dtype=torch.float32)
     loss = adaptive(layers, chunk=8)
     with LargestTensor() as largest:
@@ -227,7 +227,7 @@ def test_the_whole_matrix_of_logits_is_never_made():
     assert features.numel() < len(target.view(-1)) * CLASSES
 
 
-def test_targets_and_features_that_do_not_fit_are_refused():
+def test_the_adaptive_loss_refuses_targets_and_features_that_do_not_fit():
     features, _, layers, target = problem()
     loss = adaptive(layers)
     loss.check(features, target)

@@ -70,7 +70,7 @@ class Features(torch.nn.Module):
         return self.body(input_ids).last_hidden_state[:, :-1]
 
 
-def test_the_way_out_gives_the_same_step():
+def test_features_with_linear_cross_entropy_give_the_step_of_the_whole_model():
     model = gpt2()
     generators = [new_generator(1) for _ in range(2)]
     whole = undrop.Analytic(generator=generators[0])(model, {"input_ids": IDS, "labels": IDS})

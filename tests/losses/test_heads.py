@@ -29,7 +29,7 @@ def problem(name: str, attention: str, n: int = 1) -> Problem:
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_site_is_found(name, attention):
+def test_every_site_of_a_transformers_model_is_found(name, attention):
     made = problem(name, attention)
     found = undrop.sites(made.model, made.inputs)
     assert list(found.names) == FAMILIES[name].names(attention)
@@ -38,7 +38,7 @@ def test_every_site_is_found(name, attention):
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_explicit_part_is_exact(name, attention):
+def test_the_explicit_part_of_a_transformers_model_is_exact_over_a_design_of_signs(name, attention):
     """Over a design of signs the mean of the tangent engine's is the expectation itself.
 
     It agrees to what Transformers leaves of float64: some norms are taken in float32.
@@ -51,7 +51,7 @@ def test_the_explicit_part_is_exact(name, attention):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_explicit_part_of_the_antithetic_engine_is_right(name):
+def test_the_antithetic_explicit_part_of_a_transformers_model_is_right(name):
     made = problem(name, "sdpa")
     draw = next(iter(design(made)))
     tangent = evaluate(Tangent(), made, draw, EXPLICIT).total

@@ -61,6 +61,6 @@ def test_the_adaptive_softmax_only_reads_how_many_rows_a_tail_has():
     assert set(found) == {"nonzero"}
 
 
-def test_only_the_check_of_values_reads_them():
+def test_the_check_of_values_reads_from_the_device():
     loss, output, _, target = problem("cross-entropy", 0, 2)
     assert "_local_scalar_dense" in reads(lambda: loss.check_values(output, target))

@@ -49,7 +49,7 @@ def test_the_fused_value_and_its_gradients_match_the_plain_loss(smoothing, ignor
         )
 
 
-def test_value_can_be_differentiated_twice():
+def test_the_fused_value_can_be_differentiated_twice():
     features, _, weight, bias, target = problem()
     fused, plain = losses(weight, bias, label_smoothing=0.1)
     inputs = (features, weight, bias)
@@ -88,7 +88,7 @@ def test_the_fused_derivatives_and_their_gradients_match_the_plain_loss(form, wi
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_combined_is_the_weighted_sum(form, scale):
+def test_the_fused_combined_total_is_the_weighted_sum(form, scale):
     features, u, weight, bias, target = problem()
     fused, plain = losses(weight, bias, label_smoothing=0.1)
     c = (0.9, 0.8, -0.3)
@@ -125,7 +125,7 @@ def test_a_tied_weight_gets_the_gradients_of_both_uses():
     torch.testing.assert_close(got, torch.autograd.grad(plain.value(logits, target), weight))
 
 
-def test_only_what_needs_a_gradient_gets_one():
+def test_the_fused_loss_differentiates_only_tensors_that_require_a_gradient():
     features, u, weight, bias, target = problem()
     fused, _ = losses(weight.detach(), bias)
     total, _ = fused.combined(features.detach(), u, target)
@@ -136,7 +136,7 @@ def test_only_what_needs_a_gradient_gets_one():
         assert not fused.combined(features, u, target)[0].requires_grad
 
 
-def test_all_targets_ignored_is_zero():
+def test_the_fused_loss_is_zero_if_all_targets_are_ignored():
     features, u, weight, bias, target = problem()
     target.fill_(-100)
     loss, _ = losses(weight, bias)
@@ -159,7 +159,7 @@ def outer_products(loss, features, form, draws):
 
 
 @pytest.mark.parametrize("form", ["hessian", "identity"])
-def test_sampled_gradients_have_the_form_as_covariance(form):
+def test_sampled_gradients_of_the_fused_loss_have_the_form_as_covariance(form):
     """E[∇S ∇Sᵀ] = WᵀHW or WᵀW: 20,000 draws, all entries within 4 standard errors."""
     features, _, weight, bias, _ = problem((1,), ignored=0)
     loss, _ = losses(weight, bias)
@@ -170,7 +170,7 @@ def test_sampled_gradients_have_the_form_as_covariance(form):
     assert ((outer.mean(0) - weight.t() @ middle @ weight).abs() <= 4 * error).all()
 
 
-def test_ignored_targets_are_not_sampled():
+def test_the_fused_loss_does_not_sample_ignored_targets():
     features, _, weight, bias, target = problem((6,), ignored=3)
     loss, _ = losses(weight, bias)
     for form in FORMS:
@@ -181,7 +181,7 @@ def test_ignored_targets_are_not_sampled():
 
 
 @pytest.mark.parametrize("call", ["value", "combined", "derivatives"])
-def test_the_whole_matrix_of_logits_is_never_made(call):
+def test_the_fused_loss_never_makes_the_whole_matrix_of_logits(call):
     features, u, weight, bias, target = problem((40, 10), classes=500, dtype=torch.float32)
     loss = LinearCrossEntropy(weight, bias, chunk=16)
     with LargestTensor() as largest:
@@ -196,7 +196,7 @@ def test_the_whole_matrix_of_logits_is_never_made(call):
 
 
 @pytest.mark.portable
-def test_float32_and_bfloat16_stay_close():
+def test_the_fused_loss_in_float32_and_bfloat16_is_close_to_float64():
     exact = problem(classes=50)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
         rounded = problem(classes=50, dtype=dtype)
@@ -209,7 +209,7 @@ def test_float32_and_bfloat16_stay_close():
 
 
 @pytest.mark.portable
-def test_bfloat16_autocast_is_close_and_grads_are_float32():
+def test_the_fused_loss_under_bfloat16_autocast_is_close_and_its_gradients_are_float32():
     features, u, weight, bias, target = problem(classes=50, dtype=torch.float32)
     loss = LinearCrossEntropy(weight, bias)
     want, _ = loss.combined(features, u, target)

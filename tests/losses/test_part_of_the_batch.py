@@ -40,7 +40,7 @@ def test_u_of_the_last_examples_is_u_padded_with_zeros(name, form, dim, carrying
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_covers_the_whole_output(name):
+def test_with_u_for_a_part_of_the_batch_the_loss_covers_the_whole_output(name):
     loss, output, u, target = problem(name, 0, 2)
     _, parts = loss.combined(output, u, target, "hessian", C)
     torch.testing.assert_close(parts.loss, loss.value(output, target).detach(), rtol=1e-12, atol=0)

@@ -44,7 +44,7 @@ LOGITS = torch.zeros(2, 3, 5)
         (Generic(lambda f, y: 1.0), torch.zeros(2), "must return one number .* got float"),
     ],
 )
-def test_targets_that_do_not_fit_are_refused(loss, target, message):
+def test_losses_refuse_targets_that_do_not_fit(loss, target, message):
     def checks():
         loss.check(LOGITS, target)
         loss.check_values(LOGITS, target)
@@ -66,7 +66,7 @@ def test_targets_that_do_not_fit_are_refused(loss, target, message):
         (Generic(lambda f, y: f.mean() * len(y)), ["anything"]),
     ],
 )
-def test_targets_that_fit_pass(loss, target):
+def test_losses_accept_targets_that_fit(loss, target):
     loss.check(LOGITS, target)
     loss.check_values(LOGITS, target)
 
@@ -97,7 +97,7 @@ def test_a_target_out_of_range_is_named_by_every_method_that_indexes_with_it():
         (nn.functional.smooth_l1_loss, Generic),
     ],
 )
-def test_the_loss_for_what_a_user_passes(given, kind):
+def test_torchs_losses_convert_to_the_matching_loss_class(given, kind):
     assert type(as_loss(given)) is kind
 
 
@@ -107,7 +107,7 @@ def test_torchs_cross_entropy_keeps_its_settings():
     assert as_loss(loss) is loss
 
 
-def test_a_name_is_not_a_loss():
+def test_a_string_as_loss_is_refused():
     with pytest.raises(OptionError, match="loss must be a Loss or a callable, got str"):
         as_loss("cross-entropy")
 
@@ -127,7 +127,7 @@ class Rooted(nn.MSELoss):
     [(Focal(), torch.tensor([1, 0])), (Rooted(), torch.zeros(2, 3))],
     ids=["focal", "rooted"],
 )
-def test_a_subclass_of_a_torch_loss_is_what_it_computes(loss, target):
+def test_a_subclass_of_a_torch_loss_keeps_its_own_computation(loss, target):
     output = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
     assert as_loss(loss).value(output, target) == loss(output, target)
 

@@ -16,7 +16,7 @@ from undrop.losses.base import Derivatives
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("form", ["hessian", "identity"])
 @pytest.mark.parametrize("shape", [(6, 5), (6, 3, 5)])
-def test_the_gradients_equal_those_of_autograd(noisy, ignored, form, shape):
+def test_the_gradients_computed_with_the_loss_equal_those_of_autograd(noisy, ignored, form, shape):
     torch.manual_seed(0)
     f = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     u = torch.randn((noisy, *shape[1:]), dtype=torch.float64, requires_grad=True)

@@ -41,7 +41,7 @@ def test_the_adaptive_head_equals_torchs_with_the_rows_of_the_embedding():
 
 
 @pytest.mark.parametrize("shrink", [1, 2])
-def test_probabilities_sum_to_one(shrink):
+def test_the_probabilities_of_the_adaptive_head_sum_to_one(shrink):
     embedding, head = pair(shrink)
     features = torch.randn(3, 4, SIZE, dtype=torch.double)
     total = head(features, embedding).exp().sum(-1)
@@ -95,6 +95,6 @@ def test_rows_shrink_and_the_first_table_picks_the_tails():
         ({"cutoffs": [5, 9], "shrink": 3}, "shrink must leave 2 tails some of 8 features, got 3"),
     ],
 )
-def test_bad_options_are_named(options, message):
+def test_the_adaptive_softmax_names_bad_options(options, message):
     with pytest.raises(OptionError, match=message):
         AdaptiveEmbedding(VOCABULARY, SIZE, **options)

@@ -26,7 +26,7 @@ def step(p, **how):
 @pytest.mark.parametrize("engine", [*ENGINES, "auto", "exact"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_its_parts_add_up_and_are_named(name, form, engine):
+def test_the_parts_of_analytic_add_up_and_have_names(name, form, engine):
     found = step(problem(name), explicit=form, engine=engine)
     assert set(found.parts) == {"loss", "explicit", "implicit"}
     assert sum(found.parts.values()) == pytest.approx(found.total.item(), rel=1e-12)
@@ -39,7 +39,7 @@ def test_parts_that_are_switched_off_are_left_out():
     assert set(step(p, implicit=False).parts) == {"loss", "explicit"}
 
 
-def test_the_loss_is_the_one_without_dropout():
+def test_the_loss_part_of_analytic_is_the_loss_without_dropout():
     p = problem("mlp")
     expected = p.loss.value(p.model.eval()(p.inputs), p.targets)
     p.model.train()
@@ -101,7 +101,7 @@ def test_independent_masks_differ_from_declared_ones():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_noise_comes_from_the_generator_alone(engine):
+def test_the_noise_of_analytic_comes_from_its_generator_alone(engine):
     p = problem("transformer")
     state = torch.get_rng_state()
     first, again, other = (
@@ -134,7 +134,7 @@ def test_without_a_generator_torchs_seed_decides():
         lambda **how: undrop.Dropout(2, noise="resampled", **how),
     ],
 )
-def test_a_saved_state_restores_the_noise(make, given):
+def test_a_saved_state_of_analytic_restores_the_noise(make, given):
     p = problem("mlp")
 
     def made(seed):
@@ -155,7 +155,7 @@ def test_a_saved_state_restores_the_noise(make, given):
     assert resumed.steps == 6
 
 
-def test_a_state_is_numbers_and_tensors():
+def test_the_state_of_analytic_contains_only_numbers_and_tensors():
     p = problem("mlp")
     objective = undrop.Analytic()
     objective(p.model, p.inputs, p.targets)

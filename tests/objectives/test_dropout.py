@@ -38,7 +38,7 @@ def by_hand(p, passes=1):
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "gru", "transformer", "batch_norm"])
-def test_with_one_mask_it_is_the_plain_step_to_the_bit(name):
+def test_dropout_with_one_mask_takes_the_plain_step_bit_for_bit(name):
     p = problem(name)
     objective = undrop.Dropout(loss=p.loss)
     for seed in range(3):  # also the first, in which the sites are looked for
@@ -52,7 +52,7 @@ def test_with_one_mask_it_is_the_plain_step_to_the_bit(name):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_only_one_mask_is_known_to_be_the_last(k):
+def test_the_first_evaluation_of_dropout_is_the_last_only_for_one_mask(k):
     """Then backward() does not look for another one."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
     batch = Batch(model, torch.randn(4, 3), torch.randint(2, (4,)), loss=undrop.CrossEntropy())
@@ -60,7 +60,7 @@ def test_only_one_mask_is_known_to_be_the_last(k):
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_with_k_masks_it_is_the_mean_of_k_plain_steps(name):
+def test_dropout_with_k_masks_takes_the_mean_of_k_plain_steps(name):
     p = problem(name)
     torch.manual_seed(1)
     ours = taken(undrop.Dropout(3), p)
@@ -69,7 +69,7 @@ def test_with_k_masks_it_is_the_mean_of_k_plain_steps(name):
     torch.testing.assert_close(ours, sum(theirs) / 3)
 
 
-def test_resampled_noise_is_the_difference_of_two_more():
+def test_resampled_noise_is_the_difference_of_two_more_masks():
     p = problem("mlp")
     torch.manual_seed(1)
     ours = taken(undrop.Dropout(3, noise="resampled"), p)
@@ -79,7 +79,7 @@ def test_resampled_noise_is_the_difference_of_two_more():
 
 
 @pytest.mark.parametrize("noise", ["resampled", "analytic"])
-def test_one_mask_has_lost_no_noise(noise):
+def test_dropout_with_one_mask_adds_no_noise(noise):
     p = problem("mlp")
     torch.manual_seed(1)
     ours = taken(undrop.Dropout(noise=noise), p)
@@ -178,14 +178,14 @@ def wide():
 
 
 @pytest.mark.parametrize("draws", [LIGHT, MANY])
-def test_analytic_noise_restores_it_too_if_dropout_is_of_first_order(draws):
+def test_analytic_noise_restores_the_noise_if_dropout_is_of_first_order(draws):
     p = wide()
     one = covariance_trace(p, 2 * draws, seed=0)
     assert covariance_trace(p, draws, 2) == pytest.approx(one / 2, rel=0.1)
     assert covariance_trace(p, draws, 2, noise="analytic") == pytest.approx(one, rel=0.1)
 
 
-def test_the_output_is_that_of_the_first_mask():
+def test_the_output_of_dropout_with_k_masks_is_that_of_the_first_mask():
     p = problem("mlp")
     torch.manual_seed(3)
     step = undrop.Dropout(4)(p.model, p.inputs, p.targets)
@@ -195,7 +195,7 @@ def test_the_output_is_that_of_the_first_mask():
 
 
 @pytest.mark.slow
-def test_its_mean_gradient_is_that_of_dropout():
+def test_dropout_with_k_masks_has_the_mean_gradient_of_dropout():
     """Drop_4 and Drop_1 have one mean: within 4 standard errors of 3,000 masks each."""
     p = problem("mlp")
     four = torch.stack([taken(undrop.Dropout(4), p) for _ in range(750)])

@@ -116,7 +116,7 @@ def test_a_model_without_dropout_is_refused_with_advice(dropping):
 
 
 @pytest.mark.parametrize("make", [undrop.NoRegularization, lambda: undrop.L2(0.1)])
-def test_baselines_need_no_dropout(make):
+def test_no_regularization_and_l2_accept_a_model_without_dropout(make):
     make()(Net(nn.Identity()), X, Y).backward()
 
 
@@ -153,7 +153,7 @@ def test_a_drop_probability_of_zero_or_one_logs_nothing_else(p, caplog):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_an_empty_batch_is_refused(objective, later):
+def test_every_objective_refuses_an_empty_batch(objective, later):
     model = Net(end=lambda y: y)
     if later:
         objective(model, X, Y)
@@ -257,7 +257,7 @@ def test_a_model_without_trainable_parameters_is_refused_for_your_own_loss_too(e
         ([0, 1, 2, 3], "of an integer type, got list"),
     ],
 )
-def test_targets_that_do_not_fit_are_refused(objective, y, message):
+def test_objectives_refuse_targets_that_do_not_fit(objective, y, message):
     refused(objective, TargetError, message, Net(), y=y)
 
 
@@ -288,13 +288,13 @@ def test_an_activation_that_is_not_finite_is_named_by_its_site(objective):
 
 
 @REPORTED_AT_ONCE
-def test_a_loss_that_is_not_finite_after_the_last_site(objective):
+def test_the_error_for_a_nonfinite_loss_says_that_all_sites_are_finite(objective):
     message = rf"{NOT_FINITE}, but the activations at all sites are: look at"
     refused(objective, NonFiniteError, message, Net(end=lambda y: y / 0.0))
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the CPU reports it at once")
-def test_on_another_device_a_later_step_reports_what_is_not_finite():
+def test_on_another_device_a_later_step_reports_a_nonfinite_value():
     model, objective = Net(end=lambda y: y / 0.0), undrop.Analytic()
     with pytest.raises(NonFiniteError, match="not finite at step 0, but the activations"):
         [objective(model, X, Y) for _ in range(5)]
@@ -302,7 +302,7 @@ def test_on_another_device_a_later_step_reports_what_is_not_finite():
 
 @REPORTED_AT_ONCE
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_regularizer_that_is_not_finite(engine):
+def test_a_nonfinite_regularizer_raises_an_error(engine):
     """The square root is finite at 0 and its derivative is not."""
     objective = undrop.Analytic(
         engine=engine, loss=lambda f, y: (f - f.detach()).abs().sqrt().mean()
@@ -336,7 +336,7 @@ def test_a_model_that_raises_after_its_first_step_is_left_as_it_was(objective):
 
 
 @pytest.mark.parametrize("make", ["drop-k", "drop-k own masks", "drop-k resampled"])
-def test_a_model_that_raises_in_a_later_pass(make):
+def test_a_model_that_raises_in_a_later_pass_is_left_as_it_was(make):
     model, objective = Net(), OBJECTIVES[make]()
     step = objective(model, X, Y)
     model.end = breaks
@@ -344,7 +344,7 @@ def test_a_model_that_raises_in_a_later_pass(make):
         _ = step.total
 
 
-def test_the_same_model_works_afterwards(objective):
+def test_a_model_that_raised_works_in_the_next_step(objective):
     model = Net(end=breaks)
     with pytest.raises(Broken):
         objective(model, X, Y)
@@ -415,7 +415,7 @@ def test_options_outside_of_their_range_are_refused(make, message):
 
 
 @pytest.mark.parametrize("strength", [-1.0, float("nan"), float("inf"), None, "1"])
-def test_a_schedule_has_the_range_of_a_strength(strength):
+def test_a_strength_schedule_that_returns_an_invalid_strength_is_refused(strength):
     objective = undrop.Analytic(strength=lambda step: strength)
     refused(objective, OptionError, "strength must be finite and not negative", Net())
 

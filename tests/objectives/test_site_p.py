@@ -126,7 +126,7 @@ def test_an_attribute_that_is_not_the_p_of_one_site_alone_is_not_used(model):
     assert slots(Batch(model, x, None), names_of(model, x)) == {}
 
 
-def test_two_sites_of_one_module_get_each_its_own_p():
+def test_each_of_two_sites_of_one_module_gets_its_own_p():
     model = nn.Sequential(nn.Linear(1, 1, bias=False), *[nn.Dropout(0.5)] * 2)
     nn.init.ones_(model[0].weight)
     objective = undrop.Dropout(loss=undrop.MSE())

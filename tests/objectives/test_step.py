@@ -52,7 +52,7 @@ def test_backward_leaves_the_gradient_of_the_total(objective, name):
     torch.testing.assert_close(one, gradient(q.model))
 
 
-def test_the_gradient_is_added_and_may_be_scaled(objective):
+def test_backward_adds_the_gradient_and_can_scale_it(objective):
     p, step = called(objective)
     step.backward()
     one = gradient(p.model)
@@ -64,7 +64,7 @@ def test_the_gradient_is_added_and_may_be_scaled(objective):
     torch.testing.assert_close(gradient(q.model), 0.75 * one)
 
 
-def test_the_parts_add_up_to_the_total_before_and_after(objective):
+def test_the_parts_of_a_step_add_up_to_its_total_before_and_after_backward(objective):
     _, step = called(objective)
     parts, total = step.parts, step.total.item()
     assert sum(parts.values()) == pytest.approx(total, rel=1e-12)
@@ -76,7 +76,7 @@ def test_the_parts_add_up_to_the_total_before_and_after(objective):
     assert "loss=" in repr(step)
 
 
-def test_l2_is_the_squared_norm():
+def test_the_l2_part_is_the_squared_norm_of_the_weights():
     p = problem("mlp")
     parts = undrop.L2(0.1)(p.model, p.inputs, p.targets).parts
     norm = sum(q.square().sum() for q in p.model.parameters()).item()
@@ -152,7 +152,7 @@ def silent_pass(p):
     return dict(p.model.named_buffers())
 
 
-def test_running_statistics_are_updated_once(objective):
+def test_a_step_updates_running_statistics_once(objective):
     p, step = called(objective)
     step.backward()
     assert p.model[1].num_batches_tracked.item() == 1
@@ -286,7 +286,7 @@ def test_memory_does_not_grow_with_samples(name, make):
     assert 0 < many <= 1.05 * one
 
 
-def test_a_step_is_differentiated_once(objective):
+def test_a_second_backward_of_a_step_is_refused(objective):
     _, step = called(objective)
     step.backward()
     with pytest.raises(StepError, match="differentiated already: call the objective again"):

@@ -103,7 +103,7 @@ def test_every_objective_takes_a_loss_of_the_whole_output(objective):
 
 
 @pytest.mark.parametrize("engine", ["exact", "reverse"])
-def test_engines_that_take_one_output_say_so(engine):
+def test_engines_that_take_one_output_refuse_a_loss_of_the_whole_output(engine):
     p = problem(as_dict)
     with pytest.raises(EngineError, match=f"the {engine} engine takes a loss of one output"):
         undrop.Analytic(loss=both, engine=engine)(p.model, p.inputs, p.targets)
@@ -161,7 +161,7 @@ def test_a_loss_that_depends_on_the_order_gets_the_order_of_the_batch(name):
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
-def test_its_explicit_part_keeps_its_mean_on_half_of_the_batch(name):
+def test_a_loss_that_depends_on_the_order_keeps_its_mean_explicit_part_on_half_of_the_batch(name):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)).to(D)
     x, y = torch.randn(8, 4, dtype=D), torch.randint(3, (8,))

@@ -44,11 +44,11 @@ class Own:
         (np.float32(0.5), 0.5),
     ],
 )
-def test_results_become_what_json_has(value, plain):
+def test_results_convert_to_json(value, plain):
     assert as_json(value) == plain
 
 
-def test_what_has_no_form_in_json_is_refused_by_name():
+def test_a_value_that_json_cannot_hold_is_refused_by_its_type():
     with pytest.raises(TypeError, match="object can't be converted to JSON"):
         as_json(object())
 
@@ -95,13 +95,13 @@ def test_a_suffix_that_names_no_picture_format_is_refused(tmp_path):
         figures.check_picture(tmp_path / "x")
 
 
-def test_without_matplotlib_the_way_out_is_named(monkeypatch):
+def test_a_figure_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"a figure needs matplotlib: pip install"):
         figures.new_figure(4, 3)
 
 
-def test_importing_the_package_loads_neither_matplotlib_nor_rich_nor_torch():
+def test_importing_undrop_report_loads_neither_matplotlib_nor_rich_nor_torch():
     code = (
         "import sys, undrop.report, undrop.report.html, undrop.report.figures\nprint(*sys.modules)"
     )

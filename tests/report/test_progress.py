@@ -16,7 +16,7 @@ from undrop.report import Progress, duration
         (7260, "2 h 01 min"),
     ],
 )
-def test_durations_are_in_words(seconds, words):
+def test_durations_have_readable_units(seconds, words):
     assert duration(seconds) == words
 
 
@@ -25,7 +25,7 @@ def terminal(width=80):
 
 
 @pytest.mark.parametrize("width", [20, 40, 79, 80, 119])
-def test_the_line_fits_and_fields_are_left_out_whole(width):
+def test_a_progress_line_fits_the_width_and_leaves_out_whole_fields(width):
     fields = ("12,345 tokens/s", "2 min 05 s left", "loss 5.500  explicit 0.250", "implicit 0.125")
     bar = Progress(False).bar("epoch 2/4")
     bar.show(0.3, *fields)
@@ -46,7 +46,7 @@ def test_a_bar_fills_up_and_has_an_ascii_form():
     assert bar.line(80).endswith("100%")
 
 
-def test_without_a_known_end_there_is_no_bar():
+def test_progress_without_a_known_end_has_no_bar():
     bar = Progress(False).bar("reading")
     bar.show(None, "3 files")
     assert bar.line(80) == "reading  3 files"

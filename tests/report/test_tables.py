@@ -42,7 +42,7 @@ def test_prose_does_not_break_at_an_equals_sign():
     ]
 
 
-def test_with_room_a_row_is_a_line():
+def test_a_table_row_is_one_line_if_there_is_room():
     lines = TABLE.text(130).split("\n")
     assert lines[0].split() == " ".join(TABLE.heads).split()
     assert len(lines) == 3
@@ -54,7 +54,7 @@ def test_headings_of_numbers_wrap_before_the_table_becomes_blocks():
     assert "124.72" in body[0]
 
 
-def test_without_room_each_row_is_a_block_of_its_nonempty_cells():
+def test_a_table_row_is_a_block_of_its_nonempty_cells_if_there_is_no_room():
     assert TABLE.text(40).split("\n") == [
         "run                   runs/ptb-lstm-",
         "                      tiny-analytic-1",
@@ -70,7 +70,7 @@ def test_without_room_each_row_is_a_block_of_its_nonempty_cells():
     ]
 
 
-def test_wide_characters_count_twice():
+def test_wide_characters_take_two_columns_of_a_table():
     head, body = Table(["word", "n"], [["日本", "1"], ["ab", "22"]], numbers={"n"}).lines(80)
     assert (head, body) == (["word   n"], ["日本   1", "ab    22"])
 
@@ -86,11 +86,11 @@ def test_text_wraps_at_spaces_and_a_long_word_without_marks_anywhere():
     ]
 
 
-def test_a_title_is_the_first_line():
+def test_the_title_of_a_table_is_the_first_line():
     assert Table(["a"], [["1"]], title="Sites").text(80).split("\n") == ["Sites", "a", "1"]
 
 
-def test_without_a_terminal_nothing_wraps(monkeypatch):
+def test_a_table_does_not_wrap_without_a_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("os.get_terminal_size", lambda *_: (_ for _ in ()).throw(OSError()))
     assert terminal_width() > 1000
@@ -98,7 +98,7 @@ def test_without_a_terminal_nothing_wraps(monkeypatch):
     assert terminal_width() == 72
 
 
-def test_markdown_escapes_what_would_break_the_table():
+def test_a_markdown_table_escapes_its_cells():
     table = Table(["word", "n"], [["a|b <c>\nremark", "1"]], numbers={"n"})
     assert table.markdown().split("\n") == [
         "| word | n |",
@@ -107,7 +107,7 @@ def test_markdown_escapes_what_would_break_the_table():
     ]
 
 
-def test_html_escapes_aligns_and_marks():
+def test_an_html_table_escapes_text_and_aligns_numbers():
     table = Table(["word", "n"], [["<b>\nremark", "1"], ["holds", ""]], numbers={"n"})
     shown = table.html("cards", {"holds": "good"})
     assert '<td data-head="word">&lt;b&gt;<br><span class="soft">remark</span></td>' in shown

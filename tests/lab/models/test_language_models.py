@@ -161,7 +161,7 @@ def test_the_feature_loss_equals_the_cross_entropy_of_the_logits(model, tokens):
         optimizer.step()
 
 
-def test_the_tangent_engine_trusts_every_op_on_its_way(model, tokens):
+def test_every_op_of_a_language_model_is_proven_for_the_tangent_engine(model, tokens):
     for logits in (True, False):
         assert first_unproven_op(copy.deepcopy(model), {"tokens": tokens, "logits": logits}) is None
 
@@ -216,7 +216,7 @@ def test_models_run_in_half_precision(model, tokens):
         (torch.zeros(3, 2), "of whole numbers, got torch.float32"),
     ],
 )
-def test_invalid_tokens_are_named(model, bad, message):
+def test_a_language_model_names_invalid_tokens(model, bad, message):
     with pytest.raises(OptionError, match=message):
         model(bad)
 

@@ -20,6 +20,7 @@ ORDER = (
         "registry",
         "options",
         "torch_compat",
+        "autodiff",
         "files",
         "report",
         "tensor_files",

@@ -55,8 +55,8 @@ class RngSnapshot:
 
     A model may draw random numbers that are not dropout: stochastic depth, sampled activations. Passes
     that are compared must draw the same ones. Otherwise u ≈ (F₊ - F₋)/2ε₀ takes their difference for
-    the effect of ε, multiplied by 1/2ε₀. Other threads draw from the same generators, so the state is
-    restored only after a pass that ``drew`` (see ``Interception``).
+    the effect of ε, multiplied by 1/2ε₀. Other threads draw from the same generators, so restore the
+    state only if they ``moved``.
 
     As a context manager it restores the state at the end of the block.
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.diagnosis.measure.gradients import gradient, inner
+from undrop.autodiff import gradients
+from undrop.diagnosis.measure.gradients import inner
 from undrop.engines import Draw, Request, ZeroLeaves, as_engine
 from undrop.errors import EngineError, NoDropoutError
 from undrop.intercept import Batch, Interception, Selection, keep_statistics, logits_of, unwrapped
@@ -98,13 +99,11 @@ class Watcher:
             sampled = loss.sampled(logits, targets, "hessian", self._generator(logits.device))
         except EngineError:  # no likelihood to sample labels from: one draw of u, and no shares
             return {"half_quadratic": float(self._term(batch, quadratic=0.5).detach())}
-        gradients = torch.autograd.grad(
-            sampled, field.leaves, allow_unused=True, materialize_grads=True
-        )
+        found = gradients(sampled, field.leaves)
         count = float(loss.count(logits, targets))
         squares = {
             site.name: 0.5 * site.sigma**2 * float(gradient.double().square().sum()) / count
-            for site, gradient in zip(field.sites, gradients, strict=True)
+            for site, gradient in zip(field.sites, found, strict=True)
         }
         total = math.fsum(squares.values())
         shares = {f"share/{name}": value / total for name, value in squares.items() if total}
@@ -112,7 +111,7 @@ class Watcher:
 
     def _noise_norm(self, batch: Batch) -> float:
         parameters = [p for p in batch.model.parameters() if p.requires_grad]
-        found = gradient(self._term(batch, directional=1.0), parameters)
+        found = gradients(self._term(batch, directional=1.0), parameters)
         return math.sqrt(inner(found, found))
 
     def _term(self, batch: Batch, quadratic: float = 0.0, directional: float = 0.0) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from undrop.autodiff import gradients
 from undrop.engines.base import Request
 from undrop.engines.plan import NotStackable, PlanChanged
 from undrop.intercept import is_sharded, preserve_model, tensors_in
@@ -40,13 +41,14 @@ def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> 
     batch = request.batch._replace(compiled=False)
     device = next((t.device for t in tensors_in(batch.inputs)), torch.device("cpu"))
     generator = request.draw.generator(device)
-    state = generator.get_state()
+    state, weights = generator.get_state(), [p for p in model.parameters() if p.requires_grad]
 
     def gradient(coefficients: Coefficients, factor: float) -> Tensor:
         generator.set_state(state)
         alone = replace(request, batch=batch, coefficients=coefficients)
         with preserve_model(model), request.loss.undone():
-            return _gradient(run(alone, factor), model)
+            found = gradients(run(alone, factor), weights)
+        return torch.cat([torch.zeros(1, device=device), *(g.flatten() for g in found)])
 
     regularizers = Coefficients(0.0, c.quadratic, c.directional)
     try:
@@ -69,11 +71,3 @@ def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> 
             type(model).__name__,
             100 * off,
         )
-
-
-def _gradient(total: Tensor, model: nn.Module) -> Tensor:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not total.requires_grad or not parameters:
-        return torch.zeros(1)
-    grads = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
-    return torch.cat([g.flatten() for g in grads])

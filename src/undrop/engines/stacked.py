@@ -52,7 +52,7 @@ class StackedPass(Interception):
         TorchFunctionMode.__init__(self)
         self.plan, self.rows, self.noise = plan, rows, noise
         self.index = 0
-        self.idle = self.drew = False
+        self.idle = False
         self.trail = 0
         self.stacked = not plan.late
         self._model = model
@@ -104,9 +104,7 @@ class StackedPass(Interception):
                 return func(*args, **(kwargs or {}))  # an autograd function has its own backward
         return rule(self, *args, **(kwargs or {}))
 
-    def resume(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def resume(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of tensors as if the model had called it."""
         types = (BlockTensor,) if has_blocks((*args, *kwargs.values())) else ()
         return self.__torch_function__(func, types, args, kwargs)

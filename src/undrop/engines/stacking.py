@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from undrop.engines.layout import Question
 from undrop.engines.plan import NotStackable, Plan
 from undrop.engines.proving import NO_DROPOUT, Prover
-from undrop.intercept import Batch, Statistics, is_sharded, preserve_model
+from undrop.intercept import Batch, Statistics, bare, is_sharded, preserve_model
 from undrop.rng_snapshot import RngSnapshot
 
 _FULL_PROOFS = 4  # the first shapes get a full search, with a check of the model's randomness
@@ -118,8 +117,8 @@ def plan_holds(batch: Batch, question: Question, trail: int, rng: RngSnapshot | 
     proof.trails.add(trail)
     if n == 1 or not (due or branch) or is_sharded(batch.model):
         return True
-    with _preserved(batch, rng) as bare:
-        prover = Prover(bare, question)
+    with _preserved(batch, rng) as inner:
+        prover = Prover(inner, question)
         prover.run_plain(1)
         right = prover.proven_again(proof.plan) is not None
         proof.says_nothing = prover.says_nothing
@@ -135,11 +134,11 @@ class StateBeforeStep:
 
     def __init__(self, model: nn.Module) -> None:
         known = _KNOWN.get(model, Stacking())
-        bare = _bare(model)
         self._statistics = Statistics(model)
         silent = any(proof.says_nothing for proof in known.proofs.values())
-        moving = map(bare.get_buffer, known.moving)
-        self._buffers = [(b, b.clone()) for b in (bare.buffers() if silent else moving)]
+        inner = bare(model)
+        moving = map(inner.get_buffer, known.moving)
+        self._buffers = [(b, b.clone()) for b in (inner.buffers() if silent else moving)]
         self.rng = RngSnapshot(model) if known.draws else None
 
     def restore(self) -> None:
@@ -156,14 +155,10 @@ def _modes(model: nn.Module) -> tuple[bool, ...]:
     return tuple(module.training for module in model.modules())
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 @contextmanager
 def _preserved(batch: Batch, rng: RngSnapshot | None = None) -> Iterator[Batch]:
     """Yield the batch with the model that DDP wraps, and leave no trace in it."""
-    model = _bare(batch.model)
+    model = bare(batch.model)
     with preserve_model(model), torch.no_grad():
         if rng is not None:
             rng.restart()
@@ -171,8 +166,8 @@ def _preserved(batch: Batch, rng: RngSnapshot | None = None) -> Iterator[Batch]:
 
 
 def _search(batch: Batch, question: Question, known: Stacking) -> Proof:
-    with _preserved(batch) as bare:
-        prover = Prover(bare, question)
+    with _preserved(batch) as inner:
+        prover = Prover(inner, question)
         try:
             plan = _found(prover, known)
         except NotStackable as reason:

@@ -27,7 +27,7 @@ from undrop.intercept.running_statistics import (
 )
 from undrop.intercept.site import Selection, Site, Sites
 from undrop.intercept.unaccounted import Unaccounted
-from undrop.intercept.wrappers import is_compiled, is_sharded, unwrapped
+from undrop.intercept.wrappers import bare, is_compiled, is_sharded, unwrapped
 from undrop.rng_snapshot import RngSnapshot
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "outside_interception",
     "preserve_model",
     "attention",
+    "bare",
     "call",
     "copied_buffers",
     "find_sites",

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from undrop.errors import NoDropoutError, OutputError, UndropError
 from undrop.intercept.hand_masks import known_draws
@@ -27,7 +26,7 @@ from undrop.intercept.random_values import NotAMask
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.intercept.site import Site, Sites
 from undrop.intercept.unaccounted import Unaccounted, unaccounted
-from undrop.intercept.wrappers import is_sharded, paths, unwrapped
+from undrop.intercept.wrappers import bare, is_sharded, paths, unwrapped
 from undrop.rng_snapshot import RngSnapshot, seed_current
 from undrop.torch_compat import eager
 
@@ -226,8 +225,7 @@ def acting(model: nn.Module, inputs: Any) -> dict[str, bool]:
     """
     if is_sharded(model):
         return {}
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # a pass without its backward would confuse the wrapper
+    model = bare(model)  # a pass without its backward would confuse DistributedDataParallel
     leaves: dict[str, Tensor] = {}
 
     def action(site: Site, h: Tensor) -> Tensor:

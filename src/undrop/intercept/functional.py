@@ -28,26 +28,24 @@ def _noisy(mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **
     return h.copy_(mode.noisy(h.clone(), p, kind=kind, label=kind, **how))
 
 
-@SITE_RULES.register(F.dropout)
+@SITE_RULES.register(F.dropout, torch.dropout, aten.dropout, aten.dropout.default)
 def _dropout(
     mode: Interception,
     input: Tensor,
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,
+    *,
+    train: bool | None = None,
 ) -> Tensor:
+    training = training if train is None else train
     active = training and p
     return _noisy(mode, input, p, inplace, "dropout") if active else mode.off(input, training)
 
 
-@SITE_RULES.register(torch.dropout, aten.dropout, aten.dropout.default)
-def _aten_dropout(mode: Interception, input: Tensor, p: float, train: bool) -> Tensor:
-    return _dropout(mode, input, p, train)
-
-
-@SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)
-def _aten_dropout_(mode: Interception, input: Tensor, p: float, train: bool) -> Tensor:
-    return _dropout(mode, input, p, train, inplace=True)
+SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
+    partial(_dropout, inplace=True)
+)
 
 
 @SITE_RULES.register(torch.native_dropout, aten.native_dropout, aten.native_dropout.default)
@@ -152,7 +150,6 @@ def _filling(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _rand(mode: Interception, *args: Any, **kwargs: Any) -> Any:
     size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
     if kwargs.get("out") is not None or kwargs.get("requires_grad"):
-        mode.drew = True
         return torch.rand(*args, **kwargs)
     how = _filling(kwargs)
     return mode.uniform(lambda k: torch.full(size, k, **how), lambda: torch.rand(*args, **kwargs))
@@ -194,7 +191,6 @@ def _bernoulli_(mode: Interception, input: Tensor, p: Any = 0.5, **kwargs: Any) 
 def _bernoulli(mode: Interception, input: Tensor, p: Any = None, **kwargs: Any) -> Any:
     given = () if p is None else (p,)
     if kwargs.get("out") is not None:
-        mode.drew = True
         return torch.bernoulli(input, *given, **kwargs)
     return mode.bernoulli(
         lambda k: _full_like(input, k),

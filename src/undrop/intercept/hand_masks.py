@@ -10,14 +10,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef
 
 from undrop.intercept.branches import Blend, BlendAround, Watch
 from undrop.intercept.mask_functions import META
 from undrop.intercept.random_values import Mask, MaskDraw, RandomValue, Uniform, leaves_of, replaced
 from undrop.intercept.site import Site
-from undrop.intercept.wrappers import frames, running_module
+from undrop.intercept.wrappers import bare, frames, running_module
 
 H = TypeVar("H")
 
@@ -65,9 +64,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, KnownDraws] = weakref.WeakKeyDictio
 
 def known_draws(model: nn.Module) -> KnownDraws:
     """Return what is known about the random draws of a model."""
-    while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
-        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
-    return _KNOWN.setdefault(model, KnownDraws())
+    return _KNOWN.setdefault(bare(model), KnownDraws())
 
 
 class Given(Protocol):
@@ -102,7 +99,6 @@ class HandMasks:
 
     gradients: bool
     """Whether the pass has gradients."""
-    drew: bool
     given: Given | None = None
     aliased = False
     """Whether the pass has used a tensor that was drawn in place, by its own name."""
@@ -209,7 +205,6 @@ class HandMasks:
             given = given * (high - low) + low
             return given if target is None else target.copy_(given)
         if key is None or not high > low:
-            self.drew = True
             return draw()
         if target is None:
             return Uniform(self, key, fill, draw)  # type: ignore[arg-type]
@@ -242,7 +237,6 @@ class HandMasks:
             given = given.to(dtype)
             return given if target is None else target.copy_(given)
         if key is None or chance is None:
-            self.drew = self.drew or not certain
             return draw()
         made = self.mask(key, fill, chance, dtype=dtype, threshold=None, below=True)
         return made if target is None else self._known_as(target, made)
@@ -269,7 +263,7 @@ class HandMasks:
                 soft = self.noisy(h, p, **self.described(h.shape, kind))
                 met = draw._replace(single=h.numel() == 1, branch=kind is not None)
                 self.met_mask(key, met)
-                return moved(self.resume(torch.rsub, (soft, 1.0), {}) if flipped else soft)
+                return moved(self.resume(torch.rsub, soft, 1.0) if flipped else soft)
 
         like = moved(fill(0.0)) if dtype == torch.bool else None
         made = Mask(self, key, make, dtype, draw, like=like)  # type: ignore[arg-type]
@@ -324,7 +318,7 @@ class HandMasks:
             value = mask.value("module-drop" if around else "layer-drop")
             if value.numel() != 1:
                 raise mask.refuse("a branch on many values")
-            factor = value if mask.keeps else self.resume(torch.rsub, (value, 1.0), {})
+            factor = value if mask.keeps else self.resume(torch.rsub, value, 1.0)
             self._branched |= {mask.key}
             blend = BlendAround(mask, factor, *watch.running[-1]) if around else Blend(mask, factor)
             watch.blends.append(blend)

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -49,19 +48,6 @@ Rule: TypeAlias = Callable[..., Any]
 
 SITE_RULES: Registry[Callable[..., Any], Rule] = Registry("site rule")
 """The functions that drop, and the rule for each."""
-
-RANDOM = frozenset(
-    [
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.poisson),
-        *(torch.rand_like, torch.randn_like, torch.randint_like),
-        *(torch.bernoulli, torch.multinomial, torch.binomial, torch.rrelu, torch.rrelu_),
-        *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_),
-        *(Tensor.uniform_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_),
-        *(Tensor.log_normal_, Tensor.random_),
-        *(F.gumbel_softmax, F.rrelu),
-    ]
-)
-"""Torch's functions that draw from a global generator, unless they are given one."""
 
 
 class _Depth(local):
@@ -103,8 +89,6 @@ class Interception(HandMasks, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         self.action = action
         self.sites = []
-        self.drew = False
-        """Whether the pass has drawn random numbers from torch's global generators."""
         self.idle = False
         """Whether the pass has used a dropout with p = 0."""
         self.trail = 0
@@ -145,8 +129,6 @@ class Interception(HandMasks, TorchFunctionMode):
             if found is not NotImplemented:
                 return found
         if rule is None or outside_depth.value != self._depth:
-            if func in RANDOM and (kwargs or {}).get("generator") is None:
-                self.drew = True
             return func(*args, **(kwargs or {}))
         self.prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
@@ -173,9 +155,7 @@ class Interception(HandMasks, TorchFunctionMode):
             if error[0] is None:
                 self._watch.settle(end=True)
 
-    def resume(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def resume(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of tensors as if the model had called it."""
         self.functions -= 1  # the model has not
         return self.__torch_function__(func, (), args, kwargs)

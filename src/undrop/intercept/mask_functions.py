@@ -78,23 +78,17 @@ _NAMES = {
         index_select gather index_add scatter_add cumprod prod einsum avg_pool1d avg_pool2d avg_pool3d
         linear conv1d conv2d conv3d interpolate softmax tanh sigmoid softplus""",
 }
-_TYPES = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bool": torch.bool,
-    "long": torch.int64,
-    "int": torch.int32,
-    "short": torch.int16,
-    "byte": torch.uint8,
-    "char": torch.int8,
-}
 _LARGE = 1e3  # a value put in the place of dropped entries that stands for minus infinity
 
 _OPERATION: dict[Callable[..., Any], tuple[str, bool]] = {}
 """The operation that a function is, and whether it works in place."""
-_CASTS: dict[Callable[..., Any], torch.dtype] = {}
+_CASTS: dict[Callable[..., Any], torch.dtype] = {
+    **{
+        getattr(Tensor, name): getattr(torch, name)
+        for name in ["float", "double", "half", "bfloat16", "bool", "long", "int", "short"]
+    },
+    **{Tensor.byte: torch.uint8, Tensor.char: torch.int8},
+}
 _POOLS: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {}
 
 
@@ -107,8 +101,6 @@ def _collect() -> None:
                 function = getattr(owner, name, None)
                 if function is not None:
                     _OPERATION.setdefault(function, (operation, inplace))
-                    if owner is Tensor and name in _TYPES:
-                        _CASTS[function] = _TYPES[name]
     for dims in (1, 2, 3):
         average = getattr(F, f"avg_pool{dims}d")
         for owner in (F, torch):
@@ -143,7 +135,7 @@ def answer(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _K
         call = call.with_each(_drawn)
     mask = call.first_of(Mask)
     if mask is None:
-        return mode.resume(func, call.args, call.kwargs)
+        return mode.resume(func, *call.args, **call.kwargs)
     with mask.gradients():
         return _of_mask(mask, call)
 
@@ -235,7 +227,7 @@ def _of_mask(m: Mask, call: _Call) -> Any:
     if operation == "branch" and m.binary:
         return m.mode.branch(m)
     if operation == "move" and first and not inplace:
-        return m.derived(m.mode.resume(func, (m.value(), *args[1:]), kwargs))
+        return m.derived(m.mode.resume(func, m.value(), *args[1:], **kwargs))
     if operation == "cast" and first:
         return _cast(m, func, args, kwargs)
     if func in _POOLS and first and m.binary:
@@ -271,16 +263,16 @@ def _of_zeros_and_ones(m: Mask, operation: str, args: _Args) -> Any:
         return m
     elif operation in ("and", "or") and isinstance(other, (Mask, Tensor)):
         b = other.value() if isinstance(other, Mask) else other.to(value.dtype)
-        both = resume(torch.mul, (value, b), {})
+        both = resume(torch.mul, value, b)
         if operation == "and":
             return m.derived(both)
-        return m.derived(resume(torch.sub, (resume(torch.add, (value, b), {}), both), {}))
+        return m.derived(resume(torch.sub, resume(torch.add, value, b), both))
     elif operation != "not":
         return NotImplemented
     dtype = torch.bool if operation in ("eq", "ne", "lt", "gt") else m.dtype
     if not opposite:
         return m.derived(value, dtype)
-    made = m.derived(resume(torch.rsub, (value, 1.0), {}), dtype)
+    made = m.derived(resume(torch.rsub, value, 1.0), dtype)
     made.keeps = not m.keeps
     return made
 
@@ -305,7 +297,7 @@ def _cast(m: Mask, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Ma
     dtype = wanted or m.dtype
     keep = dtype if dtype.is_floating_point else None
     how = {k: v for k, v in (("dtype", keep), ("device", device)) if v is not None}
-    value = m.mode.resume(Tensor.to, (m.value(),), how) if how else m.value()
+    value = m.mode.resume(Tensor.to, m.value(), **how) if how else m.value()
     if not m.binary and keep is None:
         raise m.refuse("a cast to whole numbers")
     return m.derived(value, dtype)
@@ -330,10 +322,10 @@ def _any_in_window(
     for size in sizes:
         count *= size
     resume = m.mode.resume
-    logs = resume(torch.log1p, (resume(torch.neg, (m.value(),), {}),), {})
-    pooled = resume(average, (logs, kernel_size, stride, padding, ceil_mode), {})
-    none = resume(torch.exp, (resume(torch.mul, (pooled, float(count)), {}),), {})
-    return m.derived(resume(torch.rsub, (none, 1.0), {}))
+    logs = resume(torch.log1p, resume(torch.neg, m.value()))
+    pooled = resume(average, logs, kernel_size, stride, padding, ceil_mode)
+    none = resume(torch.exp, resume(torch.mul, pooled, float(count)))
+    return m.derived(resume(torch.rsub, none, 1.0))
 
 
 def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs) -> Any:
@@ -355,19 +347,19 @@ def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs
     value = m.value()
     if operation == "set":
         for _ in range(target.dim() - value.dim()):
-            value = resume(torch.unsqueeze, (value, -1), {})
+            value = resume(torch.unsqueeze, value, -1)
     floating = next((x for x in (a, b) if isinstance(x, Tensor)), value)
     if not floating.is_floating_point():
         raise m.refuse("a choice between whole numbers")
-    value = resume(Tensor.to, (value,), {"dtype": floating.dtype})
+    value = resume(Tensor.to, value, dtype=floating.dtype)
     if isinstance(b, (int, float)) and b == 0:
-        out = resume(torch.mul, (a, value), {})
+        out = resume(torch.mul, a, value)
     else:
         other = b.clone() if inplace or operation == "set" else b
-        step = resume(torch.sub, (a, other), {}) if isinstance(a, Tensor) or a else -other
-        out = resume(torch.add, (other, resume(torch.mul, (value, step), {})), {})
+        step = resume(torch.sub, a, other) if isinstance(a, Tensor) or a else -other
+        out = resume(torch.add, other, resume(torch.mul, value, step))
     if inplace or operation == "set":
-        return resume(Tensor.copy_, (target, out), {})
+        return resume(Tensor.copy_, target, out)
     return out
 
 
@@ -391,7 +383,7 @@ def _computed(m: Mask, call: _Call) -> Any:
         if not isinstance(x, Mask):
             return x
         value = x.value()
-        return value if x.dtype.is_floating_point else m.mode.resume(Tensor.to, (value, dtype), {})
+        return value if x.dtype.is_floating_point else m.mode.resume(Tensor.to, value, dtype)
 
     tracked = not any(isinstance(x, Tensor) for x in leaves)
     if isinstance(call.args[0], Mask) and func in _OUT_OF_PLACE:
@@ -402,7 +394,7 @@ def _computed(m: Mask, call: _Call) -> Any:
     if not tracked and operation in ("add", "sub", "rsub") and m.large:
         raise m.refuse("a sum in which it stands for minus infinity")
     given = call.with_each(soft)
-    out = m.mode.resume(func, given.args, given.kwargs)
+    out = m.mode.resume(func, *given.args, **given.kwargs)
     if not tracked:
         return out
     made = m.derived(out, out.dtype, binary=False)
@@ -413,14 +405,7 @@ def _computed(m: Mask, call: _Call) -> Any:
 
 
 _OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
-    getattr(Tensor, name): function
-    for function, names in (
-        (torch.add, ("add_", "__iadd__")),
-        (torch.sub, ("sub_", "__isub__")),
-        (torch.mul, ("mul_", "__imul__")),
-        (torch.div, ("div_", "__itruediv__", "__idiv__")),
-        (torch.neg, ("neg_",)),
-    )
-    for name in names
-    if hasattr(Tensor, name)
+    function: getattr(torch, operation)
+    for function, (operation, inplace) in _OPERATION.items()
+    if inplace and operation in ("add", "sub", "mul", "div", "neg")
 }

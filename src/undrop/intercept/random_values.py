@@ -133,13 +133,12 @@ class Uniform(RandomValue):
     def moved(self, x: Tensor) -> Tensor:
         """Return x after the steps that the draw has gone through."""
         for function, args, kwargs in self.steps:
-            x = self.mode.resume(function, (x, *args), kwargs)
+            x = self.mode.resume(function, x, *args, **kwargs)
         return x
 
     def real(self) -> Tensor:
         """Draw the numbers. After that, this is an ordinary tensor and not a site."""
         if self.drawn is None:
-            self.mode.drew = True
             drawn = self.draw() * self.scale + self.shift
             if self.target is not None:
                 drawn = self.target.copy_(drawn)

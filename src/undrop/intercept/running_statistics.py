@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +17,10 @@ _known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
 def _norms(model: nn.Module) -> list[nn.Module]:
     """Return each normalization layer once; every step asks, so they are looked up once."""
     if model not in _known:
-        _known[model] = [weakref.ref(module) for module in _find_norms(model)]
+        # by its buffers: a layer in TorchScript has another class
+        norms = (m for m in model.modules() if "running_mean" in m._buffers)
+        _known[model] = [weakref.ref(module) for module in norms]
     return [module for ref in _known[model] if (module := ref()) is not None]
-
-
-def _find_norms(model: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    waiting, seen = [model], {model}
-    while waiting:
-        module = waiting.pop()
-        if "running_mean" in module._buffers:  # a scripted layer has no class of its own
-            found.append(module)
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    return found
 
 
 class Statistics:
@@ -48,15 +36,13 @@ class Statistics:
                 buffer.copy_(value)
 
 
-@contextmanager
-def keep_statistics(model: nn.Module) -> Iterator[None]:
+def keep_statistics(model: nn.Module) -> AbstractContextManager[None]:
     """Make passes update copies of the running statistics, not the statistics themselves.
 
     A step of several passes updates them once, in the pass outside this block. (Writing old values
     back is not enough: the graph of the first pass holds the buffers.)
     """
-    with _copied_buffers(_norms(model)):
-        yield
+    return _copied_buffers(_norms(model))
 
 
 Buffers = list[dict[str, Tensor]]
@@ -67,11 +53,9 @@ def copied_buffers(model: nn.Module) -> Buffers:
     return _copies(list(model.modules()))
 
 
-@contextmanager
-def keep_buffers(model: nn.Module, values: Buffers | None = None) -> Iterator[None]:
+def keep_buffers(model: nn.Module, values: Buffers | None = None) -> AbstractContextManager[None]:
     """The same for every buffer of the model; passes start from ``values`` if they are given."""
-    with _copied_buffers(list(model.modules()), values):
-        yield
+    return _copied_buffers(list(model.modules()), values)
 
 
 def _copies(modules: list[nn.Module]) -> Buffers:

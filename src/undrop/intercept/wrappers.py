@@ -40,6 +40,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model._modules.get("_orig_mod") or model
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """Return the module within ``torch.compile`` and DistributedDataParallel."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
 def _not_a_module(thing: object) -> str:
     if isinstance(thing, type):
         return f"the class {thing.__name__}: pass {thing.__name__}(…)"
@@ -65,9 +76,7 @@ def _is_compiled_method(value: object) -> bool:
 
 def paths(model: nn.Module) -> dict[int, str]:
     """The path of every module by its id, as if nothing were wrapped."""
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return {id(module): _bare(name) for name, module in model.named_modules()}
+    return {id(module): _without_wrappers(name) for name, module in bare(model).named_modules()}
 
 
 def frames() -> Iterator[FrameType]:
@@ -91,7 +100,7 @@ def running_module(names: dict[int, str]) -> nn.Module | None:
     return next((x for x in owners if isinstance(x, nn.Module) and id(x) in names), None)
 
 
-def _bare(name: str) -> str:
+def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
 
 

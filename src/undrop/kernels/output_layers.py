@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from undrop.autodiff import gradients
 from undrop.kernels.softmax import (
     Coefficients,
     GradientBuffers,
@@ -118,10 +119,7 @@ class Output(ABC):
             used = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
             if used:
                 leaves = [inputs[i] for i in used]
-                grads = torch.autograd.grad(
-                    total, leaves, allow_unused=True, materialize_grads=True
-                )
-                for i, gradient in zip(used, grads, strict=True):
+                for i, gradient in zip(used, gradients(total, leaves), strict=True):
                     to[i][places[i]] += gradient  # type: ignore[index]
         return Swept(means, to)
 

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from undrop.autodiff import gradients
 from undrop.errors import OptionError, TargetError, UndropError
 from undrop.intercept.model_call import map_tensors, tensors_in
 from undrop.intercept.running_statistics import keep_buffers
@@ -271,15 +273,7 @@ class Generic(Loss):
             )
 
 
-def _gradients(scalar: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient in each tensor, zero where there is none, with a graph."""
-    if not scalar.requires_grad:
-        return [torch.zeros_like(x) for x in tensors]
-    return list(
-        torch.autograd.grad(
-            scalar, tensors, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-    )
+_gradients = partial(gradients, create_graph=True)
 
 
 def _tangents(output: Any, u: Any) -> list[Tensor]:

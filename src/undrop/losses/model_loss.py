@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from undrop.errors import EngineError, OptionError, TargetError
 from undrop.intercept import (
     Interception,
     RngSnapshot,
+    bare,
     call,
     keep_statistics,
     logits_of,
@@ -248,36 +248,25 @@ class ModelLoss(GivenLoss):
             TargetError: if there are no labels, or they are shifted already.
         """
         inputs, targets = labels_apart(inputs, targets)
-        bare = _bare(model)
-        if head_of(bare) is None:
+        model, given = bare(model), model
+        if head_of(model) is None:
             return Prepared(_CROSS_ENTROPY, inputs, targets)
         if not isinstance(targets, Tensor):
             raise TargetError(
-                f"{type(bare).__name__} needs `labels`, in the batch or as targets, got "
+                f"{type(model).__name__} needs `labels`, in the batch or as targets, got "
                 f"{type(targets).__name__}."
             )
-        task = self._tasks.get(bare)
+        task = self._tasks.get(model)
         if task is None:
-            check_attention(bare)
-            check_not_shifted(bare, inputs, targets)
-            task = self._tasks[bare] = read_head(bare, targets)
-        if bare not in self._verified and _agrees(model, inputs, targets, task):
-            self._verified.add(bare)
-        return Prepared(task.loss, decoder_inputs(bare, inputs, targets), task.targets(targets))
+            check_attention(model)
+            check_not_shifted(model, inputs, targets)
+            task = self._tasks[model] = read_head(model, targets)
+        if model not in self._verified and _agrees(given, inputs, targets, task):
+            self._verified.add(model)
+        return Prepared(task.loss, decoder_inputs(model, inputs, targets), task.targets(targets))
 
 
 _CROSS_ENTROPY = CrossEntropy()
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """The module within ``torch.compile`` and DistributedDataParallel."""
-    while True:
-        inner = model._modules.get("_orig_mod")
-        if isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
 
 
 def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:

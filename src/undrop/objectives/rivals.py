@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undrop.autodiff import gradients
 from undrop.engines import Evaluation, WeightedParts, dropout_masks
 from undrop.engines.antithetic import midpoint
 from undrop.errors import OptionError
@@ -258,12 +259,12 @@ class SAM(Objective):
         mask = dropout_masks(self.generators, self.selection)
         weights = self.trainable_parameters(batch.model)
         output, loss = self.forward_and_loss(batch, mask)
-        ascent = _gradient(loss, weights)
+        ascent = gradients(loss, weights)
         norm = torch.stack([g.norm() for g in ascent]).norm()
         factor = self.radius / (norm + 1e-12)
         with _moved(weights, [g * factor for g in ascent]), keep_statistics(batch.model):
             _, there = self.forward_and_loss(batch, mask)
-            gradient = _gradient(there, weights)
+            gradient = gradients(there, weights)
         value = there.detach()
         total = _with_gradient(value, weights, gradient)
         yield Evaluation(total, {"loss": value}, lambda: output)
@@ -300,12 +301,12 @@ class WeightNoise(Objective):
         noise = [self._draw(w) for w in weights]
         with _moved(weights, noise):
             output, there = self.forward_and_loss(batch, no_noise)
-            gradient = _gradient(there, weights)
+            gradient = gradients(there, weights)
         with _moved(weights, [-u for u in noise]), keep_statistics(batch.model):
             _, back = self.forward_and_loss(batch, no_noise)
             gradient = [
                 0.5 * (one + two)
-                for one, two in zip(gradient, _gradient(back, weights), strict=True)
+                for one, two in zip(gradient, gradients(back, weights), strict=True)
             ]
         value = 0.5 * (there.detach() + back.detach())
         total = _with_gradient(value, weights, gradient)
@@ -322,11 +323,6 @@ def _with_gradient(value: Tensor, weights: Sequence[Tensor], gradient: Sequence[
     products = ((w * g).sum() for w, g in zip(weights, gradient, strict=True))
     linear = sum(products, value.new_zeros(()))
     return value + (linear - linear.detach())
-
-
-def _gradient(loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    grads = torch.autograd.grad(loss, weights, allow_unused=True)
-    return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, grads, strict=True)]
 
 
 @contextlib.contextmanager

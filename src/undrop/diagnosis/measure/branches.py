@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from undrop.autodiff import gradients
 from undrop.errors import NonFiniteError
 from undrop.intercept import Batch, keep_buffers, no_noise, unwrapped
 from undrop.objectives import Objective
@@ -67,12 +68,10 @@ class Branches(NamedTuple):
             try:
                 for inputs, targets in self.batches:
                     step = self.objective(self.model, inputs, targets)
-                    found = torch.autograd.grad(
-                        step.total, self.weights, allow_unused=True, materialize_grads=True
-                    )
+                    found = gradients(step.total, self.weights)
                     trained.append(step.part_tensors["loss"])
                     with torch.no_grad():
-                        move(list(found))
+                        move(found)
                 held = [
                     loss_without_noise(self.objective, self.model, *batch) for batch in self.held
                 ]

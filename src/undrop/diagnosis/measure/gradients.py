@@ -16,19 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from undrop.autodiff import gradients
 from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, NumberedBatch
 from undrop.engines import dropout_masks
 from undrop.errors import GradientsDisabledError
 from undrop.intercept import Batch, Selection, SiteAction, keep_statistics
 from undrop.losses import Coefficients
 from undrop.objectives import Analytic, Objective
-
-
-def gradient(scalar: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient in the parameters; zeros for those that the scalar does not depend on."""
-    if not scalar.requires_grad:  # such as uᵀHu of a loss that is linear in the output
-        return [torch.zeros_like(p) for p in parameters]
-    return list(torch.autograd.grad(scalar, parameters, allow_unused=True, materialize_grads=True))
 
 
 def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
@@ -104,7 +98,7 @@ class GradientNoise:
         seen = Batch(model, batch.inputs, batch.targets, loss=self.measured.loss)
         with keep_statistics(model):
             term = objective.engine.evaluate(objective.request(seen, self._noise)).total
-        return gradient(term, self.parameters)
+        return gradients(term, self.parameters)
 
     def between(self, one: NumberedBatch, two: NumberedBatch) -> list[Tensor]:
         """A sample of the noise from the choice of batch."""
@@ -112,7 +106,7 @@ class GradientNoise:
 
     def _gradient(self, batch: NumberedBatch, action: SiteAction) -> list[Tensor]:
         logits = self.measured.run(batch, action)
-        return gradient(self.measured.loss.value(logits, batch.targets), self.parameters)
+        return gradients(self.measured.loss.value(logits, batch.targets), self.parameters)
 
 
 def _difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:

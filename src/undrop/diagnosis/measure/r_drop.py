@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from undrop.autodiff import gradients
 from undrop.diagnosis.measure.estimates import Estimate, Samples
 from undrop.diagnosis.measure.model import (
     FixedNoise,
@@ -103,21 +104,15 @@ class Expansion(Expanded):
         self._y = torch.autograd.grad(loss, self.output)[0].detach().requires_grad_()
         self._gradients = self._pulled_back(self._y, create_graph=True)
 
-    def _pulled_back(self, y: Tensor, *, create_graph: bool) -> tuple[Tensor, ...]:
+    def _pulled_back(self, y: Tensor, *, create_graph: bool) -> list[Tensor]:
         """Jᵀy at every leaf."""
-        return torch.autograd.grad(
-            self.logits,
-            self._leaves,
-            y.to(self.logits.dtype),
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        y = y.to(self.logits.dtype)
+        how = {"retain_graph": True, "create_graph": create_graph}
+        return gradients(self.logits, self._leaves, y, **how)
 
-    def _products(self, gradients: tuple[Tensor, ...], noise: SiteNoise) -> dict[str, Tensor]:
+    def _products(self, found: list[Tensor], noise: SiteNoise) -> dict[str, Tensor]:
         """⟨gradient, v⟩ of every site that the noise has."""
-        pairs = zip(self._names, gradients, strict=True)
+        pairs = zip(self._names, found, strict=True)
         return {name: (g * noise[name]).sum() for name, g in pairs if name in noise}
 
     @torch.no_grad()
@@ -129,20 +124,12 @@ class Expansion(Expanded):
         """Compute all terms: a backward pass for u and ∂²F/∂ε², another for uᵀHu by site."""
         slopes = self._products(self._gradients, noise)
         c = torch.stack(list(slopes.values())).sum()
-        u, *curved = torch.autograd.grad(
-            c,
-            [self._y, *self._leaves],
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        u, *curved = gradients(c, [self._y, *self._leaves], retain_graph=True)
         u = u.detach().requires_grad_()
         quadratic = self.quadratic(u)
-        pushed = torch.zeros_like(u)
-        if quadratic.requires_grad:  # as for all but a loss that is linear in F
-            (pushed,) = torch.autograd.grad(quadratic, u)  # 2Hu over the number of terms
+        (pushed,) = gradients(quadratic, [u])  # 2Hu over the number of terms
         halves = self._products(self._pulled_back(pushed, create_graph=False), noise)
-        curvatures = self._products(tuple(curved), noise)
+        curvatures = self._products(curved, noise)
         sites = {
             name: SecondOrder(
                 _number(slope), 0.25 * _number(halves[name]), 0.5 * _number(curvatures[name])

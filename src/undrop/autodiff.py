@@ -1,0 +1,29 @@
+"""Gradients by reverse mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gradients(
+    y: Tensor, tensors: Sequence[Tensor], weights: Tensor | None = None, **options: Any
+) -> list[Tensor]:
+    """Return ∂⟨weights, y⟩/∂x for each tensor x, zeros if y does not depend on it.
+
+    Args:
+        y: a scalar, or any tensor with weights.
+        tensors: the x.
+        weights: of the shape of y; None for a scalar.
+        options: passed to ``torch.autograd.grad``, such as ``create_graph``.
+    """
+    if not tensors or not y.requires_grad:  # such as uᵀHu of a loss that is linear in the output
+        return [torch.zeros_like(x) for x in tensors]
+    return list(
+        torch.autograd.grad(
+            y, tensors, weights, allow_unused=True, materialize_grads=True, **options
+        )
+    )

@@ -29,7 +29,7 @@ def train(accelerator, objective, epochs):
     net = nn.Sequential(*hidden, nn.Dropout(0.5), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    accelerator.register_for_checkpointing(objective)  # so that save_state keeps its noise
+    accelerator.register_for_checkpointing(objective)  # so that save_state saves its noise
     for _ in range(epochs):
         for x, y in loader:
             step = objective(model, x, y)
@@ -60,4 +60,4 @@ def main():
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # a thread of gloo that holds a tensor when Python ends would abort it
+    os._exit(0)  # otherwise a thread of gloo that holds a tensor would abort Python at its end

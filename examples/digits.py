@@ -1,4 +1,4 @@
-"""Handwritten digits (scikit-learn's, no download) and a convolutional net with Dropout2d.
+"""A convolutional net with Dropout2d on scikit-learn's handwritten digits (no download).
 
 pip install '.[examples]' && python examples/digits.py
 """
@@ -14,7 +14,7 @@ import undrop
 
 
 def images(seed, shown):
-    """A few digits to learn from, and the rest to be tested on."""
+    """A few digits for training, and the rest for testing."""
     x, y = (torch.tensor(column) for column in load_digits(return_X_y=True))
     x = x.float().view(-1, 1, 8, 8) / 16
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
@@ -46,7 +46,7 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as fast for so small a net, and no burden to others
+    torch.set_num_threads(1)  # enough for a net this small
     print(undrop.sites(net(), images(0, 200)[0][0][:1]))
     print(f"\n{'objective':16} {'test accuracy':>13} {'over seeds':>11}")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):

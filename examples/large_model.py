@@ -17,7 +17,7 @@ import undrop
 
 
 class Model(nn.Module):
-    """Blocks that keep no activation: the backward pass runs each again, with the same noise."""
+    """Blocks that keep no activations: the backward pass recomputes them, with the same noise."""
 
     def __init__(self, words=50, width=64):
         super().__init__()
@@ -44,7 +44,7 @@ def main():
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(dist.get_rank())  # each process has data of its own
+    generator = torch.Generator().manual_seed(dist.get_rank())  # each process has its own data
     for index in range(steps):
         tokens = torch.randint(50, (16, 12), generator=generator)
         step = objective(model, tokens, tokens.flip(1))  # learn to read backwards
@@ -53,11 +53,11 @@ def main():
         optimizer.zero_grad()
         if dist.get_rank() == 0 and (index % 10 == 0 or index == steps - 1):
             print(f"step {index:3}", *(f"{k} {v:+.4f}" for k, v in step.parts.items()))
-    dist.barrier()  # threads of gloo that still hold tensors when Python ends would abort it
+    dist.barrier()  # otherwise threads of gloo that hold tensors would abort Python at its end
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # a thread of gloo that holds a tensor when Python ends would abort it
+    os._exit(0)  # otherwise a thread of gloo that holds a tensor would abort Python at its end

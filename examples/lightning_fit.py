@@ -1,4 +1,4 @@
-"""Lightning: two lines in training_step, and a callback that logs the parts and keeps the state.
+"""Lightning: two lines in training_step, and a callback that logs the parts and saves the state.
 
 pip install '.[lightning]' && python examples/lightning_fit.py
 """
@@ -44,7 +44,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=20)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     options = {"max_epochs": parser.parse_args().epochs, **dict.fromkeys(off, False)}
-    torch.set_num_threads(1)  # as fast for so small a net, and no burden to others
+    torch.set_num_threads(1)  # enough for a net this small
     x, y = data(4000, 2).tensors
     print(f"{'objective':16} {'accuracy':>8}   last step")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):

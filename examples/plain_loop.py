@@ -1,4 +1,4 @@
-"""A loop of your own: a net without dropout, with it, and with undrop's Analytic in its stead.
+"""Your own loop: a net without dropout, with dropout, and with undrop's Analytic instead of dropout.
 
 python examples/plain_loop.py
 """
@@ -43,7 +43,7 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as fast for so small a net, and no burden to others
+    torch.set_num_threads(1)  # enough for a net this small
     print(f"{'objective':16} {'accuracy':>8} {'test loss':>9}   last step")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):
         runs = [train(objective(), seed, options.steps) for seed in range(options.seeds)]

@@ -17,7 +17,7 @@ LENGTH = 64
 
 
 def windows(start, count):
-    """Windows of bytes, each with itself as labels: the model shifts them."""
+    """Windows of bytes. The labels are the bytes themselves, which the model shifts."""
     text = " ".join(topics[name] for name in sorted(topics)).encode()
     read = torch.tensor(list(text[start : start + count * LENGTH])).view(count, LENGTH)
     return [{"input_ids": row, "labels": row} for row in read]
@@ -47,7 +47,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as fast for so small a net, and no burden to others
+    torch.set_num_threads(1)  # enough for a net this small
     print(f"{'objective':16} {'eval loss':>9}   train loss, explicit and implicit part")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):
         with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 pip install '.[transformers,zoo]' && python examples/trl_preferences.py
 
-Such trainers switch dropout off: log-probabilities must be reproducible. `Analytic` leaves them so.
+These trainers switch dropout off to make log-probabilities reproducible. `Analytic` keeps them so.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # as fast for so small a net, and no burden to others
+    torch.set_num_threads(1)  # enough for a net this small
     datasets.disable_progress_bars()
     print(f"{'objective':16} loss on new pairs, by seed   mean   accuracy")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):

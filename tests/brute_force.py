@@ -1,7 +1,7 @@
 """The small nets once more, as plain functions of their parameters and of z, with noise as 1 + z.
 
-Written without undrop: full Jacobians in z and full Hessians of the loss by ``torch.func``. What the
-exact engine says must be what comes out here.
+Written without undrop: full Jacobians in z and full Hessians of the loss by ``torch.func``. The
+exact engine must give the same results.
 """
 
 import math
@@ -19,7 +19,7 @@ Noise = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Net:
-    """A function of (parameters, z, x), and of each z its q and its shape."""
+    """A function of (parameters, z, x), and the q and the shape of each z."""
 
     function: Callable[[Parameters, Noise, Tensor], Tensor]
     q: tuple[float, ...]

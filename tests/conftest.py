@@ -15,7 +15,7 @@ NEEDS = {
     "integrations/test_transformers.py": "transformers",
     "losses/test_heads.py": "transformers",
 }
-"""Files that test an integration, and the package without which they are left out."""
+"""Files that test an integration, and the package that each of them needs."""
 
 if DEVICE.type != "cpu":
     OnDevice().__enter__()  # from here on: test files make tensors when they are imported, too
@@ -46,7 +46,7 @@ def launch() -> Callable[..., str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give all tests that launch processes to one worker: two launches at once crowd two cores."""
+    """Give all tests that launch processes to one worker: two launches at once overload two cores."""
     for item in items:
         if "launch" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("launch"))

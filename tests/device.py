@@ -1,6 +1,6 @@
 """The device that the maths tests run on: ``UNDROP_TEST_DEVICE``, the CPU by default.
 
-``cuda``, ``mps`` and the like are torch's own; ``stand_in`` is the one that ``tests/stand_in`` makes.
+``cuda`` and ``mps`` are devices of torch. ``stand_in`` is the device in ``tests/stand_in``.
 """
 
 import os

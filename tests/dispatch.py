@@ -46,5 +46,5 @@ class HostReads(TorchDispatchMode):
 
     @staticmethod
     def _masks(args):
-        """Whether an index is a boolean mask, whose number of entries must be read."""
+        """Whether an index is a boolean mask; torch must read the number of its entries."""
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])

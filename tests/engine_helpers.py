@@ -1,4 +1,4 @@
-"""How tests ask an engine: for noise of their own, over a design of signs, and for flat gradients."""
+"""How tests evaluate an engine: with given noise, over a design of signs, and with flat gradients."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ LOSS, EXPLICIT, IMPLICIT = (Coefficients(*row) for row in torch.eye(3).tolist())
 
 
 class Fixed(Draw):
-    """A draw whose η is given: each site takes its entries off a row, in the order they are met."""
+    """A draw with a given η: each site takes its entries from a row, in the order of the sites."""
 
     def __init__(self, row: Tensor, mask: str = "as-declared") -> None:
         super().__init__("sign", mask, Selection(), lambda device: torch.Generator(device))
@@ -74,7 +74,7 @@ def design(problem: Problem, mask: str = "as-declared") -> Iterator[Fixed]:
 
 
 def random_signs(problem: Problem, seed: int, mask: str = "as-declared") -> Fixed:
-    """A draw of random signs that every engine sees alike."""
+    """A draw of random signs, the same for every engine."""
     columns = next(design(problem, mask)).row.numel()
     generator = new_generator(seed)
     return Fixed(torch.randn(columns, generator=generator, dtype=torch.float64).sign(), mask)
@@ -122,7 +122,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def assert_mean(draws: Tensor, expected: Tensor, errors: float = 4.0) -> None:
-    """The mean over the first dimension is the expected one, within so many standard errors.
+    """Check that the mean over the first dimension is the expected one, within some standard errors.
 
     For vectors the deviation is measured along each coordinate; entries that do not vary must agree.
     """

@@ -1,4 +1,4 @@
-"""Small nets that drop by hand, each with the same mask written another way."""
+"""Small nets with masks made by hand, each written in a different way."""
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ class TimmDropPath(DropPath):
 
 
 class NamedTensor(DropPath):
-    """The tensor that is drawn into is used by its own name."""
+    """The model draws into a tensor and uses that tensor."""
 
     def forward(self, x):
         mask = x.new_empty(len(x), 1, 1)

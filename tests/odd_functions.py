@@ -175,7 +175,7 @@ class Cells(Net):
 
 
 class BothWays(nn.Module):
-    """A state as an input, whose second dimension is the batch."""
+    """A state as an input, with the batch in its second dimension."""
 
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ MODELS, LOSSES = {}, {}
 
 
 class Net(nn.Module):
-    """Two layers, a dropout between them, other modules, and a forward of its own."""
+    """Two layers, a dropout between them, other modules, and a custom forward."""
 
     def __init__(self, forward, **modules):
         super().__init__()
@@ -192,7 +192,7 @@ def embedding_bag():
     return net, (torch.randint(9, (14,)), torch.tensor([0, 2, 4, 7, 9, 13])), labels(), None
 
 
-# Derivatives of their own
+# Custom derivatives
 
 
 class Cube(torch.autograd.Function):
@@ -208,7 +208,7 @@ class Cube(torch.autograd.Function):
 
 
 class Reversed(torch.autograd.Function):
-    """The identity, with a gradient of the other sign, as domain-adversarial training has it."""
+    """The identity with a gradient of the opposite sign, as in domain-adversarial training."""
 
     @staticmethod
     def forward(ctx, x):
@@ -335,7 +335,7 @@ class LastHidden(Net):
 
 
 class OneRowEach(Net):
-    """Has weights of its own for each example of the only batch, as a graph network may."""
+    """Has separate weights for each example of the only batch, as a graph network may."""
 
     def __init__(self, late):
         super().__init__(None)
@@ -439,11 +439,11 @@ net("load balancing", _balanced, router=lambda: nn.Linear(4, 2))
 net("iterates until it settles", _until_it_settles, c=lambda: nn.Linear(8, 8))
 
 
-# Random numbers of their own
+# Random numbers that the model draws
 
 
 class Augmentation:
-    """A plain object that holds a generator: nothing that a module is asked for."""
+    """A plain object, not a module, that holds a generator."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(3)

@@ -120,7 +120,7 @@ def compare_fraction(made, draw, **options):
 
 
 def noise_of(p, seed):
-    """The signs, and the numbers of the model's own held still while its sites are looked up."""
+    """The signs; the model's own random numbers are the same while its sites are found."""
     with RngSnapshot(p.model):
         return random_signs(p, seed)
 

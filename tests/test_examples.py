@@ -85,7 +85,7 @@ def test_an_example_takes_less_than_three_minutes(name):
 
 @pytest.mark.slow
 def test_analytic_is_as_accurate_as_dropout_on_digits(monkeypatch, capsys):
-    """Over five seeds, whose spread is about a point."""
+    """Over five seeds, which differ by about one percentage point."""
     monkeypatch.setattr(sys, "argv", ["digits.py"])
     runpy.run_path(str(EXAMPLES / "digits.py"), run_name="__main__")
     rows = table(capsys.readouterr().out)

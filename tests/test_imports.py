@@ -31,18 +31,18 @@ ORDER = (
     *("kernels", "intercept", "losses", "engines", "objectives", "nn", "diagnosis", "tuning"),
     *("integrations", "lab"),
 )
-"""From the bottom up: what stands before may be imported by what stands after, never the reverse."""
+"""From the bottom up: a package may import those before it, never those after it."""
 
 
 def part(path):
-    """Which part of the package a file belongs to; None for the public face of all of them."""
+    """The package that a file belongs to; None for ``undrop/__init__.py``."""
     first = path.relative_to(SOURCE).parts[0]
     name = first.removesuffix(".py")
     return None if name in ("__init__", "__main__") else name
 
 
 def imported(path):
-    """The parts of undrop that a file imports, wherever in it."""
+    """The packages of undrop that a file imports, anywhere in the file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -63,7 +63,7 @@ def test_every_package_is_in_the_import_order():
 
 @pytest.mark.parametrize("name", ORDER)
 def test_a_lower_package_never_imports_a_higher_one(name):
-    """Names that the package offers at its top count as the package itself, which only tops use."""
+    """A name imported from ``undrop`` itself counts as ``undrop``; only the top packages import it."""
     allowed = set(ORDER[: ORDER.index(name) + 1])
     wrong = [
         f"{path.relative_to(SOURCE)} imports {other}"
@@ -116,7 +116,7 @@ def test_a_step_does_not_load_torch_s_compiler(engine):
 
 
 def test_no_module_imports_a_module_that_windows_lacks():
-    """Only inside of functions, where a machine without it can be answered."""
+    """Only inside functions, where undrop can raise an error on a machine without it."""
     for path in SOURCE.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

@@ -1,4 +1,4 @@
-"""Numbers at the edge: any shape, precision and p, one of everything, nothing at all, huge logits."""
+"""Extreme numbers: any shape, precision and p, sizes of one and zero, huge logits."""
 
 import math
 
@@ -23,7 +23,7 @@ sizes = st.sampled_from([0.0, 1e-4, 1.0, 1e4])
 
 
 def target_for(loss, output, classes, ignored):
-    """Targets that fit; class indices of which the ``ignored`` share takes no part."""
+    """Valid targets; of class indices, the share ``ignored`` is ignored."""
     if isinstance(loss, BCEWithLogits | MSE):
         return torch.rand(output.shape, dtype=output.dtype)
     target = torch.randint(classes, output.shape[:-1])
@@ -126,7 +126,7 @@ steps = given(
     ignored=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 99),
 )
-"""What an objective's step is tried on, where engines are compared."""
+"""The problem on which engines are compared."""
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -188,7 +188,7 @@ def test_the_exact_and_the_tangent_engine_agree(name, rows, classes, dtype, p, s
 def test_the_reverse_and_the_tangent_engine_have_the_same_implicit_part(
     name, rows, classes, p, size, ignored, seed
 ):
-    """∂ℓ/∂ε and its gradient for the same η, which the reverse engine has by double backward."""
+    """∂ℓ/∂ε and its gradient for the same η; the reverse engine computes them by double backward."""
     torch.manual_seed(seed)
     last = WIDTH if name == "linear" else classes
     model = affine(p, last, torch.float64)
@@ -217,7 +217,7 @@ def test_the_reverse_and_the_tangent_engine_have_the_same_implicit_part(
 def test_a_step_is_finite_with_every_engine_in_every_precision(
     rows, classes, dtype, p, size, engine, ignored
 ):
-    """From silence to saturation, one row of one class as well: finite and of the right sign."""
+    """For zero to saturated activations, and for one row of one class: finite and of the right sign."""
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 4), nn.Tanh(), nn.Dropout(p), nn.Linear(4, classes)
     model = nn.Sequential(*layers).to(dtype)
@@ -253,7 +253,7 @@ class Words(nn.Module):
     ignored=st.sampled_from([0.0, 1.0]),
 )
 def test_a_step_of_a_recurrent_net_is_finite(length, batch, dtype, p, size, engine, ignored):
-    """One token of one sequence as well, from silence to saturation: finite and of the right sign."""
+    """For zero to saturated activations, and for one token: finite and of the right sign."""
     torch.manual_seed(0)
     model = Words(p).to(dtype)
     inputs = torch.empty(length, batch, WIDTH).uniform_(-size, size).to(dtype)

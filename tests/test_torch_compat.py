@@ -48,7 +48,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(params=HALF, ids=str)
 def lacking(request, monkeypatch):
-    """A CPU without an LSTM in a type of half precision, which an autocast asks for."""
+    """A CPU without an LSTM in half precision, under an autocast that requests one."""
     monkeypatch.setattr(torch_compat, "_has_kernel", lambda dtype: dtype is not request.param)
     with torch.autocast("cpu", request.param):
         yield request.param

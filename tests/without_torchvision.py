@@ -1,9 +1,9 @@
 """Import timm where torchvision is absent.
 
 timm names torchvision as a requirement and uses it for data, not for models. The torchvision that
-package indexes carry needs another build of torch than the one the constraints pin: its operators do
-not load, and its presence breaks the import of Transformers. So timm is installed without it, and
-while timm is imported an empty ``torchvision`` takes its place. Afterwards nobody sees it.
+package indexes offer needs another build of torch than the pinned one: its operators do not load, and
+it breaks the import of Transformers. So timm is installed without torchvision. While timm is imported,
+an empty ``torchvision`` takes its place, and it is removed afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["import_timm"]
 
 
 class _Anything(type):
-    """A class whose attributes all exist: ``InterpolationMode.BICUBIC`` and the like."""
+    """A class that has every attribute, such as ``InterpolationMode.BICUBIC``."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -121,7 +121,7 @@ def analytic_trace(made, sites, mask):
     ],
 )
 def test_a_check_measures_the_noise_of_the_objective(make, sites, mask, factor):
-    """Its sites, its weights, its mask structure and its factor, beside every mask of dropout."""
+    """The sites, weights, mask structure and factor of the objective, against every mask of dropout."""
     made = problem("cnn")
     options = {"k": 4, "noise": "analytic"} if make is undrop.Dropout else {"interval": 2}
     found = undrop.check(
@@ -174,7 +174,7 @@ def test_an_objective_without_noise_has_no_noise_ratio(objective):
 
 @pytest.mark.parametrize(("interval", "steps", "at"), [(1, 0, 0), (1, 2, 2), (3, 7, 6)])
 def test_a_strength_schedule_does_not_advance_during_a_check(interval, steps, at):
-    """Every draw is of the strength at the objective's own step, or the last one that regularized."""
+    """Every draw has the strength of the objective's present step, or of the last regularized step."""
     model, batch = net(0.1)
 
     def explicit(strength):

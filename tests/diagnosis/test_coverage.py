@@ -1,7 +1,7 @@
 """How often the 95 % intervals contain the truth, over repeated studies of nets with known answers.
 
-A net with one hidden layer of six units has 64 masks, so that the truth is a sum: for one batch over
-its own examples, for several batches over 20,000 examples of the same distribution.
+A net with one hidden layer of six units has 64 masks, so the true value is a sum over them. For one
+batch it is the mean over its examples, and for several batches the mean over 20,000 examples.
 """
 
 import math
@@ -80,4 +80,4 @@ CASES = [(1.0, 1, 4), (1.0, 1, 16), (3.0, 1, 8), (3.0, 2, 4), (3.0, 4, 4), (3.0,
 def test_the_intervals_contain_the_truth_as_often_as_they_claim(scale, batches, masks):
     found = coverage(scale, batches, masks)
     print(f"scale {scale:g}, {batches} batches, {masks} masks: {found}")
-    assert (found > 0.90).all()  # 95 % less five standard errors of 500 repetitions
+    assert (found > 0.90).all()  # 95 % minus five standard errors of 500 repetitions

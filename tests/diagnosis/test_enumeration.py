@@ -49,7 +49,7 @@ class Case:
         return total - float(self.value(torch.zeros_like(p)))
 
     def second_order(self, p):
-        """½σ²·diag of JᵀHJ and of the whole Hessian in z less that, entry by entry."""
+        """½σ²·diag of JᵀHJ, and of the whole Hessian in z minus JᵀHJ, entry by entry."""
         zero = torch.zeros_like(p)
         whole = torch.autograd.functional.hessian(self.value, zero).diagonal()
         output = self.forward(self.inputs, zero)
@@ -139,7 +139,7 @@ def weights_and_time():
 
 
 def cubic(output, target):
-    """A loss that is no likelihood, and not convex."""
+    """A loss that is not a likelihood and not convex."""
     return (output - target).pow(3).mean() + torch.cos(output).mean()
 
 
@@ -159,7 +159,7 @@ CASES = {
 
 
 def at_every_mask(case):
-    """E over all masks of what one mask gives: the parts by site, "" for all sites together."""
+    """The mean over all masks of the parts by site; "" stands for all sites together."""
     loss = case.loss if case.loss is cubic else None
     measured = MeasuredModel(case.model, collect([(case.inputs, case.targets)], 1), loss=loss)
     sums = {name: [0.0, 0.0, 0.0] for name in ("", *case.sites)}
@@ -198,7 +198,7 @@ def test_the_mean_over_all_masks_equals_an_independent_enumeration(make):
 
 
 def close(found, truth):
-    """Of some 60 figures, none is to be 4.5 of its standard errors off."""
+    """None of about 60 figures may be off by 4.5 of its standard errors."""
     return abs(found.value - truth) <= 4.5 * found.stderr + 1e-12
 
 

@@ -39,7 +39,7 @@ def test_samples_that_are_equal_by_chance_say_nothing_about_the_error():
     assert equal.mean(lambda x: x) == Estimate(2.0, None)
     assert equal.ratio(lambda x: x, lambda x: 2 * x) == Estimate(0.5, None)
     assert samples_of([[2.0], [2.0]]).mean(lambda x: x) == Estimate(2.0, None)
-    # a figure that is 0 for every mask, and a ratio that is 1 for every mask, are no chance
+    # a figure of 0, and a ratio of 1, for every mask are no coincidence
     assert equal.mean(lambda x: 0.0) == Estimate(0.0, 0.0, 0.0, 0.0)
     assert samples_of([[1.0, 2.0]]).ratio(lambda x: x, lambda x: x).stderr == 0.0
 

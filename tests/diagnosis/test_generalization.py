@@ -134,7 +134,7 @@ def test_a_perfect_layer_leaves_only_the_low_order_term():
 
 @pytest.mark.parametrize("size", [0.0, 1e-200, 1e-100])
 def test_zero_features_leave_only_the_low_order_term(size):
-    """κ = 0: G(β) = c/β², and every term but ζ has a factor κ. A κ of next to nothing goes there."""
+    """κ = 0: G(β) = c/β², and every term but ζ has a factor κ. A tiny κ comes close to that."""
     weight, features, labels = map(torch.from_numpy, data())
     found = undrop.bound(weight, size * features, labels)
     assert found.nu == pytest.approx(1 - 1 / 5)  # a blind guess among five classes

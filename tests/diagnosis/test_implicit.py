@@ -78,7 +78,7 @@ def test_traces_and_cosine_agree_with_enumeration():
     for figure, truth in checks:
         assert abs(figure.value - truth) <= 4.0 * figure.stderr  # 300 samples
         assert figure.stderr < 0.15 * truth
-    assert found.trace_batch is None  # one batch says nothing of the noise between batches
+    assert found.trace_batch is None  # one batch says nothing about the noise between batches
     assert found.batch_ratio is None
 
 

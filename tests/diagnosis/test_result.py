@@ -19,7 +19,7 @@ from undrop.intercept import Sites
 
 
 class Nasty(nn.Module):
-    """A model whose names would break a careless page."""
+    """A model with names that would break a page that does not escape them."""
 
     def __init__(self):
         super().__init__()
@@ -328,7 +328,7 @@ UNKNOWN = Estimate.of(0.0, 1.0)
 
 
 def benefit_of(found, decay=UNKNOWN, **sites):
-    """A diagnosis whose sites have the given benefits."""
+    """A diagnosis in which the sites have the given benefits."""
     benefit = Benefit(
         sites=sites,
         every_site=Estimate.of(0.1, 0.01),

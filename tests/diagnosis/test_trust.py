@@ -39,7 +39,7 @@ def test_one_of_three_batches_is_measured_if_the_time_ends(monkeypatch):
 
 
 class OwnRandomness(nn.Module):
-    """Dropout, and random numbers of the model's own beside it."""
+    """Dropout, and other random numbers that the model draws itself."""
 
     def __init__(self, own):
         super().__init__()
@@ -51,7 +51,7 @@ class OwnRandomness(nn.Module):
 
 
 def test_random_numbers_of_numpy_and_python_are_held_still():
-    """With numbers that differ between passes, R_drop is of their size, about 1."""
+    """If the numbers differed between passes, R_drop would be about 1."""
     sources = {
         "numpy": lambda: float(np.random.rand()) * 3.0,
         "python": lambda: random.random() * 3.0,

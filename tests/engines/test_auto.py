@@ -1,4 +1,4 @@
-"""Which engine a model gets: the tangent where every op on its way is proven, else the antithetic."""
+"""Which engine ``auto`` chooses: one stacked pass, the tangent engine, or two passes."""
 
 import logging
 
@@ -14,7 +14,7 @@ from undrop.errors import EngineError, OptionError
 
 
 class Net(nn.Module):
-    """A layer, dropout, some way on that a test chooses, and a layer."""
+    """A layer, dropout, a function that a test chooses, and a layer."""
 
     def __init__(self, way):
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 class Doubled(torch.autograd.Function):
-    """An autograd function of the user's own, made of ops that are proven."""
+    """A custom autograd function made of proven ops."""
 
     @staticmethod
     def forward(x):

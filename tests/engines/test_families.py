@@ -1,7 +1,7 @@
 """The tangent engine on whole model families, against differences of plain passes.
 
 The reference uses no forward mode and no rule of undrop's: u is a central difference of perturbed
-passes in ε, and the gradient one of the total in the parameters.
+passes in ε, and the gradient is a central difference of the total in the parameters.
 """
 
 from dataclasses import replace
@@ -78,7 +78,7 @@ def bert(attention):
     )
     mask = torch.ones(2, 5, dtype=torch.long)
     mask[1, 3:] = 0
-    # Word 0 is the padding, whose embedding gets no gradient from torch by design.
+    # Word 0 is the padding. By design, torch computes no gradient for its embedding.
     inputs = {"input_ids": torch.randint(1, 11, (2, 5)), "attention_mask": mask}
     model = transformers.BertForSequenceClassification(config)
     return Problem(model, inputs, torch.tensor([2, 0]), None)
@@ -178,7 +178,7 @@ def in_float32(p):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_under_bfloat16_autocast_gradients_stay_within_three_percent(name, engine):
     p, errors = in_float32(made(name)), []
-    for seed in range(8):  # how far rounding takes the gradient differs from draw to draw
+    for seed in range(8):  # the effect of rounding on the gradient differs from draw to draw
         single = evaluate(engine, p, seeded(seed))
         with torch.autocast("cpu", torch.bfloat16):
             half = evaluate(engine, p, seeded(seed))

@@ -1,4 +1,4 @@
-"""Noise on a fraction of the batch: what it keeps, over every part of a batch and a design of signs."""
+"""Noise on a fraction of the batch: means and covariances, over every part of a batch and all signs."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ ENGINES = pytest.mark.parametrize(
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Go through all parts of a batch that may carry noise, each with all of a design."""
+    """Yield draws for all parts of a batch that may carry noise, each with a whole design of signs."""
 
     def every(p, batch, rows):
         for chosen in itertools.combinations(range(batch), rows):
@@ -130,7 +130,7 @@ def directions(p):
 def test_with_a_fraction_terms_between_examples_shrink_if_they_share_noise(
     parts, rows, engine, tolerance
 ):
-    """By (r-1)/(B-1), the terms of each example with itself being kept."""
+    """They shrink by (r-1)/(B-1); the terms of each example with itself stay the same."""
     torch.manual_seed(0)
     p = drop_connect()
     each = directions(p)
@@ -152,7 +152,7 @@ def test_with_a_fraction_the_loss_covers_the_batch_and_the_output_keeps_its_orde
     found = evaluate(engine, p, seeded(2), BOTH, fraction=0.3, batch_dim=batch_dim)
     assert float(found.parts["loss"]) == pytest.approx(float(whole.parts["loss"]), rel=tolerance)
     assert float(sum(found.parts.values())) == pytest.approx(found.total.item(), rel=1e-12)
-    # Examples share the noise on a weight: those without noise of their own have an error of O(ε₀).
+    # Examples share the noise on a weight, so those without noise have an error of O(ε₀).
     of_order = 1e-3 if make is uneven else 1e-7
     torch.testing.assert_close(found.output, whole.output, rtol=tolerance, atol=of_order)
 
@@ -162,7 +162,7 @@ def negated(draw):
 
 
 def test_with_shared_noise_the_error_of_examples_without_noise_has_mean_zero(monkeypatch):
-    """Over η and -η, which swap the weights that they see, the error is of O(ε₀²)."""
+    """η and -η swap the weights that these examples see, so the mean error over both is O(ε₀²)."""
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
     torch.manual_seed(0)
     layers = WeightDrop(nn.Linear(2, 3), ["weight"], 0.4), nn.Tanh(), nn.Linear(3, 3)
@@ -230,7 +230,7 @@ def test_the_batch_is_found_if_there_are_as_many_layers_as_examples(layers, batc
 
 
 class Out:
-    """What some models return: no container that torch knows."""
+    """An output of a class that torch does not know as a container."""
 
     def __init__(self, logits, state):
         self.logits, self.state, self.name = logits, [state, None], "out"
@@ -272,7 +272,7 @@ def test_an_output_of_any_class_is_without_noise_and_in_order(make, fraction, en
     p = four_examples()
     p = replace(p, model=Returning(p.model, make))
     found = evaluate(engine, p, seeded(2), BOTH, fraction=fraction).output
-    assert found is not p.model.last  # the model may go on with what it made
+    assert found is not p.model.last  # the model may use its output again
     plain = p.model.eval()(p.inputs)
     assert type(found) is type(plain)
     assert found.name == "out"
@@ -366,7 +366,7 @@ def test_a_fraction_is_refused_if_inputs_or_outputs_lack_the_batch(engine, toler
 
 
 class Pooled(nn.Sequential):
-    """A net whose output has no batch."""
+    """A net with an output that has no batch dimension."""
 
     def forward(self, x):
         return super().forward(x).mean(0)

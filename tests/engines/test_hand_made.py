@@ -113,10 +113,10 @@ def test_dropout_at_the_site_equals_the_models_own_within_two_standard_errors(ki
 
 
 def second_order(kind, rescaled=True, p=1e-4, scale=0.1, examples=3):
-    """½·d²ℓ/dε² over all signs, by the same from every mask with at most one 0.
+    """The ratio of ½·d²ℓ/dε² over all signs to R_drop from every mask with at most one 0.
 
-    What is dropped is small, so that second order is all there is of its effect; p is so small that two
-    zeros hardly happen. The first order, whose mean over all masks is 0, is taken off each of them.
+    The dropped values are small, so higher orders vanish, and p is so small that two zeros are rare. The
+    first order has mean 0 over all masks, so it is subtracted from each of them.
     """
     problem = problem_of(kind, examples=examples)
     problem.model.scale = scale
@@ -145,7 +145,7 @@ def second_order(kind, rescaled=True, p=1e-4, scale=0.1, examples=3):
 
 
 def test_for_small_p_the_second_order_is_r_drop(kind):
-    if kind not in MOSTLY:  # with a small p they are other kinds
+    if kind not in MOSTLY:  # with a small p they are masks of another kind
         assert second_order(kind, rescaled=False) == pytest.approx(1.0, rel=0.03)
 
 

@@ -1,4 +1,4 @@
-"""Models whose examples interact: two passes or forward mode, no fraction, and nothing is exact."""
+"""Models in which examples interact: two passes or forward mode, no fraction, no exact figures."""
 
 import logging
 
@@ -71,7 +71,7 @@ def test_if_examples_interact_the_model_runs_twice_and_logs_it(name, caplog):
     p = INTERACTING[name]()
     draw = random_signs(p, 3)
     found = [evaluate(Antithetic(1e-4), p, draw, BOTH) for _ in range(2)]
-    if name != "contrastive":  # each side is a block of its own: one pass is right
+    if name != "contrastive":  # each side is a separate block, so one pass is right
         assert found[0].engine == "antithetic: two passes, since its examples interact"
         assert len(caplog.messages) == 1
     wanted = gradient(evaluate(Tangent(), p, draw, BOTH).total, p.model)

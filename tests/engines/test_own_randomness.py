@@ -1,4 +1,4 @@
-"""Models that draw random numbers of their own: they are no dropout, and no part of its effects."""
+"""Models that draw other random numbers: they are not dropout, and not part of its effects."""
 
 import pytest
 import torch
@@ -53,11 +53,11 @@ def test_both_passes_of_the_antithetic_engine_draw_the_same_random_numbers(probl
 
 def test_both_passes_draw_the_same_random_numbers_in_the_first_step(problem):
     step = undrop.Analytic(engine="antithetic")(problem.model, problem.inputs, problem.targets)
-    assert 0.0 < step.parts["explicit"] < 0.2  # with numbers that differ it is 20
+    assert 0.0 < step.parts["explicit"] < 0.2  # with unequal numbers it would be 20
 
 
 def test_a_diagnosis_repeats_the_models_own_random_numbers(problem):
-    """Given what the model draws, ½E[uᵀHu] is a good part of R_drop; it was hundreds of times that."""
+    """With the same numbers in every pass, ½E[uᵀHu] is a large share of R_drop, and not far above it."""
     found = undrop.diagnose(
         problem.model,
         [(problem.inputs, problem.targets)],

@@ -302,7 +302,7 @@ def test_the_tangent_ends_where_only_the_shape_matters(name):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_ops_are_still_wrong_and_not_trusted(name):
-    """Should torch mend them, their rules of ours may go."""
+    """If torch corrects them, undrop can remove its own rules for them."""
     function, shape = WRONG[name]
     assert reverse_over_forward_error(function, shape) > 1e-3
     assert not set(ops_of(function, w(*shape))) <= PROVEN

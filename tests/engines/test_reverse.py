@@ -1,4 +1,4 @@
-"""The paper's sampled engine: right in the mean for its value, and shown not to be for its gradient."""
+"""The paper's sampled engine: its value has the right mean, and its gradient does not."""
 
 import itertools
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_the_reverse_engine_needs_no_draws_for_the_loss_jacobian():
 
 
 class Labelled(CrossEntropy):
-    """Cross-entropy whose sampled labels are given."""
+    """Cross-entropy with given labels instead of sampled ones."""
 
     def __init__(self, labels):
         super().__init__()
@@ -93,9 +93,9 @@ class Labelled(CrossEntropy):
 
 
 def test_over_all_labels_the_reverse_value_is_exact_and_its_gradient_is_not():
-    """It does not differentiate the probabilities of the labels that it draws."""
+    """The reverse engine does not differentiate the probabilities of the labels that it draws."""
     p = problem("mlp")
-    with torch.no_grad():  # away from where all classes are as likely and nothing depends on them
+    with torch.no_grad():  # larger weights, so that the classes are not equally likely
         for parameter in p.model.parameters():
             parameter.mul_(3.0)
     exact = evaluate(Exact(), p, seeded(0), EXPLICIT)

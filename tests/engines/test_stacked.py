@@ -85,7 +85,7 @@ KINKED = {
 
 @pytest.mark.parametrize("name", KINKED)
 def test_a_stacked_pass_on_a_net_with_kinks_has_the_gradient_of_the_tangent_engine(name):
-    """Within 1 % at ε₀ = 0.05, and the closer the smaller ε₀ is."""
+    """Within 1 % at ε₀ = 0.05, and closer for a smaller ε₀."""
     p = KINKED[name]()
     draw = random_signs(p, 3)
     wanted = gradient(evaluate(Tangent(), p, draw, EXPLICIT).total, p.model)
@@ -99,7 +99,7 @@ def test_a_stacked_pass_on_a_net_with_kinks_has_the_gradient_of_the_tangent_engi
 
 
 def test_without_midpoints_the_gradient_on_a_relu_net_is_biased():
-    """The rule is needed: two passes are off by far more than one."""
+    """Without midpoints the error is far larger, so the rule is needed."""
     p = KINKED["ReLU MLP"]()
     draw = random_signs(p, 3)
     wanted = gradient(evaluate(Tangent(), p, draw, EXPLICIT).total, p.model)
@@ -126,7 +126,7 @@ def test_over_all_signs_the_gradient_on_a_relu_net_has_no_bias():
 
 
 class TimeMajor(nn.Module):
-    """Flattens (T, B) to one dimension, the examples being the faster index."""
+    """Flattens (T, B) to one dimension; the examples are the faster index."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +240,7 @@ def test_a_step_never_waits_for_the_device(make):
 
 
 class OwnNoise(nn.Module):
-    """Draws numbers of its own, from whatever source."""
+    """Draws random numbers from a given source."""
 
     def __init__(self, draw):
         super().__init__()
@@ -369,7 +369,7 @@ def test_a_compiled_model_has_the_gradients_of_the_eager_one(monkeypatch, how, f
 
 
 def test_a_transformer_compiles_whole_and_once_per_shape(monkeypatch, caplog):
-    """With attention, a head of its own, time first and two lengths: one graph for each."""
+    """With attention, a separate head, time first and two lengths: one graph for each length."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
     def run(compiled, lengths):

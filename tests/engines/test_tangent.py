@@ -1,4 +1,4 @@
-"""The tangent engine: over all signs it is the exact one, value and gradient, and ξ is ξ_approx."""
+"""The tangent engine: over all signs it equals the exact engine, and its noise is ξ_approx."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def assert_is_exact(p, draws, form="hessian", mask="as-declared"):
 
 
 def test_the_tangent_engine_is_exact_over_all_signs():
-    """Every one of the 2¹⁰ patterns of η on a net with ten of them."""
+    """All 2¹⁰ patterns of η, on a net with ten entries of η."""
     model = nn.Sequential(nn.Dropout(0.3), nn.Linear(2, 3), nn.Tanh(), nn.Dropout(0.4))
     model = nn.Sequential(*model, nn.Linear(3, 3)).double()
     p = Problem(model, torch.randn(2, 2).double(), torch.tensor([2, 0]), CrossEntropy())
@@ -142,7 +142,7 @@ def test_the_output_of_a_tangent_step_has_no_noise(name, engine):
 
 
 class ByWay(nn.Module):
-    """A layer, what a test puts on the tangent's way, and a layer."""
+    """A layer, a function that a test chooses, and a layer."""
 
     def __init__(self, way):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A plan that is right at the first step is not trusted where it is wrong: branches, shapes, weights."""
+"""A plan that is right at the first step is proven again for new branches, shapes and weights."""
 
 import random
 
@@ -22,7 +22,7 @@ TWO_PASSES = "antithetic: two passes, since its examples interact"
 
 
 class Net(nn.Module):
-    """Two layers with a dropout between them, and something of a test's own at the end."""
+    """Two layers with a dropout between them, and a function that a test chooses at the end."""
 
     def __init__(self, way, p=0.3):
         super().__init__()
@@ -101,7 +101,7 @@ def test_another_branch_of_independent_examples_stays_one_pass():
 
 
 def test_a_random_branch_is_proven_with_the_same_random_numbers():
-    """One of two layers, chosen by Python's generator: every step is right, whichever it takes."""
+    """One of two layers, chosen by Python's generator: every step is right, for either layer."""
     p = problem(lambda net, h: centred(h) if random.random() < 0.3 else h)
     random.seed(1)
     engines = []
@@ -190,7 +190,7 @@ def test_a_buffer_that_counts_examples_counts_each_once(name, fraction):
 
 
 class WithSummary(Net):
-    """Returns a number beside the logits that all examples have a part in."""
+    """Returns the logits and a number that depends on all examples."""
 
     def __init__(self, summary):
         super().__init__(None)
@@ -219,7 +219,7 @@ def test_an_output_of_the_whole_batch_is_the_one_of_a_plain_pass(summary, fracti
     "norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm], ids=["old", "new"]
 )
 def test_spectral_norm_has_one_weight_in_all_passes_of_a_step(norm, fraction):
-    """Its power iteration changes a buffer in every pass."""
+    """The power iteration of spectral norm changes a buffer in every pass."""
     torch.manual_seed(0)
     net = nn.Sequential(norm(nn.Linear(4, 8)), nn.Tanh(), nn.Dropout(0.3), norm(nn.Linear(8, 3)))
     p = Problem(net.to(D), torch.randn(6, 4, dtype=D), torch.randint(3, (6,)), CrossEntropy())

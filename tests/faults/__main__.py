@@ -19,22 +19,22 @@ from faults.sweep import kill_in_record, kill_ray_worker, kill_sweep
 from faults.workers import kill_torchrun_worker
 
 Fault = Callable[[Path, int, int], tuple[int, int]]
-"""Strikes so many times, by a seed, in a folder; (times tried, times survived)."""
+"""Takes a folder, a number of times and a seed; returns (times tried, times survived)."""
 
 
 def on_runs(strike: Strike, folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """A fault that strikes tiny runs."""
+    """Run a fault on tiny runs."""
     return campaign(Lab(folder), strike, times, seed)
 
 
 def on_a_small_disk(strike: Strike, folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """A fault that strikes tiny runs on a disk with little room."""
+    """Run a fault on tiny runs on a small disk."""
     with small_disk(folder / "disk") as disk:
         return campaign(Lab(folder / "lab"), strike, times, seed, disk=disk)
 
 
 def bad_bytes(name: str, folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """Cases of one kind of bad bytes; the first that fails is raised."""
+    """Try cases of one kind of bad bytes; raise the first failure."""
     os.chdir(folder)
     fuzz.fuzz(name, fuzz.kinds(folder)[name], times, seed)
     return times, times
@@ -53,7 +53,7 @@ BYTES: dict[str, Fault] = {name: partial(bad_bytes, name) for name in fuzz.KINDS
 
 
 def run(name: str, times: int, seed: int) -> dict[str, object]:
-    """One fault in a folder of its own, as a line of the log."""
+    """Run one fault in a new folder, and return its line of the log."""
     began, line, home = time.monotonic(), {"fault": name, "seed": seed}, Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -68,7 +68,7 @@ def run(name: str, times: int, seed: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run what is asked for; exit with 1 where anything was lost."""
+    """Run the requested faults; exit with 1 if anything was lost."""
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     named = parser.add_mutually_exclusive_group()
     named.add_argument("--fault", choices=[*FAULTS, *BYTES], action="append", help="these alone")

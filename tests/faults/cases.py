@@ -1,7 +1,7 @@
-"""What bad bytes are made of: each function draws one thing from a ``random.Random``.
+"""Random cases of bad bytes: each function draws one value from a ``random.Random``.
 
-The quick part gives it hypothesis's, which shows the smallest case that fails; the long run plain ones,
-for which a case costs microseconds.
+The quick tests use hypothesis's generator, which finds the smallest failing case. The long run uses
+plain generators, with which a case costs microseconds.
 """
 
 import json
@@ -38,7 +38,7 @@ def text(draw: Random, longest: int = 8) -> str:
 
 
 def value(draw: Random, depth: int = 2) -> Any:
-    """Anything that JSON can say."""
+    """Any JSON value."""
     kind = draw.randrange(8 if depth else 6)
     if kind < 2:
         return draw.choice(NASTY)
@@ -55,7 +55,7 @@ def value(draw: Random, depth: int = 2) -> Any:
 
 
 def edited(draw: Random, sample: bytes) -> bytes:
-    """The bytes with one to four places flipped, cut, put in, doubled or cut off."""
+    """The bytes with one to four changes: flipped, removed, inserted, repeated or truncated."""
     data = bytearray(sample)
     for _ in range(draw.randint(1, 4)):
         place, length = draw.randint(0, len(data)), draw.randint(1, 8)
@@ -74,7 +74,7 @@ def edited(draw: Random, sample: bytes) -> bytes:
 
 
 def raw(draw: Random, sample: bytes) -> bytes:
-    """The bytes edited, or now and then others altogether."""
+    """The bytes edited, or sometimes entirely different bytes."""
     if draw.randrange(10):
         return edited(draw, sample)
     length = draw.randint(0, 64)
@@ -82,7 +82,7 @@ def raw(draw: Random, sample: bytes) -> bytes:
 
 
 def replaced(draw: Random, tree: Any) -> Any:
-    """The JSON value with something in it replaced, dropped or renamed."""
+    """The JSON value with a part replaced, removed or renamed."""
     if not isinstance(tree, dict | list) or not tree or not draw.randrange(20):
         return value(draw)
     tree = tree.copy()
@@ -127,7 +127,7 @@ def override(draw: Random) -> str:
 
 
 def settings(draw: Random) -> dict[str, Any]:
-    """Settings as a file of TOML may have them."""
+    """Settings as in a TOML file."""
 
     def section() -> Any:
         if draw.randrange(4):
@@ -138,7 +138,7 @@ def settings(draw: Random) -> dict[str, Any]:
 
 
 def preset_case(draw: Random) -> tuple[str | None, dict[str, Any], list[str]]:
-    """A preset's name, settings to lay over it, and further ones from the command line."""
+    """The name of a preset, settings that override it, and settings from the command line."""
     name = draw.choice(NAMES)
     return name, settings(draw), [override(draw) for _ in range(draw.randint(0, 2))]
 
@@ -154,7 +154,7 @@ WORDS = (
 
 
 def line_case(draw: Random) -> list[str]:
-    """A command and what may follow it."""
+    """A command and its arguments."""
     said = (lambda: draw.choice(WORDS), lambda: override(draw), lambda: text(draw, 6))
     chosen: Sequence[Callable[[], str]] = draw.choices(said, (4, 1, 1), k=draw.randint(0, 5))
     return [draw.choice(COMMANDS), *(say() for say in chosen)]

@@ -1,8 +1,8 @@
-"""Bad bytes that coverage leads to: atheris, which is no dependency, changes what reaches new code.
+"""Coverage-guided bad bytes: atheris, which is not a dependency, searches for bytes that reach new code.
 
 ``pip install atheris``, then ``python -m faults.coverage_guided KIND [-max_total_time=300 ...]`` with
 tests/ on the path; KIND is a file of ``faults.fuzz.KINDS``, the rest are libFuzzer's own options. With
-a ``TMPDIR`` in memory it is some thirty times as fast.
+a ``TMPDIR`` in memory it is about thirty times as fast.
 """
 
 import sys
@@ -13,7 +13,7 @@ import atheris
 
 
 def main() -> None:
-    """Fuzz one kind of file until told to stop; what is found is shown and ends the process."""
+    """Fuzz one kind of file until stopped; the first failure is printed and ends the process."""
     with atheris.instrument_imports(include=["undrop", "tomllib"]):
         from faults import fuzz
     name, *options = sys.argv[1:]

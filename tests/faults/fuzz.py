@@ -1,7 +1,7 @@
 """Bad bytes: every file that undrop reads, and its command line, changed at random.
 
-Only undrop's own errors may come out, and soon. A kind is something that draws a case and something
-that takes it: for a file, the sound one with bytes or values changed, and what reads it.
+undrop must raise only its own errors, and soon. A kind draws a case and checks it. For a file, the
+case is a valid file with bytes or values changed, and the check reads it.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ KINDS = (
     *("summary", "record", "corpus header", "vocabulary", "corpus tokens", "text"),
     *("preset file", "presets and --set", "command line"),
 )
-"""Their names."""
+"""The names of all kinds."""
 
 LONGEST = 20.0
 """Seconds after which a case is taken to hang."""
@@ -46,9 +46,9 @@ LONGEST = 20.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of bad bytes: ``check`` raises if it finds fault with what ``case`` draws.
+    """A kind of bad bytes: ``check`` raises if undrop fails on what ``case`` draws.
 
-    ``sound`` is the file as it should be, for kinds that are files.
+    ``sound`` is the valid file, for kinds that are files.
     """
 
     case: Callable[[Random], Any]
@@ -57,12 +57,12 @@ class Kind:
 
 
 class HungError(BaseException):
-    """A case that did not come to an end; no ``except Exception`` may hide it."""
+    """A case that did not end; no ``except Exception`` can hide it."""
 
 
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
-    """Let no case hang: whoever rearms the timer has ``LONGEST`` seconds."""
+    """Stop a case that hangs: each case has ``LONGEST`` seconds after it starts the timer again."""
 
     def hung(*_: Any) -> None:
         raise HungError
@@ -76,7 +76,7 @@ def _watched() -> Iterator[None]:
 
 
 def fuzz(name: str, kind: Kind, cases: int, seed: int) -> None:
-    """Try so many cases; the first that fails is raised with the numbers to draw it again."""
+    """Try cases; raise the first failure, with the seed that draws it again."""
     with _watched():
         for place in range(cases):
             signal.setitimer(signal.ITIMER_REAL, LONGEST)
@@ -91,7 +91,7 @@ def fuzz(name: str, kind: Kind, cases: int, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A file and what reads it."""
+    """A file and the function that reads it."""
 
     path: Path
     read: Callable[[], object]
@@ -114,7 +114,7 @@ class Subject:
 
 
 def signed(data: bytes) -> bytes:
-    """A checkpoint's JSON with the checksum made to fit: damage that no checksum tells of."""
+    """A checkpoint's JSON with a checksum that matches: damage that no checksum finds."""
     try:
         body = json.loads(data)
         body.pop("check", None)
@@ -212,23 +212,23 @@ def _record(config: train.Config) -> Record:
 
 
 def configured(case: tuple[str | None, dict[str, Any], list[str]]) -> None:
-    """A preset with settings and overrides laid over it."""
+    """A preset with settings and overrides."""
     with contextlib.suppress(UndropError):
         configure(*case)
 
 
 def of_a_preset(folder: Path) -> dict[str, Kind]:
-    """A preset in a file of its own."""
+    """A preset in a separate file."""
     file = folder / "own.toml"
     shutil.copy(resources.files("undrop") / "presets" / "ptb-awd-lstm-small.toml", file)
     return {"preset file": Subject(file, lambda: configure(str(file))).kind()}
 
 
-COMMANDS = cli.commands()  # read off the files only once
+COMMANDS = cli.commands()  # read from the files only once
 
 
 def commanded(line: list[str]) -> None:
-    """A command line ends with 0, 1 or 2, and where it fails, with a sentence; no work is begun."""
+    """A command line exits with 0, 1 or 2, prints a sentence if it fails, and starts no work."""
     stop = StoppedError("begun")
     shown, errors = io.StringIO(), io.StringIO()
     with (
@@ -248,7 +248,7 @@ def commanded(line: list[str]) -> None:
 
 
 def kinds(folder: Path) -> dict[str, Kind]:
-    """Every kind of bad bytes, with sound files of each in ``folder``."""
+    """Every kind of bad bytes, with a valid file of each in ``folder``."""
     os.environ["UNDROP_CACHE"] = str(folder / "cache")
     text = folder / "text"
     text.mkdir()

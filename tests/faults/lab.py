@@ -1,4 +1,4 @@
-"""A tiny run, its bits when nothing happens to it, and processes that things can happen to."""
+"""A tiny run, its bits without a fault, and processes that a fault can hit."""
 
 import contextlib
 import multiprocessing
@@ -25,19 +25,19 @@ SHORT = {
     "data": {"variable_length": True, "batch_size": 24, "length": 5},
     "train": {"epochs": 4, "checkpoint_every": 3},
 }
-"""Some twenty steps, as short as can be, with everything in them that has a state."""
+"""About twenty short steps that use everything with a state."""
 
 WARM = multiprocessing.get_context("forkserver")
-"""Starts processes by forking one that has everything loaded: milliseconds instead of seconds."""
+"""Forks processes from one that has loaded everything: milliseconds instead of seconds."""
 WARM.set_forkserver_preload(["undrop.lab.reproduce.campaign", "torch._dynamo", "faults.lab"])
 
 
 class NotPossibleError(Exception):
-    """A fault that this machine does not let one make."""
+    """A fault that is not possible on this machine."""
 
 
 def stoppable_work(*arguments: Any) -> None:
-    """Train until the end or until told to stop, which is no error."""
+    """Train until the end or until a stop, which is not an error."""
     with contextlib.suppress(StoppedError):
         work(*arguments)
 
@@ -46,9 +46,9 @@ class Lab:
     """Everything a fault needs: a config, folders, and the bits to end with.
 
     Args:
-        folder: where all is kept.
-        sections: the run's settings, laid over those of the tiny one.
-        train_it: trains a config in a folder, or what is left to train of it.
+        folder: the folder for all files.
+        sections: settings of the run that override those of the tiny one.
+        train_it: trains a config in a folder, or resumes it.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class Lab:
         self.resume(folder / "whole")
         self.whole = bits(folder / "whole")
         began = time.monotonic()
-        self.resume(folder / "again")  # the first one loads what the others find loaded
+        self.resume(folder / "again")  # the first one loads the modules for all
         self.seconds = time.monotonic() - began
 
     def start(self, out: Path, point: str | None = None, count: int = 0) -> BaseProcess:
-        """The run, or what is left of it, in a process of its own."""
+        """Start or resume the run in a new process."""
         arguments = (self.config.as_dict(), str(out), point, count)
         process = WARM.Process(target=stoppable_work, args=arguments)
         process.start()
         return process
 
     def resume(self, out: Path) -> None:
-        """The run, or what is left of it, until its end."""
+        """Start or resume the run, and wait for its end."""
         self._train(self.config, out)
 
     def wait_for_lock(self, out: Path, process: BaseProcess) -> bool:
-        """Whether the process came to hold the folder before it ended."""
+        """Whether the process locked the folder before it ended."""
         while process.is_alive():
             if train.RunFolder(out).holder() == str(process.pid):
                 return True
@@ -88,11 +88,11 @@ class Lab:
         return False
 
     def ended(self, out: Path) -> bool:
-        """Whether the run there has come to its end."""
+        """Whether the run in the folder has finished."""
         return (out / "summary.json").exists()
 
     def ends_the_same(self, out: Path) -> bool:
-        """Let the run end; whether all it leaves is what it leaves undisturbed, and nothing else."""
+        """Let the run end; return whether its files equal those of an undisturbed run."""
         self.resume(out)
         left_over = [path for path in out.rglob("*") if ".tmp" in path.name]
         return bits(out) == self.whole and not left_over
@@ -103,7 +103,7 @@ def _train_here(config: train.Config, out: Path) -> object:
 
 
 Strike = Callable[[Lab, Path, random.Random], int]
-"""Strikes a run in a folder; tells how often it hit."""
+"""Strikes a run in a folder, and returns how often it hit."""
 
 
 def campaign(
@@ -115,15 +115,15 @@ def campaign(
     per_run: int = 5,
     disk: Path | None = None,
 ) -> tuple[int, int]:
-    """Let a fault hit runs so many times; (times it hit, times nothing was lost).
+    """Let a fault hit runs; return (times it hit, times nothing was lost).
 
     Args:
-        lab: the run that is struck, and how it ends when it is not.
-        strike: strikes.
-        times: how often, or a little more where it hits more than once.
-        seed: what decides when and where.
-        per_run: strikes on a run before it is let to its end and compared.
-        disk: the folder that has the runs' folders.
+        lab: the run, and its results without a fault.
+        strike: the fault.
+        times: how often it must hit; it may hit a few times more.
+        seed: decides when and where it hits.
+        per_run: strikes on a run before the run ends and is compared.
+        disk: the folder that contains the folders of the runs.
     """
     draw = random.Random(seed)
     tried = survived = 0

@@ -1,4 +1,4 @@
-"""A run of 100,000 steps, killed again and again, that ends with the bits of one that never was."""
+"""A run of 100,000 steps that is killed many times and ends with the bits of an undisturbed run."""
 
 import signal
 from pathlib import Path
@@ -10,7 +10,7 @@ STEPS = 100_000
 
 
 def sections() -> dict[str, dict[str, object]]:
-    """The smallest model there is, since steps are what counts."""
+    """The smallest possible model, because only the number of steps matters."""
     return {
         "model": {"embedding_size": 4, "hidden_size": 4, "layers": 1},
         "objective": {"name": "analytic", "interval": 8},
@@ -21,7 +21,7 @@ def sections() -> dict[str, dict[str, object]]:
 
 
 def marathon(folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """Kill the run so many times, at random moments of all its length; (kills, those survived)."""
+    """Kill the run at random moments; return (kills, kills survived)."""
     lab, draw, out = Lab(folder, sections()), Random(seed), folder / "killed"
     killed = 0
     while killed < times:

@@ -1,7 +1,7 @@
-"""The faults: each strikes a run, most of them once, and tells how often it hit.
+"""The faults: each strikes a run, most of them once, and returns how often it hit.
 
-What must hold at the strike itself (a refusal, a sentence) is asserted here; that nothing was lost is
-seen afterwards, when the run is let to its end and its bits are compared.
+The faults check what must hold at the strike itself (a refusal, a sentence). Afterwards the run ends,
+and its bits are compared to see that nothing was lost.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def kill_in_write(lab: Lab, out: Path, draw: random.Random) -> int:
 
 
 def terminate(lab: Lab, out: Path, draw: random.Random) -> int:
-    """SIGTERM, upon which the state is saved."""
+    """SIGTERM; the run saves its state."""
     process = lab.start(out)
     if lab.wait_for_lock(out, process):
         process.join(draw.uniform(0.0, lab.seconds))
@@ -68,12 +68,12 @@ def pause(lab: Lab, out: Path, draw: random.Random) -> int:
 
 
 def second_process(lab: Lab, out: Path, draw: random.Random) -> int:
-    """Another process on the same folder: refused, with the pid of the first, which goes on."""
+    """Another process on the same folder: it is refused with the pid of the first, which continues."""
     process = lab.start(out)
     refused = False
     if lab.wait_for_lock(out, process):
         process.join(draw.uniform(0.0, 0.3 * lab.seconds))
-        os.kill(process.pid, signal.SIGSTOP)  # lest it end while we try
+        os.kill(process.pid, signal.SIGSTOP)  # so that it does not end meanwhile
         if process.is_alive():
             try:
                 lab.resume(out)
@@ -88,7 +88,7 @@ def second_process(lab: Lab, out: Path, draw: random.Random) -> int:
 
 @contextlib.contextmanager
 def _at_step(number: int, act: Callable[[], object]) -> Iterator[None]:
-    """Within the block, ``act`` comes before the gradient of that step, counted from 0."""
+    """Within the block, call ``act`` before the gradient of that step, counted from 0."""
     steps, gradient = itertools.count(), Gradient.__call__
 
     def struck(*args: object) -> object:
@@ -101,7 +101,7 @@ def _at_step(number: int, act: Callable[[], object]) -> Iterator[None]:
 
 
 def clock_back(lab: Lab, out: Path, draw: random.Random) -> int:
-    """The clock goes back by up to a year in the middle of a run that was begun before."""
+    """The clock goes back by up to a year in the middle of a run that was resumed."""
     now, ahead = time.time, draw.uniform(0.0, 3e7)
     out_of_memory(lab, out, draw)
     for path in [path for path in out.rglob("*") if path.is_file()]:
@@ -131,17 +131,17 @@ def _exhaust_graphics() -> None:
 
 
 def _exhaust_memory() -> None:
-    torch.empty(1 << 50, dtype=torch.uint8)  # a petabyte: what the system itself says of it
+    torch.empty(1 << 50, dtype=torch.uint8)  # a petabyte: the error of the system itself
 
 
 def out_of_memory(lab: Lab, out: Path, draw: random.Random) -> int:
-    """The batch does not fit, at some step: named, with what is saved."""
+    """The batch does not fit at some step: the error names it, and what is saved."""
     with _at_step(draw.randint(0, 15), draw.choice((_exhaust_graphics, _exhaust_memory))):
         return _refused(lab, out, "out of memory at step")
 
 
 def _refused(lab: Lab, out: Path, word: str) -> bool:
-    """Whether the run is stopped by an error of ours, which must say the word."""
+    """Whether an error of undrop stops the run; the error must contain the word."""
     said = None
     try:
         lab.resume(out)
@@ -153,7 +153,7 @@ def _refused(lab: Lab, out: Path, word: str) -> bool:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own, with room for a run and not much more."""
+    """A separate file system that has little more room than a run needs."""
     folder.mkdir()
     _system("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder))
     try:
@@ -169,7 +169,7 @@ def _system(*words: str) -> None:
 
 
 def disk_full(lab: Lab, out: Path, draw: random.Random) -> int:
-    """No room left on a small disk, at some write."""
+    """A small disk is full at some write."""
     ballast, space = out.parent / "ballast", os.statvfs(out.parent)
     ballast.write_bytes(bytes(space.f_bavail * space.f_frsize - draw.randint(0, 20) * 4096))
     try:
@@ -179,7 +179,7 @@ def disk_full(lab: Lab, out: Path, draw: random.Random) -> int:
 
 
 def read_only(lab: Lab, out: Path, draw: random.Random) -> int:
-    """The disk of a run that stopped half-way can't be written to any more."""
+    """The disk of a run that stopped half-way becomes read-only."""
     out_of_memory(lab, out, draw)
     gc.collect()  # tensors that are still mapped from a file that is gone would keep the disk busy
     _system("mount", "-o", "remount,ro", str(out.parent))
@@ -194,4 +194,4 @@ STRIKES: dict[str, Strike] = {
     for strike in (kill, kill_in_write, terminate, pause, second_process, clock_back, out_of_memory)
 }
 DISK_STRIKES: dict[str, Strike] = {"disk-full": disk_full, "read-only": read_only}
-"""Those that need a small disk."""
+"""Faults that need a small disk."""

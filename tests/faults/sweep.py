@@ -1,4 +1,4 @@
-"""A parallel ``undrop reproduce`` that is killed: all of it, in a record's write, a worker alone."""
+"""A parallel ``undrop reproduce`` that is killed: all of it, while it writes a record, or one worker."""
 
 import contextlib
 import itertools
@@ -28,7 +28,7 @@ POINTS = ("fsync", "before rename", "after rename")
 
 
 def command(folder: str, point: str | None, count: int) -> None:
-    """The command, in a process group of its own; it may die in its ``count``-th record's write."""
+    """The command in a new process group; it may die while it writes its ``count``-th record."""
     os.setsid()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
@@ -41,7 +41,7 @@ def command(folder: str, point: str | None, count: int) -> None:
         write(path, value)
 
     records.write_json = armed
-    # Its workers are forked as well: this process has used torch for nothing yet.
+    # Its workers are forked as well, because this process has not used torch yet.
     fork = multiprocessing.get_context("fork")
     words = ["reproduce", EXPERIMENT, "--scale", "smoke", "--seeds", "1", "--jobs", str(JOBS)]
     with mock.patch("multiprocessing.get_context", return_value=fork):
@@ -49,14 +49,14 @@ def command(folder: str, point: str | None, count: int) -> None:
 
 
 def start(folder: Path, point: str | None = None, count: int = 0) -> BaseProcess:
-    """The sweep, or what is left of it."""
+    """Start or resume the sweep."""
     process = WARM.Process(target=command, args=(str(folder), point, count))
     process.start()
     return process
 
 
 def bits(folder: Path) -> dict[str, object]:
-    """What the records say, but for the time it took."""
+    """The contents of the records, except for their times."""
     found = {}
     for path in sorted((folder / "records").iterdir()):
         record = json.loads(path.read_text())
@@ -67,7 +67,7 @@ def bits(folder: Path) -> dict[str, object]:
 
 
 def finish(folder: Path) -> None:
-    """Let the sweep come to its end."""
+    """Let the sweep end."""
     process = start(folder)
     process.join()
     assert process.exitcode == 0, process.exitcode
@@ -80,7 +80,7 @@ def kill_all(process: BaseProcess) -> None:
 
 
 def kill_sweep(folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """Kill every process of a sweep at once, at any moment; (kills that hit, those survived)."""
+    """Kill every process of a sweep at once, at any moment; return (kills that hit, kills survived)."""
 
     def strike(out: Path, draw: Random, seconds: float) -> bool:
         process = start(out)
@@ -93,7 +93,7 @@ def kill_sweep(folder: Path, times: int, seed: int) -> tuple[int, int]:
 
 
 def kill_in_record(folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """Kill a sweep inside of the write of one of its records."""
+    """Kill a sweep while it writes one of its records."""
 
     def strike(out: Path, draw: Random, _: float) -> bool:
         process = start(out, draw.choice(POINTS), draw.randint(1, 2))
@@ -107,7 +107,7 @@ def kill_in_record(folder: Path, times: int, seed: int) -> tuple[int, int]:
 def _strikes(
     strike: Callable[[Path, Random, float], bool], folder: Path, times: int, seed: int
 ) -> tuple[int, int]:
-    """Strike sweeps, up to three times each, let them end and compare; (hits, hits survived)."""
+    """Strike sweeps, up to three times each, let them end and compare; return (hits, hits survived)."""
     os.environ["UNDROP_CACHE"] = str(folder / "cache")
     draw, whole = Random(seed), folder / "whole"
     finish(whole)
@@ -139,7 +139,7 @@ def _ray_tasks() -> list[int]:
 
 
 def kill_ray_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """Kill workers of sweeps on Ray, at any moment of their work; (kills, those survived)."""
+    """Kill workers of sweeps on Ray, at any moment of their work; return (kills, kills survived)."""
     try:
         import ray
     except ImportError as error:
@@ -163,13 +163,13 @@ def kill_ray_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
 
 
 def _on_ray(out: Path) -> None:
-    """A sweep until its end: Ray starts a task again once, and the same command one that failed."""
+    """Run a sweep until its end: Ray restarts a task once, and the same command resumes a failed one."""
     while Campaign(Plan([EXPERIMENT], "smoke", 1), out, executor_named("ray", JOBS)).run():
         pass
 
 
 def _struck_on_ray(out: Path, draw: Random, most: int) -> int:
-    """Let a sweep run while workers with a task are killed; how many were."""
+    """Kill workers with a task while a sweep runs; return how many were killed."""
     over, hits = threading.Event(), []
 
     def strike() -> None:

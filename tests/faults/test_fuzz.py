@@ -1,4 +1,4 @@
-"""Bad bytes, the quick part; ``make faults`` has as many cases as one wants."""
+"""Bad bytes, the quick part; ``make faults`` tries many more cases."""
 
 from random import Random
 

@@ -16,7 +16,7 @@ from torch import nn
 import undrop
 
 STEPS = int(os.environ.get("UNDROP_LEAK_STEPS", "300"))  # 2,000 in the long form
-SLACK = 1.0  # megabytes that the allocator may come and go by
+SLACK = 1.0  # megabytes by which the allocator may vary
 
 OBJECTIVES = {
     "none": undrop.NoRegularization,
@@ -59,7 +59,7 @@ def resident():
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_memory_does_not_grow_over_steps(name):
-    """No tensor outlives its step, and the process does not grow: a kilobyte a step would show."""
+    """No tensor outlives its step, and the process does not grow, not even by a kilobyte per step."""
     seen = [
         (alive(), resident())
         for step, _ in enumerate(steps_of(OBJECTIVES[name](), STEPS))

@@ -1,4 +1,4 @@
-"""No code is run out of a file that undrop reads, and no name leads out of its folder."""
+"""undrop runs no code from a file that it reads, and no name leads out of its folder."""
 
 import ast
 import json
@@ -29,7 +29,7 @@ UNSAFE_CALLS = {
 
 
 def unsafe(source):
-    """What in a source file could run code that a file holds."""
+    """The calls in a source file that could run code from a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.partition(".")[0] in UNSAFE_MODULES)
@@ -128,7 +128,7 @@ def test_a_run_name_cannot_leave_the_runs_folder(here, name):
 
 
 def required(name, extras=frozenset(), found=None):
-    """The packages that one requires on this machine, all the way down."""
+    """The packages that a package requires on this machine, directly and indirectly."""
     found = {} if found is None else found
     if (name, extras) not in found:
         found[name, extras] = None

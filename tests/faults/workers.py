@@ -1,6 +1,6 @@
-"""A worker killed under torchrun: its agent ends the other one; started again, they go on.
+"""A worker is killed under torchrun, and the agent ends the other one. Restarted, both resume.
 
-Who starts them again is the agent itself in one half of the strikes, and a new launch in the other.
+In one half of the strikes the agent itself restarts them, and in the other half a new launch does.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ WORKERS = 2
 
 
 def work(config: dict[str, Any], out: str) -> None:
-    """What each worker does; the agent told it its rank by the environment."""
+    """What each worker does; it reads its rank from the environment."""
     Path(f"{out}.rank-{os.environ['RANK']}").write_text(str(os.getpid()))
     Path(f"{out}.restarts").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
     train.run(Config.parse(config), out=out, resume=True)
 
 
 def launch(config: Config, out: Path, restarts: int = 0) -> None:
-    """Train under the agent of torchrun, whose workers are forked here, not started from nothing."""
+    """Train under the agent of torchrun; its workers are forked here, not started from nothing."""
     logs = DefaultLogsSpecs(str(out.parent / "logs"), redirects=Std.ALL)
     options = LaunchConfig(
         min_nodes=1,
@@ -59,7 +59,7 @@ def kill_worker(lab: Lab, out: Path, draw: Random) -> int:
     def strike() -> None:
         while not its_process.exists() and not over.is_set():
             time.sleep(0.005)
-        # The agent itself would wait forever for one killed when it is done and waits to be told so.
+        # The agent would wait forever for a worker that is killed after it has finished.
         if not over.wait(delay) and not lab.ended(out):
             with contextlib.suppress(ProcessLookupError):  # it was over before
                 os.kill(int(its_process.read_text()), signal.SIGKILL)
@@ -78,7 +78,7 @@ def kill_worker(lab: Lab, out: Path, draw: Random) -> int:
 
 
 def kill_torchrun_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
-    """Kill workers so many times; (kills that hit, those survived)."""
+    """Kill workers; return (kills that hit, kills survived)."""
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     lab = Lab(folder, SHORT, launch)
     return campaign(lab, kill_worker, times, seed)

@@ -108,7 +108,7 @@ def images(n: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Family:
-    """A model, its batches, and its sites; ``{a}`` is what attention's own dropout is called."""
+    """A model, its batches, and its sites; ``{a}`` is the name of the dropout in attention."""
 
     make: Callable[[str], hf.PreTrainedModel]
     batch: Callable[[int], dict[str, Tensor]]

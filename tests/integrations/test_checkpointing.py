@@ -132,14 +132,14 @@ def test_checkpointing_keeps_the_gradient_with_a_fraction_of_the_batch():
     def step(run) -> list[Tensor]:
         model = net(run)
         for block in model.blocks:
-            block.norm = nn.Identity()  # a fraction is not for batch norm
+            block.norm = nn.Identity()  # batch norm refuses a fraction
         return after_a_step(model, OBJECTIVES["fraction"]())
 
     torch.testing.assert_close(step(nested), step(plain), rtol=1e-12, atol=1e-14)
 
 
 def test_plain_dropout_keeps_its_masks_under_checkpointing():
-    """Without undrop's noise torch's random state is what counts; undrop must not disturb it."""
+    """Without undrop's noise, torch's random state decides, and undrop must not change it."""
     expected = after_a_step(net(plain), OBJECTIVES["dropout"]())
     got = after_a_step(net(each), OBJECTIVES["dropout"]())
     parameters = len(list(net(plain).parameters()))
@@ -159,7 +159,7 @@ def test_a_checkpoint_wrapper_does_not_change_the_gradient():
 
 
 def test_a_checkpointed_region_is_found_by_its_hooks():
-    """No function of torch.utils.checkpoint is on the stack then: the region is found by its hooks."""
+    """No function of torch.utils.checkpoint is on the stack here, only its hooks."""
     from torch.distributed._composable import checkpoint as checkpointed
 
     model = net(plain)
@@ -244,12 +244,12 @@ def test_finding_checkpointed_regions_leaves_saved_tensor_hooks_unchanged():
         checkpoint(look, x, use_reentrant=False).sum().backward()
         assert top() == before
     assert top() is None
-    assert found == [1, 0]  # the second run is no region of its own
+    assert found == [1, 0]  # the second run is not another region
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
 class SkippedLayers(nn.Module):
-    """LayerDrop whose layers are checkpointed one by one, as in Transformers."""
+    """LayerDrop with layers that are checkpointed one by one, as in Transformers."""
 
     def __init__(self, layer: type[nn.Module], checkpointed: bool) -> None:
         super().__init__()

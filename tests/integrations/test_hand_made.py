@@ -132,7 +132,7 @@ def test_spec_augment_is_named_and_layer_drop_is_a_site(transformers):
 
 
 def passes_from_one_seed(p, draw, epsilon=1e-5):
-    """The parts and the gradient from three plain passes, each of which starts with the same numbers."""
+    """The parts and the gradient from three plain passes, all with the same random numbers."""
     outputs = []
     for size in (0.0, epsilon, -epsilon):
         np.random.seed(7)
@@ -146,7 +146,7 @@ def passes_from_one_seed(p, draw, epsilon=1e-5):
 
 @pytest.mark.parametrize("before", [0.0, 0.2], ids=["first", "after a dropout"])
 def test_spec_augment_draws_the_same_numbers_for_every_compared_pass(transformers, before):
-    """NumPy's numbers mask parts of each example, so that other numbers give another output."""
+    """NumPy's numbers mask parts of each example, so other numbers give another output."""
     config = transformers.Wav2Vec2Config(
         **WAV2VEC2,
         layerdrop=0.0,

@@ -1,4 +1,4 @@
-"""What is optional stays out of the way until it is asked for."""
+"""Importing undrop imports no optional package."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ EXTRAS = ("transformers", "accelerate", "lightning", "sklearn", "ray", "tensorbo
 
 
 def imported_by(statement: str) -> set[str]:
-    """The packages that a fresh interpreter holds after a statement."""
+    """The packages that a new interpreter has loaded after a statement."""
     code = (
         f"{statement}\nimport json, sys\nprint(json.dumps([m.split('.')[0] for m in sys.modules]))"
     )

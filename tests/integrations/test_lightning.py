@@ -1,4 +1,4 @@
-"""Lightning: real fits of a few steps, without loggers or files but for the checkpoint."""
+"""Lightning: real fits of a few steps, without loggers, and without files except checkpoints."""
 
 import logging
 import sys

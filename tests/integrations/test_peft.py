@@ -118,7 +118,7 @@ def test_one_step_with_b_zero_logs_no_warning(caplog):
 
 
 def test_two_steps_in_which_dropout_has_no_effect_log_one_warning(caplog):
-    """B stays 0, as if it were frozen, and something else is trained."""
+    """B stays 0, as if it were frozen, while other weights train."""
     model = adapted(zero=True)
     for name, weight in model.named_parameters():
         weight.requires_grad_("lora_A" in name or "norm" in name)
@@ -142,7 +142,7 @@ def test_micro_batches_of_one_step_log_no_warning(caplog):
 
 
 class Dequantized(torch.autograd.Function):
-    """x Wᵀ with W = scale · codes, made anew in each pass: what 8-bit and 4-bit layers do."""
+    """x Wᵀ with W = scale · codes, computed in each pass, as 8-bit and 4-bit layers do."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Dequantized(torch.autograd.Function):
 
 
 class Quantized(nn.Linear):
-    """A stand-in for a quantized layer: integer codes, one scale per row, no gradient of its own."""
+    """A stand-in for a quantized layer: integer codes, one scale per row, no gradient."""
 
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -174,7 +174,7 @@ class Quantized(nn.Linear):
 
 
 def quantized(bits: int, plain: bool) -> nn.Module:
-    """A model whose linear layers are quantized, or have the weights that the codes stand for."""
+    """A model with quantized linear layers, or with the dequantized weights."""
     model = base()
     for layer in (model.model.layers[0].self_attn, model.model.layers[0].mlp):
         for name, linear in list(layer.named_children()):

@@ -28,7 +28,7 @@ from undrop.losses import CrossEntropy, Task
 
 @pytest.fixture(autouse=True)
 def precision_of_each_test():
-    """Older Trainers leave theirs in the environment, where the next one finds it."""
+    """Older Trainers leave their settings in the environment, where the next Trainer finds them."""
     yield
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
@@ -142,7 +142,7 @@ def uneven(family: Family) -> list[dict[str, Tensor]]:
 
 
 def test_accumulated_micro_batches_count_by_their_targets(tmp_path):
-    """The total of each is scaled by its share of the targets, noise and all."""
+    """The total of each micro-batch, including the noise, is scaled by its share of the targets."""
     data, model = uneven(FAMILIES["llama"]), FAMILIES["llama"].model()
     two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
     trainer = trained(tmp_path, "llama", model=copy.deepcopy(model), data=data, **two)
@@ -166,7 +166,7 @@ def test_accumulation_in_the_trainer_gives_the_step_of_one_large_batch(tmp_path,
 
 
 def test_micro_batches_count_equally_if_the_model_takes_no_count_of_targets(tmp_path):
-    """Then the Trainer divides by the number of micro-batches, and the logged parts follow it."""
+    """The Trainer divides by the number of micro-batches, and so do the logged parts."""
     data, model = uneven(FAMILIES["gpt2"]), FAMILIES["gpt2"].model()
     model.accepts_loss_kwargs = False
     two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
@@ -192,7 +192,7 @@ def test_a_trainer_step_in_bfloat16_is_close_to_one_in_float32(tmp_path, engine)
 
 
 def test_half_precision_is_seen_by_the_engine(tmp_path, monkeypatch):
-    """The autocast that Accelerate puts inside of forward would be hidden from it."""
+    """Accelerate's autocast is inside ``forward``, where the engine would not see it."""
     seen = []
     evaluate = undrop.engines.Antithetic.evaluate
 
@@ -391,7 +391,7 @@ def test_p_is_tuned_on_other_examples_logged_and_resumed_to_the_bit(tmp_path):
 
 
 class Weighted(hf.Trainer):
-    """A Trainer whose own loss differs from the model's."""
+    """A Trainer with a loss that differs from the model's."""
 
     factor = 1.5
 
@@ -415,7 +415,7 @@ def test_a_trainer_with_a_custom_loss_is_refused(tmp_path):
 
 
 def test_label_smoothing_is_part_of_the_comparison(tmp_path):
-    """The Trainer smooths labels itself, so its loss is the one to agree with."""
+    """The Trainer smooths labels itself, so undrop compares with its loss."""
     for name in ("gpt2", "bert-sequence"):
         trainer = trained(tmp_path, name, label_smoothing_factor=0.2, max_steps=1)
         assert trainer._undrop_verified

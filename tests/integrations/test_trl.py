@@ -156,7 +156,7 @@ def first_step(trainer, monkeypatch):
 
 @pytest.mark.parametrize("exact_output", [True, False])
 def test_log_probabilities_of_dpo_stay_reproducible(tmp_path, exact_output, monkeypatch):
-    """Dropout off in such trainers is for this: the policy's log-probabilities are the plain ones."""
+    """The policy's log-probabilities equal those without dropout."""
     trainer = dpo(tmp_path, objective=seeded(exact_output=exact_output))
     step, (_, inputs, _), _ = first_step(trainer, monkeypatch)
     trainer.model.eval()

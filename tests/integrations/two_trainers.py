@@ -38,7 +38,7 @@ class UndropTrainer(integration.UndropTrainer):
 
 
 def examples() -> list[dict[str, Tensor]]:
-    """As many targets in the first two as in the others together, but not each."""
+    """The first two examples have as many targets together as the others, but not each."""
     torch.manual_seed(1)
     ids = torch.randint(1, V, (4, 3))
     labels = ids.clone()

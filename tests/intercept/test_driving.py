@@ -1,4 +1,4 @@
-"""Driven by undrop, every dropout does what torch's does: nothing at ε = 0, its own law at ε = 1."""
+"""Under undrop, every dropout does what torch's does: nothing at ε = 0, and dropout at ε = 1."""
 
 from threading import Thread
 
@@ -76,7 +76,7 @@ def packed(cell, **how):
 
 
 def in_place(self, x):
-    """What the dropouts return is thrown away: they write into what they are given."""
+    """The model ignores what the dropouts return: they change their input in place."""
     h = self.first(x)
     F.dropout(h, 0.3, self.training, inplace=True)
     h = self.second(h)
@@ -169,7 +169,7 @@ def test_the_tangent_engine_agrees_with_plain_passes(model):
 
 
 def test_the_reverse_engine_agrees_with_the_tangent_and_the_exact_engine(model):
-    """On what it need not sample: the noise, and the loss Jacobian."""
+    """For the parts that the reverse engine does not sample: the noise, and the loss Jacobian."""
     p = regression(model)
     assert_same(p, *(evaluate(e, p, seeded(1), IMPLICIT) for e in (Reverse(), Tangent())), 1e-9)
     form = "loss-jacobian"

@@ -54,7 +54,7 @@ def test_every_tensor_is_found_and_mapped_and_nothing_is_changed():
     assert (type(held), int(held["a"]), held["b"]) == (Mixed, 44, "b")
     assert (int(held.h), int(held.more[0]), held.more[1]) == (55, 66, None)
     assert (int(space.pair[0]), space.pair[1], space.empty) == (22, 3.0, None)
-    assert slotted is before["y"][3]  # what holds no tensor is no business of ours
+    assert slotted is before["y"][3]  # undrop leaves objects without tensors alone
     assert rest == ["s", None]
 
 

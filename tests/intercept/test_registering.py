@@ -54,7 +54,7 @@ def test_a_declared_class_is_a_site_and_drops_as_before():
 
 
 def test_a_declared_function_runs_compiled(caplog):
-    """Also one that torch can't compile, for it does not run."""
+    """Even a function that torch can't compile, because it does not run."""
     found = []
     for wrap in (lambda net: net, lambda net: torch.compile(net, backend="eager")):
         torch.manual_seed(0)

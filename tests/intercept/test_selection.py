@@ -81,7 +81,7 @@ def test_the_explicit_part_is_the_weighted_sum_over_sites():
 
 @pytest.mark.parametrize("engine", ["tangent", "antithetic", "reverse"])
 def test_sites_that_are_not_chosen_are_off(engine):
-    """What is left of the implicit part is that of a model whose other dropout has p = 0."""
+    """The implicit part equals that of a model in which the other dropout has p = 0."""
     other = model()
     other[2].p = 0.0
     parts = [

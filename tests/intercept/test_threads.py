@@ -1,4 +1,4 @@
-"""Every interception is undone, and what else goes on in the process never notices it."""
+"""Every interception ends, and nothing else in the process notices it."""
 
 from threading import Barrier, Thread
 
@@ -45,7 +45,7 @@ def with_dropout(model):
 
 
 def at_once(*works):
-    """What each returns, all of them begun at the same moment in threads of their own."""
+    """The result of each function; all start at the same moment, in separate threads."""
     results, ready = {}, Barrier(len(works))
 
     def work(place):
@@ -79,7 +79,7 @@ def test_a_model_trained_in_another_thread_is_not_affected(engine):
     torch.manual_seed(3)
     alone = plainly()
     model, other, gradient = net(), net(7), with_objective(engine)
-    gradient(model)  # its first step looks for sites, for which it puts the random state back
+    gradient(model)  # its first step finds the sites and restores the random state
     torch.manual_seed(3)
     _, beside = at_once(lambda: train(model, gradient, 40), plainly)
     assert torch.equal(beside, alone)
@@ -127,7 +127,7 @@ def test_threads_that_find_sites_leave_the_model_unchanged():
 
 
 class Asks(nn.Module):
-    """A model whose pass evaluates an objective on a model of its own."""
+    """A model that evaluates an objective on another model in its forward pass."""
 
     def __init__(self, objective):
         super().__init__()
@@ -142,7 +142,7 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize("outer", ["antithetic", "tangent"])
 def test_an_objective_inside_a_models_forward_works(outer):
-    inner = undrop.Analytic(engine="exact")  # whose value hangs on no draw
+    inner = undrop.Analytic(engine="exact")  # its value does not depend on a draw
     expected = inner(net(5), X, Y).total.item()
     model, x = Asks(inner), X.clone().requires_grad_()
     undrop.Analytic(engine=outer, loss=nn.MSELoss())(model, x, X).backward()

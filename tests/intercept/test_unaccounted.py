@@ -1,4 +1,4 @@
-"""Random numbers that are no dropout are named, with module and line, and stay random."""
+"""Random numbers that are not dropout are named, with module and line, and stay random."""
 
 import logging
 import random
@@ -96,7 +96,7 @@ def test_an_objective_logs_unaccounted_numbers_once(name, caplog):
 
 
 def test_a_scripted_layer_without_noise_changes_nothing():
-    """Its statistics are updated once a step, also where a step takes two passes."""
+    """Its statistics are updated once per step, even if a step takes two passes."""
 
     def step(norm):
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_a_branch_around_another_dropout_is_named():
 
 
 class Skipped(LayerDrop):
-    """Layers of which ``run`` is skipped, by a branch for each."""
+    """Layers with a random branch for each; ``run`` is skipped."""
 
     def __init__(self, run):
         super().__init__()

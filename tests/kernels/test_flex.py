@@ -1,4 +1,4 @@
-"""FlexAttention with dropout, against attention that is written out with a dropout in it."""
+"""FlexAttention with dropout, against eager attention with dropout."""
 
 import math
 from functools import partial
@@ -80,7 +80,7 @@ def made(mask=None, heads=H, **options) -> FlexCall:
 
 @pytest.fixture
 def kernel_gradients(monkeypatch):
-    """Torch's eager kernel has a gradient on the CPU, which only its check of the device refuses."""
+    """Torch's eager kernel has a gradient on the CPU, but a check of the device refuses it."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
 
 
@@ -219,7 +219,7 @@ def test_flex_attention_runs_in_one_stacked_pass(fraction):
 
 
 def test_the_fused_kernel_gives_the_same_stacked_pass(kernel_gradients, monkeypatch):
-    """The way of a GPU, on torch's eager kernel."""
+    """The code path of a GPU, with torch's eager kernel."""
     flex, _ = twins()
     expected = evaluate(Antithetic(), flex, random_signs(flex, 3))
     theirs = gradient(expected.total, flex.model)
@@ -263,7 +263,7 @@ DOCUMENTS = torch.tensor([[0, 0, 1], [0, 1, 1]])
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_mask_with_a_row_per_example_is_stacked_or_the_model_runs_twice(inside):
-    """A tensor from outside has no rows for the stacked batch: two passes serve then."""
+    """A tensor from outside the model has no rows for the stacked batch, so undrop runs two passes."""
     model, x, y = Documents(inside).to(D), torch.randn(2, 3, 2, dtype=D), torch.randint(3, (2, 3))
     problem = Problem(model, (x, DOCUMENTS), y, CrossEntropy())
     found = evaluate(Antithetic(1e-3), problem, random_signs(problem, 2))

@@ -61,7 +61,7 @@ def log_probabilities(features, layers):
 
 
 def reference(features, u, layers, target, form):
-    """CE of the log-probabilities, which are logits of their own softmax, and of their tangent."""
+    """Cross-entropy of the log-probabilities (as logits) and of their tangent."""
     f, df = log_probabilities(features, layers), None
     _, df = jvp(lambda x: log_probabilities(x, layers), (features,), (u,))
     parts = CrossEntropy().derivatives(f, df, target, "hessian" if form == "identity" else form)

@@ -241,5 +241,5 @@ def test_classes_in_another_dimension_are_the_same_classes(form):
         loss.sampled(x, target, form, new_generator(1))
         for loss, x in ((last, output), (second, moved[0]))
     ]
-    if form != "identity":  # whose probe is drawn in the output's own order
+    if form != "identity":  # its probe is drawn in the order of the output
         torch.testing.assert_close(*probes)

@@ -129,7 +129,7 @@ ONCE_DIFFERENTIABLE = [ctc, graphless, once]
 
 @pytest.mark.parametrize("function", ONCE_DIFFERENTIABLE, ids=lambda f: f.__name__)
 def test_a_loss_that_torch_differentiates_once_is_differentiated_by_differences(function, caplog):
-    """Against a difference of gradients over a much shorter step, in float64."""
+    """Compared with a difference of gradients over a much shorter step, in float64."""
     caplog.set_level(logging.INFO)
     f, u, y = leaf(3, 7, 5), leaf(3, 7, 5, seed=1), torch.tensor([[1, 2], [3, 3], [4, 1]])
     loss = Generic(function)
@@ -305,7 +305,7 @@ def test_the_error_for_a_loss_that_expects_the_whole_tuple_says_what_it_receives
 
 
 class Projected(nn.Module):
-    """A loss with a layer and a dropout of its own."""
+    """A loss with its own layer and dropout."""
 
     def __init__(self):
         super().__init__()

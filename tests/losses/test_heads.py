@@ -39,9 +39,9 @@ def test_every_site_of_a_transformers_model_is_found(name, attention):
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_explicit_part_of_a_transformers_model_is_exact_over_a_design_of_signs(name, attention):
-    """Over a design of signs the mean of the tangent engine's is the expectation itself.
+    """Over a design of signs, the mean of the tangent engine is the exact expectation.
 
-    It agrees to what Transformers leaves of float64: some norms are taken in float32.
+    The tolerance is wide because Transformers computes some norms in float32.
     """
     made = problem(name, attention)
     exact = evaluate(Exact(), made, next(iter(design(made))), EXPLICIT).parts["explicit"]
@@ -154,7 +154,7 @@ def test_a_model_without_its_own_loss_has_no_head():
 
 
 def agrees(model, batch, labels):
-    """Whether a step finds the model's own loss the same; it raises if not."""
+    """A step compares the loss with the model's own, and raises an error if they differ."""
     loss = ModelLoss()
     loss.prepare(model, batch, labels)
     return model in loss._verified

@@ -1,4 +1,4 @@
-"""u for the last entries of the batch: the same as u padded with zeros, without its work."""
+"""u for the last entries of the batch: the same result as u padded with zeros, for less work."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Targets of the wrong shape, type or range, and what may stand for a loss."""
+"""Targets of the wrong shape, type or range, and the values that ``loss=`` accepts."""
 
 import pytest
 import torch

@@ -176,7 +176,7 @@ def test_inputs_may_be_a_tuple_or_a_dict():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_recurrent_net_gets_its_own_state_back(engine):
-    """Window after window: the state that comes back is that of the net without noise."""
+    """Window after window: the returned state is that of the net without noise."""
     p = problem("lstm")
     objective = undrop.Analytic(engine=engine, generator=generator())
     state = None

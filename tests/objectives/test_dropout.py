@@ -1,4 +1,4 @@
-"""Drop_k: the plain step to the bit for k = 1, its law, and the noise that is put back."""
+"""Drop_k: the plain step bit for bit for k = 1, its distribution, and the noise added back."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_dropout_with_one_mask_takes_the_plain_step_bit_for_bit(name):
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_first_evaluation_of_dropout_is_the_last_only_for_one_mask(k):
-    """Then backward() does not look for another one."""
+    """After the last evaluation, backward() does not request another one."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
     batch = Batch(model, torch.randn(4, 3), torch.randint(2, (4,)), loss=undrop.CrossEntropy())
     assert next(undrop.Dropout(k).evaluations(batch)).last == (k == 1)
@@ -170,7 +170,7 @@ def test_k_masks_have_a_kth_of_the_noise_and_resampling_restores_all_of_it(draws
 
 
 def wide():
-    """Many hidden units of small influence each, dropped rarely: there dropout is its first order."""
+    """Many hidden units of little influence, dropped rarely: first order describes this dropout."""
     torch.manual_seed(0)
     p = problem("mlp")
     model = nn.Sequential(nn.Linear(2, 100), nn.Tanh(), nn.Dropout(0.05), nn.Linear(100, 3))
@@ -196,7 +196,7 @@ def test_the_output_of_dropout_with_k_masks_is_that_of_the_first_mask():
 
 @pytest.mark.slow
 def test_dropout_with_k_masks_has_the_mean_gradient_of_dropout():
-    """Drop_4 and Drop_1 have one mean: within 4 standard errors of 3,000 masks each."""
+    """Drop_4 and Drop_1 have the same mean, within 4 standard errors of 3,000 masks each."""
     p = problem("mlp")
     four = torch.stack([taken(undrop.Dropout(4), p) for _ in range(750)])
     one = torch.stack([taken(undrop.Dropout(), p) for _ in range(3000)])

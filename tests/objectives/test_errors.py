@@ -1,4 +1,4 @@
-"""Bad input is answered by one sentence of an error of its own, and nothing in the model has changed."""
+"""Bad input raises an error of one sentence, and the model does not change."""
 
 from contextlib import contextmanager, suppress
 
@@ -50,7 +50,7 @@ def dropping(request):
 
 
 class Net(nn.Module):
-    """A net with batch norm, whose end a test chooses."""
+    """A net with batch norm and a last function that a test chooses."""
 
     def __init__(self, dropout=None, end=None):
         super().__init__()
@@ -75,7 +75,7 @@ REPORTED_AT_ONCE = pytest.mark.skipif(
 
 @contextmanager
 def left_as_it_was(model):
-    """No mode is stuck, and values, identities and modes in the model are those of before."""
+    """Check that no mode stays active, and that tensors and modes of the model are unchanged."""
     values = {name: value.clone() for name, value in model.state_dict().items()}
     held = [*model.parameters(), *model.buffers()]
     modes = [module.training for module in model.modules()]
@@ -326,7 +326,7 @@ def test_a_model_that_raises_is_left_as_it_was(objective):
 
 
 def test_a_model_that_raises_after_its_first_step_is_left_as_it_was(objective):
-    """Past the search for sites and the choice of an engine, within a pass of a step."""
+    """The model raises after its sites are found and an engine is chosen, in a pass of a step."""
     model = Net()
     objective(model, X, Y).backward()
     model.zero_grad()

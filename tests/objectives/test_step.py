@@ -1,4 +1,4 @@
-"""A step: one backward or a total, the same gradient; one graph at a time; batch norm moves once."""
+"""A step: backward() and total have the same gradient, one graph at a time, one update of batch norm."""
 
 import weakref
 
@@ -29,7 +29,7 @@ OBJECTIVES = {
 
 @pytest.fixture(params=OBJECTIVES)
 def objective(request):
-    """Made anew, with the same noise each time."""
+    """A new objective, with the same noise each time."""
     return lambda: OBJECTIVES[request.param](generator=new_generator(1))
 
 
@@ -60,7 +60,7 @@ def test_backward_adds_the_gradient_and_can_scale_it(objective):
     q, step = called(objective)
     step.backward(scale=0.25)
     objective()(q.model, q.inputs, q.targets).backward(scale=0.5)
-    # The running statistics of the second step are not those of the first, which no gradient sees.
+    # The second step has other running statistics than the first, but they do not affect gradients.
     torch.testing.assert_close(gradient(q.model), 0.75 * one)
 
 
@@ -195,7 +195,7 @@ WAYS = {
 
 @pytest.fixture(params=LATER)
 def several(request):
-    """An objective of several samples, made anew, with the same noise each time."""
+    """A new objective with several samples, and the same noise each time."""
     return lambda: OBJECTIVES[request.param](generator=new_generator(1))
 
 

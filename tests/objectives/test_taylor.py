@@ -1,9 +1,9 @@
-"""What dropout adds to the loss is, to second order, half of what the exact engine says.
+"""To second order, dropout adds half of the exact engine's explicit part to the loss.
 
-It is not a small q that makes the second order a good one. An entry that is dropped moves by all of
-itself however rarely that happens, so that at q → 0 the terms of third and higher order are as large
-a part of R_drop as ever; what makes them small is that no single entry matters much. Hence a loss that
-is quadratic in the noise, where there are no such terms, and a wide net, where they are small.
+A small q does not make second order accurate. A dropped entry becomes zero however rarely it is
+dropped, so for q → 0 the higher orders keep their share of R_drop. They are small only if no single
+entry matters much. So these tests use a loss that is quadratic in the noise, without higher orders,
+and a wide net, where they are small.
 """
 
 import itertools
@@ -80,7 +80,7 @@ class Wide(nn.Module):
 
 
 def test_in_a_wide_net_half_the_second_derivative_is_what_dropout_adds():
-    """40,000 masks; the first order, of which the mean is known to be zero, is taken off each."""
+    """40,000 masks; the first order has mean zero and is subtracted from each."""
     torch.manual_seed(2)
     model, n = Wide().to(D), 20_000
     with torch.no_grad():

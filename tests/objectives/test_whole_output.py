@@ -46,7 +46,7 @@ both.whole_output = True
 
 
 def joined(p):
-    """The same net with one output, for engines that know nothing of several."""
+    """The same net with one output, for engines that take only one."""
 
     class One(nn.Module):
         def __init__(self, net):

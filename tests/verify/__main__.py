@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _attempt(part: Callable[..., dict[str, Any]], device: str, progress: Progress) -> Any:
-    """Run a part; what goes wrong is part of the report."""
+    """Run a part; an error becomes part of the report."""
     start = time.monotonic()
     try:
         found = part(device, progress)

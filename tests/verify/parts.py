@@ -72,7 +72,7 @@ class Recorder:
         self.wanted = len(session.items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a test, once: by its call, or by what kept it from being called."""
+        """Count a test once: by its call, or by the error that prevented the call."""
         if report.when != "call" and report.outcome == "passed":
             return
         self.counts[report.outcome] += 1
@@ -86,7 +86,7 @@ class Recorder:
 
 
 def maths(device: str, progress: Progress) -> dict[str, Any]:
-    """Hold every estimator against exact answers, on the device."""
+    """Compare every estimator with exact answers, on the device."""
     recorder = Recorder(progress)
     options = ["-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore"]
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -1,4 +1,4 @@
-"""Names are read without torch and agree with the registries; what does not need torch starts fast."""
+"""Names are read without torch and agree with the registries, so these commands start fast."""
 
 import os
 import resource
@@ -93,7 +93,7 @@ def seconds_and_output(words, **environment):
 
 
 def check_fast(words, **environment):
-    """Run until the time is right, since others use the machine too; torch is never loaded."""
+    """Repeat until one run is fast enough, since others use the machine too; torch is never loaded."""
     times = []
     for _ in range(5):
         seconds, out, err = seconds_and_output(words, **environment)

@@ -36,7 +36,7 @@ def test_pydocs_validation_and_test_share_no_paragraph_with_training(cache):
         split: set(Path(info.source).read_text(encoding="utf-8").splitlines())
         for split, info in header.splits.items()
     }
-    # Only lines that lost what told them apart to <unk>, or that are a word or two, may meet.
+    # Only lines that differ in words that became <unk>, or that have a word or two, may occur twice.
     for split in ("valid", "test"):
         both = {line for line in lines[split] & lines["train"] if len(line.split()) > 5}
         assert all(corpora.UNK in line for line in both)

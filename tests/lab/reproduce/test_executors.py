@@ -1,4 +1,4 @@
-"""Workers that are killed, and workers whose parent is killed."""
+"""Workers that are killed, and workers after their parent is killed."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Loggers and callbacks: they hear everything, and change nothing."""
+"""Loggers and callbacks: they receive every record, and change nothing."""
 
 import csv
 import os

@@ -71,7 +71,7 @@ def test_torchrun_matches_one_process_and_resumes(launch, tiny, tmp_path):
     rest = launch(*words, "--resume", "--json")
     two, one = json.loads(rest), train.run(config, out=tmp_path / "one")
     assert (two["machine"]["processes"], two["steps"]) == (2, one.steps)
-    # Without noise two processes train as one with the whole batch, but for rounding.
+    # Without noise, two processes train as one with the whole batch, up to rounding.
     assert two["best_valid_ppl"] == pytest.approx(one.best_valid_ppl, rel=1e-9)
     with pytest.raises(RunError, match="was started with 2 processes and can't be resumed"):
         train.run(out=tmp_path / "two", resume=True)
@@ -127,7 +127,7 @@ def meet(store, *ranks, wait=30.0):
 def test_restarted_processes_share_a_store_without_old_entries():
     store = HashStore()
     before = meet(store, 0, 1, 2)
-    for rank in (1, 2):  # and of those whose main process never came
+    for rank in (1, 2):  # and of those that never had a main process
         store.set(f"undrop/asks/{rank}", "long ago")
     after = meet(store, 0, 1, 2)
     for rank, part in enumerate(before):

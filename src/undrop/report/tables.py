@@ -39,7 +39,7 @@ def unbroken(text: str) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Return the lines of a text, broken at spaces but not within a figure.
+    """Return the lines of a text; those that are too long break at spaces, but not within a figure.
 
     >>> wrap("the ratio is 1.2 ± 0.3", 20)
     ['the ratio is', '1.2 ± 0.3']
@@ -189,6 +189,9 @@ def _padded(text: str, width: int, *, right: bool = False) -> str:
 def _wrapped(text: str, width: int) -> Iterator[str]:
     """Break a text at spaces; a word that is too wide breaks after a mark such as a slash."""
     for paragraph in text.split("\n"):
+        if _cells(paragraph) <= width:
+            yield paragraph
+            continue
         line = ""
         for word in paragraph.split(" "):
             joined = f"{line} {word}" if line else word

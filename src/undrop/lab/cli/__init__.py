@@ -11,7 +11,9 @@ function, or one for each of its sub-commands::
     def list_corpora(...): ...
 
 The arguments of the function are the options of the command, and its docstring is the help. An argument
-whose type is a dataclass stands for the dataclass's fields: options that several commands share.
+whose type is a dataclass stands for the dataclass's fields: options that several commands share. A
+function that returns an :class:`Answer` gets the option ``--json``.
+
 ``undrop --help`` imports no command, and ``undrop train`` imports ``train.py`` alone. A command file
 imports torch inside its function, so that help, completion and a wrong name answer at once.
 
@@ -37,13 +39,13 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from undrop.lab.cli._names import check_early, check_name
-from undrop.lab.cli._output import report_error
+from undrop.lab.cli._names import check_name
+from undrop.lab.cli._output import Answer, report_error
 from undrop.registry import Registry
 
-__all__ = ["COMMANDS", "GROUPS", "app_for", "commands", "main"]
+__all__ = ["COMMANDS", "GROUPS", "Answer", "app_for", "commands", "main"]
 
-COMMANDS: Registry[str, Callable[..., None]] = Registry("command")
+COMMANDS: Registry[str, Callable[..., Answer | None]] = Registry("command")
 """The functions behind the commands that have been imported."""
 
 GROUPS = {
@@ -114,34 +116,50 @@ def _add(app: typer.Typer, name: str) -> None:
     for key, function in COMMANDS.items():
         first, _, second = key.partition(" ")
         if first == name:
-            (group if second else app).command(second or name)(_with_groups(function))
+            (group if second else app).command(second or name)(_command(function))
     if group.registered_commands:
         app.add_typer(group, name=name, help=module.__doc__)
 
 
-def _with_groups(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with the fields of each dataclass among its arguments in that one's place."""
+def _command(function: Callable[..., Answer | None]) -> Callable[..., None]:
+    """Return what typer calls: dataclass arguments become options, and the answer is printed."""
     signature = inspect.signature(function, eval_str=True)
-    groups = {p.name: p.annotation for p in signature.parameters.values()}
-    groups = {name: kind for name, kind in groups.items() if is_dataclass(kind)}
+    kinds = {name: p.annotation for name, p in signature.parameters.items()}
+    groups = {
+        name: get_type_hints(kind, include_extras=True)
+        for name, kind in kinds.items()
+        if is_dataclass(kind)
+    }
     flat: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
+    for name, parameter in signature.parameters.items():
         fields = [parameter]
-        if parameter.name in groups:
-            types = get_type_hints(parameter.annotation, include_extras=True)
-            of_group = inspect.signature(parameter.annotation).parameters.values()
-            fields = [field.replace(annotation=types[field.name]) for field in of_group]
+        if name in groups:
+            of_group = inspect.signature(kinds[name]).parameters.values()
+            fields = [field.replace(annotation=groups[name][field.name]) for field in of_group]
         flat += [field.replace(kind=field.KEYWORD_ONLY) for field in fields]
+    if signature.return_annotation is not None:
+        flat.append(_JSON)
 
     @wraps(function)
-    def command(**values: Any) -> None:
-        for name, group in groups.items():
-            own = {field: values.pop(field) for field in inspect.signature(group).parameters}
-            values[name] = group(**own)
-        function(**values)
+    def command(*, json: bool = False, **values: Any) -> None:
+        for name, types in groups.items():
+            values[name] = kinds[name](**{field: values.pop(field) for field in types})
+        answer = function(**values)
+        if answer is not None:
+            answer.give(json=json)
 
-    command.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
+    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=flat, return_annotation=None
+    )
     return command
+
+
+_JSON = inspect.Parameter(
+    "json",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")],
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -199,11 +217,7 @@ def _main(words: list[str]) -> int:
 def _run(words: list[str]) -> None:
     name = _command_in(words)
     check_name("command", name[0] if name else None, commands())
-    app = app_for(name)
-    for key in COMMANDS:
-        if key == " ".join(words)[: len(key)]:
-            check_early(_with_groups(COMMANDS[key]), words)
-    command = get_command(app)
+    command = get_command(app_for(name))
     with command.make_context("undrop", words) as context:
         gc.enable()
         command.invoke(context)

@@ -6,7 +6,6 @@ compares the names with the registries that the commands use.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -148,22 +147,3 @@ def named(
         return value
 
     return {"autocompletion": complete, "callback": check}
-
-
-def check_early(command: Callable[..., None], words: list[str]) -> None:
-    """Check the names in a command line before typer does, which first loads pydantic.
-
-    Args:
-        command: the function behind the command.
-        words: the command line.
-    """
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        info: Any = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)
-        if getattr(info, "callback", None) is None or not hasattr(info, "is_flag"):
-            continue  # not an option, or one without a check
-        flag = (info.param_decls or [f"--{parameter.name.replace('_', '-')}"])[0]
-        for word, following in zip(words, [*words[1:], ""], strict=True):
-            if word == flag and following:
-                info.callback(following)
-            elif word.startswith(f"{flag}="):
-                info.callback(word.partition("=")[2])

@@ -22,7 +22,6 @@ def _is_own(text: str) -> bool:
     return ":" in text
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DataDir = Annotated[
     Path | None, typer.Option(help="Read the corpus from this folder; do not download it.")
 ]

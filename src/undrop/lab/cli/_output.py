@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +18,82 @@ from undrop.report import Table, as_json, terminal_width, wrap
 
 
 def check_outputs(
-    *, files: Iterable[Path | None] = (), pictures: Iterable[Path | None] = ()
+    *,
+    files: Sequence[Path | None] = (),
+    pictures: Sequence[Path | None] = (),
+    pages: Sequence[Path | None] = (),
 ) -> None:
     """Refuse a path that can't be written, before any work is done.
 
     Args:
         files: paths to write to; None is one that was not asked for.
         pictures: paths of figures, whose suffix must name a kind of picture.
+        pages: paths of HTML pages with figures.
 
     Raises:
         RunError: if a file can't be written there.
         OptionError: if a suffix names no kind of picture.
-        MissingExtraError: if there are pictures and matplotlib is not installed.
+        MissingExtraError: if there are pictures or pages and matplotlib is not installed.
     """
     from undrop.files import check_writable
-    from undrop.report.figures import check_picture
+    from undrop.report.figures import check_drawable, check_picture
 
-    for picture in pictures:
-        if picture is not None:
-            check_picture(picture)
-            check_writable(picture)
-    for file in files:
-        if file is not None:
-            check_writable(file)
+    for picture in filter(None, pictures):
+        check_picture(picture)
+    for path in filter(None, [*pictures, *pages, *files]):
+        check_writable(path)
+    if any(pages):
+        check_drawable()
 
 
-def write_outputs(*outputs: tuple[Path | None, Callable[[Path], None]]) -> None:
-    """Write the files that were asked for, and name each on stderr.
+class Answer:
+    """What a command prints on stdout, and the files that it writes then.
+
+    A command that returns an answer has the option ``--json``.
 
     Args:
-        outputs: a path, None for one that was not asked for, and what writes it.
+        value: what ``--json`` prints.
+        parts: the tables and texts that are printed otherwise.
+        files: paths, each with the function that writes it; None is a path that was not asked for.
     """
-    for path, write in outputs:
-        if path is not None:
-            write(path)
-            typer.echo(f"written: {path}", err=True)
+
+    def __init__(
+        self,
+        value: Any,
+        *parts: Table | str,
+        files: Iterable[tuple[Path | None, Callable[[Path], None]]] = (),
+    ) -> None:
+        self._value, self._parts, self._files = value, parts, files
+
+    @classmethod
+    def names(cls, names: Mapping[str, str]) -> Answer:
+        """Return the answer that lists names with a line about each."""
+        rows = [{"name": name, "about": line} for name, line in names.items()]
+        return cls(rows, Table(("name", "what it is"), list(names.items())))
+
+    def give(self, *, json: bool) -> None:
+        """Print the answer and write its files; each is named on stderr."""
+        if json:
+            typer.echo(dumps(as_json(self._value), indent=2, ensure_ascii=False))
+        else:
+            for part in self._parts:
+                _print(part)
+        for path, write in self._files:
+            if path is not None:
+                write(path)
+                typer.echo(f"written: {path}", err=True)
+
+
+def _print(part: Table | str) -> None:
+    """Print text, broken between words on a terminal, or a table with bold headings."""
+    if isinstance(part, str):
+        typer.echo("\n".join(wrap(part, terminal_width())))
+        return
+    head, body = part.lines(terminal_width())
+    for line in [*([part.title] if part.title else []), *head]:
+        typer.secho(line, bold=True)
+    for line in body:
+        typer.echo(line)
 
 
 @contextmanager
@@ -63,46 +104,6 @@ def working(what: str) -> Iterator[None]:
     with Progress() as progress:
         progress.bar(f"{what} …")
         yield
-
-
-def print_json(value: Any) -> None:
-    """Print a value as JSON on stdout."""
-    typer.echo(json.dumps(as_json(value), indent=2, ensure_ascii=False))
-
-
-def print_text(text: str) -> None:
-    """Print prose on stdout, broken between words on a terminal."""
-    typer.echo("\n".join(wrap(text, terminal_width())))
-
-
-def print_table(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    title: str = "",
-    numbers: Collection[str] = (),
-) -> None:
-    """Print a table that fits the terminal on stdout.
-
-    Args:
-        heads: the headings.
-        rows: the cells, as plain text.
-        title: a line above the table.
-        numbers: the headings of columns of figures, which are aligned right and never broken.
-    """
-    head, body = Table(heads, rows, numbers).lines(terminal_width())
-    for line in [*([title] if title else []), *head]:
-        typer.secho(line, bold=True)
-    for line in body:
-        typer.echo(line)
-
-
-def print_names(names: Mapping[str, str], *, json: bool) -> None:
-    """Print names with a line about each."""
-    if json:
-        print_json([{"name": name, "about": line} for name, line in names.items()])
-    else:
-        print_table(["name", "what it is"], list(names.items()))
 
 
 BAD_INPUT = 2
@@ -172,8 +173,7 @@ def _usage_sentence(error: BaseException, command: str) -> str:
         message = f"No such option {error.option_name}. Did you mean {' or '.join(near)}?"  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else command
-    message = message.replace("Input should be", "it must be").partition(", unable to parse")[
-        0
-    ]  # it repeats what it says before
+    message = message.partition(", unable to parse")[0]  # it repeats what it says before
+    message = message.replace("Input should be", "it must be")
     stop = "" if message[-1] in ".?!" else "."
     return f"{message}{stop} See `{path} --help`."

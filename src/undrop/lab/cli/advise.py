@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from undrop.errors import OptionError
-from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import Json
-from undrop.lab.cli._output import print_json
+from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli.train import TrainingOptions
 
 if TYPE_CHECKING:
@@ -28,16 +26,12 @@ def advise(
     share: Annotated[
         float, typer.Option(help="The share of the planned steps to train for.")
     ] = 0.1,
-    json: Json = False,
-) -> None:
+) -> Answer:
     """Train for a share of the planned steps, and print the advice on stdout."""
     if not 0.0 < share <= 1.0:
         raise OptionError(f"--share must lie in (0, 1], got {share}.")
     advice = _advice(options.config(tune=True), share)
-    if json:
-        print_json(advice.to_json())
-    else:
-        typer.echo(f"{advice.table().text()}\n\n{advice.verdict}")
+    return Answer(advice, advice.table().text(), "", advice.verdict)
 
 
 def _advice(config: Config, share: float) -> Advice:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from undrop.lab.cli import COMMANDS
+from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._names import bench_methods, bench_subjects, check_name, named
-from undrop.lab.cli._options import Json
-from undrop.lab.cli._output import check_outputs, print_json, print_table, write_outputs
+from undrop.lab.cli._output import check_outputs
+from undrop.report import Table
 
 if TYPE_CHECKING:
     from undrop.lab.bench import MethodTime
@@ -38,8 +38,7 @@ def bench(
         int, typer.Option(help="Threads of torch; 0 leaves them as they are.", min=0)
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the fastest.")] = "cpu",
-    json: Json = False,
-) -> None:
+) -> Answer:
     """Time the forward and backward pass of one step by each method, in turns in one process."""
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     for name in chosen:
@@ -47,10 +46,6 @@ def bench(
     check_outputs(files=[save], pictures=[plot])
     rows = _measure(model, size, chosen, rounds, memory, threads, device)
     figures = {"model": model, "size": size, "rows": rows}
-    if json:
-        print_json(figures)
-    else:
-        _print(rows)
     for row in rows:
         if memory and row.peak_mb is None:
             typer.echo(
@@ -60,10 +55,11 @@ def bench(
     from undrop.lab.bench import draw
     from undrop.report import as_json
 
-    write_outputs(
+    files = (
         (save, lambda path: write_json(path, as_json(figures))),
         (plot, lambda path: draw(path, f"{model}, {size}", rows)),
     )
+    return Answer(figures, _table(rows), files=files)
 
 
 def _measure(
@@ -98,7 +94,7 @@ def _measure(
         return run(model, size, rounds=rounds, names=names, memory=memory, device=place, tick=tick)
 
 
-def _print(rows: list[MethodTime]) -> None:
+def _table(rows: list[MethodTime]) -> Table:
     base = next(row for row in rows if row.name == "dropout")
     heads = ["method", "× dropout", "90 % interval", "ms per step", "peak MB", "× memory"]
     cells = [
@@ -113,4 +109,4 @@ def _print(rows: list[MethodTime]) -> None:
         for row in rows
     ]
     shown = len(heads) if base.peak_mb is not None else len(heads) - 2
-    print_table(heads[:shown], [row[:shown] for row in cells], numbers=heads[1:])
+    return Table(heads[:shown], [row[:shown] for row in cells], numbers=heads[1:])

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import DataDir, Json
-from undrop.lab.cli._output import print_json, print_table, print_text, working
+from undrop.lab.cli import COMMANDS, Answer
+from undrop.lab.cli._options import DataDir
+from undrop.lab.cli._output import working
+from undrop.report import Table
 
 if TYPE_CHECKING:
     from undrop.diagnosis import Bound
@@ -28,8 +29,7 @@ def bound(
     ] = None,
     delta: Annotated[float, typer.Option(help="The bound fails with this probability.")] = 0.05,
     data_dir: DataDir = None,
-    json: Json = False,
-) -> None:
+) -> Answer:
     """Evaluate the bounds of Theorems 4.1 and B.1 for every run, side by side."""
     from undrop.lab.train import RunFolder
 
@@ -39,16 +39,12 @@ def bound(
     for run in runs:
         with working(f"evaluating {run}"):
             found[str(run)] = _bound(run, batches, truncation, delta, data_dir)
-    if json:
-        print_json(found)
-        return
     heads = ["", *(Path(name).name for name in found)]
     columns = [result.rows() for result in found.values()]
     rows = [(cells[0][0], *(cell for _, cell in cells)) for cells in zip(*columns, strict=True)]
-    print_table(heads, rows, numbers=heads[1:])
-    typer.echo()
-    for remark in next(iter(found.values())).remarks():
-        print_text(remark[0].upper() + remark[1:])
+    remarks = next(iter(found.values())).remarks()
+    sentences = (remark[0].upper() + remark[1:] for remark in remarks)
+    return Answer(found, Table(heads, rows, numbers=heads[1:]), "", *sentences)
 
 
 def _bound(

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from undrop.lab.cli import COMMANDS
+from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._names import named, objectives
-from undrop.lab.cli._options import Json, ShowProgress, SourceOptions
-from undrop.lab.cli._output import print_json
+from undrop.lab.cli._options import ShowProgress, SourceOptions
 
 if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
@@ -29,8 +28,7 @@ def check(
     ] = None,
     seconds: Annotated[float, typer.Option(help="The time to spend.")] = 10.0,
     progress: ShowProgress = True,
-    json: Json = False,
-) -> None:
+) -> Answer:
     """Compare an objective's analytic terms with dropout itself on the first batch."""
     source = options.open(1)
     import undrop
@@ -45,10 +43,7 @@ def check(
             seconds=seconds,
             progress=progress,
         )
-    if json:
-        print_json(found)
-    else:
-        typer.echo(str(found))
+    return Answer(found, str(found))
 
 
 def _objective(source: Source, name: str | None) -> Objective:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undrop.lab.cli import COMMANDS
+from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._names import check_corpus, corpora, named
-from undrop.lab.cli._options import DataDir, Json
-from undrop.lab.cli._output import print_json, print_table
+from undrop.lab.cli._options import DataDir
+from undrop.report import Table
 
 if TYPE_CHECKING:
     from undrop.lab.corpora import Corpus
@@ -22,7 +22,7 @@ _COMPLETE = named("corpus", corpora)["autocompletion"]
 
 
 @COMMANDS.register("data list")
-def list_corpora(cache_dir: CacheDir = None, json: Json = False) -> None:
+def list_corpora(cache_dir: CacheDir = None) -> Answer:
     """List the corpora that have a name."""
     from undrop.lab.corpora.catalogue import CATALOGUE
     from undrop.lab.corpora.corpus import is_here
@@ -38,24 +38,19 @@ def list_corpora(cache_dir: CacheDir = None, json: Json = False) -> None:
         }
         for entry in CATALOGUE.values()
     ]
-    if json:
-        print_json(rows)
-        return
-    print_table(
-        ["name", "training tokens", "words", "here", "licence", "what it is"],
+    cells = [
         [
-            [
-                row["name"],
-                _number((row["tokens"] or {}).get("train")),
-                _number(row["vocabulary"]),
-                "yes" if row["here"] else "no",
-                row["licence"],
-                row["about"],
-            ]
-            for row in rows
-        ],
-        numbers={"training tokens", "words"},
-    )
+            row["name"],
+            _number((row["tokens"] or {}).get("train")),
+            _number(row["vocabulary"]),
+            "yes" if row["here"] else "no",
+            row["licence"],
+            row["about"],
+        ]
+        for row in rows
+    ]
+    heads = ("name", "training tokens", "words", "here", "licence", "what it is")
+    return Answer(rows, Table(heads, cells, numbers=heads[1:3]))
 
 
 @COMMANDS.register("data get")
@@ -97,8 +92,7 @@ def describe_corpus(
         bool, typer.Option("--check", help="Compare the encoded files with their checksums.")
     ] = False,
     cache_dir: CacheDir = None,
-    json: Json = False,
-) -> None:
+) -> Answer:
     """Show the tokens, words and files of a corpus."""
     check_corpus(name, data_dir)
     from undrop.lab.corpora import load
@@ -115,32 +109,27 @@ def describe_corpus(
     if check:
         _check(corpus)
     facts = _facts(corpus)
-    if json:
-        print_json(facts)
-        return
-    _print_facts(corpus, facts)
+    return Answer(facts, _table(corpus, facts))
 
 
-def _print_facts(corpus: Corpus, facts: dict[str, Any]) -> None:
+def _table(corpus: Corpus, facts: dict[str, Any]) -> Table:
     from undrop.lab.corpora import UNK
 
     released = {True: "yes", False: "no", None: ""}
-    print_table(
-        ["split", "tokens", "words", UNK, "as released", "text"],
+    rows = [
         [
-            [
-                split,
-                _number(info["tokens"]),
-                _number(info["words"]),
-                f"{info['unknown']:.2%}",
-                released[info["as_released"]],
-                info["source"],
-            ]
-            for split, info in facts["splits"].items()
-        ],
-        title=f"{corpus.name}: {corpus.vocabulary.size:,} words, encoded in {corpus.folder}",
-        numbers={"tokens", "words", UNK},
-    )
+            split,
+            _number(info["tokens"]),
+            _number(info["words"]),
+            f"{info['unknown']:.2%}",
+            released[info["as_released"]],
+            info["source"],
+        ]
+        for split, info in facts["splits"].items()
+    ]
+    heads = ("split", "tokens", "words", UNK, "as released", "text")
+    title = f"{corpus.name}: {corpus.vocabulary.size:,} words, encoded in {corpus.folder}"
+    return Table(heads, rows, numbers=heads[1:4], title=title)
 
 
 def _check(corpus: Corpus) -> None:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import Json
-from undrop.lab.cli._output import print_json, print_table
+from undrop.lab.cli import COMMANDS, Answer
+from undrop.report import Table
 
 if TYPE_CHECKING:
     from undrop.lab.train import Config, Summary
@@ -34,8 +33,7 @@ def demo(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
     ] = None,
-    json: Json = False,
-) -> None:
+) -> Answer:
     """Train one small LSTM in three ways, from the same weights, on the same windows of text.
 
     The text is Python's own language reference, which comes with Python.
@@ -51,11 +49,8 @@ def demo(
     }
     rows = _rows(_train(configs, folder))
     picture = _draw(folder)
-    if json:
-        print_json({"rows": rows, "picture": picture and str(picture), "out": str(folder)})
-    else:
-        _print(rows)
-        typer.echo(f"curves: {picture}" if picture else f"no curves: {_NO_CURVES}")
+    curves = f"curves: {picture}" if picture else f"no curves: {_NO_CURVES}"
+    return Answer({"rows": rows, "picture": picture, "out": folder}, _table(rows), curves)
 
 
 def _new(out: Path | None) -> Path:
@@ -99,7 +94,7 @@ def _rows(summaries: Mapping[str, Summary]) -> list[dict[str, Any]]:
     ]
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _table(rows: list[dict[str, Any]]) -> Table:
     heads = ["method", "validation perplexity", "at epoch", "test", "seconds", "× dropout"]
     cells = [
         [
@@ -112,7 +107,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         ]
         for row in rows
     ]
-    print_table(heads, cells, numbers=heads[1:])
+    return Table(heads, cells, numbers=heads[1:])
 
 
 def _draw(folder: Path) -> Path | None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import Batches, Json, ShowProgress, SourceOptions
-from undrop.lab.cli._output import check_outputs, print_json, write_outputs
+from undrop.lab.cli import COMMANDS, Answer
+from undrop.lab.cli._options import Batches, ShowProgress, SourceOptions
+from undrop.lab.cli._output import check_outputs
 
 if TYPE_CHECKING:
     from undrop.diagnosis import Diagnosis
@@ -66,17 +66,20 @@ def diagnose(
     html: Annotated[Path | None, typer.Option(help="Write one HTML page.")] = None,
     compare: Compare = None,
     progress: ShowProgress = True,
-    json: Json = False,
-) -> None:
+) -> Answer:
     """Measure the explicit and the implicit effect of dropout, with standard errors."""
     if compare is not None:
         from undrop.diagnosis.report.comparison import compare_files
 
-        _print(compare_files(*compare), json)
-        return
-    _check_outputs(save, plot, html)
+        compared = compare_files(*compare)
+        return Answer(compared, str(compared))
+    check_outputs(files=[save], pictures=[plot], pages=[html])
     source = options.open(batches)
-    held_out = source.validation if validation is None else _own(validation)
+    held_out = source.validation
+    if validation is not None:
+        from undrop.lab.cli._sources import made
+
+        held_out = made(validation)
     found = _measured(
         source,
         seed,
@@ -88,29 +91,8 @@ def diagnose(
         max_batches=batches,
         progress=progress,
     )
-    _print(found, json)
-    write_outputs((save, found.save), (plot, found.plot), (html, found.html))
-
-
-def _check_outputs(save: Path | None, plot: Path | None, html: Path | None) -> None:
-    from undrop.report.figures import check_drawable
-
-    check_outputs(files=[save, html], pictures=[plot])
-    if html is not None:
-        check_drawable()
-
-
-def _print(found: Any, json: bool) -> None:
-    if json:
-        print_json(found)
-    else:
-        typer.echo(str(found))
-
-
-def _own(name: str) -> Any:
-    from undrop.lab.cli._sources import made
-
-    return made(name)
+    files = ((save, found.save), (plot, found.plot), (html, found.html))
+    return Answer(found, str(found), files=files)
 
 
 def _measured(source: Source, seed: int, **options: Any) -> Diagnosis:

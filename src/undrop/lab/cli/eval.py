@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undrop.lab.cli import COMMANDS
+from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._names import named
-from undrop.lab.cli._options import DataDir, Json, RunFolderArgument
-from undrop.lab.cli._output import print_json, print_table, working
+from undrop.lab.cli._options import DataDir, RunFolderArgument
+from undrop.lab.cli._output import working
+from undrop.report import Table
 
 if TYPE_CHECKING:
     from undrop.lab.train.runs import Run
@@ -32,8 +33,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Streams; 1 gives every word its whole context.")
     ] = None,
     data_dir: DataDir = None,
-    json: Json = False,
-) -> None:
+) -> Answer:
     """Evaluate on whole splits, without noise, with the state carried from window to window.
 
     The run itself may have been evaluated on the first data.eval_tokens of each split only.
@@ -49,17 +49,12 @@ def evaluate(
             "each (data.eval_tokens), so they differ.",
             err=True,
         )
-    if json:
-        print_json(results)
-        return
-    print_table(
-        ["split", "perplexity", "loss", "tokens"],
-        [
-            [name, f"{r['perplexity']:.2f}", f"{r['loss']:.4f}", f"{r['tokens']:,}"]
-            for name, r in results.items()
-        ],
-        numbers={"perplexity", "loss", "tokens"},
-    )
+    heads = ("split", "perplexity", "loss", "tokens")
+    rows = [
+        (name, f"{r['perplexity']:.2f}", f"{r['loss']:.4f}", f"{r['tokens']:,}")
+        for name, r in results.items()
+    ]
+    return Answer(results, Table(heads, rows, numbers=heads[1:]))
 
 
 def _measured(opened: Run, split: str, batch_size: int | None) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from undrop.lab.cli import COMMANDS
+from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._options import DataDir, RunFolderArgument
-from undrop.lab.cli._output import print_json, print_text, working
+from undrop.lab.cli._output import working
 
 
 @COMMANDS.register("generate")
@@ -24,8 +24,7 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the samples.")] = 1,
     data_dir: DataDir = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the words as JSON.")] = False,
-) -> None:
+) -> Answer:
     """Sample words one by one and print them as text."""
     import torch
 
@@ -45,8 +44,6 @@ def generate(
                 generator=torch.Generator().manual_seed(seed),
             )
         )
-    if json:
-        print_json({"prompt": prompt, "seed": seed, "words": drawn})
-        return
     text = " ".join([prompt, *("\n" if word == EOS else word for word in drawn)])
-    print_text(text.replace(" \n ", "\n").strip())
+    found = {"prompt": prompt, "seed": seed, "words": drawn}
+    return Answer(found, text.replace(" \n ", "\n").strip())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from undrop.lab.cli import COMMANDS, _names
-from undrop.lab.cli._options import Json
-from undrop.lab.cli._output import print_names
+from undrop.lab.cli import COMMANDS, Answer, _names
 
 
 @COMMANDS.register("objectives")
-def objectives(json: Json = False) -> None:
+def objectives() -> Answer:
     """List the objectives of `undrop train --objective`."""
-    print_names(_names.objectives(), json=json)
+    return Answer.names(_names.objectives())

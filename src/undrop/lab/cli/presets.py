@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from undrop.lab.cli import COMMANDS, _names
-from undrop.lab.cli._options import Json
-from undrop.lab.cli._output import print_names
+from undrop.lab.cli import COMMANDS, Answer, _names
 
 
 @COMMANDS.register("presets")
-def presets(json: Json = False) -> None:
+def presets() -> Answer:
     """List the presets of `undrop train --preset`; your own .toml file works too."""
-    print_names(_names.presets(), json=json)
+    return Answer.names(_names.presets())

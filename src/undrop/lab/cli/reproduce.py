@@ -12,7 +12,8 @@ import typer
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._names import experiments as experiment_names
 from undrop.lab.cli._names import named
-from undrop.lab.cli._output import INTERRUPTED, print_table
+from undrop.lab.cli._output import INTERRUPTED
+from undrop.report import Progress, Table, duration
 
 if TYPE_CHECKING:
     from undrop.lab.reproduce.plan import Plan
@@ -87,7 +88,6 @@ def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
     from undrop.errors import StoppedError
     from undrop.lab.cli._progress import CampaignProgress
     from undrop.lab.reproduce.campaign import Campaign, executor_named
-    from undrop.report import Progress
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -144,8 +144,6 @@ def _measure_step_costs(plan: Plan, data_dir: str | None) -> None:
 
 
 def _show(plan: Plan, records: Records) -> None:
-    from undrop.report import duration
-
     missing = plan.missing(records)
     estimates = plan.estimates(missing, records)
     rows = [[run.title, f"{run.cost:g}", duration(estimates[run.key])] for run in missing]
@@ -153,7 +151,8 @@ def _show(plan: Plan, records: Records) -> None:
     for cell, count in waiting:
         name = f"{cell.setting.name} {cell.method.name}"
         rows.append([f"{name}, the best variant, {count} more seeds", f"{cell.method.cost:g}", ""])
-    print_table(["run", "cost of a step", "about"], rows, numbers={"cost of a step", "about"})
+    heads = ("run", "cost of a step", "about")
+    typer.echo(Table(heads, rows, numbers=heads[1:]).text())
     done = len(plan.needed(records)) - len(missing)
     wanted = len(missing) + sum(count for _, count in waiting)
     left = duration(plan.remaining(records))

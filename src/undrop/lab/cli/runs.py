@@ -7,16 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import Json
-from undrop.lab.cli._output import print_json, print_table
+from undrop.lab.cli import COMMANDS, Answer
+from undrop.report import Table, duration
 
 
 @COMMANDS.register("runs")
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.")] = Path("runs"),
-    json: Json = False,
-) -> None:
+) -> Answer:
     """List every run below a folder with its perplexities, the best first.
 
     A run that has not finished has its state on a second line.
@@ -25,19 +23,11 @@ def runs(
 
     rows = [row(run) for run in find_runs(folder)]
     rows.sort(key=lambda r: (r.get("best_valid_ppl") is None, r.get("best_valid_ppl")))
-    if json:
-        print_json(rows)
-        return
-    print_table(
-        ["run", "objective", "data", "seed", "epochs", "valid", "test", "time"],
-        [_cells(row) for row in rows],
-        numbers={"seed", "epochs", "valid", "test", "time"},
-    )
+    heads = ("run", "objective", "data", "seed", "epochs", "valid", "test", "time")
+    return Answer(rows, Table(heads, [_cells(row) for row in rows], numbers=heads[3:]))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    from undrop.report import duration
-
     name = row["path"] if row["status"] == "finished" else f"{row['path']}\n{row['status']}"
     if "model" not in row:
         return [name, *[""] * 7]

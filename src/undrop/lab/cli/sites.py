@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._options import Json, SourceOptions
-from undrop.lab.cli._output import print_json, print_table
+from undrop.lab.cli import COMMANDS, Answer
+from undrop.lab.cli._options import SourceOptions
+from undrop.report import Table
 
 
 @COMMANDS.register("sites")
-def list_sites(
-    options: SourceOptions,
-    json: Json = False,
-) -> None:
+def list_sites(options: SourceOptions) -> Answer:
     """Run the model once and list the dropouts that it uses."""
     source = options.open(1)
     from undrop.diagnosis.measure.model import collect
@@ -20,12 +17,9 @@ def list_sites(
 
     with source.one_sentence():
         found = sites(source.model, collect(source.batches, 1)[0].inputs)
-    if json:
-        print_json({"sites": found, "unaccounted": found.unaccounted})
-        return
     head, *rows = found.table()
-    print_table(head, rows, numbers={"p"})
+    parts: list[Table | str] = [Table(head, rows, numbers={"p"})]
     if found.unaccounted:
-        print(f"\n{UNACCOUNTED}")
         head, *rows = found.unaccounted_table()
-        print_table(head, rows, numbers={"calls"})
+        parts += [f"\n{UNACCOUNTED}", Table(head, rows, numbers={"calls"})]
+    return Answer({"sites": found, "unaccounted": found.unaccounted}, *parts)

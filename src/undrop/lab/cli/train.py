@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undrop.lab.cli import COMMANDS
+from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._names import check_corpus, models, named
 from undrop.lab.cli._options import Corpus, DataDir, ObjectiveName, Preset
-from undrop.lab.cli._output import print_json
+from undrop.report import duration
 
 if TYPE_CHECKING:
-    from undrop.lab.train import Callback, Config, Summary
+    from undrop.lab.train import Callback, Config
     from undrop.tuning import Tuner
 
 SHARE = 0.05
@@ -48,7 +48,6 @@ Callbacks = Annotated[
         help="Your own callback, also path/to/file.py:name; repeatable.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,10 @@ def train(
     resume: Resume = False,
     tune: Tune = False,
     callbacks: Callbacks = None,
-    json: Json = False,
-) -> None:
+) -> Answer | None:
     """Train a language model, with progress on stderr and the summary on stdout."""
     config = options.config(out, resume, tune=tune)
-    start(config, out, resume, json, *map(_callback, callbacks or []))
+    return start(config, out, resume, *map(_callback, callbacks or []))
 
 
 def _callback(name: str) -> Callback:
@@ -118,8 +116,8 @@ def _callback(name: str) -> Callback:
     return found
 
 
-def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks: Callback) -> None:
-    """Train with a config, and print the summary."""
+def start(config: Config, out: Path | None, resume: bool, *callbacks: Callback) -> Answer | None:
+    """Train with a config, and return the summary, in the main process."""
     from undrop.lab.cli import _progress
     from undrop.lab.train import run
     from undrop.lab.train.environment import is_main
@@ -130,13 +128,13 @@ def start(config: Config, out: Path | None, resume: bool, json: bool, *callbacks
     shown = [_progress.progress_reporter(), *callbacks, *([kept] if config.train.tune else [])]
     summary = run(config, out=out, resume=resume, callbacks=shown)
     if not is_main():
-        return
-    if json:
-        print_json({**summary.model_dump(), "out": str(out)})
-    else:
-        typer.echo(_ending(summary, out))
-        if kept.tuner is not None and kept.tuner.history.entries:
-            typer.echo(_tuned(kept.tuner, out))
+        return None
+    ending = (
+        f"best validation perplexity {summary.best_valid_ppl:.2f} (epoch {summary.best_epoch}), "
+        f"test {summary.test_ppl:.2f}, {duration(summary.seconds)}: {out}"
+    )
+    tuned = [_tuned(kept.tuner, out)] if kept.tuner and kept.tuner.history.entries else []
+    return Answer({**summary.model_dump(), "out": out}, ending, *tuned)
 
 
 def _tuned(tuner: Tuner, out: Path) -> str:
@@ -169,12 +167,3 @@ def _name(config: Config) -> str:
     corpus = Path(config.data.name).name
     base = Path(config.preset or f"{config.model.name}-{corpus}").name.removesuffix(".toml")
     return f"{base}-{config.objective.name}-{config.train.seed}"
-
-
-def _ending(summary: Summary, out: Path) -> str:
-    from undrop.report import duration
-
-    return (
-        f"best validation perplexity {summary.best_valid_ppl:.2f} (epoch {summary.best_epoch}), "
-        f"test {summary.test_ppl:.2f}, {duration(summary.seconds)}: {out}"
-    )

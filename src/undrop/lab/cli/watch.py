@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from undrop.lab.cli import COMMANDS
-from undrop.lab.cli.train import Json, Out, Resume, TrainingOptions, start
+from undrop.lab.cli import COMMANDS, Answer
+from undrop.lab.cli.train import Out, Resume, TrainingOptions, start
 
 
 @COMMANDS.register("watch")
@@ -21,8 +21,7 @@ def watch(
     implicit: Annotated[
         bool, typer.Option(help="Measure the gradient noise too, which costs the most.")
     ] = True,
-    json: Json = False,
-) -> None:
+) -> Answer | None:
     """Add ½E[uᵀHu], each site's share and ‖ξ_approx‖ to metrics.jsonl, as lines of kind "watch".
 
     With --set train.loggers=tensorboard they go to TensorBoard too. The training itself is bit for
@@ -33,4 +32,4 @@ def watch(
     from undrop.lab.train.callbacks import Watch
 
     watcher = Watcher(interval=interval, implicit=implicit, seed=config.train.seed)
-    start(config, out, resume, json, Watch(watcher))
+    return start(config, out, resume, Watch(watcher))

@@ -19,7 +19,7 @@ import killed_run
 from faults.lab import WARM, NotPossibleError
 from undrop.lab import cli
 from undrop.lab.reproduce import records
-from undrop.lab.reproduce.campaign import Campaign, executor_named
+from undrop.lab.reproduce.campaign import EXECUTORS, Campaign
 from undrop.lab.reproduce.plan import Plan
 
 EXPERIMENT = "noise-put-back"
@@ -164,7 +164,7 @@ def kill_ray_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
 
 def _on_ray(out: Path) -> None:
     """Run a sweep until its end: Ray restarts a task once, and the same command resumes a failed one."""
-    while Campaign(Plan([EXPERIMENT], "smoke", 1), out, executor_named("ray", JOBS)).run():
+    while Campaign(Plan([EXPERIMENT], "smoke", 1), out, EXECUTORS["ray"](JOBS)).run():
         pass
 
 

@@ -7,7 +7,7 @@ import pytest
 from fake_records import InProcess
 from undrop.errors import NonFiniteError, StoppedError
 from undrop.lab.reproduce import worker as worker_module
-from undrop.lab.reproduce.campaign import Campaign, Listener, executor_named
+from undrop.lab.reproduce.campaign import EXECUTORS, Campaign, Listener
 from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
 from undrop.lab.reproduce.worker import commit, execute
@@ -159,7 +159,7 @@ def test_local_processes_and_ray_give_the_same_record(tmp_path, name):
         pytest.importorskip("ray")
     near, _ = campaign(tmp_path / "near", ["taylor"])
     near.run()
-    far, heard = campaign(tmp_path / "far", ["taylor"], executor=executor_named(name, 1))
+    far, heard = campaign(tmp_path / "far", ["taylor"], executor=EXECUTORS[name](1))
     assert far.run() == []
     here = next(iter(near.records))
     there = next(iter(Records(tmp_path / "far" / "records")))

@@ -87,13 +87,13 @@ def reproduce(
 def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
     from undrop.errors import StoppedError
     from undrop.lab.cli._progress import CampaignProgress
-    from undrop.lab.reproduce.campaign import Campaign, executor_named
+    from undrop.lab.reproduce.campaign import EXECUTORS, Campaign
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Progress() as progress:
             listener = CampaignProgress(progress, jobs)
-            campaign = Campaign(plan, folder, executor_named(executor, jobs), listener)
+            campaign = Campaign(plan, folder, EXECUTORS[executor](jobs), listener)
             if stale := len(campaign.records.stale):
                 records = "record" if stale == 1 else "records"
                 progress.print(f"left out {stale} {records} whose settings no longer exist.")

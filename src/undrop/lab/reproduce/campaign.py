@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -13,7 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from undrop.errors import MissingExtraError, OptionError, RunError, StoppedError, UndropError
 from undrop.lab.reproduce.plan import Plan, PlannedRun
 from undrop.lab.reproduce.records import Record, Records
-from undrop.lab.reproduce.worker import epochs_done, execute, single_threaded
+from undrop.lab.reproduce.worker import epochs_done, execute
 from undrop.registry import Registry
 
 Outcome: TypeAlias = tuple[PlannedRun, Record | UndropError]
@@ -32,10 +32,10 @@ _INTERVAL = 0.5  # seconds between two checks of the runs
 EXECUTORS: Registry[str, type[Executor]] = Registry("executor")
 """The executors by name."""
 
-
-def executor_named(name: str, jobs: int) -> Executor:
-    """Return the executor of that name."""
-    return EXECUTORS[name](jobs)
+_KILLED = (
+    "its process was killed, perhaps out of memory (then lower --jobs): the same command "
+    "resumes it."
+)
 
 
 class Executor(ABC):
@@ -67,7 +67,15 @@ class Executor(ABC):
                     run = queue.pop(0)
                     waiting[self.start(run, str(scratch(run)))] = run
                 for handle in self.ended(waiting):
-                    yield waiting.pop(handle), _outcome(partial(self.result, handle))
+                    run = waiting.pop(handle)
+                    outcome: Record | UndropError
+                    try:
+                        outcome = self.result(handle)
+                    except StoppedError:
+                        raise
+                    except UndropError as error:
+                        outcome = error
+                    yield run, outcome
                 look()
 
     @abstractmethod
@@ -95,7 +103,7 @@ class Local(Executor):
     def opened(self) -> Iterator[None]:
         """Start processes, each in its own pool, so that killing one does not break the others."""
         others = set(multiprocessing.active_children())
-        self._idle = [_process() for _ in range(self.jobs)]
+        self._idle = [_pool_of_one() for _ in range(self.jobs)]
         self._busy: dict[Future[Record], ProcessPoolExecutor] = {}
         try:
             yield
@@ -125,30 +133,29 @@ class Local(Executor):
             return handle.result()
         except BrokenProcessPool as error:
             pool.shutdown()
-            pool = _process()
-            raise _killed() from error
+            pool = _pool_of_one()
+            raise RunError(_KILLED) from error
         finally:
             self._idle.append(pool)
 
 
-def _process() -> ProcessPoolExecutor:
+def _pool_of_one() -> ProcessPoolExecutor:
     """A pool of one process, which starts with its first run."""
     # A forked child would inherit torch's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, initializer=_begin)
-
-
-def _begin() -> None:
-    single_threaded()
-    Thread(target=_end_with_parent, daemon=True).start()
+    return ProcessPoolExecutor(1, context, initializer=_end_with_parent)
 
 
 def _end_with_parent() -> None:
     """Send this process a signal when its parent ends: nothing else would stop it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)
+
+    def wait_for_parent() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=wait_for_parent, daemon=True).start()
 
 
 def _execute_for_parent(run: PlannedRun, scratch: str) -> Record:
@@ -160,13 +167,6 @@ def _execute_for_parent(run: PlannedRun, scratch: str) -> Record:
             os._exit(1)  # the state is saved, and no process waits for the record
 
 
-def _killed() -> RunError:
-    return RunError(
-        "its process was killed, perhaps out of memory (then lower --jobs): the same command "
-        "resumes it."
-    )
-
-
 @EXECUTORS.register("ray")
 class RayCluster(Executor):
     """Tasks of one core each on the Ray cluster at RAY_ADDRESS, or on a new one on this machine."""
@@ -174,7 +174,10 @@ class RayCluster(Executor):
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Join the cluster, or start one on this machine."""
-        self._ray = _ray()
+        try:
+            self._ray: Any = importlib.import_module("ray")
+        except ImportError as error:
+            raise MissingExtraError("the executor 'ray'", "ray", "ray") from error
         ours = not self._ray.is_initialized()
         if ours:
             room = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": self.jobs}
@@ -189,7 +192,7 @@ class RayCluster(Executor):
     def start(self, run: PlannedRun, scratch: str) -> Any:
         """Start a task, with a GPU if the run needs one: a task sees only what it requests."""
         gpus = int(self._gpus and run.config.train.device != "cpu")
-        task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(_execute_anywhere)
+        task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(execute)
         return task.remote(run, scratch)
 
     def ended(self, handles: Iterable[Any]) -> list[Any]:
@@ -204,31 +207,8 @@ class RayCluster(Executor):
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except self._ray.exceptions.RayError as error:
-            raise _killed() from error
+            raise RunError(_KILLED) from error
         return record
-
-
-def _execute_anywhere(run: PlannedRun, scratch: str) -> Record:
-    single_threaded()
-    return execute(run, scratch)
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("the executor 'ray'", "ray", "ray") from error
-    return ray
-
-
-def _outcome(result: Callable[[], Record]) -> Record | UndropError:
-    """The record, or the error of a run that failed; a request to stop is raised again."""
-    try:
-        return result()
-    except StoppedError:
-        raise
-    except UndropError as error:
-        return error
 
 
 @dataclass(frozen=True)
@@ -274,23 +254,15 @@ class Campaign:
         Raises:
             StoppedError: if a signal asked to stop; the next call resumes the unfinished runs.
         """
-        self._sweep()
-        while missing := self._runnable():
-            self._run_all(missing)
-        return list(self._failed.values())
-
-    def _sweep(self) -> None:
-        """Remove the folders of runs that have a record: a process was killed between the two."""
         for run in self.plan.needed(self.records):
-            if self.records.get(run.key) is not None:
+            if self.records.get(run.key) is not None:  # a kill came before its folder was removed
                 self._remove(run)
+        while runs := [r for r in self.plan.missing(self.records) if r.key not in self._failed]:
+            self._run_all(runs)
+        return list(self._failed.values())
 
     def _remove(self, run: PlannedRun) -> None:
         shutil.rmtree(self._scratch(run), ignore_errors=True)
-
-    def _runnable(self) -> list[PlannedRun]:
-        missing = self.plan.missing(self.records)
-        return [run for run in missing if run.key not in self._failed]
 
     def _run_all(self, runs: Sequence[PlannedRun]) -> None:
         estimates = self.plan.estimates(runs, self.records)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from undrop.lab.reproduce.records import Record
 from undrop.lab.reproduce.results import MEASURES, REFERENCE, Results
 from undrop.registry import Registry
 from undrop.report.figures import OTHER, OURS, line_style, new_figure, styled
@@ -64,7 +63,7 @@ def _validation(section: Section, results: Results) -> Figure:
 def _differences(axes: Axes, section: Section, results: Results) -> None:
     """Each method's validation perplexity in percent of plain dropout's, seed by seed."""
     for index, row in enumerate(section.rows):
-        pairs = _with_reference(row, results)
+        pairs = list(results.pairs(row.cell).values())
         if row.method == REFERENCE or not pairs:
             continue
         length = min(len(record.curve.epoch) for pair in pairs for record in pair)
@@ -82,13 +81,6 @@ def _differences(axes: Axes, section: Section, results: Results) -> None:
     axes.set_ylabel(mathtext("percent above Drop₁ in the same epoch"))
 
 
-def _with_reference(row: Row, results: Results) -> list[tuple[Record, Record]]:
-    """Pairs of a row's record and plain dropout's, with the same seed."""
-    own = results.of(row.setting, row.method)
-    plain = results.of(row.setting, REFERENCE)
-    return [(own[seed], plain[seed]) for seed in own if seed in plain]
-
-
 @KINDS.register("train-and-validation")
 def _train_and_validation(section: Section, results: Results) -> Figure:
     figure = new_figure(8.4, 3.8)
@@ -102,7 +94,6 @@ def _train_and_validation(section: Section, results: Results) -> Figure:
 _AXES = {
     "valid_ppl": "validation perplexity",
     "train_ppl": "training perplexity, without noise",
-    "epoch": "epoch",
 }
 
 
@@ -110,19 +101,21 @@ def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
     """A line for each method, the mean over seeds, with a band from the least to the greatest."""
     ends = []
     for index, row in enumerate(section.rows):
-        records = list(results.of(row.setting, row.method).values())
-        if not records:
+        curves = [record.curve for record in results.of(row.cell).values()]
+        length = min((len(curve.epoch) for curve in curves), default=0)  # of the shortest
+        ys = np.asarray([getattr(curve, y)[:length] for curve in curves], dtype=float)
+        if not curves or np.isnan(ys).any():
             continue
-        xs, ys = _aligned(records, y)
-        if ys is None:
-            continue
+        xs = curves[0].epoch[:length]
         mark = {**line_style(index), "color": _color(row, section.rows, index)}
         every = max(1, len(xs) // 8)
         axes.plot(xs, ys.mean(0), lw=1.4, ms=4, markevery=every, label=mathtext(row.label), **mark)
         axes.fill_between(xs, ys.min(0), ys.max(0), color=mark["color"], alpha=0.18, lw=0)
         ends.append(ys.mean(0).min())
     if ends:
-        axes.set_ylim(min(ends) * 0.95, _top(y, ends))
+        # Leave out the first epochs, which would flatten the rest.
+        top = np.median(ends) * (1.45 if y == "valid_ppl" else 3.0)
+        axes.set_ylim(min(ends) * 0.95, float(top))
     _count_epochs(axes)
     axes.set_ylabel(_AXES[y])
 
@@ -131,21 +124,7 @@ def _count_epochs(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(_AXES["epoch"])
-
-
-def _top(y: str, ends: Sequence[float]) -> float:
-    """The upper limit, below the first epochs, which would flatten the rest."""
-    return float(np.median(ends) * (1.45 if y == "valid_ppl" else 3.0))
-
-
-def _aligned(records: Sequence[Record], y: str) -> tuple[Any, Any]:
-    """The curves of several seeds, cut to the length of the shortest."""
-    length = min(len(record.curve.epoch) for record in records)
-    ys = [getattr(record.curve, y)[:length] for record in records]
-    if any(value is None for values in ys for value in values):
-        return None, None
-    return np.asarray(records[0].curve.epoch[:length]), np.asarray(ys, dtype=float)
+    axes.set_xlabel("epoch")
 
 
 def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
@@ -189,8 +168,7 @@ _QUADRATIC = r"$\frac{1}{2}\,\mathrm{E}[u^\top H u]$"
 @KINDS.register("shares")
 def _shares(section: Section, results: Results) -> Figure:
     """R_drop and its quadratic term, by seed."""
-    row = section.rows[0]
-    records = results.of(row.setting, row.method)
+    records = results.of(section.rows[0].cell)
     figure = new_figure(4.8, 3.2)
     axes = figure.subplots()
     places = np.arange(len(records))

@@ -20,7 +20,7 @@ class PlannedRun:
     config: Config  # every setting, including the seed
     probe: str | None  # the name of a measurement on the trained model
     setting: str  # the name of its setting, for the time estimate
-    cost: float  # of a step, in plain steps
+    cost: float  # the time of the run in plain runs of the setting: an estimate
 
     @cached_property
     def key(self) -> str:
@@ -45,30 +45,21 @@ class Cell:
 
     setting: tables.Setting
     method: tables.Method
-    seeds: tuple[int, ...]
+    seeds: Sequence[int]
     overlay: Mapping[str, Any]
     _runs: dict[tuple[int, int], PlannedRun] = field(default_factory=dict)
 
     def run(self, variant: int, seed: int) -> PlannedRun:
         """Return the run of a variant with a seed."""
         if (variant, seed) not in self._runs:
-            self._runs[variant, seed] = self._make(variant, seed)
+            setting, method = self.setting, self.method
+            values = merge(merge(setting.settings, method.variants()[variant]), self.overlay)
+            values = merge(values, {"train": {"seed": seed, "epochs": setting.epochs(method)}})
+            tries = len(self.variants) if method.search else 1
+            cost = method.cost if setting.time is None else setting.time / tries
+            run = PlannedRun(Config.parse(values), setting.probe, setting.name, cost)
+            self._runs[variant, seed] = run
         return self._runs[variant, seed]
-
-    def _make(self, variant: int, seed: int) -> PlannedRun:
-        chosen = self.method.variants()[variant]
-        values = merge(merge(self.setting.settings, chosen), self.overlay)
-        values = merge(
-            values, {"train": {"seed": seed, "epochs": self.setting.epochs(self.method)}}
-        )
-        return PlannedRun(Config.parse(values), self.setting.probe, self.setting.name, self._cost)
-
-    @property
-    def _cost(self) -> float:
-        """The time of a run in plain runs of the setting, for the time estimate."""
-        if self.setting.time is None:
-            return self.method.cost
-        return self.setting.time / (len(self.variants) if self.method.search else 1)
 
     @property
     def variants(self) -> range:
@@ -83,10 +74,9 @@ class Cell:
         if len(self.variants) == 1:
             return 0
         seed = self.seeds[0] if seed is None or not self.method.search else seed
-        found = [records.get(self.run(v, seed).key) for v in self.variants]
-        if any(record is None for record in found):
-            return None
-        return min(self.variants, key=lambda v: _best(found[v]))
+        tried = [records.get(self.run(v, seed).key) for v in self.variants]
+        found = [record.best_valid_ppl for record in tried if record is not None]
+        return found.index(min(found)) if len(found) == len(tried) else None
 
     def found(self, records: Records) -> dict[int, Record]:
         """Return the records of the chosen variant, by seed."""
@@ -113,11 +103,6 @@ class Cell:
         return len(self.seeds) - 1 if waits else 0
 
 
-def _best(record: Record | None) -> float:
-    assert record is not None
-    return record.best_valid_ppl
-
-
 class Plan:
     """All runs of some experiments at a scale.
 
@@ -134,16 +119,11 @@ class Plan:
         self.scale = scale
         self.experiments = [tables.experiment(name) for name in names]
         overlay = {} if data_dir is None else {"data": {"dir": data_dir}}
-        pairs = dict.fromkeys(pair for e in self.experiments for pair in e.cells)
-        self.cells = {
-            f"{setting}:{method}": Cell(
-                tables.setting(setting, scale),
-                tables.method(method),
-                tuple(range(1, seeds + 1)),
-                overlay,
-            )
-            for setting, method in pairs
-        }
+        self.cells: dict[str, Cell] = {}
+        for name in dict.fromkeys(cell for e in self.experiments for cell in e.cells):
+            setting, _, method = name.partition(":")
+            made = tables.setting(setting, scale), tables.method(method)
+            self.cells[name] = Cell(*made, range(1, seeds + 1), overlay)
 
     def needed(self, records: Records) -> list[PlannedRun]:
         """Return every run that is known now, each once, the cheapest first."""

@@ -19,7 +19,6 @@ from undrop.lab.reproduce.results import (
     HOLDS,
     MEASURES,
     NOT_RUN,
-    REFERENCE,
     UNDECIDED,
     Interval,
     Results,
@@ -34,6 +33,7 @@ from undrop.report.figures import check_drawable, save, svg
 class Row:
     """One method on one setting."""
 
+    cell: str  # setting:method
     setting: str
     method: str
     label: str
@@ -99,7 +99,7 @@ def _summary(every: Sequence[Verdict], used: Sequence[Record]) -> str:
 
 
 def _section(experiment: tables.Experiment, results: Results) -> Section:
-    rows = tuple(_row(experiment, *cell, results) for cell in experiment.cells)
+    rows = tuple(_row(experiment, cell, results) for cell in experiment.cells)
     sources = dict.fromkeys(row.paper.where for row in rows if row.paper is not None)
     return Section(
         experiment,
@@ -110,34 +110,30 @@ def _section(experiment: tables.Experiment, results: Results) -> Section:
     )
 
 
-def _row(experiment: tables.Experiment, setting: str, method: str, results: Results) -> Row:
-    cell = results.plan.cells[f"{setting}:{method}"]
+def _row(experiment: tables.Experiment, cell: str, results: Results) -> Row:
+    planned = results.plan.cells[cell]
     paper = results.plan.scale == "paper"  # elsewhere only ratios can be compared
     return Row(
-        setting,
-        method,
-        cell.method.label,
-        results.interval(experiment.measure, f"{setting}:{method}"),
-        tables.paper_number(experiment.name, setting, method) if paper else None,
-        _cost(results, setting, method),
-        _choice(cell.method, cell.choice(results.records)),
+        cell,
+        planned.setting.name,
+        planned.method.name,
+        planned.method.label,
+        results.interval(experiment.measure, cell),
+        tables.paper_number(experiment.name, cell) if paper else None,
+        _cost(results, cell),
+        _choice(planned.method, planned.choice(results.records)),
     )
 
 
-def _cost(results: Results, setting: str, method: str) -> float | None:
+def _cost(results: Results, cell: str) -> float | None:
     """A step's time divided by plain dropout's, from records of the same code and machine."""
-    own, plain = results.of(setting, method), results.of(setting, REFERENCE)
+    pace = MEASURES["seconds_per_step"].of
     ratios = [
-        _pace(record) / _pace(plain[seed])
-        for seed, record in own.items()
-        if seed in plain
-        and (record.commit, record.machine) == (plain[seed].commit, plain[seed].machine)
+        pace(own, own) / pace(plain, plain)
+        for own, plain in results.pairs(cell).values()
+        if (own.commit, own.machine) == (plain.commit, plain.machine)
     ]
     return statistics.median(ratios) if ratios else None
-
-
-def _pace(record: Record) -> float:
-    return MEASURES["seconds_per_step"].of(record, record)
 
 
 def _choice(method: tables.Method, choice: int | None) -> str:
@@ -151,7 +147,7 @@ def _choice(method: tables.Method, choice: int | None) -> str:
 def _table(experiment: tables.Experiment, rows: Sequence[Row], *, paper: bool) -> Table:
     """The numbers; the paper's are shown only at the paper's own scale."""
     measure = MEASURES[experiment.measure]
-    several = len({setting for setting, _ in experiment.cells}) > 1
+    several = len({row.setting for row in rows}) > 1
     heads = ["method", measure.label, "95 % interval", "seeds", "cost of a step"]
     heads += ["the paper's"] if paper else []
     cells = [(_name(row, several), *_numbers(row, measure.digits)) for row in rows]

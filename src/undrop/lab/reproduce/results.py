@@ -134,42 +134,35 @@ MEASURES: Registry[str, Measure] = Registry("measure")
 """All measures by name."""
 
 
-def _measure(
-    name: str, label: str, digits: int, *, compares: bool = False
-) -> Callable[[Callable[[Record, Record], float]], Measure]:
-    return lambda of: MEASURES.register(name)(Measure(label, digits, of, compares))
-
-
-@_measure("best_valid_ppl", "best validation perplexity", 2)
-def _best_valid_ppl(record: Record, reference: Record) -> float:
-    return record.best_valid_ppl
-
-
-def _first_good(record: Record, reference: Record) -> int | None:
-    """The index of the first epoch that is as good as the reference's best."""
-    goal = QUALITY * reference.best_valid_ppl
-    return next((i for i, ppl in enumerate(record.curve.valid_ppl) if ppl <= goal), None)
-
-
-@_measure("epochs_to_quality", "epochs to Drop₁'s quality", 0, compares=True)
 def _epochs_to_quality(record: Record, reference: Record) -> float:
-    first = _first_good(record, reference)
-    return math.inf if first is None else float(record.curve.epoch[first])
+    """The first epoch that is as good as the reference's best."""
+    goal = QUALITY * reference.best_valid_ppl
+    epochs = zip(record.curve.epoch, record.curve.valid_ppl, strict=True)
+    return next((float(epoch) for epoch, ppl in epochs if ppl <= goal), math.inf)
 
 
-@_measure("seconds_per_step", "seconds per step", 4)
-def _seconds_per_step(record: Record, reference: Record) -> float:
-    return record.training_seconds[-1] / record.steps
-
-
-@_measure("time_used", "seconds of training in Drop₁'s", 3, compares=True)
-def _time_used(record: Record, reference: Record) -> float:
-    return record.training_seconds[-1] / reference.training_seconds[-1]
-
-
-@_measure("taylor_share", "share of R_drop in the quadratic term", 3)
-def _taylor_share(record: Record, reference: Record) -> float:
-    return record.probed["taylor_share"]
+MEASURES.register("best_valid_ppl")(
+    Measure("best validation perplexity", 2, lambda record, _: record.best_valid_ppl)
+)
+MEASURES.register("epochs_to_quality")(
+    Measure("epochs to Drop₁'s quality", 0, _epochs_to_quality, compares=True)
+)
+MEASURES.register("seconds_per_step")(
+    Measure("seconds per step", 4, lambda record, _: record.training_seconds[-1] / record.steps)
+)
+MEASURES.register("time_used")(
+    Measure(
+        "seconds of training in Drop₁'s",
+        3,
+        lambda record, plain: record.training_seconds[-1] / plain.training_seconds[-1],
+        compares=True,
+    )
+)
+MEASURES.register("taylor_share")(
+    Measure(
+        "share of R_drop in the quadratic term", 3, lambda record, _: record.probed["taylor_share"]
+    )
+)
 
 
 class Results:
@@ -180,22 +173,21 @@ class Results:
         self.records = records
         self._found = {name: cell.found(records) for name, cell in plan.cells.items()}
 
-    def of(self, setting: str, method: str) -> dict[int, Record]:
+    def of(self, cell: str) -> dict[int, Record]:
         """Return the records of a cell by seed."""
-        return self._found.get(f"{setting}:{method}", {})
+        return self._found.get(cell, {})
+
+    def pairs(self, cell: str) -> dict[int, tuple[Record, Record]]:
+        """Return each record of a cell with the reference's on the same setting and seed."""
+        plain = self.of(f"{cell.partition(':')[0]}:{REFERENCE}")
+        return {seed: (own, plain[seed]) for seed, own in self.of(cell).items() if seed in plain}
 
     def values(self, measure: str, cell: str) -> dict[int, float]:
         """Return a measure of a cell by seed; one that compares needs the reference's record."""
-        records = self._found.get(cell, {})
         found = MEASURES[measure]
-        if not found.compares:
-            return {seed: found.of(record, record) for seed, record in records.items()}
-        references = self._found.get(f"{cell.partition(':')[0]}:{REFERENCE}", {})
-        return {
-            seed: found.of(record, references[seed])
-            for seed, record in records.items()
-            if seed in references
-        }
+        alone = {seed: (record, record) for seed, record in self.of(cell).items()}
+        records = self.pairs(cell) if found.compares else alone
+        return {seed: found.of(*pair) for seed, pair in records.items()}
 
     def interval(self, measure: str, cell: str) -> Interval | None:
         """Return the mean of a measure over a cell's seeds; None if it has no record."""
@@ -275,15 +267,13 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
 
 
 def _paper_ratio(experiment: Experiment, claim: Claim) -> float | None:
-    over = _paper_values(experiment, claim, claim.over)
-    under = _paper_values(experiment, claim, claim.under)
-    return None if over is None or under is None else math.prod(over) / math.prod(under)
-
-
-def _paper_values(experiment: Experiment, claim: Claim, cells: Sequence[str]) -> list[float] | None:
-    numbers = [paper_number(experiment.name, *cell.split(":")) for cell in cells]
-    values = [n.value for n in numbers if n is not None and n.measure == claim.measure]
-    return values if len(values) == len(cells) else None
+    """The claim's ratio of the paper's numbers; None if the paper lacks one of them."""
+    numbers = {cell: paper_number(experiment.name, cell) for cell in (*claim.over, *claim.under)}
+    known = {cell: n.value for cell, n in numbers.items() if n and n.measure == claim.measure}
+    if len(known) < len(numbers):
+        return None
+    over, under = (math.prod(known[cell] for cell in side) for side in (claim.over, claim.under))
+    return over / under
 
 
 def _measured(claim: Claim, settings: Sequence[str]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -43,6 +43,7 @@ EXPERIMENTS = (
     "ptb-whole",
 )
 """All experiments; the paper's come first, in its order."""
+_MEASURE = "best_valid_ppl"  # of experiments, claims and the paper's tables that name no other
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Method:
     """One way to train."""
 
     name: str  # in methods.toml
-    label: str  # in figures and tables
-    cost: float  # of a step, in plain steps
     settings: Mapping[str, Any]  # that it changes
-    tune: tuple[Mapping[str, Any], ...] = ()  # variants to try; the best on the first seed is used
+    label: str  # in figures and tables
+    cost: float  # of a step, in steps of plain dropout: an estimate
+    tune: Sequence[Mapping[str, Any]] = ()  # variants to try; the best on the first seed is used
     search: bool = False
     """Whether every seed tries all variants. With a limit of time (:attr:`Setting.time`) the variants
     share the time of one run."""
@@ -63,6 +64,9 @@ class Method:
         from undrop.lab.train import merge
 
         return [merge(self.settings, values) for values in self.tune or ({},)]
+
+
+_OF_METHOD = {field.name for field in fields(Method)} - {"name", "settings"}
 
 
 @dataclass(frozen=True)
@@ -75,32 +79,36 @@ class Setting:
     settings: Mapping[str, Any]  # sections of a training config
     probe: str | None = None  # the name of a measurement on the trained model
     time: float | None = None  # the limit of a run in runs of plain dropout; None counts epochs
-    base: str = ""  # the setting with the same steps, whose costs are in step_costs.toml
+    base: str = ""  # the setting with the same steps: step_costs.toml has their costs
 
     def epochs(self, method: Method) -> int:
-        """Return the number of epochs of a method's run, as many as fit into the time if it is set."""
+        """Return the number of epochs of a method's run; with a limit of time, those that fit.
+
+        The cost of a step is the measured one in ``step_costs.toml``, or else the method's estimate.
+        """
         epochs: int = self.settings["train"]["epochs"]
         if self.time is None:
             return epochs
+        measured = _table("step_costs.toml").get(self.scale, {}).get(self.base, {})
+        cost = float(measured.get(method.name, method.cost))
         tries = len(method.tune) if method.search else 1
-        fit = epochs * self.time / (step_cost(self, method) * tries)
-        return max(1, int(fit + 1e-9))
+        return max(1, int(epochs * self.time / (cost * tries) + 1e-9))
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, and the interval in which a ratio of measures must lie for it to hold.
+    """A sentence that holds if a ratio of measures lies in an interval.
 
-    The ratio is the product of a measure over the cells ``over``, divided by that over the cells
+    The ratio is the product of a measure over the cells ``over``, divided by the product over the cells
     ``under``. A cell is ``setting:method``.
     """
 
     sentence: str
-    measure: str
-    over: tuple[str, ...]
-    under: tuple[str, ...]
-    above: float
-    below: float
+    over: Sequence[str]
+    under: Sequence[str]
+    measure: str = _MEASURE
+    above: float = 0.0
+    below: float = float("inf")
     reasons: Mapping[str, str] = field(default_factory=dict)  # why it may not hold, by scale
 
 
@@ -110,25 +118,19 @@ class Experiment:
 
     name: str
     title: str
-    paper: str
+    paper: str  # where it is in the paper
     about: str
-    settings: tuple[str, ...]
-    methods: tuple[str, ...]
+    settings: Sequence[str]
+    methods: Sequence[str]
     figure: str
-    measure: str
-    claims: tuple[Claim, ...]
-    more: tuple[str, ...] = ()  # further cells, each setting:method
+    claims: Sequence[Claim]
+    measure: str = _MEASURE
+    more: Sequence[str] = ()  # further cells, each setting:method
 
     @property
-    def cells(self) -> list[tuple[str, str]]:
-        """All pairs of a setting and a method, and the further cells."""
-        pairs = [(setting, method) for setting in self.settings for method in self.methods]
-        further = (cell.partition(":") for cell in self.more)
-        return pairs + [(setting, method) for setting, _, method in further]
-
-    def at(self, scale: str) -> bool:
-        """Whether all its settings exist at a scale."""
-        return all(scale in _table("settings.toml")[setting] for setting, _ in self.cells)
+    def cells(self) -> list[str]:
+        """Every method on every setting, and the further cells, as ``setting:method``."""
+        return [f"{s}:{m}" for s in self.settings for m in self.methods] + list(self.more)
 
 
 @dataclass(frozen=True)
@@ -151,24 +153,9 @@ def method(name: str) -> Method:
     table = _table("methods.toml")
     if name not in table:
         raise UnknownNameError("method", name, table)
-    values = dict(table[name])
-    return Method(
-        name,
-        label=values.pop("label"),
-        cost=values.pop("cost"),
-        tune=tuple(values.pop("tune", ())),
-        search=values.pop("search", False),
-        settings=values,
-    )
-
-
-def step_cost(setting: Setting, method: Method) -> float:
-    """Return the time of a method's step in steps of plain dropout.
-
-    It is the measured time on the setting, or else the estimate in ``methods.toml``.
-    """
-    measured = _table("step_costs.toml").get(setting.scale, {}).get(setting.base, {})
-    return float(measured.get(method.name, method.cost))
+    own = {key: value for key, value in table[name].items() if key in _OF_METHOD}
+    settings = {key: value for key, value in table[name].items() if key not in _OF_METHOD}
+    return Method(name, settings=settings, **own)
 
 
 def setting(name: str, scale: str) -> Setting:
@@ -185,19 +172,16 @@ def setting(name: str, scale: str) -> Setting:
         there = ", ".join(table[name])
         raise OptionError(f"the setting {name} has no scale {scale!r}: there are {there}.")
     values = dict(table[name][scale])
-    base = values.pop("extends", None)
-    below = setting(base, scale) if base is not None else None
-    named = values.pop("preset", None)
-    settings = below.settings if below is not None else preset(named) if named is not None else {}
-    seconds = values.pop("seconds", None if below is None else below.seconds)
+    base = setting(values.pop("extends"), scale) if "extends" in values else None
+    below = preset(values.pop("preset")) if "preset" in values else base.settings if base else {}
     return Setting(
         name,
         scale,
-        float(seconds),
+        seconds=values.pop("seconds", base and base.seconds),
         probe=values.pop("probe", None),
         time=values.pop("time", None),
-        base=name if below is None else below.base,
-        settings=merge(settings, values),
+        base=base.base if base else name,
+        settings=merge(below, values),
     )
 
 
@@ -210,51 +194,38 @@ def experiment(name: str) -> Experiment:
     """
     if name not in EXPERIMENTS:
         raise UnknownNameError("experiment", name, EXPERIMENTS)
-    values = dict(_table("experiments", f"{name}.toml"))
-    settings = tuple(values.pop("settings"))
-    return Experiment(
-        name,
-        settings=settings,
-        methods=tuple(values.pop("methods")),
-        claims=tuple(_claim(claim, settings[0]) for claim in values.pop("claims")),
-        measure=values.pop("measure", "best_valid_ppl"),
-        more=tuple(values.pop("more", ())),
-        **values,
-    )
+    values = _table("experiments", f"{name}.toml")
+    claims = [_claim(claim, values["settings"][0]) for claim in values["claims"]]
+    return Experiment(name, **{**values, "claims": claims})
 
 
 def experiments_at(scale: str) -> list[str]:
-    """Return the names of the experiments that exist at a scale."""
-    return [name for name in EXPERIMENTS if experiment(name).at(scale)]
+    """Return the names of the experiments that have all their settings at a scale."""
+    settings = {name for name, scales in _table("settings.toml").items() if scale in scales}
+    used = {
+        name: {cell.partition(":")[0] for cell in experiment(name).cells} for name in EXPERIMENTS
+    }
+    return [name for name in EXPERIMENTS if used[name] <= settings]
 
 
 def _claim(values: Mapping[str, Any], default: str) -> Claim:
+    """A claim as the files write it; a method's name alone is the method on the ``default`` setting."""
     if not {"above", "below", "within"} & values.keys():
         raise OptionError(f"the claim {values['sentence']!r} has no above, below or within.")
-    within = values.get("within")
-    above = values.get("above", 0.0) if within is None else 1.0 / (1.0 + within)
-    below = values.get("below", float("inf")) if within is None else 1.0 + within
-    return Claim(
-        sentence=values["sentence"],
-        measure=values.get("measure", "best_valid_ppl"),
-        over=tuple(_cell(name, default) for name in values["over"]),
-        under=tuple(_cell(name, default) for name in values["under"]),
-        above=above,
-        below=below,
-        reasons=values.get("reasons", {}),
-    )
+    values = dict(values)
+    if (within := values.pop("within", None)) is not None:
+        values |= {"above": 1.0 / (1.0 + within), "below": 1.0 + within}
+    for side in ("over", "under"):
+        values[side] = [name if ":" in name else f"{default}:{name}" for name in values[side]]
+    return Claim(**values)
 
 
-def _cell(name: str, default: str) -> str:
-    """A method's name alone means the method on the experiment's first setting."""
-    return name if ":" in name else f"{default}:{name}"
-
-
-def paper_number(experiment: str, setting: str, method: str) -> PaperNumber | None:
-    """Return the paper's number for a method on a setting, or None."""
+def paper_number(experiment: str, cell: str) -> PaperNumber | None:
+    """Return the paper's number for a cell of an experiment, or None."""
+    setting, _, method = cell.partition(":")
     for table in _table("paper.toml")["tables"]:
         here = experiment in table["experiments"] and setting == table["setting"]
         if here and method in table["values"]:
-            measure = table.get("measure", "best_valid_ppl")
+            measure = table.get("measure", _MEASURE)
             return PaperNumber(table["values"][method], table["where"], measure)
     return None

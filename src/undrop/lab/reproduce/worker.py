@@ -89,6 +89,7 @@ def execute(job: PlannedRun, scratch: str) -> Record:
     Raises:
         UndropError: if something went wrong; ``scratch`` then holds the work done so far.
     """
+    single_threaded()
     folder = Path(scratch)
     stopwatch = Stopwatch(folder, on_cpu=device_of(job.config.train).type == "cpu")
     ended, test = "diverged", None

@@ -71,12 +71,7 @@ def trained(spec: training.Spec, method: str, root: Path) -> dict[str, Any]:
     model = task.model(root, spec.p).train()
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=task.lr)
-    step = objective(method, task)
-
-    def backward(inputs: Any, targets: Any) -> None:
-        step(model, inputs, targets).backward()
-
-    curve, _, _ = training._train(spec, task, model, optimizer, backward, data)
+    curve, _, _ = training.train(spec, model, optimizer, objective(method, task), data)
     record = {"task": spec.task, "seed": spec.seed, "method": method, "p": spec.p}
     record["test"] = min(curve)[1] if curve else float("inf")
     if method == "dropout":

@@ -29,7 +29,8 @@ from undrop.tuning import Tuner
 
 _EVALUATIONS = 8  # of the validation and the test part during a run
 
-Backward = Callable[[Tensor, Tensor], None]
+Step = Callable[[nn.Module, Tensor, Tensor], Any]
+"""Returns something to call ``backward()`` on: a loss, or the step of an objective."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ def execute(spec: Spec, root: str) -> dict[str, Any]:
     model = task.model(Path(root), 0.0 if spec.kind == "none" else spec.p).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=spec.decay)
-    backward = _backward(spec, task, model, task.loss(), data)
-    curve, seconds, steps = _train(spec, task, model, optimizer, backward, data)
+    curve, seconds, steps = train(spec, model, optimizer, _step(spec, task, data), data)
     best = min(curve, default=[math.inf, math.inf])
     return {
         "spec": asdict(spec),
@@ -74,36 +74,32 @@ def execute(spec: Spec, root: str) -> dict[str, Any]:
     }
 
 
-def _train(
-    spec: Spec,
-    task: Task,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    backward: Backward,
-    data: Data,
+def train(
+    spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, data: Data
 ) -> tuple[list[list[float]], float, int]:
     """Return [validation, test] at each evaluation, processor seconds of training, and steps."""
+    task = TASKS[spec.task]
     order = torch.Generator().manual_seed(spec.seed)
     per_epoch = 1 if data.whole else data.train[0].shape[data.dim] // task.batch
-    total, step, seconds, curve = per_epoch * spec.epochs, 0, 0.0, []
+    total, steps, seconds, curve = per_epoch * spec.epochs, 0, 0.0, []
     evaluated = {math.ceil(spec.epochs * (k + 1) / _EVALUATIONS) - 1 for k in range(_EVALUATIONS)}
     for epoch in range(spec.epochs):
         began = time.process_time()
         for inputs, targets in batches(data, "train", task.batch, order):
-            falling = 0.5 * (1.0 + math.cos(math.pi * step / total))
+            falling = 0.5 * (1.0 + math.cos(math.pi * steps / total))
             optimizer.param_groups[0]["lr"] = task.lr * falling
             optimizer.zero_grad()
-            backward(inputs, targets)
+            step(model, inputs, targets).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            step += 1
+            steps += 1
         seconds += time.process_time() - began
         if epoch in evaluated:
             losses = [_evaluate(model, task.loss(), data, part) for part in ("validation", "test")]
             if not math.isfinite(losses[0]):
                 break
             curve.append(losses)
-    return curve, seconds, step
+    return curve, seconds, steps
 
 
 def _evaluate(model: nn.Module, loss: Loss, data: Data, part: str) -> float:
@@ -124,27 +120,17 @@ def _logits(output: Any) -> Tensor:
     return logits
 
 
-def _backward(spec: Spec, task: Task, model: nn.Module, loss: Loss, data: Data) -> Backward:
-    """Return the function that computes the gradients of a batch."""
+def _step(spec: Spec, task: Task, data: Data) -> Step:
+    loss = task.loss()
     if spec.kind in ("none", "dropout"):  # PyTorch's own step, which others are compared with
-
-        def plain(inputs: Tensor, targets: Tensor) -> None:
-            loss.value(_logits(model(inputs)), targets).backward()
-
-        return plain
+        return lambda model, inputs, targets: loss.value(_logits(model(inputs)), targets)
     if spec.kind == "tuner":
         shuffled = torch.Generator().manual_seed(spec.seed)
         held = batches(data, "validation", task.batch, shuffled)
-        step: Callable[..., Any] = Tuner(Dropout(loss=loss), held).step
-    else:
-        epsilon = spec.kind.partition(":")[2]
-        engine = Antithetic(float(epsilon)) if epsilon else "auto"
-        step = Analytic(loss=loss, engine=engine, fraction=task.fraction, batch_dim=data.dim)
-
-    def regularized(inputs: Tensor, targets: Tensor) -> None:
-        step(model, inputs, targets).backward()
-
-    return regularized
+        return Tuner(Dropout(loss=loss), held).step
+    epsilon = spec.kind.partition(":")[2]
+    engine = Antithetic(float(epsilon)) if epsilon else "auto"
+    return Analytic(loss=loss, engine=engine, fraction=task.fraction, batch_dim=data.dim)
 
 
 TUNING_SEED = 0

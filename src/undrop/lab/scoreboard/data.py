@@ -6,9 +6,9 @@ import gzip
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import TypeAlias
+from typing import Concatenate, ParamSpec, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from undrop.errors import DataError
 
 Examples: TypeAlias = tuple[Tensor, Tensor]
 Sizes: TypeAlias = tuple[int, int, int]
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Data:
     whole: bool = False
 
 
+Load: TypeAlias = Callable[[Path, int], Data]
+"""Returns the data of a seed, given the folder of the corpora."""
+
+
 def batches(
     data: Data, part: str, size: int, generator: torch.Generator | None
 ) -> Iterator[Examples]:
@@ -50,18 +55,28 @@ def batches(
         yield inputs.index_select(data.dim, chosen), targets.index_select(data.dim, chosen)
 
 
-@cache
-def _read(path: Path) -> str:
+def _bytes(path: Path) -> bytes:
     if not path.is_file():
         raise DataError(
             f"the scoreboard needs {path}: give the folder that has {path.parent.name} as --data-dir."
         )
-    return path.read_text(encoding="utf-8")
+    return path.read_bytes()
 
 
 @cache
 def _words(path: Path) -> list[str]:
-    return [word for line in _read(path).splitlines() for word in (*line.split(), "<eos>")]
+    lines = _bytes(path).decode().splitlines()
+    return [word for line in lines for word in (*line.split(), "<eos>")]
+
+
+def _of_seed(load: Callable[Concatenate[Path, int, P], Data]) -> Callable[P, Load]:
+    """Split the arguments of a function: the corpora's folder and the seed come in a second call."""
+
+    @wraps(load)
+    def with_options(*args: P.args, **options: P.kwargs) -> Load:
+        return lambda root, seed: load(root, seed, *args, **options)
+
+    return with_options
 
 
 def _windows(ids: Tensor, steps: int) -> Examples:
@@ -85,33 +100,33 @@ def _text(ids: list[int], sizes: Sizes, steps: int) -> Data:
     return Data(train, validation, test, dim=1)
 
 
+@_of_seed
 def words(
-    file: str, sizes: Sizes, vocabulary: int, steps: int, common_from: str | None = None
-) -> Callable[[Path, int], Data]:
-    """Return a function that takes a different piece of a corpus for each seed.
+    root: Path,
+    seed: int,
+    file: str,
+    sizes: Sizes,
+    vocabulary: int,
+    steps: int,
+    common_from: str | None = None,
+) -> Data:
+    """A different piece of a corpus for each seed.
 
     The vocabulary is that of the training part, or of the file ``common_from``.
     """
-
-    def data(root: Path, seed: int) -> Data:
-        piece = _piece(_words(root / file), sizes, seed)
-        known = piece[: sizes[0]] if common_from is None else _words(root / common_from)
-        common = Counter(known).most_common(vocabulary - 1)  # any other word is 0
-        index = {word: number for number, (word, _) in enumerate(common, 1)}
-        return _text([index.get(word, 0) for word in piece], sizes, steps)
-
-    return data
+    piece = _piece(_words(root / file), sizes, seed)
+    known = piece[: sizes[0]] if common_from is None else _words(root / common_from)
+    common = Counter(known).most_common(vocabulary - 1)  # any other word is 0
+    index = {word: number for number, (word, _) in enumerate(common, 1)}
+    return _text([index.get(word, 0) for word in piece], sizes, steps)
 
 
-def characters(file: str, sizes: Sizes, steps: int) -> Callable[[Path, int], Data]:
-    """Return a function that takes a different piece of a text for each seed, by characters."""
-
-    def data(root: Path, seed: int) -> Data:
-        text = list(_read(root / file))
-        index = {c: i for i, c in enumerate(sorted(set(text)))}
-        return _text([index[c] for c in _piece(text, sizes, seed)], sizes, steps)
-
-    return data
+@_of_seed
+def characters(root: Path, seed: int, file: str, sizes: Sizes, steps: int) -> Data:
+    """A different piece of a text for each seed, by characters."""
+    text = list(_bytes(root / file).decode())
+    index = {c: i for i, c in enumerate(sorted(set(text)))}
+    return _text([index[c] for c in _piece(text, sizes, seed)], sizes, steps)
 
 
 def split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
@@ -121,69 +136,56 @@ def split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
     return Data(train, validation, test)
 
 
-def fashion(sizes: Sizes) -> Callable[[Path, int], Data]:
-    """Return a function that draws images of Fashion-MNIST for a seed, at 14 × 14."""
-
-    def idx(root: Path, file: str, offset: int) -> Tensor:
-        path = root / "fashion-mnist" / file
-        if not path.is_file():
-            raise DataError(f"the scoreboard needs {path}: give its folder's parent as --data-dir.")
-        raw = gzip.decompress(path.read_bytes())
-        return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=offset).copy())
-
-    def data(root: Path, seed: int) -> Data:
-        images = idx(root, "train-images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28)
-        labels = idx(root, "train-labels-idx1-ubyte.gz", 8)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-        chosen = order[: sum(sizes)]
-        x = nn.functional.avg_pool2d((images[chosen].float() / 255 - 0.286) / 0.353, 2)
-        return split(x, labels[chosen].long(), sizes)
-
-    return data
+@_of_seed
+def fashion(root: Path, seed: int, sizes: Sizes) -> Data:
+    """Images of Fashion-MNIST at 14 × 14, drawn for a seed."""
+    images, labels = (
+        np.frombuffer(gzip.decompress(_bytes(root / "fashion-mnist" / file)), np.uint8, offset=head)
+        for file, head in (("train-images-idx3-ubyte.gz", 16), ("train-labels-idx1-ubyte.gz", 8))
+    )
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    chosen = order[: sum(sizes)]
+    x = torch.tensor(images.reshape(-1, 1, 28, 28)[chosen]).float()
+    x = nn.functional.avg_pool2d((x / 255 - 0.286) / 0.353, 2)
+    return split(x, torch.tensor(labels[chosen]).long(), sizes)
 
 
-def table(name: str, sizes: Sizes, *, regression: bool = False) -> Callable[[Path, int], Data]:
-    """Return a function that shuffles a table of scikit-learn for a seed."""
+@_of_seed
+def table(root: Path, seed: int, name: str, sizes: Sizes, *, regression: bool = False) -> Data:
+    """A table of scikit-learn, shuffled for a seed."""
+    from sklearn import datasets
 
-    def data(root: Path, seed: int) -> Data:
-        from sklearn import datasets
-
-        x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
-        order = np.random.default_rng(seed).permutation(len(y))[: sum(sizes)]
-        x, y = x[order], y[order]
-        mean, std = x[: sizes[0]].mean(0), x[: sizes[0]].std(0).clip(0.1 * x.std())
-        features = torch.tensor((x - mean) / std, dtype=torch.float32)
-        if not regression:
-            return split(features, torch.tensor(y), sizes)
-        y = (y - y[: sizes[0]].mean()) / y[: sizes[0]].std()
-        return split(features, torch.tensor(y, dtype=torch.float32)[:, None], sizes)
-
-    return data
+    x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+    order = np.random.default_rng(seed).permutation(len(y))[: sum(sizes)]
+    x, y = x[order], y[order]
+    mean, std = x[: sizes[0]].mean(0), x[: sizes[0]].std(0).clip(0.1 * x.std())
+    features = torch.tensor((x - mean) / std, dtype=torch.float32)
+    if not regression:
+        return split(features, torch.tensor(y), sizes)
+    y = (y - y[: sizes[0]].mean()) / y[: sizes[0]].std()
+    return split(features, torch.tensor(y, dtype=torch.float32)[:, None], sizes)
 
 
-def graph(nodes: int, classes: int, features: int, sizes: Sizes) -> Callable[[Path, int], Data]:
-    """Return a function that draws a graph of communities for a seed.
+@_of_seed
+def graph(root: Path, seed: int, nodes: int, classes: int, features: int, sizes: Sizes) -> Data:
+    """A graph of communities, drawn for a seed.
 
     The first ``nodes`` columns of an input row are the node's row of the normalized adjacency matrix;
     the others are its features, the direction of its class plus noise.
     """
-
-    def data(root: Path, seed: int) -> Data:
-        g = torch.Generator().manual_seed(seed)
-        labels = torch.randint(classes, (nodes,), generator=g)
-        same = labels[:, None] == labels[None, :]
-        chance = torch.where(same, 8.0 / nodes * classes / 2, 3.0 / nodes)
-        edges = (torch.rand(nodes, nodes, generator=g) < chance).float().triu(1)
-        adjacency = edges + edges.t() + torch.eye(nodes)
-        scale = adjacency.sum(1).rsqrt()
-        centres = torch.randn(classes, features, generator=g)
-        x = 0.35 * centres[labels] + torch.randn(nodes, features, generator=g)
-        inputs = torch.cat([scale[:, None] * adjacency * scale[None, :], x], 1)
-        parts = torch.randperm(nodes, generator=g)[: sum(sizes)].split(list(sizes))
-        targets = [torch.full_like(labels, -100) for _ in parts]
-        for target, chosen in zip(targets, parts, strict=True):
-            target[chosen] = labels[chosen]
-        train, validation, test = ((inputs, target) for target in targets)
-        return Data(train, validation, test, whole=True)
-
-    return data
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (nodes,), generator=g)
+    same = labels[:, None] == labels[None, :]
+    chance = torch.where(same, 8.0 / nodes * classes / 2, 3.0 / nodes)
+    edges = (torch.rand(nodes, nodes, generator=g) < chance).float().triu(1)
+    adjacency = edges + edges.t() + torch.eye(nodes)
+    scale = adjacency.sum(1).rsqrt()
+    centres = torch.randn(classes, features, generator=g)
+    x = 0.35 * centres[labels] + torch.randn(nodes, features, generator=g)
+    inputs = torch.cat([scale[:, None] * adjacency * scale[None, :], x], 1)
+    parts = torch.randperm(nodes, generator=g)[: sum(sizes)].split(list(sizes))
+    targets = [torch.full_like(labels, -100) for _ in parts]
+    for target, chosen in zip(targets, parts, strict=True):
+        target[chosen] = labels[chosen]
+    train, validation, test = ((inputs, target) for target in targets)
+    return Data(train, validation, test, whole=True)

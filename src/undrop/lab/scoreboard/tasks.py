@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from undrop.lab.models import GPT, MLP
 from undrop.lab.scoreboard import data
-from undrop.lab.scoreboard.data import batches, words
 from undrop.losses import MSE, CrossEntropy, Loss
 from undrop.noise import structured_dropout
 from undrop.registry import Registry
@@ -90,19 +89,19 @@ class _LoRA(nn.Module):
 
 _SIZES = {"size": 64, "layers": 2, "heads": 4, "context": 32}
 VOCABULARY = 1_000
-_PRETRAINING = "wikitext-2/wiki.train.tokens"
+_WIKITEXT = "wikitext-2/wiki.train.tokens"
 
 
 @cache
 def _pretrained(root: Path) -> dict[str, Tensor]:
     """The weights of a small GPT after a few hundred steps on WikiText-2."""
-    data = words(_PRETRAINING, (100_000, 1_000, 1_000), VOCABULARY, 32, _PRETRAINING)(root, 0)
+    text = data.words(_WIKITEXT, (100_000, 1_000, 1_000), VOCABULARY, 32, _WIKITEXT)(root, 0)
     torch.manual_seed(0)
     model = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     order = torch.Generator().manual_seed(0)
     for _ in range(2):
-        for inputs, targets in batches(data, "train", 20, order):
+        for inputs, targets in data.batches(text, "train", 20, order):
             optimizer.zero_grad()
             logits, _ = model(inputs)
             nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
@@ -141,7 +140,7 @@ class Task:
     """What all methods share: data, model, and AdamW with a cosine schedule to zero."""
 
     label: str  # in the report
-    data: Callable[[Path, int], data.Data]  # of a seed, given the folder of the corpora
+    data: data.Load
     model: Callable[[Path, float], nn.Module]  # with a dropout probability, given that folder
     batch: int
     epochs: int  # of plain dropout
@@ -160,7 +159,6 @@ def _gpt(vocabulary: int, p: float) -> nn.Module:
 TASKS: Registry[str, Task] = Registry("task")
 """The tasks by name, the most important first."""
 
-_WIKITEXT = "wikitext-2/wiki.train.tokens"
 TASKS.register("gpt-wikitext")(
     Task(
         "GPT, 12,000 words of WikiText-2",

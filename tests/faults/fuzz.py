@@ -26,8 +26,8 @@ from undrop.errors import StoppedError, UndropError
 from undrop.lab import cli, corpora, train
 from undrop.lab.reproduce.records import Curve, Record, Records
 from undrop.lab.train import configure
-from undrop.lab.train.environment import World
-from undrop.lab.train.folder import RunRecorder, _check
+from undrop.lab.train.environment import Interrupts, World
+from undrop.lab.train.folder import _check
 from undrop.lab.train.runs import row
 from undrop.lab.train.session import _resume
 from undrop.lab.train.trainer import Trainer
@@ -160,8 +160,7 @@ def _resumed(out: Path, copy: Path) -> Subject:
     """The checkpoint that a copy of the run resumes from; no step is taken."""
     run = train.RunFolder(shutil.copytree(out, copy))
     config = train.Config.parse(run.read_config())
-    recorder = RunRecorder(run, [], World())
-    trainer = Trainer(config, config.load_corpus(), recorder=recorder, world=World())
+    trainer = Trainer(config, config.load_corpus(), run, [], World(), Interrupts())
     path = run.checkpoints.path(run.checkpoints.steps()[-1])
     return Subject(path, lambda: _resume(trainer))
 

@@ -71,11 +71,11 @@ def test_runs_at_equal_time_have_as_many_epochs_as_fit():
     epochs = tables.setting("ptb", "small").settings["train"]["epochs"]
     for name in ("drop-1", "analytic", "analytic-quarter", "none"):
         method = tables.method(name)
-        cost = tables.step_cost(setting, method)
+        cost = setting.step_cost(method)
         fit = Plan(["equal-time"], "small", 1).cells[f"ptb-timed:{name}"].run(0, 1).config
         assert fit.schedule.name == "cosine"
         assert fit.train.epochs * cost <= epochs < (fit.train.epochs + 1) * cost
-    assert tables.step_cost(setting, tables.method("drop-1")) == 1.0
+    assert setting.step_cost(tables.method("drop-1")) == 1.0
     more = tables.setting("ptb-timed-more", "small")
     assert more.epochs(tables.method("drop-1")) == int(1.2 * epochs)
 

@@ -346,7 +346,7 @@ def test_resuming_a_run_whose_checkpoints_are_deleted_is_refused(tiny, tmp_path,
 
 def test_a_run_killed_before_its_first_step_starts_again(tiny, tmp_path):
     folder = RunFolder(tmp_path / "a")
-    folder.create()
+    folder.path.mkdir()
     folder.write_config(tiny(train={"epochs": 1}).as_dict())
     assert train.run(out=tmp_path / "a", resume=True).epochs == 1
 

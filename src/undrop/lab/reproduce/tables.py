@@ -82,17 +82,17 @@ class Setting:
     base: str = ""  # the setting with the same steps: step_costs.toml has their costs
 
     def epochs(self, method: Method) -> int:
-        """Return the number of epochs of a method's run; with a limit of time, those that fit.
-
-        The cost of a step is the measured one in ``step_costs.toml``, or else the method's estimate.
-        """
+        """Return the number of epochs of a method's run; with a limit of time, those that fit."""
         epochs: int = self.settings["train"]["epochs"]
         if self.time is None:
             return epochs
-        measured = _table("step_costs.toml").get(self.scale, {}).get(self.base, {})
-        cost = float(measured.get(method.name, method.cost))
         tries = len(method.tune) if method.search else 1
-        return max(1, int(epochs * self.time / (cost * tries) + 1e-9))
+        return max(1, int(epochs * self.time / (self.step_cost(method) * tries) + 1e-9))
+
+    def step_cost(self, method: Method) -> float:
+        """Return the time of a method's step in steps of plain dropout: measured, or an estimate."""
+        measured = _table("step_costs.toml").get(self.scale, {}).get(self.base, {})
+        return float(measured.get(method.name, method.cost))
 
 
 @dataclass(frozen=True)

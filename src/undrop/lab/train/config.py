@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -249,22 +250,6 @@ def presets() -> list[str]:
     return sorted(name.removesuffix(".toml") for name in files if name.endswith(".toml"))
 
 
-def _read(name: str) -> dict[str, Any]:
-    if name not in presets():
-        raise UnknownNameError("preset", name, presets())
-    file = resources.files("undrop") / "presets" / f"{name}.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
-def _read_own(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the preset {path} can't be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad TOML, a zero byte in the path
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-
-
 def preset(name: str) -> dict[str, Any]:
     """Return the settings of a preset, merged with those of the preset that it extends.
 
@@ -275,20 +260,25 @@ def preset(name: str) -> dict[str, Any]:
         UnknownNameError: if no preset has that name, or the name that it extends.
         ConfigError: if the file does not exist or is not valid TOML.
     """
-    values = _read_own(name) if name.endswith(".toml") else _read(name)
+    own = name.endswith(".toml")
+    if not own and name not in presets():
+        raise UnknownNameError("preset", name, presets())
+    file = Path(name) if own else resources.files("undrop") / "presets" / f"{name}.toml"
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the preset {name} can't be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad TOML, a zero byte in the path
+        raise ConfigError(f"{name} is not valid TOML: {error}.") from None
     values.pop("description", None)
     base = values.pop("extends", None)
-    settings = merge(preset(_named(base, name)), values) if base is not None else values
-    return {**settings, "preset": name}
-
-
-def _named(base: object, name: str) -> str:
-    """Return the name of the preset that another one extends: one of undrop's, so no cycles."""
+    if base is None:
+        return {**values, "preset": name}
     if not isinstance(base, str):
         raise ConfigError(f"extends in {name} must be the name of a preset, got {base!r}.")
-    if base not in presets():
+    if base not in presets():  # one of undrop's, so there are no cycles
         raise UnknownNameError("preset", base, presets(), f" for {name} to extend")
-    return base
+    return {**merge(preset(base), values), "preset": name}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,20 +306,14 @@ def parse_override(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: if the text is not of the form ``section.key=value``.
     """
-    path, equals, value = text.partition("=")
+    path, equals, written = text.partition("=")
     section, dot, key = path.strip().partition(".")
     if not (equals and dot and section and key):
         raise ConfigError(f"--set takes section.key=value, such as optimizer.lr=5, got {text!r}.")
-    return {section: {key: _value(value.strip())}}
-
-
-def _value(text: str) -> Any:
-    if text == "null":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):  # not TOML, or an integer of thousands of digits
-        return text
+    value: Any = written.strip()
+    with contextlib.suppress(ValueError, RecursionError):  # no TOML, or thousands of digits
+        value = None if value == "null" else tomllib.loads(f"value = {value}")["value"]
+    return {section: {key: value}}
 
 
 def configure(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,8 +30,6 @@ from undrop.files import (
     sha256,
     write_json,
 )
-from undrop.lab.train.callbacks import Callback
-from undrop.lab.train.environment import World
 from undrop.tensor_files import load_tensors, owned, pack, save_tensors, unpack
 
 _FORMAT = 1
@@ -59,7 +57,12 @@ class Checkpoints:
         with naming_disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         packed, tensors = pack(state)
-        body = {"format": _FORMAT, "step": step, **self._save_tensors(step, tensors)}
+        # A new name each time: writing a step again never touches the file that an earlier checkpoint
+        # of the same step needs.
+        weights = self.folder / f"step-{step:08d}.{secrets.token_hex(4)}.safetensors"
+        with replacing(weights) as temporary:
+            save_tensors(temporary, tensors)
+        body = {"format": _FORMAT, "step": step, "tensors": weights.name, "sha256": sha256(weights)}
         body["state"] = packed
         path = self.path(step)
         with replacing(path) as temporary:
@@ -67,19 +70,12 @@ class Checkpoints:
         self._delete_old()
         return path
 
-    def _save_tensors(self, step: int, tensors: dict[str, Tensor]) -> dict[str, str]:
-        # A new name each time: writing a step again never touches the file that an earlier checkpoint
-        # of the same step needs.
-        path = self.folder / f"step-{step:08d}.{secrets.token_hex(4)}.safetensors"
-        with replacing(path) as temporary:
-            save_tensors(temporary, tensors)
-        return {"tensors": path.name, "sha256": sha256(path)}
-
     def _delete_old(self) -> None:
         """Delete what the kept checkpoints do not need, leftovers of a kill included."""
         kept = [self.path(step) for step in self.steps()[-self.keep :]]
         needed = {path.name for path in kept} | {read_json(path)["tensors"] for path in kept}
-        for path in sorted(self.folder.glob("step-*"), key=_json_first):
+        # A checkpoint loses its JSON before its tensors.
+        for path in sorted(self.folder.glob("step-*"), key=lambda p: (p.suffix != ".json", p.name)):
             if path.name not in needed and path.suffix != _REFUSED:
                 path.unlink(missing_ok=True)
 
@@ -91,13 +87,16 @@ class Checkpoints:
         """
         path = self.path(step)
         body = _read(path)
-        tensors_path = self.folder / Path(body["tensors"]).name
-        if _sha256_or_none(tensors_path) != body["sha256"]:
+        tensors = self.folder / Path(body["tensors"]).name
+        intact = False
+        with contextlib.suppress(OSError, ValueError):  # no such file, or an impossible name
+            intact = sha256(tensors) == body["sha256"]
+        if not intact:
             raise CheckpointError(
-                f"{path} is refused: its tensors in {tensors_path.name} were cut short or changed."
+                f"{path} is refused: its tensors in {tensors.name} were cut short or changed."
             )
         try:
-            return unpack(body["state"], load_tensors(tensors_path))
+            return unpack(body["state"], load_tensors(tensors))
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is refused: its state was changed.") from error
 
@@ -141,23 +140,10 @@ def _read(path: Path) -> dict[str, Any]:
     return result
 
 
-def _sha256_or_none(path: Path) -> str | None:
-    """Return the checksum of a file; None if there is no such file, or the name is impossible."""
-    try:
-        return sha256(path)
-    except (OSError, ValueError):
-        return None
-
-
 def _check(body: dict[str, Any]) -> str:
     """Return the SHA-256 of a checkpoint's JSON, independent of its layout."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _json_first(path: Path) -> tuple[bool, str]:
-    """Sort key that makes a checkpoint lose its JSON before its tensors."""
-    return path.suffix != ".json", path.name
 
 
 _PATIENCE = 0.1  # seconds; longer than a process needs to check who holds the lock
@@ -178,7 +164,7 @@ class RunFolder:
         self.checkpoints = Checkpoints(self.path / "checkpoints")
         self.metrics = MetricsFile(self.path / "metrics.jsonl")
         self._config = self.path / "config.json"
-        self._summary = self.path / "summary.json"
+        self.summary = self.path / "summary.json"
         self._best = self.path / "best.safetensors"
         self._lock = self.path / "run.lock"
         self._pid = self.path / "run.pid"
@@ -186,11 +172,6 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Return whether a run was started here, even if its config.json is lost."""
         return self._config.exists() or self.checkpoints.folder.exists()
-
-    def create(self) -> None:
-        """Make the folder if it does not exist."""
-        with naming_disk_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
 
     def sweep(self) -> None:
         """Remove the half-written files of a killed process; call it only while holding the lock."""
@@ -210,22 +191,19 @@ class RunFolder:
             RunError: if no run was started here.
         """
         if not self._config.exists():
-            raise RunError(f"{self.path} holds no run: it has no config.json.{self._guess()}")
+            others = [config.parent.name for config in self.path.parent.glob("*/config.json")]
+            near = get_close_matches(self.path.name, others, n=1)
+            guess = f" Did you mean {self.path.parent / near[0]}?" if near else ""
+            raise RunError(f"{self.path} holds no run: it has no config.json.{guess}")
         return read_json(self._config)
-
-    def _guess(self) -> str:
-        """A question with the most similar name of a run in the same folder, if there is one."""
-        others = [config.parent.name for config in self.path.parent.glob("*/config.json")]
-        near = get_close_matches(self.path.name, others, n=1)
-        return f" Did you mean {self.path.parent / near[0]}?" if near else ""
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Save the result of the run."""
-        write_json(self._summary, summary)
 
     def read_summary(self) -> Any:
         """Read the result of the run; None if it has not ended."""
-        return read_json(self._summary) if self._summary.exists() else None
+        return read_json(self.summary) if self.summary.exists() else None
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint, after the metrics that belong to it are on the disk."""
+        self.checkpoints.save(step, {**state, "metrics": self.metrics.sync()})
 
     def write_best(self, weights: Mapping[str, Tensor]) -> None:
         """Save the weights of the best epoch so far."""
@@ -244,13 +222,15 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep every other process from training in this folder.
+        """Make the folder, and keep every other process from training in it.
 
         The operating system releases the lock when the process ends, however it ends.
 
         Raises:
             RunError: naming the process that holds the lock, if another one does.
         """
+        with naming_disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             with naming_disk_errors(self._lock):
                 if not stack.enter_context(file_lock(self._lock, timeout=_PATIENCE)):
@@ -350,42 +330,3 @@ class MetricsFile:
     def epochs(self) -> list[dict[str, Any]]:
         """Read the records of the epochs."""
         return [record for record in self.read() if record["kind"] == "epoch"]
-
-
-class RunRecorder:
-    """Writes a run's files and calls its callbacks, both in the main process only."""
-
-    def __init__(self, folder: RunFolder, callbacks: Sequence[Callback], world: World) -> None:
-        self.folder = folder
-        self._main = world.is_main
-        self.callbacks = list(callbacks) if world.is_main else []
-        looking = (c for c in self.callbacks if type(c).observe is not Callback.observe)
-        self.observers = list(looking)  # at the model
-
-    def record(self, record: Mapping[str, Any]) -> None:
-        """Add a record to the metrics."""
-        if self._main:
-            self.folder.metrics.append(dict(record))
-        for callback in self.callbacks:
-            callback.record(record)
-
-    def say(self, text: str) -> None:
-        """Pass a message to the user."""
-        for callback in self.callbacks:
-            callback.say(text)
-
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, after the metrics that belong to it are on the disk."""
-        if self._main:
-            length = self.folder.metrics.sync()
-            self.folder.checkpoints.save(step, {**state, "metrics": length})
-
-    def save_best(self, weights: Mapping[str, Tensor]) -> None:
-        """Save the weights of the best epoch."""
-        if self._main:
-            self.folder.write_best(weights)
-
-    def last_checkpoint(self) -> str:
-        """Return the path of the newest checkpoint."""
-        steps = self.folder.checkpoints.steps()
-        return str(self.folder.checkpoints.path(steps[-1])) if steps else "none yet"

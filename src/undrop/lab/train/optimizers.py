@@ -146,16 +146,15 @@ class Stepper:
 def clipped_optimizer(
     parameters: Sequence[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """An optimizer that clips the gradients itself."""
+    """Return an optimizer that clips the gradients itself."""
     made = _optimizer(parameters, config)
-    limit = config.clip
-    if limit is not None:
-        made.register_step_pre_hook(lambda *_: _clip(parameters, limit))
+
+    def clip(*_: Any) -> None:
+        if config.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, config.clip, foreach=True)
+
+    made.register_step_pre_hook(clip)
     return made
-
-
-def _clip(parameters: Sequence[nn.Parameter], limit: float) -> None:
-    nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
 
 
 def _optimizer(

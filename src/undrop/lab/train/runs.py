@@ -103,15 +103,14 @@ def find_runs(root: str | Path) -> Iterator[RunFolder]:
 def row(folder: RunFolder) -> dict[str, Any]:
     """Return what a list of runs shows about one run."""
     try:
-        config = Config.parse(folder.read_config())
-        return _row(folder, config, folder.metrics.epochs(), folder.read_summary())
+        return _row(folder)
     except (UndropError, LookupError, TypeError, ValueError) as error:
         return {"path": str(folder.path), "status": f"unreadable: {error}"}
 
 
-def _row(
-    folder: RunFolder, config: Config, epochs: list[dict[str, Any]], summary: Any
-) -> dict[str, Any]:
+def _row(folder: RunFolder) -> dict[str, Any]:
+    config, summary = Config.parse(folder.read_config()), folder.read_summary()
+    epochs = folder.metrics.epochs()
     best = min(epochs, key=lambda record: float(record["valid_loss"]), default=None)
     running = folder.holder() is not None
     return {
@@ -216,29 +215,15 @@ def curves(
         raise RunError(f"there is nothing to plot: no epoch of these runs has {value}.")
     figure = new_figure(7.0, 4.5)
     with styled():
-        _draw_curves(figure.add_subplot(), points, value)
+        axes = figure.add_subplot()
+        for place, (name, line) in enumerate(points.items()):
+            style = {**line_style(place), "markevery": max(1, len(line) // 10), "markersize": 5}
+            axes.plot([x for x, _ in line], [y for _, y in line], label=literal(name), **style)
+        values = [y for line in points.values() for _, y in line]
+        if value.endswith("_ppl") and max(values) > 3.0 * min(values):
+            # Leave out the first epochs, which would flatten everything else.
+            axes.set_ylim(0.95 * min(values), 3.0 * min(values))
+        axes.set(xlabel="epoch", ylabel=_LABELS[value])
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend()
     save(figure, path)
-
-
-def _draw_curves(axes: Any, points: Mapping[str, Sequence[tuple[int, float]]], value: str) -> None:
-    for place, (name, line) in enumerate(points.items()):
-        axes.plot(
-            [epoch for epoch, _ in line],
-            [y for _, y in line],
-            label=literal(name),
-            markevery=max(1, len(line) // 10),
-            markersize=5,
-            **line_style(place),
-        )
-    if value.endswith("_ppl"):
-        _focus(axes, [y for line in points.values() for _, y in line])
-    axes.set(xlabel="epoch", ylabel=_LABELS[value])
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend()
-
-
-def _focus(axes: Any, values: Sequence[float]) -> None:
-    """Cut off the high values of the first epochs if they would flatten everything else."""
-    lowest, highest = min(values), max(values)
-    if highest > 3.0 * lowest:
-        axes.set_ylim(0.95 * lowest, 3.0 * lowest)

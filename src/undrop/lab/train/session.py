@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from undrop.errors import CheckpointError, ConfigError, OptionError, RunError
+from undrop.files import write_json
 from undrop.lab.train.callbacks import LOGGERS, Callback, RunInfo
 from undrop.lab.train.config import Config
 from undrop.lab.train.environment import (
@@ -22,7 +23,7 @@ from undrop.lab.train.environment import (
     torch_settings,
     versions,
 )
-from undrop.lab.train.folder import RunFolder, RunRecorder
+from undrop.lab.train.folder import RunFolder
 from undrop.lab.train.metrics import perplexity
 from undrop.lab.train.trainer import Trainer
 
@@ -84,15 +85,8 @@ def run(
     """
     folder = RunFolder(out)
     config = resolve_config(config, folder, resume)
-    with (
-        join_world(device_of(config.train)) as world,
-        torch_settings(config.train, world.device),
-        catch_signals() as interrupts,
-        open_trainer(config, folder, resume, callbacks, world, interrupts) as trainer,
-    ):
-        while not trainer.done:
-            trainer.advance()
-        return finish(trainer)
+    with join_world(device_of(config.train)) as world:
+        return _train([(config, folder, callbacks)], resume, world)[0]
 
 
 def train_interleaved(
@@ -117,29 +111,35 @@ def train_interleaved(
     for name in configs:
         if name in ("", ".", "..") or Path(name).name != name:
             raise OptionError(f"the name of a run must be a plain folder name, got {name!r}.")
-    first = next(iter(configs.values())).train
-    world, followers = World(device=device_of(first)), callbacks or {}
+    followers = {name: [callback] for name, callback in (callbacks or {}).items()}
+    runs = [
+        (c, RunFolder(Path(out) / name), followers.get(name, [])) for name, c in configs.items()
+    ]
+    world = World(device=device_of(runs[0][0].train))
+    return dict(zip(configs, _train(runs, False, world), strict=True))
+
+
+def _train(
+    runs: Sequence[tuple[Config, RunFolder, Sequence[Callback]]], resume: bool, world: World
+) -> list[Summary]:
+    """Train runs, one epoch of each in turn."""
     with (
-        torch_settings(first, world.device),
+        torch_settings(runs[0][0].train, world.device),
         catch_signals() as interrupts,
         contextlib.ExitStack() as stack,
     ):
-        trainers = {}
-        for name, config in configs.items():
-            follower = [followers[name]] if name in followers else []
-            folder = RunFolder(Path(out) / name)
-            opening = open_trainer(config, folder, False, follower, world, interrupts)
-            trainers[name] = stack.enter_context(opening)
-        while waiting := [trainer for trainer in trainers.values() if not trainer.done]:
+        trainers = [
+            stack.enter_context(_open_trainer(*run, resume, world, interrupts)) for run in runs
+        ]
+        while waiting := [trainer for trainer in trainers if not trainer.done]:
             for trainer in waiting:
                 trainer.advance()
-        return {name: finish(trainer) for name, trainer in trainers.items()}
+        return [_finish(trainer) for trainer in trainers]
 
 
-def finish(trainer: Trainer) -> Summary:
+def _finish(trainer: Trainer) -> Summary:
     """Write the summary; with ``train.test = "end"``, evaluate the test split first."""
-    config, recorder = trainer.config, trainer.recorder
-    best, last = trainer.best, trainer.last
+    config, best, last = trainer.config, trainer.best, trainer.last
     assert best is not None
     assert last is not None
     summary = Summary(
@@ -163,24 +163,24 @@ def finish(trainer: Trainer) -> Summary:
         machine=machine(trainer.world.device, trainer.world.size),
     )
     if trainer.world.is_main:
-        recorder.folder.write_summary(summary.model_dump())
-    for callback in recorder.callbacks:
+        write_json(trainer.folder.summary, summary.model_dump())
+    for callback in trainer.callbacks:
         callback.end(summary.model_dump())
     return summary
 
 
 def _test_ppl(trainer: Trainer) -> float:
     with trainer.clock.running():
-        trainer.model.load_state_dict(trainer.recorder.folder.read_best())
+        trainer.model.load_state_dict(trainer.folder.read_best())
         return perplexity(trainer.loss_on("test"))
 
 
 @contextlib.contextmanager
-def open_trainer(
+def _open_trainer(
     config: Config,
     folder: RunFolder,
-    resume: bool,
     callbacks: Sequence[Callback],
+    resume: bool,
     world: World,
     interrupts: Interrupts,
 ) -> Iterator[Trainer]:
@@ -190,15 +190,20 @@ def open_trainer(
     corpus = config.load_corpus()
     with contextlib.ExitStack() as stack:
         loggers = [LOGGERS[name](folder, config) for name in config.train.loggers if world.is_main]
-        recorder = RunRecorder(folder, [*callbacks, *loggers], world)
-        for callback in recorder.callbacks:
+        callbacks = [*callbacks, *loggers] if world.is_main else []
+        for callback in callbacks:
             stack.callback(callback.close)
-        trainer = Trainer(config, corpus, recorder=recorder, world=world, interrupts=interrupts)
-        stack.enter_context(_claimed(folder, config, resume, world))
+        trainer = Trainer(config, corpus, folder, callbacks, world, interrupts)
+        if world.is_main:
+            stack.enter_context(folder.locked())
+            if not resume:
+                folder.refuse_if_started()
+            folder.sweep()
+            folder.write_config(config.as_dict())
         if not _resume(trainer):
             trainer.save()
         info = _run_info(trainer)
-        for callback in recorder.callbacks:
+        for callback in callbacks:
             callback.begin(info)
         yield trainer
 
@@ -230,25 +235,10 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-@contextlib.contextmanager
-def _claimed(folder: RunFolder, config: Config, resume: bool, world: World) -> Iterator[None]:
-    """Hold the folder's lock and write the config, in the main process only."""
-    if not world.is_main:
-        yield
-        return
-    folder.create()
-    with folder.locked():
-        if not resume:
-            folder.refuse_if_started()
-        folder.sweep()
-        folder.write_config(config.as_dict())
-        yield
-
-
 def _resume(trainer: Trainer) -> bool:
     """Load the newest intact checkpoint and cut the metrics to match; False if the run is new."""
-    world, folder = trainer.world, trainer.recorder.folder
-    found = folder.checkpoints.newest(trainer.recorder.say) if world.is_main else None
+    world, folder = trainer.world, trainer.folder
+    found = folder.checkpoints.newest(trainer.say) if world.is_main else None
     step = world.from_main(-1 if found is None else found[0])
     if step < 0:
         if world.is_main and folder.metrics.sync() > 0:
@@ -275,7 +265,7 @@ def _resume(trainer: Trainer) -> bool:
 def _run_info(trainer: Trainer) -> RunInfo:
     config, corpus = trainer.config, trainer.corpus
     return RunInfo(
-        name=trainer.recorder.folder.path.name,
+        name=trainer.folder.path.name,
         model=config.model.name,
         objective=config.objective.name,
         corpus=corpus.name,

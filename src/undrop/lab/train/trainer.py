@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from undrop.errors import NonFiniteError, RunError, StoppedError
 from undrop.lab.corpora import Corpus
 from undrop.lab.corpora.batching import TrainingWindows, Window
 from undrop.lab.models import State, detach
+from undrop.lab.train.callbacks import Callback
 from undrop.lab.train.config import Config
 from undrop.lab.train.environment import Gradient, Interrupts, World, autocast, is_out_of_memory
-from undrop.lab.train.folder import RunRecorder
+from undrop.lab.train.folder import RunFolder
 from undrop.lab.train.metrics import Clock, Means, mean_loss, perplexity
 from undrop.lab.train.optimizers import RunProgress, Stepper, lr_factor
 from undrop.lab.train.tuning import tuner_for
@@ -40,7 +41,8 @@ class Trainer:
     Args:
         config: every setting.
         corpus: the text.
-        recorder: writes the run's files and calls the callbacks.
+        folder: the run's folder, which the main process writes to.
+        callbacks: follow the run; there are none outside the main process.
         world: the processes that train together.
         interrupts: remembers a signal that asks the run to stop.
     """
@@ -49,14 +51,16 @@ class Trainer:
         self,
         config: Config,
         corpus: Corpus,
-        *,
-        recorder: RunRecorder,
+        folder: RunFolder,
+        callbacks: Sequence[Callback],
         world: World,
-        interrupts: Interrupts | None = None,
+        interrupts: Interrupts,
     ) -> None:
         self.config, self.corpus, self.world = config, corpus, world
-        self.recorder = recorder
-        self._interrupts = interrupts or Interrupts()
+        self.folder = folder
+        self.callbacks = callbacks
+        self._observers = [c for c in callbacks if type(c).observe is not Callback.observe]
+        self._interrupts = interrupts
         self.step = 0  # optimizer steps taken
         self.epoch = 0  # epochs trained and evaluated
         self.best: dict[str, Any] | None = None  # the record of the best epoch
@@ -130,7 +134,7 @@ class Trainer:
                 self._save()
                 raise StoppedError(
                     f"stopped at step {self.step} with everything saved: resume with "
-                    f"undrop train --resume --out {self.recorder.folder.path}"
+                    f"undrop train --resume --out {self.folder.path}"
                 ) from None
 
     @contextlib.contextmanager
@@ -184,7 +188,7 @@ class Trainer:
         for means in (self._since_log, self._since_epoch):
             means.add({**parts, "gradient_norm": norm}, tokens)
         self._tokens += tokens * self.world.size
-        for callback in self.recorder.callbacks:
+        for callback in self.callbacks:
             callback.step(progress.done, tokens, parts)
         if tuned is not None:
             self._record("tune", tuned, {})
@@ -192,7 +196,7 @@ class Trainer:
 
     def _observe(self, inputs: dict[str, Any], targets: Tensor) -> None:
         """Let callbacks look at the model, and add their figures to the metrics."""
-        for callback in self.recorder.observers:
+        for callback in self._observers:
             with RngSnapshot(), autocast(self.config.train, self.world.device):
                 figures = callback.observe(self, inputs, targets)
             if figures is not None:
@@ -205,18 +209,19 @@ class Trainer:
             yield
         except NonFiniteError as error:
             why = str(error).rstrip(".")
-            saved = self.recorder.last_checkpoint()
-            raise NonFiniteError(
-                f"stopped at {where}: {why}; the last good checkpoint is {saved}."
-            ) from error
+            raise NonFiniteError(f"stopped at {where}: {why}; {self._last_saved()}.") from error
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            saved = self.recorder.last_checkpoint()
             raise RunError(
                 f"out of memory at {where}, on {streams} streams of {length} steps: lower the batch "
-                f"size or data.length; the last good checkpoint is {saved}."
+                f"size or data.length; {self._last_saved()}."
             ) from error
+
+    def _last_saved(self) -> str:
+        steps = self.folder.checkpoints.steps()
+        where = self.folder.checkpoints.path(steps[-1]) if steps else "none yet"
+        return f"the last good checkpoint is {where}"
 
     def _record(
         self, kind: str, values: Mapping[str, Any], times: Mapping[str, float]
@@ -224,8 +229,16 @@ class Trainer:
         """Add a record of the current epoch to the metrics, and return it."""
         head = {"kind": kind, "epoch": self.epoch + 1, "step": self.step}
         record = {**head, **values, "time": {"seconds": self.clock.seconds, **times}}
-        self.recorder.record(record)
+        if self.world.is_main:
+            self.folder.metrics.append(record)
+        for callback in self.callbacks:
+            callback.record(record)
         return record
+
+    def say(self, text: str) -> None:
+        """Pass a message to the user."""
+        for callback in self.callbacks:
+            callback.say(text)
 
     def _log(self) -> None:
         means, self._since_log = self._since_log.means(self.world), Means()
@@ -244,8 +257,8 @@ class Trainer:
             test = self.loss_on("test") if train.test == "epoch" else None
             plain = self.loss_on("train") if train.train_perplexity else None
             better = self.best is None or valid < self.best["valid_loss"]
-            if better:
-                self.recorder.save_best(self.model.state_dict())
+            if better and self.world.is_main:
+                self.folder.write_best(self.model.state_dict())
         values = {
             "lr": self._lr,
             **_PARTS,
@@ -311,7 +324,8 @@ class Trainer:
             "windows": self._windows.state_dict(),
             "ranks": self.world.gather(own),
         }
-        self.recorder.save(self.step, state)
+        if self.world.is_main:
+            self.folder.save(self.step, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a checkpoint.

@@ -215,7 +215,7 @@ def curves(
         raise RunError(f"there is nothing to plot: no epoch of these runs has {value}.")
     figure = new_figure(7.0, 4.5)
     with styled():
-        axes = figure.add_subplot()
+        axes: Any = figure.add_subplot()
         for place, (name, line) in enumerate(points.items()):
             style = {**line_style(place), "markevery": max(1, len(line) // 10), "markersize": 5}
             axes.plot([x for x, _ in line], [y for _, y in line], label=literal(name), **style)

@@ -147,11 +147,10 @@ def _facts(corpus: Corpus) -> dict[str, Any]:
     import numpy as np
 
     from undrop.lab.corpora import CATALOGUE, UNK
-    from undrop.report import as_json
 
     released = CATALOGUE[corpus.name].sha256 if corpus.name in CATALOGUE else {}
     unknown = corpus.vocabulary.words.index(UNK) if UNK in corpus.vocabulary else None
-    facts: dict[str, Any] = {**as_json(corpus.header), "folder": str(corpus.folder)}
+    facts = {**corpus.header.model_dump(), "folder": corpus.folder}
     for split, tokens in corpus.splits.items():
         counts = np.bincount(tokens, minlength=corpus.vocabulary.size)
         source = corpus.header.splits[split].source_sha256

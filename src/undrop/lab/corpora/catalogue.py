@@ -148,7 +148,14 @@ def fetch(entry: Entry, folder: Path) -> None:
     Raises:
         DataError: if no mirror sends the right bytes, or the folder can't be written.
     """
-    _require_pooch()
+    try:
+        import pooch  # noqa: F401
+        import requests  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            "downloading needs the pooch library: install it with pip install 'undrop[data]', or "
+            "give a folder that has the files as --data-dir."
+        ) from error
 
     def fill(temporary: Path) -> None:
         for mirrors in entry.downloads:
@@ -161,17 +168,6 @@ def fetch(entry: Entry, folder: Path) -> None:
             )
 
     publish(folder, fill)
-
-
-def _require_pooch() -> None:
-    try:
-        import pooch  # noqa: F401
-        import requests  # noqa: F401
-    except ImportError as error:
-        raise DataError(
-            "downloading needs the pooch library: install it with pip install 'undrop[data]', or "
-            "give a folder that has the files as --data-dir."
-        ) from error
 
 
 def _retrieve(entry: Entry, mirrors: Sequence[Mirror], folder: Path) -> None:

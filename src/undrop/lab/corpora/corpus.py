@@ -8,12 +8,13 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from undrop.errors import DataError, OptionError, UnknownNameError
 from undrop.files import sha256
@@ -24,35 +25,35 @@ from undrop.lab.corpora.text import SPLITS, Vocabulary, find_splits, words
 Tokens = NDArray[np.integer[Any]]
 """A split: one-dimensional, memory-mapped, uint16 or int32."""
 
-_FORMAT = 1
-_DTYPES = ("uint16", "int32")
 _HEADER = "header.json"
 _VOCABULARY = "vocabulary.txt"
 
 
-@dataclass(frozen=True)
-class Split:
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Split(_Stored):
     """What the header says about one split."""
 
-    tokens: int  # the number of tokens
+    tokens: PositiveInt  # the number of tokens
     sha256: str  # of the encoded file
     source: str  # the text file
     source_bytes: int
     source_sha256: str
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(_Stored):
     """The description of an encoded corpus."""
 
     name: str
-    format: int  # the version of the format
-    dtype: str  # of the tokens, little-endian: uint16 if it is large enough, else int32
-    vocabulary: int  # the number of words
+    format: Literal[1] = 1  # the version of the format
+    dtype: Literal["uint16", "int32"]  # of the tokens, little-endian: uint16 if it is large enough
+    vocabulary: PositiveInt  # the number of words
     vocabulary_sha256: str  # of the words in their order
     limit_tokens: int | None  # the limit on training tokens, if any
     max_vocab: int | None  # the limit on words, if any
-    splits: Mapping[str, Split]
+    splits: dict[str, Split]
 
 
 def encode(
@@ -79,42 +80,39 @@ def encode(
     Raises:
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
     """
-    folder = cache / "encoded" / f"{name}-{_key(files, limit_tokens, max_vocab)}"
+    stats = [(str(file.resolve()), file.stat()) for file in files.values()]
+    identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    made_of = json.dumps([1, identity, limit_tokens, max_vocab])  # 1 is the version of the format
+    key = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    folder = cache / "encoded" / f"{name}-{key}"
     if folder.exists():
         if _is_intact(folder):
             return folder
         shutil.rmtree(folder, ignore_errors=True)
-    publish(folder, lambda temporary: _write(name, files, limit_tokens, max_vocab, temporary))
+
+    def write(temporary: Path) -> None:
+        vocabulary = _vocabulary(files, limit_tokens, max_vocab)
+        dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
+        (temporary / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
+        limits = {"train": limit_tokens}
+        header = Header(
+            name=name,
+            dtype="uint16" if dtype.itemsize == 2 else "int32",
+            vocabulary=vocabulary.size,
+            vocabulary_sha256=vocabulary.sha256,
+            limit_tokens=limit_tokens,
+            max_vocab=max_vocab,
+            splits={
+                split: _encode_split(
+                    file, temporary / f"{split}.bin", vocabulary, dtype, limits.get(split)
+                )
+                for split, file in files.items()
+            },
+        )
+        (temporary / _HEADER).write_text(header.model_dump_json(indent=2), encoding="utf-8")
+
+    publish(folder, write)
     return folder
-
-
-def _write(
-    name: str,
-    files: Mapping[str, Path],
-    limit_tokens: int | None,
-    max_vocab: int | None,
-    folder: Path,
-) -> None:
-    """Write the vocabulary, the encoded splits and the header."""
-    vocabulary = _vocabulary(files, limit_tokens, max_vocab)
-    dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
-    (folder / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
-    splits = {}
-    for split, file in files.items():
-        limit = limit_tokens if split == "train" else None
-        splits[split] = _encode_split(file, folder / f"{split}.bin", vocabulary, dtype, limit)
-    header = Header(
-        *(name, _FORMAT, dtype.name, vocabulary.size, vocabulary.sha256, limit_tokens, max_vocab),
-        splits=splits,
-    )
-    (folder / _HEADER).write_text(json.dumps(asdict(header), indent=2), encoding="utf-8")
-
-
-def _key(files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None) -> str:
-    stats = [(str(file.resolve()), file.stat()) for file in files.values()]
-    identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-    made_of = json.dumps([_FORMAT, identity, limit_tokens, max_vocab])
-    return hashlib.sha256(made_of.encode()).hexdigest()[:16]
 
 
 def _vocabulary(
@@ -146,7 +144,13 @@ def _encode_split(
             digest.update(encoded)
             file.write(encoded)
             tokens += len(chunk)
-    return Split(tokens, digest.hexdigest(), str(source), source.stat().st_size, sha256(source))
+    return Split(
+        tokens=tokens,
+        sha256=digest.hexdigest(),
+        source=str(source),
+        source_bytes=source.stat().st_size,
+        source_sha256=sha256(source),
+    )
 
 
 def _is_intact(folder: Path) -> bool:
@@ -164,22 +168,15 @@ def _is_intact(folder: Path) -> bool:
 
 def _read_header(folder: Path) -> Header:
     try:
-        values = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
-        splits = {split: Split(**values["splits"][split]) for split in SPLITS}
-        header = Header(**{**values, "splits": splits})
-        counts = [header.vocabulary, *(split.tokens for split in splits.values())]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _changed(folder) from error
-    counted = all(type(count) is int and count > 0 for count in counts)
-    if not counted or header.dtype not in _DTYPES or header.format != _FORMAT:
-        raise _changed(folder)
-    return header
-
-
-def _changed(folder: Path) -> DataError:
-    return DataError(
-        f"{folder / _HEADER} was cut short or changed: delete {folder} to encode the corpus again."
-    )
+        header = Header.model_validate_json((folder / _HEADER).read_bytes())
+        if header.splits.keys() != set(SPLITS):
+            raise ValueError(f"the splits are {', '.join(header.splits)}")
+        return header
+    except ValueError as error:  # pydantic's errors too
+        raise DataError(
+            f"{folder / _HEADER} was cut short or changed: delete {folder} to encode the corpus "
+            "again."
+        ) from error
 
 
 def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
@@ -266,21 +263,15 @@ def load(
         raise OptionError(f"fraction must lie in (0, 1], got {fraction}.")
     cache = cache_folder(cache_dir)
     parent = None if data_dir is None else Path(data_dir).expanduser()
-    name, files = _texts(name_or_path, parent, cache, download)
+    found = find(name_or_path, parent)
+    if isinstance(found, Entry):
+        name, files = found.name, _named(found, parent, cache, download)
+    else:
+        name, files = found.resolve().name or "corpus", find_splits(found)
     folder = encode(name, files, cache, limit_tokens=limit_tokens, max_vocab=max_vocab)
     header, vocabulary, tokens = open_encoded(folder)
     train = tokens["train"][: max(1, int(len(tokens["train"]) * fraction))]
     return Corpus(name, train, tokens["valid"], tokens["test"], vocabulary, header, folder)
-
-
-def _texts(
-    name_or_path: StrPath, data_dir: Path | None, cache: Path, download: bool
-) -> tuple[str, dict[str, Path]]:
-    """Return the name of the corpus and its text files, after downloading them if necessary."""
-    found = find(name_or_path, data_dir)
-    if isinstance(found, Entry):
-        return found.name, _named(found, data_dir, cache, download)
-    return found.resolve().name or "corpus", find_splits(found)
 
 
 def find(name_or_path: StrPath, data_dir: Path | None = None) -> Entry | Path:

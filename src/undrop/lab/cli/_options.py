@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from undrop.errors import OptionError
+from undrop.files import near_path
 from undrop.lab.cli._names import check_corpus, corpora, models, named, objectives, presets
 
 if TYPE_CHECKING:
@@ -92,51 +94,50 @@ class SourceOptions:
         Raises:
             OptionError: if the options name no model, or two, or a run that does not exist.
         """
-        from undrop.errors import OptionError
-
-        run, model, data = self.run, self.model, self.data
-        if (run is None) == (model is None) or (data is None) == (run is None):
-            raise OptionError(_what_is_missing(run, model))
-        if run is not None:
-            _check_run(run)
-        elif data is not None and not _is_own(data):
-            check_corpus(data, self.data_dir)
+        if problem := self._problem():
+            raise OptionError(problem)
+        if self.data is not None and not _is_own(self.data):
+            check_corpus(self.data, self.data_dir)
         from undrop.lab.cli import _sources
 
-        if run is not None:
-            return _sources.from_run(run, data_dir=self.data_dir, batches=batches)
-        assert model is not None
-        assert data is not None
+        if self.run is not None:
+            return _sources.from_run(self.run, data_dir=self.data_dir, batches=batches)
         return _sources.from_names(
-            model, data, loss=self.loss, data_dir=self.data_dir, batches=batches
+            str(self.model), str(self.data), self.loss, self.data_dir, batches
         )
 
-
-def _what_is_missing(run: Path | None, model: str | None) -> str:
-    if run is not None and model is not None:
-        return "give either a RUN or --model, not both."
-    if run is not None:
-        return (
-            f"--data is for --model, and {run} is taken for a run: give a model as --model {run}, or "
-            "leave out --data."
-        )
-    if model is not None:
-        return (
-            f"--model {model} needs data to run on: add --data with a name of `undrop data list`, or "
-            f"with your own (inputs, targets) pairs as {_OWN_PLACE}."
-        )
-    return "name what to look into: a RUN, or --model and --data."
-
-
-def _check_run(run: Path) -> None:
-    from undrop.errors import OptionError
-    from undrop.files import near_path
-
-    if run.exists():
-        return
-    near = near_path(run)
-    guess = f"did you mean {near}? Or give" if near else "give"
-    raise OptionError(
-        f"there is no run {run}: {guess} the folder of a run, or a model with --model and its data "
-        "with --data."
-    )
+    def _problem(self) -> str:
+        """What is wrong with the options, and the way out; empty if nothing is."""
+        run, model, data = self.run, self.model, self.data
+        if run is not None and model is not None:
+            return "give either a RUN or --model, not both."
+        if run is not None and data is not None:
+            return (
+                f"--data is for --model, and {run} is taken for a run: give a model as --model {run}, "
+                "or leave out --data."
+            )
+        if run is not None and not run.exists():
+            near = near_path(run)
+            guess = f"did you mean {near}? Or give" if near else "give"
+            return (
+                f"there is no run {run}: {guess} the folder of a run, or a model with --model and its "
+                "data with --data."
+            )
+        if run is None and model is None:
+            return "name what to look into: a RUN, or --model and --data."
+        if model is not None and data is None:
+            return (
+                f"--model {model} needs data to run on: add --data with a name of `undrop data list`, "
+                f"or with your own (inputs, targets) pairs as {_OWN_PLACE}."
+            )
+        if model is not None and data is not None and _is_own(model) > _is_own(data):
+            return (
+                f"your own model needs your own data: give both as {_OWN_PLACE}, got {model!r} and "
+                f"{data!r}."
+            )
+        if model is not None and data is not None and _is_own(model) < _is_own(data):
+            return (
+                f"{model} is one of undrop's language models, which read a corpus: give the name or "
+                f"the folder of a corpus as --data, got {data!r}."
+            )
+        return ""

@@ -20,9 +20,10 @@ from undrop.diagnosis.measure.model import collect
 from undrop.errors import OptionError, UndropError
 from undrop.files import near_path
 from undrop.intercept.model_call import call
-from undrop.lab.corpora.batching import TrainingWindows, Window
+from undrop.lab.corpora import Corpus
+from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.corpora.corpus import Tokens
-from undrop.lab.models import LanguageModel, detach
+from undrop.lab.models import LanguageModel, State, detach
 from undrop.lab.train import Config, configure
 from undrop.lab.train.optimizers import clipped_optimizer
 from undrop.lab.train.runs import Run, open_run
@@ -85,27 +86,22 @@ def windows(
     most = max(1, pieces.steps // length - 1)
     for index in range(min(count, most)):
         position = length * (1 + index * most // min(count, most))
-        before = _at(pieces, position - length, device)
-        window = _at(pieces, position, device) if position < pieces.steps else before
-        state = None if window is before else _state_after(model, before)
-        yield {"tokens": window.inputs, "state": state, "logits": logits}, window.targets
-
-
-def _at(pieces: TrainingWindows, position: int, device: torch.device) -> Window:
-    pieces.load_state_dict({"position": position, "generator": None})
-    window = next(iter(pieces))
-    return Window(window.inputs.to(device), window.targets.to(device), window.scale)
+        state, first = None, pieces.window(position - length, position)
+        if position < pieces.steps:
+            state = _state_after(model, first.inputs.to(device))
+            first = pieces.window(position, position + length)
+        tokens_in, targets = first.inputs.to(device), first.targets.to(device)
+        yield {"tokens": tokens_in, "state": state, "logits": logits}, targets
 
 
 @torch.no_grad()
-def _state_after(model: LanguageModel, window: Window) -> Any:
+def _state_after(model: LanguageModel, tokens: Tensor) -> State:
     training = model.training
     model.eval()
     try:
-        _, state = model(window.inputs, None, logits=False)
+        return detach(model(tokens, None, logits=False)[1])
     finally:
         model.train(training)
-    return detach(state)
 
 
 def from_run(path: str | Path, *, data_dir: str | Path | None = None, batches: int = 16) -> Source:
@@ -115,12 +111,7 @@ def from_run(path: str | Path, *, data_dir: str | Path | None = None, batches: i
 
 
 def from_names(
-    model: str,
-    data: str,
-    *,
-    loss: str | None = None,
-    data_dir: str | Path | None = None,
-    batches: int = 16,
+    model: str, data: str, loss: str | None, data_dir: str | Path | None, batches: int
 ) -> Source:
     """Open a model and data by name: undrop's own, or your own as MODULE:NAME or FILE.py:NAME.
 
@@ -129,29 +120,18 @@ def from_names(
             function that returns one.
         data: a corpus, for a language model; or your own batches (inputs, targets), or a function
             that returns them.
-        loss: your own loss; cross-entropy by default.
+        loss: your own loss; None is cross-entropy.
         data_dir: the folder of the corpus.
         batches: the number of windows of a corpus.
 
     Raises:
-        OptionError: if a name can't be found, or the model and the data do not fit.
+        OptionError: if a name can't be found, or the model is no module.
     """
-    if ":" not in model and ":" not in data:
+    if ":" not in model:
         where = None if data_dir is None else str(data_dir)
         config = configure(None, {"model": {"name": model}, "data": {"name": data, "dir": where}})
         corpus = config.load_corpus()
-        built = config.build_model(corpus)
-        return _of_language_model(built, corpus, config, batches, None)
-    if ":" not in data:
-        raise OptionError(
-            f"your own model needs your own data: give both as MODULE:NAME or path/to/file.py:NAME, "
-            f"got {model!r} and {data!r}."
-        )
-    if ":" not in model:
-        raise OptionError(
-            f"{model} is one of undrop's language models, which read a corpus: give the name or the "
-            f"folder of a corpus as --data, got {data!r}."
-        )
+        return _of_language_model(config.build_model(corpus), corpus, config, batches)
     found = made(model)
     if not isinstance(found, nn.Module):
         raise OptionError(
@@ -163,8 +143,9 @@ def from_names(
 
 
 def _of_language_model(
-    model: LanguageModel, corpus: Any, config: Config, batches: int, run: Run | None
+    model: LanguageModel, corpus: Corpus, config: Config, batches: int, run: Run | None = None
 ) -> Source:
+    trained = None if run is None else clipped_optimizer(list(model.parameters()), config.optimizer)
     return Source(
         model,
         windows(model, corpus.train, config, batches),
@@ -173,9 +154,7 @@ def _of_language_model(
         batch_dim=1,
         validation=windows(model, corpus.valid, config, batches),
         run=run,
-        optimizer=None
-        if run is None
-        else clipped_optimizer(list(model.parameters()), config.optimizer),
+        optimizer=trained,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._names import bench_methods, bench_subjects, check_name, named
 from undrop.lab.cli._output import check_outputs
-from undrop.report import Table
+from undrop.report import Progress, Table, as_json
 
 if TYPE_CHECKING:
     from undrop.lab.bench import MethodTime
@@ -44,54 +45,39 @@ def bench(
     for name in chosen:
         check_name("bench method", name, bench_methods())
     check_outputs(files=[save], pictures=[plot])
-    rows = _measure(model, size, chosen, rounds, memory, threads, device)
+    import torch
+
+    from undrop.files import write_json
+    from undrop.lab.bench import METHODS, draw
+    from undrop.lab.bench import bench as measure
+    from undrop.lab.train.environment import find_device
+
+    place = str(find_device(device, "--device"))
+    if threads:
+        torch.set_num_threads(threads)
+    names = list(dict.fromkeys(["dropout", *(chosen or METHODS)]))
+    steps = len(names) * (rounds + 1 + memory)
+    with Progress() as progress:
+        bar, done = progress.bar(f"{model} {size}"), itertools.count(1)
+        rows = measure(
+            *(model, size),
+            rounds=rounds,
+            names=names,
+            memory=memory,
+            device=place,
+            tick=lambda name: bar.show(next(done) / steps, name),
+        )
     figures = {"model": model, "size": size, "rows": rows}
     for row in rows:
         if memory and row.peak_mb is None:
             typer.echo(
                 f"{row.name}: no peak memory: its process died, perhaps out of memory.", err=True
             )
-    from undrop.files import write_json
-    from undrop.lab.bench import draw
-    from undrop.report import as_json
-
     files = (
         (save, lambda path: write_json(path, as_json(figures))),
         (plot, lambda path: draw(path, f"{model}, {size}", rows)),
     )
     return Answer(figures, _table(rows), files=files)
-
-
-def _measure(
-    model: str,
-    size: str,
-    methods: list[str],
-    rounds: int,
-    memory: bool,
-    threads: int,
-    device: str,
-) -> list[MethodTime]:
-    import torch
-
-    from undrop.lab.bench import METHODS
-    from undrop.lab.bench import bench as run
-    from undrop.lab.train.environment import find_device
-    from undrop.report import Progress
-
-    place = str(find_device(device, "--device"))
-    if threads:
-        torch.set_num_threads(threads)
-    names = list(dict.fromkeys(["dropout", *(methods or METHODS)]))
-    steps, done = len(names) * (rounds + 1 + memory), 0
-    with Progress() as progress:
-        bar = progress.bar(f"{model} {size}")
-
-        def tick(name: str) -> None:
-            nonlocal done
-            done += 1
-            bar.show(done / steps, name)
-
-        return run(model, size, rounds=rounds, names=names, memory=memory, device=place, tick=tick)
 
 
 def _table(rows: list[MethodTime]) -> Table:

@@ -88,12 +88,16 @@ class TrainingWindows:
     def __iter__(self) -> Iterator[Window]:
         while self.position < self.steps:
             start = self.position
-            end = min(start + self._length(), self.steps)
-            self.position = end
-            piece = self._streams[:, start : end + 1]
-            inputs, targets = _to_tensor(piece[:, :-1]), _to_tensor(piece[:, 1:])
-            yield Window(inputs, targets, (end - start) / self.bptt)
+            self.position = min(start + self._length(), self.steps)
+            yield self.window(start, self.position)
         self.position = 0
+
+    def window(self, start: int, end: int) -> Window:
+        """Return the steps from ``start`` to ``end``, or to the end of the streams."""
+        end = min(end, self.steps)
+        piece = self._streams[:, start : end + 1]
+        inputs, targets = _to_tensor(piece[:, :-1]), _to_tensor(piece[:, 1:])
+        return Window(inputs, targets, (end - start) / self.bptt)
 
     def _length(self) -> int:
         if self._generator is None:

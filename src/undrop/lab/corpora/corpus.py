@@ -80,11 +80,7 @@ def encode(
     Raises:
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
     """
-    stats = [(str(file.resolve()), file.stat()) for file in files.values()]
-    identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-    made_of = json.dumps([1, identity, limit_tokens, max_vocab])  # 1 is the version of the format
-    key = hashlib.sha256(made_of.encode()).hexdigest()[:16]
-    folder = cache / "encoded" / f"{name}-{key}"
+    folder = cache / "encoded" / f"{name}-{_key(files, limit_tokens, max_vocab)}"
     if folder.exists():
         if _is_intact(folder):
             return folder
@@ -113,6 +109,13 @@ def encode(
 
     publish(folder, write)
     return folder
+
+
+def _key(files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None) -> str:
+    stats = [(str(file.resolve()), file.stat()) for file in files.values()]
+    identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    made_of = json.dumps([1, identity, limit_tokens, max_vocab])  # 1 is the version of the format
+    return hashlib.sha256(made_of.encode()).hexdigest()[:16]
 
 
 def _vocabulary(

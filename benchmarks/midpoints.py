@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 import undrop
-from undrop.engines import Antithetic, stacking
+from undrop.engines import Antithetic
+from undrop.engines.proving import Prover
 from undrop.lab.models import MLP
 
 EPOCHS, BATCH, TRAINED = 60, 30, 300
@@ -35,9 +36,9 @@ def train(seed: int, epsilon: float, *, midpoints: bool) -> tuple[float, float]:
     model = MLP((64, 64, 64, 10), dropout=0.5)
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     objective = undrop.Analytic(engine=Antithetic(epsilon), strength=undrop.TAYLOR)
-    fits = stacking._Prover._midpoints_fit
+    fits = Prover._midpoints_fit
     if not midpoints:
-        stacking._Prover._midpoints_fit = lambda *_: False  # type: ignore[method-assign]
+        Prover._midpoints_fit = lambda *_: False  # type: ignore[method-assign]
     try:
         for _ in range(EPOCHS):
             for rows in train_rows[torch.randperm(TRAINED)].split(BATCH):
@@ -45,7 +46,7 @@ def train(seed: int, epsilon: float, *, midpoints: bool) -> tuple[float, float]:
                 objective(model, x[rows], y[rows]).backward()
                 optimizer.step()
     finally:
-        stacking._Prover._midpoints_fit = fits  # type: ignore[method-assign]
+        Prover._midpoints_fit = fits  # type: ignore[method-assign]
     model.eval()
     with torch.no_grad():
         logits = model(x[test_rows])

@@ -35,8 +35,8 @@ class Fixed(Draw):
     def sigma_eta(self, site: Site, h: Tensor) -> Tensor:
         return self.given(site).to(h) * self.scale(site)
 
-    def eta(self, site, dtype, device, scale):
-        return self.given(site).to(dtype) * scale
+    def eta(self, place, scale):
+        return self.given(place.site).to(place.dtype) * scale
 
     def eta_of_rows(self, sites, widths, rows, scale):
         parts = []

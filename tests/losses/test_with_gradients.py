@@ -35,7 +35,13 @@ def test_the_gradients_computed_with_the_loss_equal_those_of_autograd(noisy, ign
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(4, 4), Layout(5, 2), Layout(5, 2, True), Layout(5, 2, False, True)]
+    "layout",
+    [
+        Layout.of(4, 1.0, False, False),
+        Layout.of(5, 0.4, False, False),
+        Layout.of(5, 0.4, True, False),
+        Layout.of(5, 0.4, False, True),
+    ],
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_gradient_of_stacked_rows_equals_that_of_autograd(layout, dim):
@@ -54,7 +60,9 @@ def test_a_scaled_gradient_in_half_precision_does_not_underflow():
     """A gradient scaler multiplies the total by a large number, before anything is rounded."""
     x = torch.zeros(2, 3, dtype=torch.float16, requires_grad=True)
     tiny = torch.full((1, 3), 1e-9)
-    gradient = Rows(Layout(1, 1), None).joined(x.detach(), 2.0 * tiny, 0.0 * tiny, 0, 1.0)
+    gradient = Rows(Layout.of(1, 1.0, False, False), None).joined(
+        x.detach(), 2.0 * tiny, 0.0 * tiny, 0, 1.0
+    )
     (_Known.apply(x, torch.zeros(()), gradient) * 2.0**20).backward()
     assert x.grad.dtype == torch.float16
     torch.testing.assert_close(

@@ -23,7 +23,7 @@ from undrop.engines.base import (
 from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
 from undrop.engines.kinks import measure_kinks
-from undrop.engines.layout import Rows, layout_of
+from undrop.engines.layout import Rows
 from undrop.engines.plan import NotStackable, Plan, PlanChanged, map_dims, stacked_noise
 from undrop.engines.proving import NO_DROPOUT
 from undrop.engines.stacked import run_stacked
@@ -73,9 +73,9 @@ class Antithetic(Engine):
             before = before or StateBeforeStep(request.batch.model)
             try:
                 if not again and not request.loss.counts_calls:  # before the graph takes memory
-                    measure_kinks(request, partial(self._total, plan))
+                    measure_kinks(request, partial(self._one_pass, plan=plan))
                 found, trail = self._one_pass(request, plan)
-                if plan_holds(request.batch, request.question, trail, before.rng) or again:
+                if plan_holds(request, trail, before.rng) or again:
                     return found
             except (PlanChanged, NotStackable):
                 pass
@@ -85,12 +85,9 @@ class Antithetic(Engine):
             before.restore()  # the model took another branch: try another plan, once
         return self._two_passes(request, "its dropouts differ in a stacked pass")
 
-    def _total(self, plan: Plan, request: Request, factor: float) -> Tensor:
-        return self._one_pass(request, plan, factor)[0].total
-
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
         """Return the plan for a stacked pass, or None and the reason why there is none."""
-        plan, reason = find_plan(request.batch, request.question, again=again)
+        plan, reason = find_plan(request, again=again)
         if plan is not None and request.loss.whole_output and None in plan.output_dims:
             return None, "the loss receives an output without a batch"
         return plan, reason
@@ -104,9 +101,7 @@ class Antithetic(Engine):
             The evaluation, and a hash of the functions that the model called.
         """
         batch, draw = request.batch, request.draw
-        layout = layout_of(
-            batch, plan.dim, request.fraction, request.exact_output, plan.shares_noise
-        )
+        layout = request.layout(plan.dim, shared=plan.shares_noise)
         rows = Rows.drawn(layout, draw.generator(plan.sites[0].device))
         sigmas = [draw.scale(s.site) for s in plan.sites]
         epsilon = self._epsilon(request, max(sigmas)) * factor
@@ -129,15 +124,13 @@ class Antithetic(Engine):
         batch, draw = request.batch, request.draw
         if reason == NO_DROPOUT:
             raise NoDropoutError(no_dropout_met(batch.model))
-        if request.fraction < 1.0:
+        if request.fraction < 1.0 or request.exact_output:
+            asked, way_out = ("fraction < 1", "fraction=1")
+            if request.fraction == 1.0:
+                asked, way_out = ("exact_output", "engine='tangent'")
             raise EngineError(
-                f"fraction < 1 needs independent examples, but in {type(batch.model).__name__} "
-                f"{reason}: use fraction=1."
-            )
-        if request.exact_output:
-            raise EngineError(
-                f"exact_output needs independent examples, but in {type(batch.model).__name__} "
-                f"{reason}: use engine='tangent'."
+                f"{asked} needs independent examples, but in {type(batch.model).__name__} {reason}: "
+                f"use {way_out}."
             )
         _say_once(batch.model, reason)
         rng = RngSnapshot.of(batch.model, draw.generator)

@@ -6,15 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from undrop.engines.draw import Draw
-from undrop.engines.layout import Question
+from undrop.engines.layout import Layout
 from undrop.errors import EngineError, NoDropoutError
-from undrop.intercept import Batch
+from undrop.intercept import Batch, tensors_in
 from undrop.losses import Coefficients, Loss
 from undrop.registry import Registry
 
@@ -37,9 +38,22 @@ class Request:
     """Whether ℓ is evaluated at the output without noise, not at the midpoint of ±ε₀."""
 
     @cached_property
-    def question(self) -> Question:
+    def plan_key(self) -> tuple[Any, ...]:
         """What a plan for a stacked pass depends on, besides the model."""
-        return Question.about(self.batch, self.fraction, self.batch_dim, self.exact_output)
+        held = [*tensors_in(self.batch.inputs), *tensors_in(self.batch.targets)]
+        autocast = torch.is_autocast_enabled(held[0].device.type if held else "cpu")
+        options = (self.fraction, self.batch_dim, self.exact_output, autocast)
+        return (*options, *(t.shape for t in held))
+
+    def layout(self, dim: int, *, shared: bool = False) -> Layout:
+        """Return the layout for the batch in dimension ``dim`` of the first target (or input).
+
+        Args:
+            dim: the dimension.
+            shared: whether all examples share some noise.
+        """
+        first = next(chain(tensors_in(self.batch.targets), tensors_in(self.batch.inputs)))
+        return Layout.of(first.shape[dim], self.fraction, self.exact_output, shared)
 
     @cached_property
     def half_precision(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from torch.utils.weak import TensorWeakRef
 from undrop.errors import OptionError
 from undrop.intercept import Selection, Site
 from undrop.noise import draw as draw_noise
+
+if TYPE_CHECKING:
+    from undrop.engines.layout import Rows
+    from undrop.engines.plan import SitePlan
 
 MASKS = ("as-declared", "independent")
 """Entries share η as the site declares, or each entry has its own, as in the paper's regularizers."""
@@ -91,30 +95,25 @@ class Draw:
             generator=generator,
         )
 
-    def eta(self, site: Site, dtype: torch.dtype, device: torch.device, scale: float) -> Tensor:
-        """Draw scale·η for a site whose noise all examples share."""
-        return self._eta(self.shape(site), site.p, dtype, device, scale)
+    def eta(self, place: SitePlan, scale: float, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Draw scale·η for a site in a stacked pass, by default in the shape of its η."""
+        site, device = place.site, place.device
+        like = torch.empty((), dtype=torch.promote_types(place.dtype, torch.float32), device=device)
+        return draw_noise(
+            self.noise,
+            self.shape(site) if shape is None else shape,
+            site.p,
+            like=like,
+            scale=scale,
+            generator=self.generator(device),
+        )
 
     def eta_of_rows(
-        self, sites: Sequence[Any], widths: Sequence[int], rows: Any, scale: float
+        self, places: Sequence[SitePlan], widths: Sequence[int], rows: Rows, scale: float
     ) -> Tensor:
         """Draw scale·η for the noisy examples of a stacked batch, all sites at once: (r, Σ widths)."""
-        wide = max(sites, key=lambda s: s.dtype.itemsize)
-        shape = (rows.layout.noisy, sum(widths))
-        return self._eta(shape, wide.site.p, wide.dtype, wide.device, scale)
-
-    def _eta(
-        self,
-        shape: Sequence[int],
-        p: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        scale: float = 1.0,
-    ) -> Tensor:
-        like = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return draw_noise(
-            self.noise, shape, p, like=like, scale=scale, generator=self.generator(device)
-        )
+        widest = max(places, key=lambda s: s.dtype.itemsize)
+        return self.eta(widest, scale, (rows.layout.noisy, sum(widths)))
 
 
 class ScaledNoise:

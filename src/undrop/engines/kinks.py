@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.autodiff import gradients
-from undrop.engines.base import Request
+from undrop.engines.base import Evaluation, Request
 from undrop.engines.plan import NotStackable, PlanChanged
 from undrop.intercept import is_sharded, preserve_model, tensors_in
 from undrop.losses import Coefficients
@@ -27,12 +27,12 @@ _LIMIT = 0.1
 _measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> None:
+def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) -> None:
     """Compare the gradient of the regularizers at ε₀ and ε₀/8, and log a warning if they differ.
 
     Args:
         request: the step.
-        run: returns the total of a request with ε₀ multiplied by a factor.
+        run: evaluates a request with ε₀ times ``factor``; it also returns a trail.
     """
     model, c = request.batch.model, request.coefficients
     if model in _measured or is_sharded(model) or request.half_precision:
@@ -47,7 +47,7 @@ def measure_kinks(request: Request, run: Callable[[Request, float], Tensor]) -> 
         generator.set_state(state)
         alone = replace(request, batch=batch, coefficients=coefficients)
         with preserve_model(model), request.loss.undone():
-            found = gradients(run(alone, factor), weights)
+            found = gradients(run(alone, factor=factor)[0].total, weights)
         return torch.cat([torch.zeros(1, device=device), *(g.flatten() for g in found)])
 
     regularizers = Coefficients(0.0, c.quadratic, c.directional)

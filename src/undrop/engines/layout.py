@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from undrop.intercept import Batch, tensors_in
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a plan depends on, besides the model: a plan is proven for one question."""
-
-    fraction: float
-    batch_dim: int | None
-    exact_output: bool
-    shapes: tuple[Any, ...]
-    autocast: bool
-
-    @classmethod
-    def about(
-        cls, batch: Batch, fraction: float, batch_dim: int | None, exact_output: bool
-    ) -> Question:
-        """Return the question for a batch."""
-        held = [*tensors_in(batch.inputs), *tensors_in(batch.targets)]
-        shapes, device = tuple(t.shape for t in held), held[0].device.type if held else "cpu"
-        return cls(fraction, batch_dim, exact_output, shapes, torch.is_autocast_enabled(device))
 
 
 @dataclass(frozen=True)
@@ -40,48 +18,32 @@ class Layout:
     """B, the number of examples."""
     noisy: int
     """r, the number of examples that carry noise."""
-    exact_output: bool = False
+    exact_output: bool
     """Whether the examples that carry noise also have a row without noise."""
-    shared: bool = False
-    """Whether all examples share some noise, as in DropConnect, so that each block is one call.
-
-    The rows without noise then join the two blocks with noise and use their weights: [half of them;
-    +ε₀] and [-ε₀; the other half]. Their error is O(ε₀) with a mean of O(ε₀²), and two calls cost less
-    than three.
-    """
-    plain: int = field(init=False)
+    plain: int
     """The number of rows without noise."""
-    total: int = field(init=False)
-    """The number of all rows."""
-    sizes: tuple[int, ...] = field(init=False)
+    sizes: tuple[int, ...]
     """The numbers of consecutive rows with the same noise; none is 0."""
-    blocks: tuple[int, ...] = field(init=False)
+    blocks: tuple[int, ...]
     """The numbers of rows that use the same weights: without noise (if any), with +ε₀, with -ε₀."""
-
-    def __post_init__(self) -> None:
-        r = self.noisy
-        plain = self.batch if self.exact_output else self.batch - r
-        last = plain // 2 if self.shared and not self.exact_output else 0
-        sizes = (plain - last, r, r, last)
-        if last:
-            blocks: tuple[int, ...] = (plain - last + r, r + last)
-        elif self.shared and plain and not self.exact_output:
-            blocks = (plain + r, r)
-        else:
-            blocks = (plain, r, r) if plain else (r, r)
-        for name, value in (
-            ("plain", plain),
-            ("total", plain + 2 * r),
-            ("sizes", tuple(n for n in sizes if n)),
-            ("blocks", blocks),
-        ):
-            object.__setattr__(self, name, value)
+    total: int
+    """The number of all rows."""
 
     @classmethod
     @lru_cache(maxsize=256)  # called at every step
     def of(cls, batch: int, fraction: float, exact_output: bool, shared: bool) -> Layout:
-        """Return the layout in which round(fraction · batch) examples, at least one, carry noise."""
-        return cls(batch, max(1, round(fraction * batch)), exact_output, shared)
+        """Return the layout in which round(fraction · batch) examples, at least one, carry noise.
+
+        If all examples share some noise, as in DropConnect, each block is one call. The rows without
+        noise then join the two blocks with noise and use their weights: [half of them; +ε₀] and [-ε₀;
+        the other half]. Their error is O(ε₀) with a mean of O(ε₀²), and two calls cost less than three.
+        """
+        r = max(1, round(fraction * batch))
+        plain = batch if exact_output else batch - r
+        last = plain // 2 if shared and not exact_output else 0
+        sizes = tuple(n for n in (plain - last, r, r, last) if n)
+        blocks = (plain - last + r, r + last) if shared and not exact_output else sizes
+        return cls(batch, r, exact_output, plain, sizes, blocks, plain + 2 * r)
 
     @property
     def first(self) -> int:
@@ -96,16 +58,6 @@ class Layout:
             return Split((), parts[0], parts[1], ())
         before, plus, minus, *after = parts
         return Split((before,), plus, minus, tuple(after))
-
-
-def layout_of(
-    batch: Batch, dim: int, fraction: float, exact_output: bool, shared: bool = False
-) -> Layout:
-    """Return the layout for the batch in dimension ``dim`` of the first target (or input)."""
-    target = next(tensors_in(batch.targets), None)
-    if target is None:
-        target = next(tensors_in(batch.inputs))
-    return Layout.of(target.shape[dim], fraction, exact_output, shared)
 
 
 class Split(NamedTuple):

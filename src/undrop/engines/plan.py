@@ -39,20 +39,16 @@ class SitePlan:
     dtype: torch.dtype
     device: torch.device
 
-    def eta_shape(self, draw: Draw) -> tuple[int, ...]:
-        """Return the shape of η with B examples."""
-        return draw.shape(self.site)
-
     def rest(self, draw: Draw) -> tuple[int, ...]:
         """Return the shape of η without the batch dimension; the repeats come first."""
-        shape = self.eta_shape(draw)
+        shape = draw.shape(self.site)
         assert self.dim is not None
         rest = (*shape[: self.dim], *shape[self.dim + 1 :])
         return (self.repeats, *rest) if self.repeats > 1 else rest
 
     def one_mask(self, draw: Draw) -> bool:
         """Return whether all examples have the same η."""
-        shape, dim = self.eta_shape(draw), self.dim or 0
+        shape, dim = draw.shape(self.site), self.dim or 0
         return self.repeats == 1 and shape[dim] == 1 < self.site.shape[dim]
 
     def placed(self, part: Tensor, rest: tuple[int, ...]) -> Tensor:
@@ -154,7 +150,7 @@ def stacked_noise(plan: Plan, draw: Draw, rows: Rows, scales: Sequence[float]) -
     if plan.shares_noise:
         for i, s in enumerate(plan.sites):
             if scales[i] and s.dim is None:
-                noise[i] = draw.eta(s.site, s.dtype, s.device, scales[i])
+                noise[i] = draw.eta(s, scales[i])
     return noise
 
 

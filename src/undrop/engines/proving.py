@@ -17,22 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undrop.engines.layout import Question, Rows, layout_of
+from undrop.engines.base import Request
+from undrop.engines.layout import Rows
 from undrop.engines.plan import NotStackable, Plan, PlanChanged, SitePlan, map_dims
 from undrop.engines.trial import (
     Failed,
     Reference,
     Trial,
+    batch_dims,
     buffers_of,
     close,
-    dim_of,
     equal,
     grown,
     without_nan,
 )
 from undrop.errors import EngineError, UndropError
 from undrop.intercept import (
-    Batch,
     Interception,
     Site,
     call,
@@ -45,8 +45,6 @@ from undrop.rng_snapshot import RngSnapshot
 
 NO_DROPOUT = "it meets no dropout"
 _RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError)
-
-
 _ORDER = 2  # the seed for the order of the examples in a proof
 
 
@@ -57,9 +55,9 @@ class Prover:
     float32 it is easier to see.
     """
 
-    def __init__(self, batch: Batch, question: Question) -> None:
-        self.batch, self.question = batch, question
-        self.rng = RngSnapshot(batch.model)
+    def __init__(self, request: Request) -> None:
+        self.request, self.batch = request, request.batch
+        self.rng = RngSnapshot(self.batch.model)
         self.sites: list[Site] = []
         self.output: Any = None
         self.buffers: dict[str, Tensor] = {}
@@ -70,7 +68,7 @@ class Prover:
         """Whether the model draws random numbers that are not dropout."""
         self.draws: tuple[bool | None, ...] = ()
         self.aliased = False
-        self.says_nothing = False
+        self.no_effect = False
         """Whether noise had no effect on the output, so that the comparison proves nothing."""
 
     @contextmanager
@@ -95,18 +93,18 @@ class Prover:
                 values = torch.randn(p.shape, generator=generator) / max(fan_in, 1) ** 0.5
                 awake[id(p)] = nn.Parameter(values.to(p))
         places = [
-            (module, name, p)
+            (module._parameters, name, p)
             for module in self.batch.model.modules()
             for name, p in module._parameters.items()
             if id(p) in awake
         ]
         try:
-            for module, name, old in places:
-                module._parameters[name] = awake[id(old)]
+            for parameters, name, old in places:
+                parameters[name] = awake[id(old)]
             yield
         finally:
-            for module, name, old in places:
-                module._parameters[name] = old
+            for parameters, name, old in places:
+                parameters[name] = old
 
     def run_plain(self, times: int = 2) -> None:
         """Run the model without noise.
@@ -141,7 +139,9 @@ class Prover:
 
     def looked_up(self, last: Plan) -> Plan:
         """Return the last plan with the sites for the new shapes, without a proof."""
-        plan, _ = self._trial(self._candidate(last), self._rows(last.dim), None)
+        rows = self._rows(last.dim)
+        draft = self._draft(rows, last.dim, last.late, [s.time_major for s in last.sites])
+        plan, _ = self._trial(draft, rows, None)
         return replace(plan, midpoints=last.midpoints)
 
     def proven_again(self, last: Plan) -> Plan | None:
@@ -149,13 +149,12 @@ class Prover:
         try:
             rows = self._rows(last.dim)
             reference = Reference(self, rows, last.dim)
-            self.says_nothing = reference.says_nothing
-            plan, output = self._trial(self._candidate(last), rows, reference)
-            reference.check(self, plan, rows, output)
-            fits = last.midpoints and self._midpoints_fit(plan, rows, reference, output)
+            self.no_effect = reference.no_effect
+            draft = self._draft(rows, last.dim, last.late, [s.time_major for s in last.sites])
+            plan = self._proven(draft, reference, midpoints=last.midpoints)
         except (Failed, PlanChanged, NotStackable, UndropError, *_RUNTIME):
             return None
-        return replace(plan, midpoints=fits) if fits == last.midpoints else None
+        return plan if plan.midpoints == last.midpoints else None
 
     def search(self, last: Plan | None, late_allowed: bool) -> Plan:
         """Return the first candidate that agrees with plain passes.
@@ -172,14 +171,15 @@ class Prover:
             try:
                 rows = self._rows(dim)
                 reference = Reference(self, rows, dim)
-                self.says_nothing = reference.says_nothing
+                self.no_effect = reference.no_effect
             except (Failed, UndropError, *_RUNTIME):
                 continue
             orders = (False, True) if reference.flattened else (False,)
-            lates = self._lates(last) if late_allowed else (False,)
+            first_late = last is None or last.late
+            lates = (first_late, not first_late) if late_allowed else (False,)
             for time_major, late in product(orders, lates):
                 try:
-                    plan = self._proven(dim, late, time_major, rows, reference)
+                    plan = self._candidate(reference, dim, late, time_major)
                 except NotStackable as named:
                     reason = str(named)
                 except (Failed, PlanChanged, *_RUNTIME):
@@ -193,21 +193,17 @@ class Prover:
         return second_best
 
     def _dims(self, last: Plan | None) -> Iterator[int]:
-        if self.question.batch_dim is not None:
-            yield self.question.batch_dim
+        if self.request.batch_dim is not None:
+            yield self.request.batch_dim
             return
         target = next(tensors_in(self.batch.targets), None)
         dims = target.dim() if target is not None else 1
         first = [last.dim] if last is not None and last.dim < dims else []
         yield from dict.fromkeys([*first, *range(min(dims, 3))])
 
-    def _lates(self, last: Plan | None) -> tuple[bool, ...]:
-        return (False, True) if last is not None and not last.late else (True, False)
-
     def _rows(self, dim: int) -> Rows:
-        q = self.question
         try:
-            layout = layout_of(self.batch, dim, q.fraction, q.exact_output)
+            layout = self.request.layout(dim)
         except (IndexError, StopIteration) as error:
             raise Failed from error
         if layout.noisy == layout.batch:
@@ -217,77 +213,62 @@ class Prover:
         device = next((t.device for t in tensors_in(self.batch.inputs)), order.device)
         return Rows(layout, order.to(device))
 
-    def input_dims(self, tree: Any, dim: int, size: int) -> tuple[int | None, ...]:
-        """Return the batch dimension of each tensor: ``dim``, or the only one of that size."""
-        return tuple(dim_of(x.shape, dim, size) for x in tensors_in(tree))
-
-    def _candidate(self, last: Plan) -> Plan:
-        size = self._rows(last.dim).layout.batch
-        places = last.sites if len(last.sites) == len(self.sites) else ()
-        majors = [s.time_major for s in places] or [False] * len(self.sites)
-        return replace(
-            last,
-            midpoints=False,
-            sites=self._sites(majors),
-            input_dims=self.input_dims(self.batch.inputs, last.dim, size),
-            target_dims=self.input_dims(self.batch.targets, last.dim, size),
-            draws=self.draws,
-            aliased=self.aliased,
-        )
-
-    def _sites(self, time_major: list[bool]) -> tuple[SitePlan, ...]:
-        return tuple(
-            SitePlan(s, None, 1, major, torch.float32, torch.device("cpu"))
-            for s, major in zip(self.sites, time_major, strict=True)
-        )
-
-    def _proven(
-        self, dim: int, late: bool, time_major: bool, rows: Rows, reference: Reference
-    ) -> Plan:
-        size = rows.layout.batch
-        inputs = self.input_dims(self.batch.inputs, dim, size)
-        targets = self.input_dims(self.batch.targets, dim, size)
-        if all(d is None for d in inputs):
-            raise Failed
-        draft = Plan(
+    def _draft(self, rows: Rows, dim: int, late: bool, time_major: list[bool]) -> Plan:
+        """Return a plan to try; ``time_major`` counts if it has an entry for each site."""
+        size, count = rows.layout.batch, len(self.sites)
+        majors = time_major if len(time_major) == count else [False] * count
+        return Plan(
             dim=dim,
             late=late,
-            input_dims=inputs,
-            target_dims=targets,
+            input_dims=batch_dims(self.batch.inputs, dim, size),
+            target_dims=batch_dims(self.batch.targets, dim, size),
             output_dims=(),
             logits_dim=0,
-            sites=self._sites([time_major] * len(self.sites)),
+            sites=tuple(
+                SitePlan(s, None, 1, major, torch.float32, torch.device("cpu"))
+                for s, major in zip(self.sites, majors, strict=True)
+            ),
             midpoints=False,
             draws=self.draws,
             aliased=self.aliased,
         )
-        plan, output = self._trial(draft, rows, reference)
-        reference.check(self, plan, rows, output)
-        self._check_in_another_order(draft, rows)
-        return replace(plan, midpoints=self._midpoints_fit(plan, rows, reference, output))
 
-    def _check_in_another_order(self, draft: Plan, rows: Rows) -> None:
-        """Compare again with the examples in another order: one order can keep a pair together.
+    def _candidate(self, reference: Reference, dim: int, late: bool, time_major: bool) -> Plan:
+        """Return a proven candidate of a search.
+
+        It is also proven with the examples in another order: one order can keep a pair together.
+        """
+        rows = reference.rows
+        draft = self._draft(rows, dim, late, [time_major] * len(self.sites))
+        if all(d is None for d in draft.input_dims):
+            raise Failed
+        plan = self._proven(draft, reference, midpoints=True)
+        if rows.order is not None:
+            others = Rows(rows.layout, rows.order.roll(1))
+            self._proven(draft, Reference(self, others, dim), midpoints=False)
+        return plan
+
+    def _proven(self, draft: Plan, reference: Reference, *, midpoints: bool) -> Plan:
+        """Return the plan of a draft, if the stacked pass agrees with the plain ones.
 
         Raises:
-            Failed: if the passes differ.
+            Failed: if it does not.
         """
-        if rows.order is None:
-            return
-        rows = Rows(rows.layout, rows.order.roll(1))
-        reference = Reference(self, rows, draft.dim)
-        plan, output = self._trial(draft, rows, reference)
-        reference.check(self, plan, rows, output)
+        plan, output = self._trial(draft, reference.rows, reference)
+        reference.check(plan, output)
+        fit = midpoints and self._midpoints_fit(plan, reference, output)
+        return replace(plan, midpoints=fit)
 
-    def _midpoints_fit(self, plan: Plan, rows: Rows, reference: Reference, output: Any) -> bool:
+    def _midpoints_fit(self, plan: Plan, reference: Reference, output: Any) -> bool:
         """Return whether the midpoints are right: their decisions agree with those of the pass.
 
         At ε₀, midpoints change the output by O(ε₀) if a function has kinks, and by more if it jumps (a
         mask of the largest entries). At a tiny ε₀ jumps are rare, but a wrong midpoint stays wrong.
         """
 
-        def run(midpoints: bool) -> Any:
-            return self._trial(replace(plan, midpoints=midpoints), rows, reference)[1]
+        def run(midpoints: bool, scale: float = 1.0) -> Any:
+            there = replace(plan, midpoints=midpoints)
+            return self._trial(there, reference.rows, reference, scale)[1]
 
         def agree(one: Any, other: Any) -> bool:
             a, b = (logits_of(x).double() for x in (one, other))
@@ -295,23 +276,26 @@ class Prover:
             return bool((a - b).square().mean().sqrt() <= 2 * reference.epsilon * spread + 1e-6)
 
         try:
-            if agree(run(True), output):
-                return True
-            with reference.tiny():
-                return agree(run(True), run(False))
+            return agree(run(True), output) or agree(run(True, 1e-3), run(False, 1e-3))
         except (PlanChanged, NotStackable, *_RUNTIME):
             return False
 
-    def _trial(self, draft: Plan, rows: Rows, reference: Reference | None) -> tuple[Plan, Any]:
-        """Run one stacked pass that finds the batch dimension of each site."""
-        mode = Trial(self.batch.model, draft, rows, reference)
+    def _trial(
+        self, draft: Plan, rows: Rows, reference: Reference | None, scale: float = 1.0
+    ) -> tuple[Plan, Any]:
+        """Run one stacked pass that finds the batch dimension of each site.
+
+        It has the noise of the reference passes times ``scale``, and none without them.
+        """
+        noise = None if reference is None else [scale * each for each in reference.noise]
+        mode = Trial(self.batch.model, draft, rows, noise)
         inputs = self.batch.inputs
         if not draft.late:
             inputs = map_dims(rows.stacked, inputs, draft.input_dims)
         with self.running(mode):
             output = call(self.batch.model, inputs)
             if reference is not None:
-                reference.check_buffers(self, buffers_of(self.batch.model))
+                reference.check_buffers(buffers_of(self.batch.model))
         if mode.index != len(draft.sites) or not mode.stacked:
             raise Failed
         if draft.late and any(s.dim is None for s in mode.found):

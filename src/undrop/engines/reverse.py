@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from undrop.autodiff import gradients
 from undrop.engines.base import (
     ENGINES,
     Engine,
@@ -25,7 +26,7 @@ from undrop.engines.base import (
 from undrop.engines.draw import Draw, ScaledNoise, ZeroLeaves
 from undrop.errors import EngineError
 from undrop.generators import Generators
-from undrop.intercept import Interception, RngSnapshot, Rule, is_sharded, keep_buffers
+from undrop.intercept import Interception, RngSnapshot, Rule, bare, is_sharded, keep_buffers
 from undrop.intercept.attention import AttentionCall, flex_written_out, written_out
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layers
 from undrop.kernels.flex import FlexCall, flex_attention
@@ -187,7 +188,7 @@ def look_for_blind_spots(request: Request, engine: str) -> None:
     backward is not its derivative.
     """
     model = request.batch.model
-    if model in _looked or request.loss.counts_calls or not _is_precise(model):
+    if model in _looked or request.loss.counts_calls or request.half_precision:
         return
     _looked.add(model)
     with torch.enable_grad():
@@ -206,9 +207,7 @@ def look_for_blind_spots(request: Request, engine: str) -> None:
 
 def _derivatives(request: Request) -> tuple[float, float, float]:
     """Return ∂ℓ/∂ε by reverse mode and by differences, and by how much they may differ."""
-    model = request.batch.model
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # DDP waits for the backward pass of every forward pass
+    model = bare(request.batch.model)  # DDP waits for the backward pass of every forward pass
     rng = RngSnapshot(model)
     draw = Draw("sign", request.draw.mask, request.draw.selection, Generators())
     request = replace(request, batch=request.batch._replace(model=model), draw=draw)
@@ -224,13 +223,7 @@ def _derivatives(request: Request) -> tuple[float, float, float]:
     loss = loss_under(Interception(model, zeros, TWICE_DIFFERENTIABLE))
     if not zeros.leaves or loss.dtype not in _STEP:
         return 0.0, 0.0, 0.0  # no site is chosen, or half precision
-    gradients = torch.autograd.grad(loss, zeros.leaves, allow_unused=True, materialize_grads=True)
-    parts = []
-    for site, leaf, gradient in zip(zeros.sites, zeros.leaves, gradients, strict=True):
-        noise = draw.sigma_eta(site, leaf)
-        if noise is not None:
-            parts.append((gradient * noise).double().flatten())
-    changes = torch.cat(parts)
+    changes = torch.cat([x.double().flatten() for x in _products(loss, zeros)])
     wide = max(1.0, *(draw.scale(site) for site in zeros.sites))
     step = _STEP[loss.dtype] / wide
     with torch.no_grad():
@@ -244,15 +237,34 @@ def _derivatives(request: Request) -> tuple[float, float, float]:
     return float(changes.sum()), forward, _SHARE[loss.dtype] * size + rounding
 
 
-def _is_precise(model: nn.Module) -> bool:
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if weight is None or weight.dtype not in (torch.float32, torch.float64):
-        return False
-    return not torch.is_autocast_enabled(weight.device.type)
+def _products(scalar: Tensor, action: ZeroLeaves, **options: Any) -> list[Tensor]:
+    """Return σ_j η_j ∂scalar/∂z_j of every site."""
+    found = zip(
+        action.sites, action.leaves, gradients(scalar, action.leaves, **options), strict=True
+    )
+    noise = ((action.draw.sigma_eta(site, leaf), gradient) for site, leaf, gradient in found)
+    return [gradient * eta for eta, gradient in noise if eta is not None]
+
+
+class DoubleBackward(Engine):
+    """An engine whose total is differentiated through a gradient."""
+
+    def evaluate(self, request: Request) -> Evaluation:
+        """Return the weighted total; its backward pass is a double backward of the model."""
+        output, logits, action = pass_to_differentiate(self, request)
+        parts = self._parts(request, action, logits)
+        c = request.coefficients
+        return Evaluation(c.total(parts), WeightedParts(c, parts), lambda: output, self.name)
+
+    @abstractmethod
+    def _parts(
+        self, request: Request, action: ZeroLeaves, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ℓ, the explicit part and the implicit part, without coefficients."""
 
 
 @ENGINES.register("reverse")
-class Reverse(Engine):
+class Reverse(DoubleBackward):
     """Algorithm 3 of the paper, for any mask structure.
 
     With ŷ ~ p for every term and S = Σ ℓ_ŷ, the explicit part is Σ_j σ_j² (∂S/∂z_j)² / N: since the
@@ -263,51 +275,34 @@ class Reverse(Engine):
 
     name = "reverse"
 
-    def evaluate(self, request: Request) -> Evaluation:
-        """Return the weighted total; its backward pass is a double backward of the model."""
-        output, logits, action = pass_to_differentiate(self, request)
+    def _parts(
+        self, request: Request, action: ZeroLeaves, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         c = request.coefficients
         loss = request.loss.twice_differentiable_value(logits, request.batch.targets)
-        zero = torch.zeros_like(loss)
+        explicit = implicit = torch.zeros_like(loss)
         # Labels can't be drawn from a non-finite output; the caller sees a non-finite loss.
-        sound = bool(c.quadratic) and bool(loss.detach().isfinite())
-        explicit = self._explicit(request, action, logits) if sound else zero
-        implicit = self._implicit(request, action, loss) if c.directional else zero
-        total = c.loss * loss + c.quadratic * explicit + c.directional * implicit
-        return Evaluation(
-            total, WeightedParts(c, (loss, explicit, implicit)), lambda: output, self.name
-        )
+        if c.quadratic and bool(loss.detach().isfinite()):
+            explicit = self._explicit(request, action, logits)
+        if c.directional:
+            products = _products(loss, action, create_graph=True)
+            implicit = torch.stack([x.sum() for x in products]).sum()
+        return loss, explicit, implicit
 
     def _explicit(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Tensor:
+        loss, targets = request.loss, request.batch.targets
         generator = request.draw.generator(logits.device)
-        sampled = request.loss.sampled(logits, request.batch.targets, request.form, generator)
-        gradients = _gradients(sampled, action)
+        sampled = loss.sampled(logits, targets, request.form, generator)
+        found = gradients(sampled, action.leaves, create_graph=True)
         squares = [
             request.draw.scale(site) ** 2 * gradient.square().sum()
-            for site, gradient in zip(action.sites, gradients, strict=True)
+            for site, gradient in zip(action.sites, found, strict=True)
         ]
-        total = torch.stack(squares).sum() / request.loss.count(logits, request.batch.targets)
-        return total
-
-    def _implicit(self, request: Request, action: ZeroLeaves, loss: Tensor) -> Tensor:
-        products = []
-        for site, leaf, gradient in zip(
-            action.sites, action.leaves, _gradients(loss, action), strict=True
-        ):
-            noise = request.draw.sigma_eta(site, leaf)
-            if noise is not None:
-                products.append((gradient * noise).sum())
-        return torch.stack(products).sum()
-
-
-def _gradients(scalar: Tensor, action: ZeroLeaves) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(
-        scalar, action.leaves, create_graph=True, allow_unused=True, materialize_grads=True
-    )
+        return torch.stack(squares).sum() / loss.count(logits, targets)
 
 
 @ENGINES.register("exact")
-class Exact(Engine):
+class Exact(DoubleBackward):
     """E_η[uᵀHu] = Σ_j σ_j² · (∂F/∂z_j)ᵀ H (∂F/∂z_j), over every entry j of every η.
 
     The implicit part has mean zero, so this engine leaves it out.
@@ -315,38 +310,20 @@ class Exact(Engine):
 
     name = "exact"
 
-    def evaluate(self, request: Request) -> Evaluation:
-        """Return the weighted total, which is differentiable in the parameters."""
-        output, logits, action = pass_to_differentiate(self, request)
+    def _parts(
+        self, request: Request, action: ZeroLeaves, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        zero = torch.zeros_like(logits.sum())
         explicit = (
-            self._explicit(request, action, logits)
-            if request.coefficients.quadratic
-            else torch.zeros_like(logits.sum())
+            self._explicit(request, action, logits) if request.coefficients.quadratic else zero
         )
-        loss = request.loss.value(logits, request.batch.targets)
-        zero = torch.zeros_like(loss)
-        total = request.coefficients.loss * loss + request.coefficients.quadratic * explicit
-        return Evaluation(
-            total,
-            WeightedParts(request.coefficients, (loss, explicit, zero)),
-            lambda: output,
-            self.name,
-        )
+        return request.loss.value(logits, request.batch.targets), explicit, zero
 
     def _explicit(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Tensor:
-        rows = [
-            torch.autograd.grad(
-                entry, action.leaves, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-            for entry in logits.flatten()
-        ]
-        if not rows:  # an empty batch
-            return logits.sum()
+        rows = [gradients(f, action.leaves, create_graph=True) for f in logits.flatten()]
         explicit = torch.zeros_like(logits.sum())
-        for index, site in enumerate(action.sites):
-            jacobian = torch.stack(
-                [row[index].flatten() for row in rows]
-            )  # (outputs, entries of η)
+        for site, *columns in zip(action.sites, *rows, strict=True) if rows else ():
+            jacobian = torch.stack([x.flatten() for x in columns])  # (outputs, entries of η)
             for column in jacobian.unbind(1):
                 u = column.view_as(logits) * request.draw.scale(site)
                 with request.loss.undone():  # every column sees the same loss

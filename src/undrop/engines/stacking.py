@@ -19,15 +19,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from undrop.engines.layout import Question
+from undrop.engines.base import Request
 from undrop.engines.plan import NotStackable, Plan
 from undrop.engines.proving import NO_DROPOUT, Prover
-from undrop.intercept import Batch, Statistics, bare, is_sharded, preserve_model
+from undrop.intercept import Statistics, bare, is_sharded, preserve_model
 from undrop.rng_snapshot import RngSnapshot
 
 _FULL_PROOFS = 4  # the first shapes get a full search, with a check of the model's randomness
@@ -44,7 +45,7 @@ class Proof:
     trails: set[int] = field(default_factory=set)
     """Hashes of the sequences of functions that the model has called."""
     steps: int = 0
-    says_nothing: bool = False
+    no_effect: bool = False
     """Whether noise had no effect on the output."""
 
 
@@ -52,7 +53,7 @@ class Proof:
 class Stacking:
     """What undrop knows about one model."""
 
-    proofs: dict[Question, Proof] = field(default_factory=dict)
+    proofs: dict[tuple[Any, ...], Proof] = field(default_factory=dict)
     modes: tuple[bool, ...] = ()
     """Which modules were in train mode when a search failed."""
     proven: int = 0
@@ -68,27 +69,27 @@ class Stacking:
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Stacking] = weakref.WeakKeyDictionary()
 
 
-def find_plan(batch: Batch, question: Question, *, again: bool = False) -> tuple[Plan | None, str]:
+def find_plan(request: Request, *, again: bool = False) -> tuple[Plan | None, str]:
     """Return the plan for a model and the shapes of a batch, or None and the reason.
 
     Args:
-        batch: the model and the data.
-        question: what the plan must be able to do.
+        request: the model, the data, and what the plan must be able to do.
         again: forget the earlier plans, because the model behaves differently now.
 
     Raises:
         EngineError: if two passes without noise differ.
     """
-    known = _KNOWN.setdefault(batch.model, Stacking())
+    model = request.batch.model
+    known = _KNOWN.setdefault(model, Stacking())
     if again:
         known.proofs.clear()
         known.late = known.late and not (known.last is not None and known.last.late)
         known.proven, known.last = 0, None
-    found = known.proofs.get(question)
-    if found is None or found.plan == NO_DROPOUT or _outdated(found, known, batch.model):
-        found = known.proofs[question] = _search(batch, question, known)
+    found = known.proofs.get(request.plan_key)
+    if found is None or found.plan == NO_DROPOUT or _outdated(found, known, model):
+        found = known.proofs[request.plan_key] = _search(request, known)
         if isinstance(found.plan, str):
-            known.modes = _modes(batch.model)
+            known.modes = _modes(model)
     return (None, found.plan) if isinstance(found.plan, str) else (found.plan, "")
 
 
@@ -97,31 +98,30 @@ def _outdated(proof: Proof, known: Stacking, model: nn.Module) -> bool:
     return isinstance(proof.plan, str) and known.modes != _modes(model)
 
 
-def plan_holds(batch: Batch, question: Question, trail: int, rng: RngSnapshot | None) -> bool:
+def plan_holds(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
     """Return whether the plan of a step is right for what the model did in that step.
 
     Args:
-        batch: the model and the data.
-        question: what the plan is proven for.
+        request: the step.
         trail: a hash of the functions that the model called.
         rng: the random state before the step, for a model that draws random numbers.
     """
-    known = _KNOWN[batch.model]
-    proof = known.proofs.get(question)
+    model = request.batch.model
+    proof = _KNOWN[model].proofs.get(request.plan_key)
     if proof is None or isinstance(proof.plan, str):
         return True  # another thread proves it again
     proof.steps += 1
     n, m = proof.steps, len(proof.trails)
-    due = n in _EARLY or n % _EVERY == 0 or proof.says_nothing
+    due = n in _EARLY or n % _EVERY == 0 or proof.no_effect
     branch = trail not in proof.trails and (m < _BRANCHES or m & (m - 1) == 0)
     proof.trails.add(trail)
-    if n == 1 or not (due or branch) or is_sharded(batch.model):
+    if n == 1 or not (due or branch) or is_sharded(model):
         return True
-    with _preserved(batch, rng) as inner:
-        prover = Prover(inner, question)
+    with _preserved(request, rng) as inner:
+        prover = Prover(inner)
         prover.run_plain(1)
         right = prover.proven_again(proof.plan) is not None
-        proof.says_nothing = prover.says_nothing
+        proof.no_effect = prover.no_effect
     return right
 
 
@@ -129,13 +129,13 @@ class StateBeforeStep:
     """The state of a model and its random numbers before a step, to be restored.
 
     It saves only what a pass is known to change: running statistics, buffers that changed in a proof
-    (all buffers, if the proof says nothing), and the random state if the model draws random numbers.
+    (all buffers, if noise had no effect there), and the random state if the model draws random numbers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         known = _KNOWN.get(model, Stacking())
         self._statistics = Statistics(model)
-        silent = any(proof.says_nothing for proof in known.proofs.values())
+        silent = any(proof.no_effect for proof in known.proofs.values())
         inner = bare(model)
         moving = map(inner.get_buffer, known.moving)
         self._buffers = [(b, b.clone()) for b in (inner.buffers() if silent else moving)]
@@ -156,18 +156,18 @@ def _modes(model: nn.Module) -> tuple[bool, ...]:
 
 
 @contextmanager
-def _preserved(batch: Batch, rng: RngSnapshot | None = None) -> Iterator[Batch]:
-    """Yield the batch with the model that DDP wraps, and leave no trace in it."""
-    model = bare(batch.model)
+def _preserved(request: Request, rng: RngSnapshot | None = None) -> Iterator[Request]:
+    """Yield the request for the model that DDP wraps, and leave no trace in it."""
+    model = bare(request.batch.model)
     with preserve_model(model), torch.no_grad():
         if rng is not None:
             rng.restart()
-        yield batch._replace(model=model)
+        yield replace(request, batch=request.batch._replace(model=model))
 
 
-def _search(batch: Batch, question: Question, known: Stacking) -> Proof:
-    with _preserved(batch) as inner:
-        prover = Prover(inner, question)
+def _search(request: Request, known: Stacking) -> Proof:
+    with _preserved(request) as inner:
+        prover = Prover(inner)
         try:
             plan = _found(prover, known)
         except NotStackable as reason:
@@ -176,7 +176,7 @@ def _search(batch: Batch, question: Question, known: Stacking) -> Proof:
             known.draws = known.draws or prover.random
             known.moving = prover.moving or known.moving
     known.proven, known.last = known.proven + 1, plan
-    return Proof(plan, says_nothing=prover.says_nothing)
+    return Proof(plan, no_effect=prover.no_effect)
 
 
 def _found(prover: Prover, known: Stacking) -> Plan:
@@ -193,7 +193,7 @@ def _found(prover: Prover, known: Stacking) -> Plan:
     with prover.without_zeros():
         prover.run_plain()
         plan = prover.search(last, known.late)
-    if not prover.says_nothing:
+    if not prover.no_effect:
         return plan
     prover.run_plain()  # with the original weights: random ones may switch all units off
     return prover.search(plan, known.late)

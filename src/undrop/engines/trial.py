@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +31,9 @@ class Trial(StackedPass):
     """A stacked pass that finds each site's batch dimension while it runs."""
 
     def __init__(
-        self, model: nn.Module, draft: Plan, rows: Rows, reference: Reference | None
+        self, model: nn.Module, draft: Plan, rows: Rows, noise: list[Tensor] | None
     ) -> None:
-        super().__init__(model, draft, rows, ())
-        self.reference = reference
+        super().__init__(model, draft, rows, noise or ())
         self.found: list[SitePlan] = []
 
     def noisy(self, h: Tensor, p: float, **_: Any) -> Tensor:
@@ -56,9 +53,9 @@ class Trial(StackedPass):
         s = replace(s, dim=dim, repeats=repeats, dtype=h.dtype, device=h.device)
         self.found.append(s)
         self.index += 1
-        if self.reference is None:
+        if not self.noise:
             return h
-        noise = self.reference.noise[self.index - 1].to(h)
+        noise = self.noise[self.index - 1].to(h)
         if dim is None:
             blocks = (h + h * noise, h - h * noise)
             return BlockTensor.of((h, *blocks) if layout.plain else blocks)
@@ -85,26 +82,23 @@ class Reference:
     """Two plain passes of the noisy examples alone, at +ε₀ and -ε₀ with the same noise."""
 
     def __init__(self, prover: Prover, rows: Rows, dim: int) -> None:
-        batch, layout = prover.batch, rows.layout
+        self.prover, self.rows = prover, rows
         self.noise: list[Tensor] = []
         self.generator = torch.Generator().manual_seed(0)
-        self.flattened = False
         self.epsilon = _EPSILON / max(1.0, *(s.sigma for s in prover.sites))
-        inputs = batch.inputs
+        batch, size, inputs = prover.batch, rows.layout.batch, prover.batch.inputs
         if rows.order is not None:
-            dims = prover.input_dims(inputs, dim, layout.batch)
-            inputs = map_dims(rows.noisy, inputs, dims)
+            inputs = map_dims(rows.noisy, inputs, batch_dims(inputs, dim, size))
         self.outputs = []
         for sign in (1.0, -1.0):
             self._sign, self._index = sign, 0
             with prover.running(Interception(batch.model, self)):
                 self.outputs.append(call(batch.model, inputs))
-        self.flattened = any(
-            n % layout.batch == 0 and n > layout.batch for s in prover.sites for n in s.shape
-        )
+        self.flattened = any(n % size == 0 and n > size for s in prover.sites for n in s.shape)
+        """Whether a dimension of a site may be the batch and another one, flattened."""
 
     @property
-    def says_nothing(self) -> bool:
+    def no_effect(self) -> bool:
         """Whether the noise has no effect on the output: then every candidate agrees."""
         pairs = zip(*map(tensors_in, self.outputs), strict=True)
         return all(close(a, b, 100 * _rounding(a.dtype)) for a, b in pairs)
@@ -121,23 +115,13 @@ class Reference:
             raise Failed
         return torch.addcmul(h, h, noise.to(h), value=self._sign)
 
-    @contextmanager
-    def tiny(self) -> Iterator[None]:
-        """Make the noise 1,000 times smaller."""
-        noise = self.noise
-        self.noise = [1e-3 * each for each in noise]
-        try:
-            yield
-        finally:
-            self.noise = noise
-
-    def check(self, prover: Prover, plan: Plan, rows: Rows, output: Any) -> None:
+    def check(self, plan: Plan, output: Any) -> None:
         """Compare a stacked output with the plain ones.
 
         Raises:
             Failed: if they differ by more than rounding.
         """
-        trees = (output, prover.output, *self.outputs)
+        rows, trees = self.rows, (output, self.prover.output, *self.outputs)
         leaves = zip(*(tensors_in(tree) for tree in trees), plan.output_dims, strict=True)
         for stacked, plain, up, down, dim in leaves:
             if dim is None:
@@ -155,13 +139,13 @@ class Reference:
             if not close(plus - minus, up - down, 2e-2, 100 * _rounding(up.dtype) * scale):
                 raise Failed
 
-    def check_buffers(self, prover: Prover, after: dict[str, Tensor]) -> None:
+    def check_buffers(self, after: dict[str, Tensor]) -> None:
         """Compare the buffers after a stacked pass with those after a plain one.
 
         Raises:
             NotStackable: if a buffer depends on the number of rows.
         """
-        for name, plain in prover.buffers.items():
+        for name, plain in self.prover.buffers.items():
             if name not in after or not close(after[name], plain, 3 * self.epsilon, 1e-6):
                 raise NotStackable(f"its buffer {name!r} depends on all examples")
 
@@ -175,6 +159,11 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
         if not isinstance(module, norms)
         for name, buffer in module.named_buffers(recurse=False)
     }
+
+
+def batch_dims(tree: Any, dim: int, size: int) -> tuple[int | None, ...]:
+    """Return the batch dimension of each tensor: ``dim``, or the only one of that size."""
+    return tuple(dim_of(x.shape, dim, size) for x in tensors_in(tree))
 
 
 def dim_of(shape: torch.Size, dim: int, size: int) -> int | None:

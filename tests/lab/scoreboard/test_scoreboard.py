@@ -104,6 +104,18 @@ def test_reproduce_scoreboard_without_data_dir_is_refused(capsys):
     assert "the scoreboard needs --data-dir" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options", [("--dry-run",), ("--step-costs",), ("--executor", "ray"), ("--scale", "paper")]
+)
+def test_an_option_that_the_scoreboard_does_not_have_is_refused(
+    capsys, monkeypatch, tmp_path, options
+):
+    monkeypatch.setattr(boards, "run_board", None)  # calling it would fail
+    words = ["reproduce", "scoreboard", "--data-dir", str(tmp_path), *options]
+    assert cli.main(words) == 2
+    assert f"the scoreboard has no {options[0]}: leave it out." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", sorted({method.kind for method in METHODS.values()}))
 def test_a_scoreboard_run_of_each_kind_learns(kind, tmp_path):
     pytest.importorskip("sklearn")

@@ -10,7 +10,7 @@ import typer
 
 from undrop.errors import OptionError
 from undrop.files import near_path
-from undrop.lab.cli._names import check_corpus, corpora, models, named, objectives, presets
+from undrop.lab.cli._names import check_corpus, corpora, models, named
 
 if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
@@ -29,50 +29,9 @@ DataDir = Annotated[
 ]
 RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        help="Settings to start from: a name of `undrop presets`, or a .toml file.",
-        **named("preset", presets, unless=lambda text: text.endswith(".toml")),
-    ),
-]
-ObjectiveName = Annotated[
-    str | None,
-    typer.Option(help="A name of `undrop objectives`.", **named("objective", objectives)),
-]
-Corpus = Annotated[
-    str | None,
-    typer.Option(
-        help="A name of `undrop data list`, or a folder with train, valid and test texts.",
-        autocompletion=named("corpus", corpora)["autocompletion"],
-    ),
-]
-
-OptionalRun = Annotated[
-    Path | None,
-    typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help=f"Instead of RUN: a new model by a name of `undrop models`, or your own as {_OWN_PLACE}.",
-        **named("model", models, _is_own, f", or give your own as {_OWN_PLACE}"),
-    ),
-]
-DataName = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        help=f"For --model: a corpus, or your own (inputs, targets) pairs as {_OWN_PLACE}.",
-        autocompletion=named("corpus", corpora)["autocompletion"],
-    ),
-]
-LossName = Annotated[
-    str | None,
-    typer.Option(
-        "--loss", help="For --model: your own loss as MODULE:NAME; cross-entropy by default."
-    ),
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
 ]
 Batches = Annotated[int, typer.Option(min=1, help="The largest number of batches to use.")]
 ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.")]
@@ -82,10 +41,29 @@ ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.
 class SourceOptions:
     """The model and the data that a command looks into."""
 
-    run: OptionalRun = None
-    model: ModelName = None
-    data: DataName = None
-    loss: LossName = None
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of RUN: a new model by a name of `undrop models`, or your own as "
+            f"{_OWN_PLACE}.",
+            **named("model", models, _is_own, f", or give your own as {_OWN_PLACE}"),
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help=f"For --model: a corpus, or your own (inputs, targets) pairs as {_OWN_PLACE}.",
+            autocompletion=named("corpus", corpora)["autocompletion"],
+        ),
+    ] = None
+    loss: Annotated[
+        str | None,
+        typer.Option(help="For --model: your own loss as MODULE:NAME; cross-entropy by default."),
+    ] = None
     data_dir: DataDir = None
 
     def open(self, batches: int) -> Source:

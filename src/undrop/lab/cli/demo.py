@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
+from undrop.lab.cli._options import Settings
 from undrop.report import Table
 
 if TYPE_CHECKING:
@@ -29,10 +30,7 @@ def demo(
         typer.Option(help="A new folder for the runs and the figure.", show_default="temporary"),
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of all three.")] = 1,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
-    ] = None,
+    settings: Settings = None,
 ) -> Answer:
     """Train one small LSTM in three ways, from the same weights, on the same windows of text.
 

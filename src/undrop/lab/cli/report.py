@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from undrop.errors import OptionError, RunError
+from undrop.files import near_path
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._names import experiments, named
 from undrop.lab.cli._output import working
-from undrop.lab.cli.reproduce import SCOREBOARD, scales
+from undrop.lab.cli.reproduce import SCOREBOARD
+from undrop.lab.reproduce.tables import SCALES, experiments_at
 
 
 @COMMANDS.register("report")
@@ -23,7 +26,7 @@ def report(
         typer.Option(
             help="smoke, small, medium or paper.",
             show_default="the folder's name",
-            **named("scale", scales),
+            **named("scale", lambda: SCALES),
         ),
     ] = None,
     experiment: Annotated[
@@ -49,7 +52,6 @@ def report(
         return
     scale = scale or _scale_of(results)
     from undrop.lab.reproduce.report import write_report
-    from undrop.lab.reproduce.tables import experiments_at
 
     with working(f"drawing the figures of {results}"):
         written = write_report(results, experiment or experiments_at(scale), scale, seeds, out)
@@ -59,16 +61,13 @@ def report(
 
 def _scale_of(results: Path) -> str:
     """The scale that a folder of results is named after."""
-    from undrop.errors import OptionError, RunError
-    from undrop.files import near_path
-
     if not results.is_dir():
         near = near_path(results)
         guess = f"did you mean {near}? " if near else ""
         raise RunError(f"there is no folder {results}: {guess}`undrop reproduce` writes one.")
     name = results.absolute().name
-    if name not in scales():
+    if name not in SCALES:
         raise OptionError(
-            f"{results} is not named after a scale: add --scale ({', '.join(scales())})."
+            f"{results} is not named after a scale: add --scale ({', '.join(SCALES)})."
         )
     return name

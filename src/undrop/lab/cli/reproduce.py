@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from undrop.errors import OptionError, StoppedError
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._names import experiments as experiment_names
 from undrop.lab.cli._names import named
 from undrop.lab.cli._output import INTERRUPTED
+from undrop.lab.reproduce.tables import SCALES, experiments_at
 from undrop.report import Progress, Table, duration
 
 if TYPE_CHECKING:
@@ -26,13 +27,6 @@ RESULTS = Path("results")
 _EXECUTORS = {"local": "processes on this machine", "ray": "a Ray cluster"}
 
 
-def scales() -> Mapping[str, str]:
-    """Return the scales of experiments."""
-    from undrop.lab.reproduce.tables import SCALES
-
-    return SCALES
-
-
 @COMMANDS.register("reproduce")
 def reproduce(
     experiments: Annotated[
@@ -44,7 +38,7 @@ def reproduce(
         ),
     ] = None,
     scale: Annotated[
-        str, typer.Option(help="smoke, small, medium or paper.", **named("scale", scales))
+        str, typer.Option(help="smoke, small, medium or paper.", **named("scale", lambda: SCALES))
     ] = "small",
     seeds: Annotated[int, typer.Option(min=1, help="The number of seeds: 1, 2, …")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, with one thread each.")] = 1,
@@ -68,9 +62,12 @@ def reproduce(
     """Run the experiments that have no record yet, and save every record when its run ends."""
     from undrop.lab.reproduce.plan import Plan
     from undrop.lab.reproduce.records import Records
-    from undrop.lab.reproduce.tables import experiments_at
 
     if experiments == [SCOREBOARD]:
+        given = {"--dry-run": dry_run, "--step-costs": step_costs}
+        given |= {"--scale": scale != "small", "--executor": executor != "local"}
+        for option in (name for name, is_given in given.items() if is_given):
+            raise OptionError(f"the scoreboard has no {option}: leave it out.")
         _scoreboard(results or RESULTS / SCOREBOARD, data_dir, seeds, jobs)
         return
     source = str(data_dir.absolute()) if data_dir is not None else None
@@ -85,7 +82,6 @@ def reproduce(
 
 
 def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
-    from undrop.errors import StoppedError
     from undrop.lab.cli._progress import CampaignProgress
     from undrop.lab.reproduce.campaign import EXECUTORS, Campaign
 
@@ -109,7 +105,6 @@ def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
 
 
 def _scoreboard(folder: Path, data_dir: Path | None, seeds: int, jobs: int) -> None:
-    from undrop.errors import OptionError
     from undrop.lab.scoreboard.board import run_board
 
     if data_dir is None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import check_corpus, models, named
-from undrop.lab.cli._options import Corpus, DataDir, ObjectiveName, Preset
+from undrop.lab.cli._names import check_corpus, corpora, models, named, objectives, presets
+from undrop.lab.cli._options import DataDir, Settings
 from undrop.report import duration
 
 if TYPE_CHECKING:
@@ -21,45 +21,40 @@ SHARE = 0.05
 """The share of the training text that ``--tune`` sets aside."""
 RUNS = Path("runs")
 """Where runs go without --out."""
+_YOUR_OWN = "; train your own in your own loop with undrop.Analytic()"
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="A name of `undrop models`.",
-        **named("model", models, hint="; train your own in your own loop with undrop.Analytic()"),
-    ),
-]
 Out = Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/…")]
-Seed = Annotated[int | None, typer.Option(help="The seed of everything that is random.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
-]
-Tune = Annotated[
-    bool,
-    typer.Option("--tune", help="Tune every p during the run, on 5 % of the training text."),
-]
-Callbacks = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--callback",
-        metavar="MODULE:NAME",
-        help="Your own callback, also path/to/file.py:name; repeatable.",
-    ),
-]
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """What to train: a preset, or a model and its data, and settings on top."""
 
-    preset: Preset = None
-    model: Model = None
-    data: Corpus = None
-    objective: ObjectiveName = None
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Settings to start from: a name of `undrop presets`, or a .toml file.",
+            **named("preset", presets, unless=lambda text: text.endswith(".toml")),
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="A name of `undrop models`.", **named("model", models, hint=_YOUR_OWN)),
+    ] = None
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A name of `undrop data list`, or a folder with train, valid and test texts.",
+            autocompletion=named("corpus", corpora)["autocompletion"],
+        ),
+    ] = None
+    objective: Annotated[
+        str | None,
+        typer.Option(help="A name of `undrop objectives`.", **named("objective", objectives)),
+    ] = None
     data_dir: DataDir = None
-    seed: Seed = None
+    seed: Annotated[int | None, typer.Option(help="The seed of everything that is random.")] = None
     settings: Settings = None
 
     def config(
@@ -94,8 +89,18 @@ def train(
     options: TrainingOptions,
     out: Out = None,
     resume: Resume = False,
-    tune: Tune = False,
-    callbacks: Callbacks = None,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Tune every p during the run, on 5 % of the training text."),
+    ] = False,
+    callbacks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--callback",
+            metavar="MODULE:NAME",
+            help="Your own callback, also path/to/file.py:name; repeatable.",
+        ),
+    ] = None,
 ) -> Answer | None:
     """Train a language model, with progress on stderr and the summary on stdout."""
     config = options.config(out, resume, tune=tune)

@@ -20,7 +20,7 @@ from faults.lab import WARM, NotPossibleError
 from undrop.lab import cli
 from undrop.lab.reproduce import records
 from undrop.lab.reproduce.campaign import EXECUTORS, Campaign
-from undrop.lab.reproduce.plan import Plan
+from undrop.lab.reproduce.worklist import Worklist
 
 EXPERIMENT = "noise-put-back"
 JOBS = 2
@@ -164,7 +164,7 @@ def kill_ray_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
 
 def _on_ray(out: Path) -> None:
     """Run a sweep until its end: Ray restarts a task once, and the same command resumes a failed one."""
-    while Campaign(Plan([EXPERIMENT], "smoke", 1), out, EXECUTORS["ray"](JOBS)).run():
+    while Campaign(Worklist([EXPERIMENT], "smoke", 1), out, EXECUTORS["ray"](JOBS)).run():
         pass
 
 

@@ -1,4 +1,4 @@
-"""What a training step costs by each method, as a ratio to dropout's step in the same process.
+"""The cost of a training step with each method, as a ratio to dropout's step in the same process.
 
 To time another model, add a function that returns a :class:`Subject`; to time another method, add one
 that turns a subject into a step.
@@ -256,7 +256,7 @@ def bench(
         peaks[name] = _peak(model, size, name, device)
         tick(name)
     what = subject(model, size, device)
-    steps = {name: _finished(method(what), device) for name, method in methods.items()}
+    steps = {name: _synchronized(method(what), device) for name, method in methods.items()}
     times = _times(steps, what.model, rounds, tick)
     order = [name for name in METHODS if name in names]
     return [_row(name, times[name], times[BASELINE], peaks[name]) for name in order]
@@ -280,7 +280,7 @@ def _times(
             tick(name)
         if turn == 0:
             repeats = max(1, round(_LEAST / plain))
-            gc.freeze()  # else garbage collection takes longer than the steps
+            gc.freeze()  # otherwise collecting garbage takes longer than the steps
     gc.unfreeze()
     return times
 
@@ -301,7 +301,7 @@ def _timed(step: Callable[[], None], model: nn.Module, repeats: int = 1) -> floa
     return (time.perf_counter() - start) / repeats
 
 
-def _finished(step: Callable[[], None], device: str) -> Callable[[], None]:
+def _synchronized(step: Callable[[], None], device: str) -> Callable[[], None]:
     """Return a step that waits until the device has finished."""
     if device == "cpu":
         return step

@@ -10,7 +10,7 @@ from undrop.errors import RunError
 from undrop.lab.cli import _progress
 from undrop.lab.cli._progress import CampaignProgress, DemoProgress, TrainingProgress
 from undrop.lab.reproduce.campaign import Status
-from undrop.lab.reproduce.plan import Plan
+from undrop.lab.reproduce.worklist import Worklist
 from undrop.lab.train.callbacks import RunInfo
 from undrop.report import Progress
 
@@ -105,7 +105,7 @@ def test_the_bars_fit_the_terminal(width):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_campaign_prints_each_run_that_ends(terminal):
     where = console(terminal=terminal)
-    run = Plan(["taylor"], "smoke", 1).cells["ptb-taylor:drop-1"].run(0, 1)
+    run = Worklist(["taylor"], "smoke", 1).cells["ptb-taylor:drop-1"].run(0, 1)
     with Progress(console=where) as progress:
         campaign = CampaignProgress(progress, jobs=2)
         campaign.status(Status(total=4, done=1, seconds_done=10.0, seconds_left=240.0))

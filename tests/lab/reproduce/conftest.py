@@ -2,9 +2,9 @@
 
 import pytest
 
-from undrop.lab.reproduce.plan import Plan
+from undrop.lab.reproduce.worklist import Worklist
 
 
 @pytest.fixture
-def plan():
-    return Plan(["replace-dropout"], "smoke", seeds=2)
+def worklist():
+    return Worklist(["replace-dropout"], "smoke", seeds=2)

@@ -8,9 +8,9 @@ from fake_records import InProcess
 from undrop.errors import NonFiniteError, StoppedError
 from undrop.lab.reproduce import worker as worker_module
 from undrop.lab.reproduce.campaign import EXECUTORS, Campaign, Listener
-from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
 from undrop.lab.reproduce.worker import commit, execute
+from undrop.lab.reproduce.worklist import Worklist
 
 
 class Heard(Listener):
@@ -29,8 +29,8 @@ class Heard(Listener):
 
 def campaign(folder, names, seeds=1, executor=None):
     heard = Heard()
-    plan = Plan(names, "smoke", seeds)
-    return Campaign(plan, folder, executor or InProcess(1), heard), heard
+    worklist = Worklist(names, "smoke", seeds)
+    return Campaign(worklist, folder, executor or InProcess(1), heard), heard
 
 
 def test_every_run_gets_one_record_and_no_run_is_done_twice(tmp_path):
@@ -67,9 +67,9 @@ def test_a_record_holds_everything_that_repeats_the_run(tmp_path):
 
 def test_tuning_runs_first_and_its_best_variant_on_every_seed(tmp_path):
     tuned, heard = campaign(tmp_path, ["loss-hessian"], seeds=2)
-    tuned.plan.cells = {"ptb:l2": tuned.plan.cells["ptb:l2"]}
+    tuned.worklist.cells = {"ptb:l2": tuned.worklist.cells["ptb:l2"]}
     tuned.run()
-    cell = tuned.plan.cells["ptb:l2"]
+    cell = tuned.worklist.cells["ptb:l2"]
     *tried, last = heard.done
     assert [record.seed for record in tried] == [1] * len(cell.variants)
     assert len({state.total for state in heard.states}) == 1
@@ -79,7 +79,7 @@ def test_tuning_runs_first_and_its_best_variant_on_every_seed(tmp_path):
 
 
 def test_a_stopped_run_resumes_and_its_time_adds_up(tmp_path, monkeypatch):
-    run = Plan(["replace-dropout"], "smoke", 1).cells["ptb:drop-1"].run(0, 1)
+    run = Worklist(["replace-dropout"], "smoke", 1).cells["ptb:drop-1"].run(0, 1)
     whole = execute(run, str(tmp_path / "whole"))
 
     class Stopping(worker_module.Stopwatch):
@@ -119,7 +119,7 @@ def test_the_folder_of_a_run_is_kept_until_its_record_is_on_the_disk(tmp_path, m
 def test_a_leftover_folder_of_a_finished_run_is_removed(tmp_path):
     first, _ = campaign(tmp_path, ["taylor"])
     first.run()
-    left = tmp_path / "runs" / next(iter(first.plan.cells.values())).run(0, 1).key[:16]
+    left = tmp_path / "runs" / next(iter(first.worklist.cells.values())).run(0, 1).key[:16]
     left.mkdir()
     again, _ = campaign(tmp_path, ["taylor"])
     again.run()
@@ -127,7 +127,7 @@ def test_a_leftover_folder_of_a_finished_run_is_removed(tmp_path):
 
 
 def test_a_run_that_diverges_has_a_record(tmp_path, monkeypatch):
-    run = Plan(["replace-dropout"], "smoke", 1).cells["ptb:drop-1"].run(0, 1)
+    run = Worklist(["replace-dropout"], "smoke", 1).cells["ptb:drop-1"].run(0, 1)
 
     class Diverging(worker_module.Stopwatch):
         def step(self, done, tokens, parts):
@@ -145,7 +145,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "cache"))
     broken, heard = campaign(tmp_path, ["noise-put-back"])
     (tmp_path / "runs").mkdir()
-    failing = broken.plan.cells["ptb:drop-4"].run(0, 1)
+    failing = broken.worklist.cells["ptb:drop-4"].run(0, 1)
     (tmp_path / "runs" / failing.key[:16]).write_text("a file where a folder should be")
     errors = broken.run()
     assert len(errors) == len(heard.errors) == 1

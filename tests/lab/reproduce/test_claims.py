@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from fake_records import fake_record
-from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
 from undrop.lab.reproduce.results import (
     DOES_NOT_HOLD,
@@ -20,6 +19,7 @@ from undrop.lab.reproduce.results import (
     verdicts,
 )
 from undrop.lab.reproduce.tables import Claim, experiment
+from undrop.lab.reproduce.worklist import Worklist
 from undrop.report import as_json
 
 
@@ -51,12 +51,12 @@ def test_one_seed_leaves_a_claim_undecided():
 
 @pytest.fixture
 def results(tmp_path):
-    plan = Plan(["noise-put-back", "loss-hessian"], "smoke", seeds=2)
+    worklist = Worklist(["noise-put-back", "loss-hessian"], "smoke", seeds=2)
     records = Records(tmp_path)
     for name, ppl in (("drop-1", 70.0), ("drop-4", 77.0), ("drop-4-resampled", 70.7)):
         for seed in (1, 2):
-            records.add(fake_record(plan.cells[f"ptb:{name}"].run(0, seed), [ppl + seed]))
-    return Results(plan, records)
+            records.add(fake_record(worklist.cells[f"ptb:{name}"].run(0, seed), [ppl + seed]))
+    return Results(worklist, records)
 
 
 def test_verdicts_have_the_ratio_its_interval_and_the_papers_number(results):

@@ -30,8 +30,8 @@ def forking(monkeypatch):
 
 
 @pytest.fixture
-def runs(plan):
-    return [cell.run(0, 1) for cell in plan.cells.values()][:3]
+def runs(worklist):
+    return [cell.run(0, 1) for cell in worklist.cells.values()][:3]
 
 
 def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_path):

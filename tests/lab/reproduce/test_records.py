@@ -6,13 +6,13 @@ import pytest
 
 from fake_records import fake_record
 from undrop.errors import RunError
-from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
+from undrop.lab.reproduce.worklist import Worklist
 
 
 @pytest.fixture
-def run(plan):
-    return plan.cells["ptb:analytic"].run(0, 1)
+def run(worklist):
+    return worklist.cells["ptb:analytic"].run(0, 1)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path, run):
@@ -31,21 +31,21 @@ def test_a_record_is_never_overwritten(tmp_path, run):
     assert Records(tmp_path).get(run.key).best_valid_ppl == 2.0
 
 
-def test_the_seed_and_every_setting_are_in_the_key(plan):
-    cell = plan.cells["ptb:analytic"]
+def test_the_seed_and_every_setting_are_in_the_key(worklist):
+    cell = worklist.cells["ptb:analytic"]
     assert cell.run(0, 1).key != cell.run(0, 2).key
-    assert cell.run(0, 1).key != plan.cells["ptb:drop-1"].run(0, 1).key
+    assert cell.run(0, 1).key != worklist.cells["ptb:drop-1"].run(0, 1).key
 
 
 def test_the_folder_of_the_corpus_is_not_in_the_key(run):
-    elsewhere = Plan(["replace-dropout"], "smoke", 2, data_dir="/there").cells["ptb:analytic"]
+    elsewhere = Worklist(["replace-dropout"], "smoke", 2, data_dir="/there").cells["ptb:analytic"]
     assert elsewhere.run(0, 1).config.data.dir == "/there"
     assert elsewhere.run(0, 1).key == run.key
 
 
 def test_a_probe_changes_the_key_of_a_run():
-    plan = Plan(["taylor"], "smoke", seeds=1)
-    assert plan.cells["ptb-taylor:drop-1"].run(0, 1).key.endswith("-taylor")
+    worklist = Worklist(["taylor"], "smoke", seeds=1)
+    assert worklist.cells["ptb-taylor:drop-1"].run(0, 1).key.endswith("-taylor")
 
 
 def test_the_old_name_of_the_evaluation_times_is_still_read(tmp_path, run):

@@ -9,26 +9,26 @@ import pytest
 from fake_records import fake_record
 from undrop.lab.reproduce import tables
 from undrop.lab.reproduce.figures import mathtext
-from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
 from undrop.lab.reproduce.report import as_html, as_markdown, compose, write_report
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.tables import EXPERIMENTS
+from undrop.lab.reproduce.worklist import Worklist
 
 NAMES = ["averaging-noise", "loss-hessian", "equal-time", "taylor", "dataset-size"]
 
 
 def fill(folder, names, seeds=3):
     """Records of every run but Drop_32's, worse by the method's place in its experiment."""
-    plan, records = Plan(names, "smoke", seeds), Records(folder / "records")
-    for place, cell in enumerate(plan.cells.values()):
+    worklist, records = Worklist(names, "smoke", seeds), Records(folder / "records")
+    for place, cell in enumerate(worklist.cells.values()):
         for variant in cell.variants if cell.method.name != "drop-32" else ():
             for seed in cell.seeds:
                 best = 70.0 + place + variant + 0.1 * seed
                 probed = {"dropped": 0.05, "quadratic": 0.04 + seed / 1000, "taylor_share": 0.85}
                 run = cell.run(variant, seed)
                 records.add(fake_record(run, [best + 9, best, best + 1], probed=probed))
-    return plan, records
+    return worklist, records
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def test_the_papers_numbers_are_shown_only_at_the_papers_scale(tmp_path):
 
 
 def tables_of(folder, scale):
-    plan = Plan(["ptb-table"], scale, 1)
-    sections = compose(Results(plan, Records(folder / "records")), scale).sections
+    worklist = Worklist(["ptb-table"], scale, 1)
+    sections = compose(Results(worklist, Records(folder / "records")), scale).sections
     return "".join(section.table.markdown() for section in sections)
 
 
@@ -128,8 +128,8 @@ def test_the_same_records_make_the_same_report_bytes(report, tmp_path):
 
 
 def test_titles_of_a_report_are_escaped(tmp_path):
-    plan, records = fill(tmp_path, ["taylor"])
-    content = compose(Results(plan, records), "<b>&")
+    worklist, records = fill(tmp_path, ["taylor"])
+    content = compose(Results(worklist, records), "<b>&")
     page = as_html(content, {})
     assert "&lt;b&gt;&amp;" in page
     assert "<b>" not in page
@@ -141,7 +141,7 @@ def test_titles_of_a_report_are_escaped(tmp_path):
 
 
 def test_text_from_records_is_escaped(tmp_path):
-    plan, _ = fill(tmp_path, ["taylor"])
+    worklist, _ = fill(tmp_path, ["taylor"])
     evil = "<script>alert(1)</script>"
     facts = {
         "machine": {"platform": evil, "device": evil},
@@ -150,7 +150,7 @@ def test_text_from_records_is_escaped(tmp_path):
     }
     for path in (tmp_path / "records").iterdir():
         path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
-    content = compose(Results(plan, Records(tmp_path / "records")), "smoke")
+    content = compose(Results(worklist, Records(tmp_path / "records")), "smoke")
     page = as_html(content, {})
     assert "&lt;script&gt;alert(1)" in page
     assert "<script" not in page

@@ -10,8 +10,8 @@ from undrop.lab.reproduce.results import MEASURES
 
 
 @pytest.fixture
-def pair(plan):
-    runs = [plan.cells[f"ptb:{name}"].run(0, 1) for name in ("drop-1", "analytic")]
+def pair(worklist):
+    runs = [worklist.cells[f"ptb:{name}"].run(0, 1) for name in ("drop-1", "analytic")]
     dropout = fake_record(runs[0], [130.0, 110.0, 100.0, 105.0], seconds=4.0)
     slow = fake_record(runs[1], [120.0, 100.5, 90.0, 91.0], seconds=8.0)
     return slow, dropout

@@ -5,23 +5,23 @@ import pytest
 from undrop.errors import OptionError, UnknownNameError
 from undrop.lab.reproduce import tables
 from undrop.lab.reproduce.figures import KINDS
-from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.results import MEASURES
 from undrop.lab.reproduce.tables import EXPERIMENTS, SCALES, experiment
+from undrop.lab.reproduce.worklist import Worklist
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_experiment_has_a_valid_config_at_every_scale(scale):
-    plan = Plan(tables.experiments_at(scale), scale, seeds=2)
+    worklist = Worklist(tables.experiments_at(scale), scale, seeds=2)
     keys = {
         cell.run(variant, seed).key
-        for cell in plan.cells.values()
+        for cell in worklist.cells.values()
         for variant in cell.variants
         for seed in cell.seeds
     }
     # No two variants share a key, so none is a copy of another; ptb-10k is ptb itself.
-    again = sum(cell.setting.name == "ptb-10k" for cell in plan.cells.values())
-    assert len(keys) == sum(len(cell.variants) * 2 for cell in plan.cells.values()) - 2 * again
+    again = sum(cell.setting.name == "ptb-10k" for cell in worklist.cells.values())
+    assert len(keys) == sum(len(cell.variants) * 2 for cell in worklist.cells.values()) - 2 * again
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -51,7 +51,7 @@ def test_an_experiment_that_a_scale_does_not_have_is_named():
     with pytest.raises(
         OptionError, match="qrnn has no scale 'medium': there are smoke, small, paper"
     ):
-        Plan(["qrnn"], "medium", 1)
+        Worklist(["qrnn"], "medium", 1)
 
 
 @pytest.mark.parametrize(

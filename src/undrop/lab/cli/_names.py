@@ -47,7 +47,7 @@ def presets() -> Names:
 
 @cache
 def corpora() -> Names:
-    """Return the corpora that have a name."""
+    """Return the named corpora."""
     entries = r'Entry\(\s*name="([^"]+)",\s*about="([^"]+)"'
     return dict(re.findall(entries, _source("lab", "corpora", "catalogue.py")))
 

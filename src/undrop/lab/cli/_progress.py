@@ -8,8 +8,8 @@ from typing import Any
 
 from undrop.errors import UndropError
 from undrop.lab.reproduce.campaign import Listener, Status
-from undrop.lab.reproduce.plan import PlannedRun
 from undrop.lab.reproduce.records import Record
+from undrop.lab.reproduce.worklist import PlannedRun
 from undrop.lab.train.callbacks import Callback, RunInfo
 from undrop.report import Bar, Progress, duration
 

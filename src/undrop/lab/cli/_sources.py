@@ -43,13 +43,13 @@ class Source:
     run: Run | None = None
     """The run that it comes from, if any."""
     optimizer: torch.optim.Optimizer | None = None
-    """As the run's, newly made."""
+    """A new optimizer with the settings of the run."""
     names: tuple[str, str] | None = None
     """The names of your own model and data."""
 
     @contextmanager
-    def one_sentence(self) -> Iterator[None]:
-        """Turn an exception that your own model raises without undrop as well into one sentence."""
+    def explain_own_errors(self) -> Iterator[None]:
+        """Say in one sentence that your own model fails on the first batch even without undrop."""
         try:
             yield
         except UndropError:
@@ -57,8 +57,8 @@ class Source:
         except Exception:
             if self.names is not None:
                 model, data = self.names
-                inputs = collect(made(data), 1)[0].inputs
-                with _one_sentence(model, "called on the first batch"):
+                inputs = collect(load_own(data), 1)[0].inputs
+                with _explain(model, "called on the first batch"):
                     call(self.model, inputs)
             raise
 
@@ -132,14 +132,14 @@ def from_names(
         config = configure(None, {"model": {"name": model}, "data": {"name": data, "dir": where}})
         corpus = config.load_corpus()
         return _of_language_model(config.build_model(corpus), corpus, config, batches)
-    found = made(model)
+    found = load_own(model)
     if not isinstance(found, nn.Module):
         raise OptionError(
             f"{model} must be a torch module or a function that returns one, got "
             f"{type(found).__name__}."
         )
-    own_loss = None if loss is None else _attribute(loss)
-    return Source(found, made(data), own_loss, names=(model, data))
+    own_loss = None if loss is None else _look_up(loss)
+    return Source(found, load_own(data), own_loss, names=(model, data))
 
 
 def _of_language_model(
@@ -158,10 +158,10 @@ def _of_language_model(
     )
 
 
-def _attribute(name: str) -> Any:
-    """What MODULE:NAME or FILE.py:NAME stands for."""
+def _look_up(name: str) -> Any:
+    """Import what MODULE:NAME or FILE.py:NAME names."""
     place, _, attribute = name.rpartition(":")
-    with _one_sentence(name, "imported"):
+    with _explain(name, "imported"):
         module = _file(Path(place)) if place.endswith(".py") else _module(place)
     if hasattr(module, attribute):
         return getattr(module, attribute)
@@ -201,22 +201,22 @@ def _file(path: Path) -> ModuleType:
 
 
 def _import_from(folder: Path) -> None:
-    """Let modules of a folder be imported, as ``python -m`` does for the current one."""
+    """Make the modules of a folder importable, as ``python -m`` does for the current folder."""
     if str(folder) not in sys.path and not ("" in sys.path and folder == Path.cwd()):
         sys.path.insert(0, str(folder))
 
 
-def made(name: str) -> Any:
-    """Return what MODULE:NAME or FILE.py:NAME stands for, called if it is a function."""
-    found = _attribute(name)
+def load_own(name: str) -> Any:
+    """Return what MODULE:NAME or FILE.py:NAME names; a function is called."""
+    found = _look_up(name)
     if isinstance(found, nn.Module) or not callable(found):
         return found
-    with _one_sentence(name, "called"):
+    with _explain(name, "called"):
         return found()
 
 
 @contextmanager
-def _one_sentence(name: str, what: str) -> Iterator[None]:
+def _explain(name: str, what: str) -> Iterator[None]:
     """Turn any exception of the user's code into one sentence."""
     try:
         yield

@@ -35,7 +35,7 @@ def check(
     from undrop.diagnosis.measure.model import collect
 
     batch = collect(source.batches, 1)[0]
-    with source.one_sentence():
+    with source.explain_own_errors():
         found = undrop.check(
             _objective(source, objective),
             source.model,

@@ -23,7 +23,7 @@ _COMPLETE = named("corpus", corpora)["autocompletion"]
 
 @COMMANDS.register("data list")
 def list_corpora(cache_dir: CacheDir = None) -> Answer:
-    """List the corpora that have a name."""
+    """List the named corpora."""
     from undrop.lab.corpora.catalogue import CATALOGUE
     from undrop.lab.corpora.corpus import is_here
 

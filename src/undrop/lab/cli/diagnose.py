@@ -77,9 +77,9 @@ def diagnose(
     source = options.open(batches)
     held_out = source.validation
     if validation is not None:
-        from undrop.lab.cli._sources import made
+        from undrop.lab.cli._sources import load_own
 
-        held_out = made(validation)
+        held_out = load_own(validation)
     found = _measured(
         source,
         seed,
@@ -101,7 +101,7 @@ def _measured(source: Source, seed: int, **options: Any) -> Diagnosis:
     import undrop
 
     device = next((p.device for p in source.model.parameters()), torch.device("cpu"))
-    with source.one_sentence():
+    with source.explain_own_errors():
         return undrop.diagnose(
             source.model,
             source.batches,

@@ -17,8 +17,8 @@ from undrop.lab.reproduce.tables import SCALES, experiments_at
 from undrop.report import Progress, Table, duration
 
 if TYPE_CHECKING:
-    from undrop.lab.reproduce.plan import Plan
     from undrop.lab.reproduce.records import Records
+    from undrop.lab.reproduce.worklist import Worklist
 
 SCOREBOARD = "scoreboard"
 RESULTS = Path("results")
@@ -60,8 +60,8 @@ def reproduce(
     ] = False,
 ) -> None:
     """Run the experiments that have no record yet, and save every record when its run ends."""
-    from undrop.lab.reproduce.plan import Plan
     from undrop.lab.reproduce.records import Records
+    from undrop.lab.reproduce.worklist import Worklist
 
     if experiments == [SCOREBOARD]:
         given = {"--dry-run": dry_run, "--step-costs": step_costs}
@@ -71,17 +71,17 @@ def reproduce(
         _scoreboard(results or RESULTS / SCOREBOARD, data_dir, seeds, jobs)
         return
     source = str(data_dir.absolute()) if data_dir is not None else None
-    plan = Plan(experiments or experiments_at(scale), scale, seeds, source)
+    worklist = Worklist(experiments or experiments_at(scale), scale, seeds, source)
     folder = results or RESULTS / scale
     if dry_run:
-        _show(plan, Records(folder / "records"))
+        _show(worklist, Records(folder / "records"))
     elif step_costs:
-        _measure_step_costs(plan, source)
+        _measure_step_costs(worklist, source)
     else:
-        _run(plan, folder, executor, jobs)
+        _run(worklist, folder, executor, jobs)
 
 
-def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
+def _run(worklist: Worklist, folder: Path, executor: str, jobs: int) -> None:
     from undrop.lab.cli._progress import CampaignProgress
     from undrop.lab.reproduce.campaign import EXECUTORS, Campaign
 
@@ -89,7 +89,7 @@ def _run(plan: Plan, folder: Path, executor: str, jobs: int) -> None:
     try:
         with Progress() as progress:
             listener = CampaignProgress(progress, jobs)
-            campaign = Campaign(plan, folder, EXECUTORS[executor](jobs), listener)
+            campaign = Campaign(worklist, folder, EXECUTORS[executor](jobs), listener)
             if stale := len(campaign.records.stale):
                 records = "record" if stale == 1 else "records"
                 progress.print(f"left out {stale} {records} whose settings no longer exist.")
@@ -122,33 +122,35 @@ def _scoreboard(folder: Path, data_dir: Path | None, seeds: int, jobs: int) -> N
     typer.echo(f"{count} records in {folder}: `undrop report {folder}` summarizes them.")
 
 
-def _measure_step_costs(plan: Plan, data_dir: str | None) -> None:
-    """Print the lines of step_costs.toml for the plan's settings."""
+def _measure_step_costs(worklist: Worklist, data_dir: str | None) -> None:
+    """Print the lines of step_costs.toml for the worklist's settings."""
     from undrop.lab.reproduce import tables
     from undrop.lab.reproduce.worker import measure_step_costs, single_threaded
 
     single_threaded()
-    for base in dict.fromkeys(cell.setting.base for cell in plan.cells.values()):
-        methods = {c.method.name: c.method for c in plan.cells.values() if c.setting.base == base}
-        setting = tables.setting(base, plan.scale)
-        typer.echo(f"[{plan.scale}.{base}]")
+    for base in dict.fromkeys(cell.setting.base for cell in worklist.cells.values()):
+        methods = {
+            c.method.name: c.method for c in worklist.cells.values() if c.setting.base == base
+        }
+        setting = tables.setting(base, worklist.scale)
+        typer.echo(f"[{worklist.scale}.{base}]")
         for name, cost in measure_step_costs(
             setting, list(methods.values()), data_dir=data_dir
         ).items():
             typer.echo(f"{name} = {cost:.2f}")
 
 
-def _show(plan: Plan, records: Records) -> None:
-    missing = plan.missing(records)
-    estimates = plan.estimates(missing, records)
+def _show(worklist: Worklist, records: Records) -> None:
+    missing = worklist.missing(records)
+    estimates = worklist.estimates(missing, records)
     rows = [[run.title, f"{run.cost:g}", duration(estimates[run.key])] for run in missing]
-    waiting = plan.waiting(records)
+    waiting = worklist.waiting(records)
     for cell, count in waiting:
         name = f"{cell.setting.name} {cell.method.name}"
         rows.append([f"{name}, the best variant, {count} more seeds", f"{cell.method.cost:g}", ""])
     heads = ("run", "cost of a step", "about")
     typer.echo(Table(heads, rows, numbers=heads[1:]).text())
-    done = len(plan.needed(records)) - len(missing)
+    done = len(worklist.needed(records)) - len(missing)
     wanted = len(missing) + sum(count for _, count in waiting)
-    left = duration(plan.remaining(records))
+    left = duration(worklist.remaining(records))
     typer.echo(f"{done} runs are done, {wanted} are missing: about {left} on one core.")

@@ -15,7 +15,7 @@ def list_sites(options: SourceOptions) -> Answer:
     from undrop.intercept import sites
     from undrop.intercept.site import UNACCOUNTED
 
-    with source.one_sentence():
+    with source.explain_own_errors():
         found = sites(source.model, collect(source.batches, 1)[0].inputs)
     head, *rows = found.table()
     parts: list[Table | str] = [Table(head, rows, numbers={"p"})]

@@ -109,10 +109,10 @@ def train(
 
 def _callback(name: str) -> Callback:
     from undrop.errors import OptionError
-    from undrop.lab.cli._sources import made
+    from undrop.lab.cli._sources import load_own
     from undrop.lab.train import Callback
 
-    found = made(name)
+    found = load_own(name)
     if not isinstance(found, Callback):
         raise OptionError(
             f"--callback {name} must be a subclass of undrop.lab.train.Callback, got "

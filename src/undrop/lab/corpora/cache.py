@@ -1,4 +1,4 @@
-"""The cache of texts and encoded corpora: a folder in it is complete, or absent."""
+"""The cache of texts and encoded corpora; a folder in it is complete or absent."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def publish(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Create a folder that is complete or absent, unless it exists.
+    """Create a folder atomically, unless it exists.
 
-    ``fill`` writes the files into a temporary folder. When all bytes are on the disk, the folder gets
-    its name. If several processes publish the same folder, one fills it and the others wait. What a
+    ``fill`` writes the files into a temporary folder, which gets its name when all bytes are on the
+    disk. If several processes publish the same folder, one fills it and the others wait. What a
     killed process left behind is removed.
 
     Args:

@@ -1,4 +1,4 @@
-"""The corpora that have a name: what they are, where to download them, and their checksums."""
+"""The named corpora: what they are, where to download them, and their checksums."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Mirror:
 
 @dataclass(frozen=True)
 class Entry:
-    """A corpus that has a name."""
+    """A named corpus."""
 
     name: str
     about: str  # one line that describes it
     licence: str
     files: Mapping[str, str]  # the name of each split's text file
-    downloads: tuple[tuple[Mirror, ...], ...] = ()  # each file or archive, by its mirrors in order
+    downloads: tuple[tuple[Mirror, ...], ...] = ()  # the mirrors of each file or archive, in order
     tokens: Mapping[str, int] = field(default_factory=dict)  # of each split, one <eos> per line
     vocabulary: int | None = None  # the number of different tokens in the training split
     sha256: Mapping[str, str] = field(default_factory=dict)  # of the original text files, if known

@@ -149,7 +149,7 @@ def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor, half: int) -> tuple[Tensor, ...]:
-    """The even and the odd steps, but for a last one without a partner."""
+    """The even and the odd steps, without a last one that has no partner."""
     paired = x if len(x) == 2 * half else x[: 2 * half]  # no slice, no copy in the backward pass
     return paired.view(half, 2, *x.shape[1:]).unbind(1)
 

@@ -1,4 +1,4 @@
-"""A campaign trains the missing runs of a plan, on this machine or on a Ray cluster."""
+"""A campaign trains the missing runs of a worklist, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from threading import Thread
 from typing import Any, TypeAlias
 
 from undrop.errors import MissingExtraError, OptionError, RunError, StoppedError, UndropError
-from undrop.lab.reproduce.plan import Plan, PlannedRun
 from undrop.lab.reproduce.records import Record, Records
 from undrop.lab.reproduce.worker import epochs_done, execute
+from undrop.lab.reproduce.worklist import PlannedRun, Worklist
 from undrop.registry import Registry
 
 Outcome: TypeAlias = tuple[PlannedRun, Record | UndropError]
@@ -39,7 +39,7 @@ _KILLED = (
 
 
 class Executor(ABC):
-    """Runs trainings, ``jobs`` at a time."""
+    """Does runs, ``jobs`` at a time."""
 
     def __init__(self, jobs: int) -> None:
         if jobs < 1:
@@ -50,14 +50,14 @@ class Executor(ABC):
         self,
         runs: Sequence[PlannedRun],
         scratch: Callable[[PlannedRun], Path],
-        look: Callable[[], None],
+        tick: Callable[[], None],
     ) -> Iterator[Outcome]:
         """Start the runs in order, and yield each when it ends.
 
         Args:
             runs: the runs to do.
             scratch: returns the folder for a run's files.
-            look: called after each check of the runs.
+            tick: called after each check of the runs, about twice a second.
         """
         queue, waiting = list(runs), dict[Any, PlannedRun]()
         with self.opened():
@@ -76,7 +76,7 @@ class Executor(ABC):
                     except UndropError as error:
                         outcome = error
                     yield run, outcome
-                look()
+                tick()
 
     @abstractmethod
     def opened(self) -> AbstractContextManager[None]:
@@ -213,10 +213,10 @@ class RayCluster(Executor):
 
 @dataclass(frozen=True)
 class Status:
-    """How far a campaign is; seconds are estimates, on one core."""
+    """The progress of a campaign; seconds are estimates, on one core."""
 
     total: int  # runs, including those of earlier campaigns
-    done: int  # runs that have a record
+    done: int  # of them, runs that have a record
     seconds_done: float  # of the work that this process did
     seconds_left: float
 
@@ -236,9 +236,9 @@ class Listener:
 
 @dataclass
 class Campaign:
-    """The missing runs of a plan, on an executor."""
+    """The missing runs of a worklist, on an executor."""
 
-    plan: Plan
+    worklist: Worklist
     folder: Path  # of results: records are in its records/, runs that have not ended in runs/
     executor: Executor
     listener: Listener = field(default_factory=Listener)
@@ -254,10 +254,10 @@ class Campaign:
         Raises:
             StoppedError: if a signal asked to stop; the next call resumes the unfinished runs.
         """
-        for run in self.plan.needed(self.records):
+        for run in self.worklist.needed(self.records):
             if self.records.get(run.key) is not None:  # a kill came before its folder was removed
                 self._remove(run)
-        while runs := [r for r in self.plan.missing(self.records) if r.key not in self._failed]:
+        while runs := [r for r in self.worklist.missing(self.records) if r.key not in self._failed]:
             self._run_all(runs)
         return list(self._failed.values())
 
@@ -265,17 +265,17 @@ class Campaign:
         shutil.rmtree(self._scratch(run), ignore_errors=True)
 
     def _run_all(self, runs: Sequence[PlannedRun]) -> None:
-        estimates = self.plan.estimates(runs, self.records)
+        estimates = self.worklist.estimates(runs, self.records)
         open_runs = {run.key: run for run in runs}
 
-        def look() -> None:
+        def tick() -> None:
             unfinished = sum(
                 estimates[key] * epochs_done(self._scratch(run)) / run.config.train.epochs
                 for key, run in open_runs.items()
             )
             self.listener.status(self._status(unfinished))
 
-        for run, outcome in self.executor.outcomes(runs, self._scratch, look):
+        for run, outcome in self.executor.outcomes(runs, self._scratch, tick):
             del open_runs[run.key]
             if isinstance(outcome, Record):
                 self.records.add(outcome)
@@ -285,17 +285,17 @@ class Campaign:
             else:
                 self._failed[run.key] = outcome
                 self.listener.failed(run, outcome)
-            look()
+            tick()
 
     def _status(self, unfinished: float) -> Status:
-        missing = self.plan.missing(self.records)
-        later = sum(count for _, count in self.plan.waiting(self.records))
-        needed = len(self.plan.needed(self.records))
+        missing = self.worklist.missing(self.records)
+        later = sum(count for _, count in self.worklist.waiting(self.records))
+        needed = len(self.worklist.needed(self.records))
         return Status(
             total=needed + later,
             done=needed - len(missing),
             seconds_done=self._done_now + unfinished,
-            seconds_left=max(0.0, self.plan.remaining(self.records) - unfinished),
+            seconds_left=max(0.0, self.worklist.remaining(self.records) - unfinished),
         )
 
     def _scratch(self, run: PlannedRun) -> Path:

@@ -12,7 +12,6 @@ from undrop.errors import RunError
 from undrop.files import naming_disk_errors, write_json
 from undrop.lab.reproduce import tables
 from undrop.lab.reproduce.figures import draw
-from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Record, Records
 from undrop.lab.reproduce.results import (
     DOES_NOT_HOLD,
@@ -25,6 +24,7 @@ from undrop.lab.reproduce.results import (
     Verdict,
     verdicts,
 )
+from undrop.lab.reproduce.worklist import Worklist
 from undrop.report import Table, as_json, html
 from undrop.report.figures import check_drawable, save, svg
 
@@ -68,7 +68,7 @@ class Content:
 
 def compose(results: Results, scale: str) -> Content:
     """Return the content of the report on some results."""
-    sections = tuple(_section(experiment, results) for experiment in results.plan.experiments)
+    sections = tuple(_section(experiment, results) for experiment in results.worklist.experiments)
     every = tuple(verdict for section in sections for verdict in section.verdicts)
     used = _used(results)
     return Content(
@@ -83,7 +83,7 @@ def compose(results: Results, scale: str) -> Content:
 
 def _used(results: Results) -> list[Record]:
     """Every record that the experiments use, tuning runs included, each once."""
-    runs = {run.key for run in results.plan.needed(results.records)}
+    runs = {run.key for run in results.worklist.needed(results.records)}
     return [record for key in sorted(runs) if (record := results.records.get(key)) is not None]
 
 
@@ -104,15 +104,15 @@ def _section(experiment: tables.Experiment, results: Results) -> Section:
     return Section(
         experiment,
         rows,
-        _table(experiment, rows, paper=results.plan.scale == "paper"),
+        _table(experiment, rows, paper=results.worklist.scale == "paper"),
         tuple(verdicts(experiment, results)),
         tuple(sources),
     )
 
 
 def _row(experiment: tables.Experiment, cell: str, results: Results) -> Row:
-    planned = results.plan.cells[cell]
-    paper = results.plan.scale == "paper"  # elsewhere only ratios can be compared
+    planned = results.worklist.cells[cell]
+    paper = results.worklist.scale == "paper"  # elsewhere only ratios can be compared
     return Row(
         cell,
         planned.setting.name,
@@ -180,7 +180,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def _settings(results: Results) -> Table:
-    settings = {cell.setting.name: cell for cell in results.plan.cells.values()}
+    settings = {cell.setting.name: cell for cell in results.worklist.cells.values()}
     rows = []
     for name, cell in settings.items():
         config = cell.run(0, cell.seeds[0]).config
@@ -339,13 +339,13 @@ def write_report(
     """
     check_drawable()
     records = Records(folder / "records")
-    plan = Plan(names, scale, seeds or max((record.seed for record in records), default=1))
+    worklist = Worklist(names, scale, seeds or max((record.seed for record in records), default=1))
     if not len(records):
         raise RunError(f"{folder} has no records: run `undrop reproduce --scale {scale}` first.")
     out = out or folder
     with naming_disk_errors(out):
         (out / "figures").mkdir(parents=True, exist_ok=True)
-    results = Results(plan, records)
+    results = Results(worklist, records)
     content = compose(results, scale)
     inline: dict[str, str] = {}
     files: dict[str, str] = {}

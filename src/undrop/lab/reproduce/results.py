@@ -1,4 +1,4 @@
-"""The records of a plan by cell and seed: measures, means with intervals, and verdicts on claims."""
+"""The records of a worklist by cell and seed: measures, means with intervals, and verdicts on claims."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Record, Records
 from undrop.lab.reproduce.tables import Claim, Experiment, method, paper_number
+from undrop.lab.reproduce.worklist import Worklist
 from undrop.registry import Registry
 
 LEVEL = 0.95
@@ -166,12 +166,12 @@ MEASURES.register("taylor_share")(
 
 
 class Results:
-    """The records of a plan's cells."""
+    """The records of a worklist's cells."""
 
-    def __init__(self, plan: Plan, records: Records) -> None:
-        self.plan = plan
+    def __init__(self, worklist: Worklist, records: Records) -> None:
+        self.worklist = worklist
         self.records = records
-        self._found = {name: cell.found(records) for name, cell in plan.cells.items()}
+        self._found = {name: cell.found(records) for name, cell in worklist.cells.items()}
 
     def of(self, cell: str) -> dict[int, Record]:
         """Return the records of a cell by seed."""
@@ -261,7 +261,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         paper=_paper_ratio(experiment, claim),
         measured=_measured(claim, experiment.settings),
         asked=_asked(claim),
-        reason="" if verdict in (HOLDS, NOT_RUN) else claim.reasons.get(results.plan.scale, ""),
+        reason="" if verdict in (HOLDS, NOT_RUN) else claim.reasons.get(results.worklist.scale, ""),
         needed=None if undecided is None else seeds_needed(undecided, claim.above, claim.below),
     )
 

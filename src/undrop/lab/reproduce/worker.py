@@ -21,9 +21,9 @@ from undrop.files import read_json, write_json
 from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import State, detach
 from undrop.lab.reproduce import tables
-from undrop.lab.reproduce.plan import PlannedRun
 from undrop.lab.reproduce.records import Curve, Record
 from undrop.lab.reproduce.results import REFERENCE
+from undrop.lab.reproduce.worklist import PlannedRun
 from undrop.lab.train import Callback, Config, RunFolder, merge, run, train_interleaved
 from undrop.lab.train.environment import device_of, machine, versions
 from undrop.lab.train.runs import Run, open_run

@@ -27,7 +27,7 @@ from undrop.losses import Loss
 from undrop.objectives import Analytic, Dropout
 from undrop.tuning import Tuner
 
-_EVALUATIONS = 8  # of the validation and the test part during a run
+_EVALUATIONS = 8  # during a run, on the validation and the test part
 
 Step = Callable[[nn.Module, Tensor, Tensor], Any]
 """Returns something to call ``backward()`` on: a loss, or the step of an objective."""
@@ -135,30 +135,30 @@ def _step(spec: Spec, task: Task, data: Data) -> Step:
 
 TUNING_SEED = 0
 """The seed of every search; the reported seeds are 1, 2, …"""
-_SLOWER = 1.05  # the cost of a step from which a run at equal time has fewer epochs
+_SLOWER = 1.05  # a step that costs more than this means fewer epochs at equal time
 
 RunRecords = dict[str, dict[str, Any]]  # by key
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train, and the options that are searched for."""
+    """A way to train, and which of its options the search tunes."""
 
     label: str
     kind: str
-    dropped: bool = False  # whether p is searched for
-    decayed: bool = False  # whether the weight decay is searched for, at the best p
+    tunes_p: bool = False
+    tunes_decay: bool = False  # at the best p
 
 
 METHODS = {
     "none": Method("nothing", "none"),
-    "decay": Method("weight decay", "none", decayed=True),
-    "dropout": Method("dropout", "dropout", dropped=True),
-    "dropout-decay": Method("dropout + decay", "dropout", dropped=True, decayed=True),
-    "analytic": Method("Analytic", "analytic", dropped=True),
-    "analytic-decay": Method("Analytic + decay", "analytic", dropped=True, decayed=True),
-    "analytic-quarter-step": Method("Analytic, ε₀ = 1/4", "analytic:0.25", dropped=True),
-    "analytic-whole-step": Method("Analytic, ε₀ = 1", "analytic:1", dropped=True),
+    "decay": Method("weight decay", "none", tunes_decay=True),
+    "dropout": Method("dropout", "dropout", tunes_p=True),
+    "dropout-decay": Method("dropout + decay", "dropout", tunes_p=True, tunes_decay=True),
+    "analytic": Method("Analytic", "analytic", tunes_p=True),
+    "analytic-decay": Method("Analytic + decay", "analytic", tunes_p=True, tunes_decay=True),
+    "analytic-quarter-step": Method("Analytic, ε₀ = 1/4", "analytic:0.25", tunes_p=True),
+    "analytic-whole-step": Method("Analytic, ε₀ = 1", "analytic:1", tunes_p=True),
     "tuner": Method("tuner (dropout)", "tuner"),
 }
 """The methods by name."""
@@ -173,7 +173,7 @@ class Board:
         self.methods = {n: m for n, m in METHODS.items() if n not in self.task.refused}
 
     def missing(self) -> list[Spec]:
-        """Return the runs that can be done now and have no record."""
+        """Return the runs without a record that do not wait for the result of another one."""
         return [s for s in dict.fromkeys(self._needed()) if s.key not in self.records]
 
     def _needed(self) -> Iterator[Spec]:
@@ -188,10 +188,10 @@ class Board:
         """The search: p first, then the decay at the best p."""
         epochs = self.task.epochs
         start = Spec(self.name, method.kind, 0.2, 0.0, TUNING_SEED, epochs)
-        by_p = [replace(start, p=p) for p in self.task.probabilities] if method.dropped else [start]
+        by_p = [replace(start, p=p) for p in self.task.probabilities] if method.tunes_p else [start]
         yield from by_p
         best = self._best(by_p)
-        if method.decayed and best is not None:
+        if method.tunes_decay and best is not None:
             yield from (replace(best, decay=decay) for decay in self.task.decays)
 
     def _best(self, tries: Sequence[Spec]) -> Spec | None:
@@ -204,7 +204,9 @@ class Board:
         """Return the run that the search chose; if ``timed``, with the epochs of dropout's time."""
         method = METHODS[name]
         tries = list(self._tries(method))
-        done = not method.decayed or len(tries) > 1 + len(self.task.probabilities) * method.dropped
+        done = (
+            not method.tunes_decay or len(tries) > 1 + len(self.task.probabilities) * method.tunes_p
+        )
         best = self._best(tries) if done else None
         cost = self.cost(name)
         if best is None or not timed:
@@ -252,7 +254,7 @@ def run_board(
     jobs: int = 1,
     say: Callable[[Spec, dict[str, Any]], None] = lambda spec, record: None,
 ) -> int:
-    """Do the runs that have no record yet, task by task, and return the number of records.
+    """Do the runs without a record, task by task, and return the number of records.
 
     Args:
         folder: the folder of results; records are in its ``records/``.

@@ -23,7 +23,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Data:
-    """Three parts; dimension ``dim`` of inputs and targets counts the examples.
+    """Three parts; dimension ``dim`` of inputs and targets is the batch dimension.
 
     A graph is ``whole``: every part has all its nodes and is one batch. The targets of nodes outside
     a part are -100.

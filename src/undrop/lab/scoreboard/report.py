@@ -106,8 +106,8 @@ def _choice(board: Board, name: str) -> str:
     if spec is None:
         return ""
     assert spec.seed == TUNING_SEED
-    words = [f"p = {spec.p:g}"] if method.dropped else []
-    words += [f"decay {spec.decay:g}"] if method.decayed else []
+    words = [f"p = {spec.p:g}"] if method.tunes_p else []
+    words += [f"decay {spec.decay:g}"] if method.tunes_decay else []
     return ", ".join(words)
 
 

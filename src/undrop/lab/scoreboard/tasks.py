@@ -145,8 +145,8 @@ class Task:
     batch: int
     epochs: int  # of plain dropout
     lr: float  # the learning rate at the start
-    probabilities: tuple[float, ...] = (0.1, 0.2, 0.4)  # to try
-    decays: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)  # to try
+    probabilities: tuple[float, ...] = (0.1, 0.2, 0.4)  # the p to try
+    decays: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)  # the weight decays to try
     loss: Callable[[], Loss] = CrossEntropy
     fraction: float = 0.25  # of the batch that Analytic regularizes; 1 if examples interact
     refused: Mapping[str, str] = field(default_factory=dict)  # methods that refuse it, and why

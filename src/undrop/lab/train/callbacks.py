@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is about to train."""
+    """Facts about a run before its first step."""
 
     name: str
     model: str

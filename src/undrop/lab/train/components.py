@@ -46,7 +46,7 @@ _TYPES: dict[str, Any] = {
     "strength": float,
     "sites": str | list[str] | dict[str, float] | None,
 }
-"""The types in a config of options that can have values in Python which JSON lacks."""
+"""The types, in a config, of options that accept values in Python that JSON can't express."""
 
 _SHOULD = "Input should be "
 _LONGEST = 60  # characters of a value in an error message

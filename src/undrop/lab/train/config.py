@@ -241,7 +241,7 @@ def _fields(path: Sequence[str]) -> list[str]:
 
 
 _NAMED = ("model", "objective")
-"""The sections whose options belong to the name in the section."""
+"""The sections in which the name decides which options there are."""
 
 
 def presets() -> list[str]:

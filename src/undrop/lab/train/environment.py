@@ -48,10 +48,14 @@ def device_of(config: TrainConfig) -> torch.device:
 
 
 def find_device(name: str, setting: str) -> torch.device:
-    """Return the device of that name; ``auto`` is the fastest available.
+    """Return the device of that name.
+
+    Args:
+        name: "cpu", "cuda", "mps", or "auto" for the fastest that this machine has.
+        setting: the setting or option that gives the name, for the error message.
 
     Raises:
-        ConfigError: if the machine has no such device; ``setting`` is where the name stands.
+        ConfigError: if the machine has no such device.
     """
     available = ["cpu"]
     if torch.backends.mps.is_available():

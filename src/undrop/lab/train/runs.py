@@ -1,4 +1,4 @@
-"""Existing runs: their results and curves, their models ready to use, and text that these generate."""
+"""Existing runs: their results, curves and trained models, and text sampled from a model."""
 
 from __future__ import annotations
 

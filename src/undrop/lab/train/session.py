@@ -34,7 +34,7 @@ _CHANGEABLE = {
 """The settings that may change when a run is resumed."""
 
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-"""The errors of loading a state that is valid JSON but belongs to something else than this run."""
+"""What loading a state can raise if it is valid JSON but not a state of this run."""
 
 
 class Summary(BaseModel):

@@ -1,4 +1,4 @@
-"""A plan lists the runs that experiments need; experiments share runs, and tuning comes first."""
+"""The runs that experiments need; experiments share runs, and tuning comes first."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class Cell:
         return len(self.seeds) - 1 if waits else 0
 
 
-class Plan:
-    """All runs of some experiments at a scale.
+class Worklist:
+    """All runs of some experiments at a scale, each listed once.
 
     Args:
         names: the names of the experiments.

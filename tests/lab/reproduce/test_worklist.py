@@ -4,8 +4,8 @@ import pytest
 
 from fake_records import fake_record
 from undrop.lab.reproduce import tables
-from undrop.lab.reproduce.plan import Plan
 from undrop.lab.reproduce.records import Records
+from undrop.lab.reproduce.worklist import Worklist
 
 
 @pytest.fixture
@@ -15,28 +15,28 @@ def records(tmp_path):
 
 def test_experiments_share_their_runs(records):
     names = ["noise-put-back", "replace-dropout", "explicit-only"]
-    alone = sum(len(Plan([name], "smoke", 2).needed(records)) for name in names)
-    together = Plan(names, "smoke", 2).needed(records)
+    alone = sum(len(Worklist([name], "smoke", 2).needed(records)) for name in names)
+    together = Worklist(names, "smoke", 2).needed(records)
     # Drop_1 is in all three: on two seeds, four runs fewer.
     assert len(together) == alone - 4
     assert len({run.key for run in together}) == len(together)
 
 
 def test_a_plan_lists_the_cheapest_runs_first(records):
-    costs = [run.cost for run in Plan(["averaging-noise"], "smoke", 3).needed(records)]
+    costs = [run.cost for run in Worklist(["averaging-noise"], "smoke", 3).needed(records)]
     assert costs == sorted(costs)
 
 
-def test_a_plan_is_missing_only_runs_without_a_record(records, plan):
-    run = plan.needed(records)[0]
+def test_a_plan_is_missing_only_runs_without_a_record(records, worklist):
+    run = worklist.needed(records)[0]
     records.add(fake_record(run, [2.0]))
-    assert run.key not in {missing.key for missing in plan.missing(records)}
-    assert len(plan.missing(records)) == len(plan.needed(records)) - 1
+    assert run.key not in {missing.key for missing in worklist.missing(records)}
+    assert len(worklist.missing(records)) == len(worklist.needed(records)) - 1
 
 
 def test_the_best_of_the_tuning_is_run_on_the_other_seeds(records):
-    plan = Plan(["loss-hessian"], "smoke", seeds=3)
-    cell = plan.cells["ptb:l2"]
+    worklist = Worklist(["loss-hessian"], "smoke", seeds=3)
+    cell = worklist.cells["ptb:l2"]
     assert cell.waiting(records) == 2
     assert cell.found(records) == {}
     for variant in cell.variants:
@@ -44,26 +44,29 @@ def test_the_best_of_the_tuning_is_run_on_the_other_seeds(records):
         records.add(fake_record(cell.run(variant, 1), [7.0 if variant == 1 else 8.0 + variant]))
     assert cell.choice(records) == 1
     assert cell.waiting(records) == 0
-    assert {run.key for run in plan.missing(records)} >= {cell.run(1, 2).key, cell.run(1, 3).key}
-    assert cell.run(0, 2).key not in {run.key for run in plan.needed(records)}
+    assert {run.key for run in worklist.missing(records)} >= {
+        cell.run(1, 2).key,
+        cell.run(1, 3).key,
+    }
+    assert cell.run(0, 2).key not in {run.key for run in worklist.needed(records)}
     assert list(cell.found(records)) == [1]
 
 
-def test_the_time_estimate_uses_the_records_of_a_setting(records, plan):
-    table = plan.remaining(records)
-    run = plan.cells["ptb:drop-1"].run(0, 1)
-    ten_times = 10 * plan.estimates([run], records)[run.key]
+def test_the_time_estimate_uses_the_records_of_a_setting(records, worklist):
+    table = worklist.remaining(records)
+    run = worklist.cells["ptb:drop-1"].run(0, 1)
+    ten_times = 10 * worklist.estimates([run], records)[run.key]
     records.add(fake_record(run, [2.0], seconds=ten_times))
     left = table - ten_times / 10
-    assert plan.remaining(records) == pytest.approx(10 * left)
+    assert worklist.remaining(records) == pytest.approx(10 * left)
 
 
 def test_the_time_estimate_includes_runs_that_wait_for_the_tuning(records):
-    plan = Plan(["loss-hessian"], "smoke", seeds=3)
-    named = sum(plan.estimates(plan.missing(records), records).values())
-    later = sum(cell.method.cost * count for cell, count in plan.waiting(records))
+    worklist = Worklist(["loss-hessian"], "smoke", seeds=3)
+    named = sum(worklist.estimates(worklist.missing(records), records).values())
+    later = sum(cell.method.cost * count for cell, count in worklist.waiting(records))
     assert later > 0
-    assert plan.remaining(records) == pytest.approx(named + 0.5 * later)
+    assert worklist.remaining(records) == pytest.approx(named + 0.5 * later)
 
 
 def test_runs_at_equal_time_have_as_many_epochs_as_fit():
@@ -72,7 +75,7 @@ def test_runs_at_equal_time_have_as_many_epochs_as_fit():
     for name in ("drop-1", "analytic", "analytic-quarter", "none"):
         method = tables.method(name)
         cost = setting.step_cost(method)
-        fit = Plan(["equal-time"], "small", 1).cells[f"ptb-timed:{name}"].run(0, 1).config
+        fit = Worklist(["equal-time"], "small", 1).cells[f"ptb-timed:{name}"].run(0, 1).config
         assert fit.schedule.name == "cosine"
         assert fit.train.epochs * cost <= epochs < (fit.train.epochs + 1) * cost
     assert setting.step_cost(tables.method("drop-1")) == 1.0
@@ -81,9 +84,9 @@ def test_runs_at_equal_time_have_as_many_epochs_as_fit():
 
 
 def test_a_search_shares_the_time_of_one_run_and_every_seed_chooses(records):
-    plan = Plan(["rivals"], "small", seeds=2)
-    cell = plan.cells["ptb-timed:searched-p"]
-    one = plan.cells["ptb-timed:drop-1"].run(0, 1).config.train.epochs
+    worklist = Worklist(["rivals"], "small", seeds=2)
+    cell = worklist.cells["ptb-timed:searched-p"]
+    one = worklist.cells["ptb-timed:drop-1"].run(0, 1).config.train.epochs
     assert cell.run(0, 1).config.train.epochs == one // len(cell.variants)
     assert cell.waiting(records) == 0
     for seed in (1, 2):

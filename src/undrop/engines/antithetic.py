@@ -224,7 +224,7 @@ def _one_node(
     with torch.no_grad():
         f, u = rows.output_and_tangent(x, dim, factor)
         request.loss.check(f, targets)
-        found = request.loss.with_gradients(f, u, targets, request.form, c, dim=dim)
+        found = request.loss.total_and_gradients(f, u, targets, request.form, c, dim=dim)
         if found is None:
             return None
         gradient = rows.joined(x, found.in_output, found.in_u, dim, factor)

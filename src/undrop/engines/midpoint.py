@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,11 @@ from torch import Tensor
 from undrop.intercept import Rule
 from undrop.registry import Registry
 
+if TYPE_CHECKING:
+    from undrop.engines.stacked import StackedPass
+
 MIDPOINT_RULES: Registry[Callable[..., Any], Rule] = Registry("midpoint rule")
 """The functions with kinks, and what a stacked pass computes instead."""
-
-
-class HasMidpoint(Protocol):
-    """A stacked pass."""
-
-    def midpoint(self, x: Tensor) -> Tensor:
-        """Return x, without a graph, with (x₊ + x₋)/2 in the place of x₊ and x₋."""
-        ...
 
 
 def _kinked(
@@ -48,7 +43,7 @@ def _kinked(
         others = compute.__code__.co_argcount - 2  # besides x and m
 
         def rule(
-            mode: HasMidpoint, input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any
+            mode: StackedPass, input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any
         ) -> Tensor:
             inplace = args[others] if len(args) > others else inplace
             y = compute(input, mode.midpoint(input), *args[:others], **kwargs)
@@ -109,18 +104,13 @@ def _half_exponential(x: Tensor, m: Tensor, slope: float, alpha: float, rate: fl
 
 
 @_kinked(
-    *(torch.clamp, Tensor.clamp, torch.clip, Tensor.clip),
+    *(torch.clamp, Tensor.clamp, torch.clip, Tensor.clip, torch.clamp_min, Tensor.clamp_min),
     in_place=(torch.clamp_, Tensor.clamp_, torch.clip_, Tensor.clip_),
 )
 def _clamp(x: Tensor, m: Tensor, min: Any = None, max: Any = None) -> Tensor:
     """Clamp x to [min, max]; the midpoint decides between x, min and max."""
     y = x if min is None else torch.where(m < min, min, x)
     return y if max is None else torch.where(m > max, max, y)
-
-
-@_kinked(torch.clamp_min, Tensor.clamp_min)
-def _clamp_min(x: Tensor, m: Tensor, min: Any) -> Tensor:
-    return _clamp(x, m, min)
 
 
 @_kinked(torch.clamp_max, Tensor.clamp_max)
@@ -168,7 +158,7 @@ def _abs(x: Tensor, m: Tensor) -> Tensor:
     return torch.abs(x) if x.is_complex() else x * m.sign()
 
 
-def _decided(function: Callable[..., Any], mode: HasMidpoint, *args: Any, **kwargs: Any) -> Any:
+def _decided(function: Callable[..., Any], mode: StackedPass, *args: Any, **kwargs: Any) -> Any:
     """Evaluate a function whose result is a decision at the midpoint, for both signs."""
     args = tuple(mode.midpoint(a) if _floating(a) else a for a in args)
     kwargs = {k: mode.midpoint(v) if _floating(v) else v for k, v in kwargs.items()}
@@ -179,30 +169,30 @@ def _floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-for _name in ("gt", "ge", "lt", "le", "eq", "ne", "sign", "sgn", "argmax", "argmin", "argsort"):
-    for _owner in (torch, Tensor):
-        MIDPOINT_RULES.register(getattr(_owner, _name))(partial(_decided, getattr(_owner, _name)))
-for _name in ("gt", "ge", "lt", "le", "eq", "ne"):
-    _operator = getattr(Tensor, f"__{_name}__")
-    if _operator not in MIDPOINT_RULES:
-        MIDPOINT_RULES.register(_operator)(partial(_decided, _operator))
-for _name in ("round", "floor", "ceil", "trunc"):
-    for _owner in (torch, Tensor):
-        MIDPOINT_RULES.register(getattr(_owner, _name))(partial(_decided, getattr(_owner, _name)))
+def _named(names: str) -> list[Callable[..., Any]]:
+    """Return the functions of these names, of torch and of a tensor, each once."""
+    both = ((owner, name) for name in names.split() for owner in (torch, Tensor))
+    return list(dict.fromkeys(getattr(o, n) for o, n in both if o is Tensor or n[0] != "_"))
 
 
-def _larger(smaller: bool, mode: HasMidpoint, input: Tensor, other: Tensor) -> Tensor:
+for _function in _named(
+    """gt ge lt le eq ne __gt__ __ge__ __lt__ __le__ __eq__ __ne__
+    sign sgn argmax argmin argsort round floor ceil trunc"""
+):
+    MIDPOINT_RULES.register(_function)(partial(_decided, _function))
+
+
+def _larger(smaller: bool, mode: StackedPass, input: Tensor, other: Tensor) -> Tensor:
     a, b = (mode.midpoint(x) if _floating(x) else x for x in (input, other))
     return torch.where(a <= b if smaller else a >= b, input, other)
 
 
-for _owner in (torch, Tensor):
-    MIDPOINT_RULES.register(_owner.maximum, _owner.fmax)(partial(_larger, False))
-    MIDPOINT_RULES.register(_owner.minimum, _owner.fmin)(partial(_larger, True))
+MIDPOINT_RULES.register(*_named("maximum fmax"))(partial(_larger, False))
+MIDPOINT_RULES.register(*_named("minimum fmin"))(partial(_larger, True))
 
 
 def _chosen(
-    function: Callable[..., Any], mode: HasMidpoint, input: Tensor, *args: Any, **kwargs: Any
+    function: Callable[..., Any], mode: StackedPass, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """max, min, sort, topk, … along a dimension: the midpoint chooses the entries."""
     if not input.is_floating_point():
@@ -227,13 +217,12 @@ def _position(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     return int(args[place]) if len(args) > place else -1
 
 
-for _name in ("max", "min", "sort", "topk", "kthvalue", "cummax", "cummin", "median", "nanmedian"):
-    for _owner in (torch, Tensor):
-        MIDPOINT_RULES.register(getattr(_owner, _name))(partial(_chosen, getattr(_owner, _name)))
+for _function in _named("max min sort topk kthvalue cummax cummin median nanmedian"):
+    MIDPOINT_RULES.register(_function)(partial(_chosen, _function))
 
 
 def _extreme(
-    smallest: bool, mode: HasMidpoint, input: Tensor, dim: Any = (), keepdim: bool = False
+    smallest: bool, mode: StackedPass, input: Tensor, dim: Any = (), keepdim: bool = False
 ) -> Tensor:
     """amax and amin: the midpoint chooses the entry."""
     dims = [dim] if isinstance(dim, int) else list(dim) or list(range(input.dim()))
@@ -248,14 +237,14 @@ def _extreme(
     return out
 
 
-MIDPOINT_RULES.register(torch.amax, Tensor.amax)(partial(_extreme, False))
-MIDPOINT_RULES.register(torch.amin, Tensor.amin)(partial(_extreme, True))
+MIDPOINT_RULES.register(*_named("amax"))(partial(_extreme, False))
+MIDPOINT_RULES.register(*_named("amin"))(partial(_extreme, True))
 
 
 def _max_pool(
     function: Callable[..., Any],
     space: int,
-    mode: HasMidpoint,
+    mode: StackedPass,
     input: Tensor,
     *args: Any,
     **kwargs: Any,

@@ -50,25 +50,16 @@ _POOLING = """max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_m
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
     upsample_trilinear3d upsample_bicubic2d native_group_norm"""
 
+_FILLED = """zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full
+    new_empty_strided"""
+
 PROVEN = frozenset(
     " ".join((_SHAPES, _ARITHMETIC, _ACTIVATIONS, _PRODUCTS, _REDUCTIONS, _POOLING)).split()
 )
 """Names of aten ops whose reverse-over-forward derivative is proven correct."""
 
 
-CONSTANT = frozenset(
-    [
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_empty_strided",
-    ]
-)
+CONSTANT = frozenset(_FILLED.split())
 """Names of aten ops that use only a tensor's shape and type: the tangent ends there."""
 
 _CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent passes through it either

@@ -146,8 +146,7 @@ class StackedPass(Interception):
             return float(p)
         if self.index >= len(self.plan.sites):
             return None
-        kept = 1.0 - self.plan.sites[self.index].site.p
-        return kept
+        return 1.0 - self.plan.sites[self.index].site.p
 
     def blockwise(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of block tensors once per block."""

@@ -28,11 +28,6 @@ class AttentionCall(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the attention probabilities."""
-        return (*self.query.shape[:-1], self.key.shape[-2])
-
 
 def spread(call: AttentionCall) -> AttentionCall:
     """With grouped queries, repeat keys and values to one per query head."""
@@ -98,14 +93,8 @@ def _without_overrides(function: types.FunctionType) -> types.FunctionType:
     Inside a mode's handler the mode is off. Entering it again and calling the function would only
     dispatch the function once more. With the copy, the mode sees the calls *within* it.
     """
-    blind = {
-        name: (lambda *_: False)
-        for name in (
-            "has_torch_function",
-            "has_torch_function_unary",
-            "has_torch_function_variadic",
-        )
-    }
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    blind = dict.fromkeys(names, lambda *_: False)
     copy = types.FunctionType(
         function.__code__,
         {**function.__globals__, **blind},

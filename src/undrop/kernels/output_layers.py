@@ -25,8 +25,10 @@ from undrop.kernels.softmax import (
     RowTerms,
     SoftmaxOptions,
     Work,
+    expected,
     row_weights,
     sweep,
+    sweep_with_gradients,
     tangent_gradients_,
     tangent_rows,
     working_dtype,
@@ -212,12 +214,12 @@ def softmax_terms(
         found: tuple[Tensor, Tensor, Tensor] = _RowTerms.apply(z, u, target, options)
         return found
     log_p = z.log_softmax(-1)
-    loss = -_expected(log_p, target, options.smoothing)
+    loss = -expected(log_p, target, options.smoothing)
     if u is None:
         return loss, torch.zeros_like(loss), torch.zeros_like(loss)
     p = log_p.exp()
     mean = torch.linalg.vecdot(p, u)
-    directional = mean - _expected(u, target, options.smoothing)
+    directional = mean - expected(u, target, options.smoothing)
     if options.form == "identity":
         return loss, torch.linalg.vecdot(u, u), directional
     v = u - mean.unsqueeze(-1)
@@ -246,12 +248,6 @@ class _RowTerms(torch.autograd.Function):
         return v, pv, None, None
 
 
-def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Return Σ_k t_k x_k of each row, where t is the target's distribution."""
-    picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    return (1.0 - smoothing) * picked + smoothing * x.mean(-1) if smoothing else picked
-
-
 class Logits(Output):
     """Cross-entropy on logits: an output layer without parameters."""
 
@@ -274,14 +270,12 @@ class Logits(Output):
         """Compute the sweep by the closed forms."""
         z = rows.features
         u = z[:0] if rows.tangent is None else rows.tangent
-        c, to = options.coefficients, None
-        dz = du = None
-        if c is not None and any(needs):
-            dz, du = torch.empty_like(z), torch.empty_like(u)
-            to = GradientBuffers(dz[: rows.plain], dz[rows.plain :], du)
-        times = None if c is None or to is None else c.times(rows.weight)
-        means = sweep(LogitRows(z, u, rows.target, rows.weight), options, times, to)
-        return Swept(means, [dz, du])
+        logits = LogitRows(z, u, rows.target, rows.weight)
+        if options.coefficients is None or not any(needs):
+            return Swept(sweep(logits, options, None, None), [None, None])
+        means, formed = sweep_with_gradients(logits, options)
+        assert isinstance(means, Tensor)
+        return Swept(means, formed)
 
 
 class LinearOutput(Output):

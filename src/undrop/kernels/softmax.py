@@ -85,10 +85,6 @@ class RowTerms(NamedTuple):
         terms = torch.stack((self.loss, self.quadratic, self.directional))
         return terms.masked_fill(weight == 0.0, 0.0).mul_(weight).sum(-1)
 
-    def part(self, rows: slice) -> RowTerms:
-        """Return the terms of some rows."""
-        return RowTerms(*(x[rows] for x in self))
-
     @classmethod
     def joined(cls, parts: Sequence[RowTerms]) -> RowTerms:
         """Concatenate the terms of parts of the rows."""
@@ -103,10 +99,6 @@ class Work(NamedTuple):
     v: Tensor
     pv: Tensor
     p: Tensor
-
-    def part(self, rows: slice) -> Work:
-        """Return the buffers of some rows."""
-        return Work(*(x[rows] for x in self))
 
 
 class GradientBuffers(NamedTuple):
@@ -142,12 +134,10 @@ def _softmax(z: Tensor, p: Tensor) -> Tensor:
     return top.sub_(p.amax(-1).log_())
 
 
-def _expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Return Σ_k t_k x_k of each row."""
+def expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """Return Σ_k t_k x_k of each row, where t is the target's distribution."""
     picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    if smoothing:
-        picked.mul_(1.0 - smoothing).add_(x.mean(-1), alpha=smoothing)
-    return picked
+    return (1.0 - smoothing) * picked + smoothing * x.mean(-1) if smoothing else picked
 
 
 def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: Weight) -> None:
@@ -160,7 +150,7 @@ def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: Weight
 
 def loss_rows(z: Tensor, target: Tensor, smoothing: float, p: Tensor) -> Tensor:
     """Return ℓ of each row, and write softmax(z) to p, which may be z itself."""
-    wanted = _expected(z, target, smoothing)
+    wanted = expected(z, target, smoothing)
     return _softmax(z, p) - wanted
 
 
@@ -181,7 +171,7 @@ def tangent_rows(
         options: label smoothing and quadratic form.
         work: the buffers; ``work.v`` may be u itself and ``work.pv`` z itself.
     """
-    wanted_z, wanted_u = (_expected(x, target, options.smoothing) for x in (z, u))
+    wanted_z, wanted_u = (expected(x, target, options.smoothing) for x in (z, u))
     norm = torch.linalg.vecdot(u, u) if options.form == "identity" else None
     log_sum = _softmax(z, work.p)
     mean = torch.mul(work.p, u, out=work.pv).sum(-1)
@@ -284,7 +274,9 @@ def _at_once(rows: LogitRows, c: Any) -> tuple[Means, tuple[Tensor, Tensor]]:
     return means, (dz, du)
 
 
-def with_gradients(rows: LogitRows, options: SoftmaxOptions) -> tuple[Means, tuple[Tensor, Tensor]]:
+def sweep_with_gradients(
+    rows: LogitRows, options: SoftmaxOptions
+) -> tuple[Means, tuple[Tensor, Tensor]]:
     """Return the means of the three terms, and the gradients of the total in z and u."""
     c = options.coefficients
     assert c is not None
@@ -317,7 +309,7 @@ def _none_is(value: int, target: Tensor) -> bool:
     return bool(values.min() > value) or not (values == value).any()
 
 
-def cross_entropy_with_gradients(
+def cross_entropy_and_gradients(
     logits: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
 ) -> tuple[Tensor, Means, tuple[Tensor, Tensor]]:
     """Return the total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, its three means, and its gradients in logits and u.
@@ -331,6 +323,6 @@ def cross_entropy_with_gradients(
         options: what to compute, with coefficients.
     """
     rows = _prepared(logits, u, target, options.ignore_index)
-    means, (dz, du) = with_gradients(rows, options)
+    means, (dz, du) = sweep_with_gradients(rows, options)
     assert options.coefficients is not None
     return options.coefficients.total(means), means, (dz.view(logits.shape), du.view(u.shape))

@@ -36,16 +36,6 @@ class ByClass(NamedTuple):
 
 
 @torch.no_grad()
-def elementwise_by_class(curvature: Tensor, u: Tensor) -> ByClass | None:
-    """For a diagonal H: sum curvature·u² over all but the last dimension; None without classes."""
-    if u.dim() < 2:
-        return None
-    curvature = curvature.double()
-    quadratic = curvature * u.double().square()
-    return ByClass(quadratic.flatten(0, -2).sum(0), curvature.flatten(0, -2).sum(0))
-
-
-@torch.no_grad()
 def softmax_by_class(
     rows: Tensor,
     u: Tensor,
@@ -112,7 +102,7 @@ class Derivatives(NamedTuple):
     directional: Tensor  # ∂ℓ/∂ε = Dℓ[F]·u
 
 
-class WithGradients(NamedTuple):
+class TotalAndGradients(NamedTuple):
     """The total of a loss, and its gradients; nothing has a graph."""
 
     total: Tensor
@@ -178,7 +168,7 @@ class Loss(GivenLoss):
     in_any_order: bool = False
     """Whether the loss stays the same if examples and targets are permuted alike."""
     forms_gradients: bool = False
-    """Whether ``with_gradients`` may have an answer, which saves the engine a part of the graph.
+    """Whether ``total_and_gradients`` may have an answer, which saves the engine a part of the graph.
 
     The loss then receives one tensor, and stays the same if examples and targets are permuted.
     """
@@ -289,7 +279,7 @@ class Loss(GivenLoss):
         parts = self.derivatives(output, u, target, form, dim=dim)
         return c.total(parts), Derivatives(*(part.detach() for part in parts))
 
-    def with_gradients(
+    def total_and_gradients(
         self,
         output: Tensor,
         u: Tensor,
@@ -298,8 +288,8 @@ class Loss(GivenLoss):
         coefficients: Coefficients,
         *,
         dim: int = 0,
-    ) -> WithGradients | None:
-        """Return the total of ``combined`` with its gradients; None if autograd must compute them.
+    ) -> TotalAndGradients | None:
+        """Return the total of ``combined`` and its gradients; None if autograd must compute them.
 
         For a loss with ``forms_gradients``.
         """

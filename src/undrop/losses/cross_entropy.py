@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.kernels.output_layers import Logits
-from undrop.kernels.softmax import Coefficients, cross_entropy_with_gradients
+from undrop.kernels.softmax import Coefficients, cross_entropy_and_gradients
 from undrop.losses.base import (
     CONVERTERS,
     ByClass,
-    WithGradients,
+    TotalAndGradients,
     is_plain_mean,
     precise,
     softmax_by_class,
@@ -91,7 +91,7 @@ class CrossEntropy(SoftmaxLoss):
             target = target.reshape(-1)
         return logits, tangent, target.long()
 
-    def with_gradients(
+    def total_and_gradients(
         self,
         output: Tensor,
         u: Tensor,
@@ -100,19 +100,19 @@ class CrossEntropy(SoftmaxLoss):
         coefficients: Coefficients,
         *,
         dim: int = 0,
-    ) -> WithGradients | None:
-        """Return the total with its gradients by the closed forms; None if the classes are not last."""
+    ) -> TotalAndGradients | None:
+        """Return the total and its gradients by the closed forms; None if the classes are not last."""
         in_place = self.classes_last(output) is output and (u.shape == output.shape or dim == 0)
         if form == "loss-jacobian" or not in_place:
             return None
         try:  # a small network would notice the cost of explaining_errors
-            total, means, gradients = cross_entropy_with_gradients(
+            total, means, gradients = cross_entropy_and_gradients(
                 output, u, target.long(), self._options(form, coefficients)
             )
         except (IndexError, RuntimeError):
             self.check_values(output, target)
             raise
-        return WithGradients(total, means, *gradients)
+        return TotalAndGradients(total, means, *gradients)
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
         """Σ p v², class by class, over the targets that count."""
@@ -123,9 +123,8 @@ class CrossEntropy(SoftmaxLoss):
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
         logits, target = self._rows(precise(output), target)
-        logits = logits[
-            not_ignored(target, self.ignore_index)
-        ]  # the value itself may be one of the classes
+        kept = not_ignored(target, self.ignore_index)  # the value itself may be one of the classes
+        logits = logits[kept]
         p = torch.softmax(logits.detach(), -1)
         label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
         return F.cross_entropy(logits, label, reduction="sum")

@@ -14,7 +14,6 @@ from undrop.losses.base import (
     ByClass,
     ClosedForm,
     Derivatives,
-    elementwise_by_class,
     is_plain_mean,
     last_entries,
     number,
@@ -48,10 +47,14 @@ class Elementwise(ClosedForm):
         n = max(output.numel(), 1)
         return Derivatives(self.value(output, target), squares.sum() / n, (slope * u).sum() / n)
 
+    @torch.no_grad()
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
-        """Each feature of the output counts as a class."""
-        output = output.detach().double()
-        return elementwise_by_class(self.slope_and_curvature(output, target)[1], u)
+        """Each feature of the output counts as a class; None if there is one feature."""
+        if u.dim() < 2:
+            return None
+        _, curvature = self.slope_and_curvature(output.double(), target)
+        parts = (curvature * u.double().square(), curvature)
+        return ByClass(*(x.flatten(0, -2).sum(0) for x in parts))
 
 
 class BCEWithLogits(Elementwise):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -122,6 +123,36 @@ class FeatureLoss(SoftmaxLoss):
         with self.explaining_errors(output, target):
             return self.layer.loss(output, target, self._options("hessian"))
 
+    @abstractmethod
+    def _logits(self, features: Tensor) -> Tensor:
+        """All logits of some rows."""
+
+    @abstractmethod
+    def _drawn(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
+        """A label for each row, drawn from the model."""
+
+    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Σ ℓ_ŷ with ŷ drawn from the model, a chunk of rows at a time."""
+        kept = self._kept(output, target)  # the value that is ignored may be one of the classes
+        rows = kept.detach()
+        labels = torch.empty(len(rows), dtype=torch.long, device=rows.device)
+        with torch.no_grad():
+            for part in row_chunks(len(rows), self.layer.classes, self.chunk):
+                labels[part] = self._drawn(rows[part], generator)
+        mean = self.layer.loss(kept, labels, SoftmaxOptions(ignore_index=-1))
+        return mean * self.count(output, target)
+
+    def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
+        """⟨v, z⟩ with random signs v on all logits z, as ``CrossEntropy`` has it."""
+        logits = self._logits(self._kept(output, target))
+        return super()._probe(logits, target, generator)
+
+
+def _pick(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A class for each row of logits, drawn from their softmax."""
+    p = torch.softmax(precise(logits), -1)
+    return torch.multinomial(p, 1, generator=generator).squeeze(-1)
+
 
 class LinearCrossEntropy(FeatureLoss):
     """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), which are never held at once.
@@ -167,28 +198,15 @@ class LinearCrossEntropy(FeatureLoss):
             self._kept(output, target),
             self._kept(u, target),
             self.classes,
-            lambda rows: F.linear(rows, self.weight, self.bias),
+            self._logits,
             lambda tangents: F.linear(tangents, self.weight),
         )
 
-    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Σ ℓ_ŷ with ŷ ~ softmax(W f + b), drawn a chunk of rows at a time."""
-        kept = self._kept(output, target)  # the value that is ignored may be one of the classes
-        rows = kept.detach()
-        labels = torch.empty(len(rows), dtype=torch.long, device=rows.device)
-        with torch.no_grad():
-            for part in row_chunks(len(rows), self.classes, self.chunk):
-                logits = precise(F.linear(rows[part], self.weight, self.bias))
-                p = torch.softmax(logits, -1)
-                labels[part] = torch.multinomial(p, 1, generator=generator).squeeze(-1)
-        return self.layer.loss(kept, labels, SoftmaxOptions(ignore_index=-1)) * self.count(
-            output, target
-        )
+    def _logits(self, features: Tensor) -> Tensor:
+        return F.linear(features, self.weight, self.bias)
 
-    def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """⟨v, W f + b⟩ with random signs v on the logits, as ``CrossEntropy`` has it."""
-        features = self._kept(output, target)
-        return super()._probe(F.linear(features, self.weight, self.bias), target, generator)
+    def _drawn(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
+        return _pick(self._logits(features), generator)
 
 
 class AdaptiveSoftmax(FeatureLoss):
@@ -227,40 +245,21 @@ class AdaptiveSoftmax(FeatureLoss):
         )
         self.adaptive = output
 
-    @torch.no_grad()
-    def _draw(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A label for each row: a class of the head, and if that is a tail, a word in *that* tail."""
-
-        def pick(layer: Layer, rows: Tensor) -> Tensor:
-            p = torch.softmax(layer.logits(rows).float(), -1)
-            return torch.multinomial(p, 1, generator=generator).squeeze(-1)
-
+    def _drawn(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
+        """A class of the head, and if that is a tail, a word in *that* tail."""
         head, *tails = self.adaptive.layers(self.adaptive.parameters)
-        labels = pick(head, features)
+        labels = _pick(head.logits(features), generator)
         chosen = labels - self.adaptive.shortlist
         for number, (tail, words) in enumerate(zip(tails, self.adaptive.tails, strict=True)):
             own = chosen == number
             if bool(own.any()):
-                labels[own] = words.start + pick(tail, features[own])
+                labels[own] = words.start + _pick(tail.logits(features[own]), generator)
         return labels
 
-    def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Σ ℓ_ŷ with ŷ drawn from the model."""
-        kept = self._kept(output, target)  # the value that is ignored may be one of the classes
-        rows = kept.detach()
-        parts = row_chunks(len(rows), self.adaptive.classes, self.chunk)
-        none = torch.empty(0, dtype=torch.long, device=rows.device)
-        labels = torch.cat([none, *(self._draw(rows[part], generator) for part in parts)])
-        return self.adaptive.loss(kept, labels, SoftmaxOptions(ignore_index=-1)) * self.count(
-            output, target
-        )
-
-    def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """⟨v, z⟩ with random signs v on all logits z, those of the head and of every tail."""
-        features = self._kept(output, target)
+    def _logits(self, features: Tensor) -> Tensor:
+        """Those of the head and of every tail."""
         layers = self.adaptive.layers(self.adaptive.parameters)
-        logits = torch.cat([layer.logits(features) for layer in layers], -1)
-        return super()._probe(logits, target, generator)
+        return torch.cat([layer.logits(features) for layer in layers], -1)
 
 
 def _check_sizes(head: Tensor, tails: Sequence[Tensor], cutoffs: Sequence[int]) -> None:

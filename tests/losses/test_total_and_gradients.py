@@ -25,7 +25,7 @@ def test_the_gradients_computed_with_the_loss_equal_those_of_autograd(noisy, ign
         y[-1] = -100
     c = Coefficients(0.5, 0.7, 1.3)
     loss = CrossEntropy()
-    found = loss.with_gradients(f.detach(), u.detach(), y, form, c)
+    found = loss.total_and_gradients(f.detach(), u.detach(), y, form, c)
     parts = loss.derivatives(f, u, y, form)
     total = c.total(torch.stack(parts))
     want = torch.autograd.grad(total, (f, u))

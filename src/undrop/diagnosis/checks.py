@@ -22,6 +22,7 @@ from undrop.generators import Generators
 from undrop.objectives import Objective
 from undrop.report import Progress, Table, as_json
 from undrop.report.html import fragment, paragraph
+from undrop.report.plain import as_frame
 
 _ROUGH = 0.5
 _LEAST = 4  # draws
@@ -95,15 +96,8 @@ class Check:
 
     def to_frame(self) -> Any:
         """The figures as a pandas DataFrame, one row per figure."""
-        from undrop.diagnosis.report.result import figure_frame
-
-        return figure_frame(
-            {
-                field.name: found
-                for field in fields(self)
-                if isinstance(found := getattr(self, field.name), Estimate)
-            }
-        )
+        figures = {n: x for n, x in vars(self).items() if isinstance(x, Estimate)}
+        return as_frame([figure._asdict() for figure in figures.values()], list(figures))
 
 
 class _Sample(NamedTuple):

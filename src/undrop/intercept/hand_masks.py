@@ -16,7 +16,7 @@ from undrop.intercept.branches import Blend, BlendAround, Watch
 from undrop.intercept.mask_functions import META
 from undrop.intercept.random_values import Mask, MaskDraw, RandomValue, Uniform, leaves_of, replaced
 from undrop.intercept.site import Site
-from undrop.intercept.wrappers import bare, frames, running_module
+from undrop.intercept.wrappers import bare, frames, running_path
 
 H = TypeVar("H")
 
@@ -129,14 +129,15 @@ class HandMasks:
     noisy: Callable[..., Tensor]
     """Returns what the action makes of h."""
 
+    def numbered(self, name: str) -> str:
+        """Return a name with the number of the time that it occurs in the pass, from the second on."""
+        self._calls[name] += 1
+        count = self._calls[name]
+        return name if count == 1 else f"{name}#{count}"
+
     def next_draw(self) -> str | None:
         """Return the key of the current random draw; None if it is not a mask."""
-        module = running_module(self._names)
-        path = "" if module is None else self._names[id(module)]
-        base = f"{path}.random" if path else "random"
-        self._calls[f"draw:{base}"] += 1
-        count = self._calls[f"draw:{base}"]
-        key = base if count == 1 else f"{base}#{count}"
+        key = self.numbered(f"{running_path(self._names)}.random".lstrip("."))
         mask = key not in self._known.others
         self.draws[key] = False if mask else None
         return key if mask else None

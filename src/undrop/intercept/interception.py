@@ -27,7 +27,7 @@ from undrop.intercept.mask_functions import answer
 from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
-from undrop.intercept.wrappers import paths, running_module
+from undrop.intercept.wrappers import paths, running_module, running_path
 from undrop.noise import mask_shape
 from undrop.registry import Registry
 
@@ -209,8 +209,8 @@ class Interception(HandMasks, TorchFunctionMode):
         return make
 
     def _where(self) -> str:
-        module = running_module(self._names)
-        return "the model" if module is None else f"{self._names[id(module)] or 'the model'!r}"
+        path = running_path(self._names)
+        return repr(path) if path else "the model"
 
     def off(self, h: H, training: bool | None) -> H:
         """Return h at a dropout that does not drop: in eval mode, or with p = 0."""
@@ -247,8 +247,5 @@ class Interception(HandMasks, TorchFunctionMode):
             label = None
         elif isinstance(module, nn.MultiheadAttention) and kind == "dropout":
             label = kind = "attention"
-        path = "" if module is None else self._names[id(module)]
-        base = ".".join(part for part in (path, label) if part) or kind
-        self._calls[base] += 1
-        count = self._calls[base]
-        return (base if count == 1 else f"{base}#{count}"), kind
+        path = running_path(self._names)
+        return self.numbered(".".join(part for part in (path, label) if part) or kind), kind

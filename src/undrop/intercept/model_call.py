@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import nullcontext
 from copy import copy
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -112,19 +113,11 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    if torch.is_grad_enabled():
-        return _spread(model, inputs)
-    with fresh_autocast_cache():
-        return _spread(model, inputs)
-
-
-def _spread(model: nn.Module, inputs: Any) -> Any:
     try:
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        if isinstance(inputs, (tuple, list)):
-            return model(*inputs)
-        return model(inputs)
+        with nullcontext() if torch.is_grad_enabled() else fresh_autocast_cache():
+            if isinstance(inputs, Mapping):
+                return model(**inputs)
+            return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
     except Exception as error:
         if any(f.f_globals["__name__"] == _COND for f, _ in walk_tb(error.__traceback__)):
             raise EngineError(

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from undrop.intercept.wrappers import frames, running_module
+from undrop.intercept.wrappers import frames, running_path
 
 _OURS = (f"{Path(__file__).parent.parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<")
 
@@ -86,7 +86,7 @@ class RandomOps(TorchDispatchMode):
         """Run the operation."""
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
             name = func.overloadpacket.__name__
-            self._calls[(_module(self._names), name, _where())] += 1
+            self._calls[(running_path(self._names), name, _where())] += 1
         return func(*args, **(kwargs or {}))
 
     @property
@@ -107,12 +107,6 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return given.get("train", given.get("training", True)) is not False
 
 
-def _module(names: dict[int, str]) -> str:
-    """Return the path of the module that is running."""
-    module = running_module(names)
-    return "" if module is None else names[id(module)]
-
-
 def _where() -> str:
     """Return the file and line of the innermost call that is neither torch's nor undrop's."""
     for frame in frames():
@@ -122,15 +116,15 @@ def _where() -> str:
     return ""
 
 
-_STATES: dict[str, Callable[[], Any]] = {
-    "Python's random": random.getstate,
-    "NumPy's random": lambda: _numpy_state(),
-}
-
-
 def _numpy_state() -> tuple[Any, ...]:
     name, keys, *rest = np.random.get_state(legacy=True)
     return (name, keys.tobytes(), *rest)  # type: ignore[union-attr]
+
+
+_STATES: dict[str, Callable[[], Any]] = {
+    "Python's random": random.getstate,
+    "NumPy's random": _numpy_state,
+}
 
 
 @contextmanager

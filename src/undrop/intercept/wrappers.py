@@ -100,6 +100,12 @@ def running_module(names: dict[int, str]) -> nn.Module | None:
     return next((x for x in owners if isinstance(x, nn.Module) and id(x) in names), None)
 
 
+def running_path(names: dict[int, str]) -> str:
+    """Return the path of the innermost module that runs; "" for the model itself."""
+    module = running_module(names)
+    return "" if module is None else names[id(module)]
+
+
 def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _SEGMENTS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,9 +106,20 @@ class Diagnosis:
 
     def to_frame(self) -> Any:
         """One row per site as a pandas DataFrame: p, kind, share, benefit and R_drop alone."""
-        from undrop.diagnosis.report.result import site_frame
-
-        return site_frame(self.explicit, self.benefit)
+        rows = []
+        for name, effect in self.explicit.sites.items():
+            figures = {
+                "share": effect.share,
+                "r_drop_alone": effect.parts.r_drop,
+                "half_quadratic": effect.parts.half_quadratic,
+            }
+            if self.benefit is not None:
+                figures["benefit"] = self.benefit.sites[name]
+            row: dict[str, Any] = {"p": effect.p, "kind": effect.kind}
+            for key, figure in figures.items():
+                row |= {key: figure.value, f"{key}_stderr": figure.stderr}
+            rows.append(row)
+        return as_frame(rows, list(self.explicit.sites))
 
     @property
     def notes(self) -> list[str]:
@@ -326,26 +337,3 @@ GLOSSARY = (
     ("±", "one standard error; in brackets the 95 % interval"),
 )
 """Symbols and their meaning, in the order in which a diagnosis shows them."""
-
-
-def figure_frame(figures: Mapping[str, Estimate]) -> Any:
-    """One row per figure: value, stderr, low and high."""
-    return as_frame([figure._asdict() for figure in figures.values()], list(figures))
-
-
-def site_frame(explicit: Explicit, benefit: Benefit | None) -> Any:
-    """One row per site: p, kind, and the value and standard error of its figures."""
-    rows = []
-    for name, effect in explicit.sites.items():
-        row: dict[str, Any] = {"p": effect.p, "kind": effect.kind}
-        figures = {
-            "share": effect.share,
-            "r_drop_alone": effect.parts.r_drop,
-            "half_quadratic": effect.parts.half_quadratic,
-        }
-        if benefit is not None:
-            figures["benefit"] = benefit.sites[name]
-        for key, figure in figures.items():
-            row |= {key: figure.value, f"{key}_stderr": figure.stderr}
-        rows.append(row)
-    return as_frame(rows, list(explicit.sites))

@@ -48,9 +48,7 @@ class Request:
     def layout(self, dim: int, *, shared: bool = False) -> Layout:
         """Return the layout for the batch in dimension ``dim`` of the first target (or input).
 
-        Args:
-            dim: the dimension.
-            shared: whether all examples share some noise.
+        ``shared`` says whether all examples share the noise of some site.
         """
         first = next(chain(tensors_in(self.batch.targets), tensors_in(self.batch.inputs)))
         return Layout.of(first.shape[dim], self.fraction, self.exact_output, shared)
@@ -117,20 +115,12 @@ ENGINES: Registry[str, Callable[[], Engine]] = Registry("engine")
 
 
 def as_engine(engine: str | Engine) -> Engine:
-    """Return the engine of that name, or the engine itself.
-
-    Raises:
-        UnknownNameError: if there is no engine of that name; it lists the names.
-    """
+    """Return the engine of that name, or the engine itself; an unknown name raises an error."""
     return engine if isinstance(engine, Engine) else ENGINES[engine]()
 
 
 def refuse_fraction(engine: Engine, request: Request) -> None:
-    """Raise an error if an engine gets ``fraction`` < 1 or ``exact_output`` and does not support it.
-
-    Raises:
-        EngineError: naming the engine that supports both.
-    """
+    """Raise an ``EngineError`` for ``fraction`` < 1, for engines other than the antithetic one."""
     if request.fraction < 1.0:
         raise EngineError(
             f"fraction < 1 is for the antithetic engine, got the {engine.name} engine: use "

@@ -42,14 +42,10 @@ def blockwise(
     sizes: Sequence[int],
     batch_dim: Callable[[Tensor], int | None],
 ) -> Any:
-    """Call ``function`` once per block and join the results.
+    """Call a function that treats rows independently once per block, and join the results.
 
-    Args:
-        function: the function, which treats rows of the batch independently.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        sizes: the sizes of the blocks.
-        batch_dim: returns the batch dimension of a tensor; None if it has none.
+    ``sizes`` are the numbers of rows of the blocks, and ``batch_dim`` returns the batch dimension of a
+    tensor, or None if it has none.
     """
     leaves, spec = tree_flatten((args, kwargs))
     dims = [

@@ -30,9 +30,7 @@ _measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) -> None:
     """Compare the gradient of the regularizers at ε₀ and ε₀/8, and log a warning if they differ.
 
-    Args:
-        request: the step.
-        run: evaluates a request with ε₀ times ``factor``; it also returns a trail.
+    ``run(request, factor=…)`` evaluates a request with ε₀ times a factor.
     """
     model, c = request.batch.model, request.coefficients
     if model in _measured or is_sharded(model) or request.half_precision:

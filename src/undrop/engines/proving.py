@@ -107,11 +107,7 @@ class Prover:
                 parameters[name] = old
 
     def run_plain(self, times: int = 2) -> None:
-        """Run the model without noise.
-
-        Raises:
-            EngineError: if two outputs differ.
-        """
+        """Run the model without noise; raise an ``EngineError`` if two outputs differ."""
         outputs = []
         before = buffers_of(self.batch.model)
         for _ in range(times):
@@ -157,11 +153,7 @@ class Prover:
         return plan if plan.midpoints == last.midpoints else None
 
     def search(self, last: Plan | None, late_allowed: bool) -> Plan:
-        """Return the first candidate that agrees with plain passes.
-
-        Raises:
-            NotStackable: if none does.
-        """
+        """Return the first candidate that agrees with plain passes, or raise ``NotStackable``."""
         if not self.sites:
             raise NotStackable(NO_DROPOUT)
         for site in self.sites:
@@ -249,11 +241,7 @@ class Prover:
         return plan
 
     def _proven(self, draft: Plan, reference: Reference, *, midpoints: bool) -> Plan:
-        """Return the plan of a draft, if the stacked pass agrees with the plain ones.
-
-        Raises:
-            Failed: if it does not.
-        """
+        """Return the plan of a draft; raise ``Failed`` if its pass differs from the plain ones."""
         plan, output = self._trial(draft, reference.rows, reference)
         reference.check(plan, output)
         fit = midpoints and self._midpoints_fit(plan, reference, output)

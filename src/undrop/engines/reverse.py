@@ -158,11 +158,8 @@ _SHARE = {torch.float64: 0.01, torch.float32: 0.2}
 def pass_to_differentiate(engine: Engine, request: Request) -> tuple[Any, Tensor, ZeroLeaves]:
     """Run the model with a zero leaf at every site.
 
-    Returns:
-        The output of the model, the part of it that the loss receives, and the leaves.
-
-    Raises:
-        EngineError: if the request needs something that double backward does not support.
+    It returns the output of the model, the part of it that the loss receives, and the leaves. What
+    double backward does not support raises an ``EngineError``.
     """
     refuse_fraction(engine, request)
     if is_sharded(request.batch.model):  # FSDP frees parameters before a second backward pass

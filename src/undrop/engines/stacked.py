@@ -34,21 +34,10 @@ class StackedPass(Interception):
     """Runs a model on a stacked batch. The n-th dropout that it reaches is the n-th site of the plan.
 
     The plan already names the sites, so a pass does not read the Python stack and can be compiled.
-
-    Args:
-        model: the model.
-        plan: how it is stacked.
-        rows: which examples carry noise.
-        noise: what :func:`stacked_noise` returned.
+    ``noise`` is what :func:`stacked_noise` returns.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        rows: Rows,
-        noise: Sequence[Any],
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, rows: Rows, noise: Sequence[Any]) -> None:
         TorchFunctionMode.__init__(self)
         self.plan, self.rows, self.noise = plan, rows, noise
         self.index = 0
@@ -236,11 +225,8 @@ def run_stacked(
 ) -> tuple[Any, int]:
     """Run a model on a stacked batch; ``inputs`` are stacked already unless the plan is late.
 
-    Returns:
-        What the model returns, and a hash of the functions that it called (0 in compiled code).
-
-    Raises:
-        PlanChanged: if the pass does not use the sites that the plan lists.
+    It returns the model's output, and a hash of the functions that the model called (0 in compiled
+    code). If the pass does not use the sites that the plan lists, it raises ``PlanChanged``.
     """
     with StackedPass(model, plan, Rows.of_index(layout, index), noise) as mode:
         output = call(model, inputs)

@@ -70,14 +70,10 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, Stacking] = weakref.WeakKeyDictiona
 
 
 def find_plan(request: Request, *, again: bool = False) -> tuple[Plan | None, str]:
-    """Return the plan for a model and the shapes of a batch, or None and the reason.
+    """Return the plan for a request, or None and the reason why there is none.
 
-    Args:
-        request: the model, the data, and what the plan must be able to do.
-        again: forget the earlier plans, because the model behaves differently now.
-
-    Raises:
-        EngineError: if two passes without noise differ.
+    With ``again``, forget the earlier plans, because the model behaves differently now. If two passes
+    without noise differ, raise an ``EngineError``.
     """
     model = request.batch.model
     known = _KNOWN.setdefault(model, Stacking())
@@ -86,25 +82,21 @@ def find_plan(request: Request, *, again: bool = False) -> tuple[Plan | None, st
         known.late = known.late and not (known.last is not None and known.last.late)
         known.proven, known.last = 0, None
     found = known.proofs.get(request.plan_key)
-    if found is None or found.plan == NO_DROPOUT or _outdated(found, known, model):
+    if found is not None and isinstance(found.plan, str):
+        # A module may have switched between train and eval mode since the search failed.
+        found = None if found.plan == NO_DROPOUT or known.modes != _modes(model) else found
+    if found is None:
         found = known.proofs[request.plan_key] = _search(request, known)
         if isinstance(found.plan, str):
             known.modes = _modes(model)
     return (None, found.plan) if isinstance(found.plan, str) else (found.plan, "")
 
 
-def _outdated(proof: Proof, known: Stacking, model: nn.Module) -> bool:
-    """Return whether modules have switched between train and eval mode since a search failed."""
-    return isinstance(proof.plan, str) and known.modes != _modes(model)
-
-
 def plan_holds(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
     """Return whether the plan of a step is right for what the model did in that step.
 
-    Args:
-        request: the step.
-        trail: a hash of the functions that the model called.
-        rng: the random state before the step, for a model that draws random numbers.
+    ``trail`` is a hash of the functions that the model called, and ``rng`` the random state before the
+    step, for a model that draws random numbers.
     """
     model = request.batch.model
     proof = _KNOWN[model].proofs.get(request.plan_key)

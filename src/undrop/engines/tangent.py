@@ -57,12 +57,7 @@ class Tangent(Engine):
 
 
 def _run(request: Request) -> tuple[Any, Any]:
-    """Run the model; if torch has no forward mode for a part of it, raise an error with a way out.
-
-    Raises:
-        RecomputationError: if activation checkpointing is to blame.
-        EngineError: with the first line of torch's own error.
-    """
+    """Run the model; if torch has no forward mode for a part of it, raise an error with a way out."""
     try:
         return request.run()
     except NotImplementedError as error:
@@ -99,8 +94,7 @@ _proven: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDiction
 def _check_proof(request: Request, trail: int) -> None:
     """Probe the model once for every sequence of functions that it calls.
 
-    Raises:
-        EngineError: naming the first op that has no proven rule.
+    An ``EngineError`` names the first op that has no proven rule.
     """
     model = request.batch.model
     if trail in _proven.get(model, ()):

@@ -116,11 +116,7 @@ class Reference:
         return torch.addcmul(h, h, noise.to(h), value=self._sign)
 
     def check(self, plan: Plan, output: Any) -> None:
-        """Compare a stacked output with the plain ones.
-
-        Raises:
-            Failed: if they differ by more than rounding.
-        """
+        """Raise ``Failed`` if a stacked output differs from the plain ones by more than rounding."""
         rows, trees = self.rows, (output, self.prover.output, *self.outputs)
         leaves = zip(*(tensors_in(tree) for tree in trees), plan.output_dims, strict=True)
         for stacked, plain, up, down, dim in leaves:
@@ -140,11 +136,7 @@ class Reference:
                 raise Failed
 
     def check_buffers(self, after: dict[str, Tensor]) -> None:
-        """Compare the buffers after a stacked pass with those after a plain one.
-
-        Raises:
-            NotStackable: if a buffer depends on the number of rows.
-        """
+        """Raise ``NotStackable`` if a buffer depends on the number of rows."""
         for name, plain in self.prover.buffers.items():
             if name not in after or not close(after[name], plain, 3 * self.epsilon, 1e-6):
                 raise NotStackable(f"its buffer {name!r} depends on all examples")
@@ -179,8 +171,7 @@ def grown(
 ) -> int | None:
     """Return the dimension that grew from B to B + r entries; None if none did.
 
-    Raises:
-        Failed: if the shapes differ in another way.
+    If the shapes differ in another way, raise ``Failed``.
     """
     if len(before) != len(after):
         raise Failed

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Watch:
     """Sees every module that this thread calls, from its first to its last moment.
 
-    It writes into torch's dictionaries of hooks, as ``register_module_forward_hook`` does. That
-    function itself is nothing that torch.compile can trace.
+    It writes into torch's dictionaries of hooks, as ``register_module_forward_hook`` does:
+    torch.compile can't trace that function.
     """
 
     def __init__(self, mode: HandMasks) -> None:
@@ -45,7 +45,7 @@ class Watch:
         torch_hooks._global_forward_hooks_with_kwargs[self._key] = True
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         del torch_hooks._global_forward_pre_hooks[self._key]
         del torch_hooks._global_forward_hooks[self._key]
         del torch_hooks._global_forward_hooks_with_kwargs[self._key]
@@ -55,11 +55,7 @@ class Watch:
         return self.blends[-1] if self.blends and self.blends[-1].layer is None else None
 
     def settle(self, end: bool = False) -> None:
-        """Refuse a branch that no module follows; at the end of a pass, one that is still open.
-
-        Raises:
-            NotAMask: for such a branch.
-        """
+        """Raise ``NotAMask`` for a branch that no module follows; at the end, for one that is open."""
         if self.waiting() or (end and self.blends):
             raise self.blends[-1].mask.refuse("a branch that no module follows", branch=True)
 
@@ -87,12 +83,9 @@ class Watch:
 
 
 class Blend:
-    """Blends the input and the output of the next module.
+    """Blends the input and the output of the next module, ``layer``: None until it is called.
 
-    Args:
-        mask: the mask of the branch.
-        factor: m, the soft value of "the layer runs".
-        layer: the module; None until it is called.
+    ``factor`` is m, the soft value of "the layer runs".
     """
 
     def __init__(self, mask: Mask, factor: Tensor, layer: nn.Module | None = None) -> None:
@@ -127,11 +120,7 @@ class Blend:
 class BlendAround(Blend):
     """Blends what the module that asks for the branch returns in both branches.
 
-    Args:
-        mask: the mask of the branch.
-        factor: m, the soft value of "the layer runs".
-        layer: the module.
-        begun: how many functions the model had called when the module began.
+    ``begun`` is how many functions the model had called when the module began.
     """
 
     def __init__(self, mask: Mask, factor: Tensor, layer: nn.Module, begun: int) -> None:

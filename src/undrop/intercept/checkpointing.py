@@ -73,11 +73,7 @@ def _region(hooks: _Hooks) -> Region:
 
 
 def in_checkpoint(error: Exception | None = None) -> bool:
-    """Whether ``torch.utils.checkpoint`` is on the Python stack, gradients or not.
-
-    Args:
-        error: look at the stack where it was raised, not at the present one.
-    """
+    """Whether ``torch.utils.checkpoint`` is on the Python stack, or was where ``error`` was raised."""
     stack = frames() if error is None else (frame for frame, _ in walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") == _HOME for frame in stack)
 
@@ -91,7 +87,7 @@ def enclosing_function() -> str | None:
 def _forwards() -> dict[CodeType, str]:
     """The code of every autograd function's forward, with the function's name.
 
-    The stack shows the forward alone: since torch 2.15 ``Function.apply`` is no Python.
+    The stack shows only the forward: since torch 2.15 ``Function.apply`` is not Python.
     """
     found: dict[CodeType, str] = {}
     waiting = torch.autograd.Function.__subclasses__()

@@ -102,7 +102,7 @@ def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted
     if not moved:
         return mode, []
     before.restart()
-    others = unaccounted(model, paths(model), lambda: _run(model, inputs), moved)
+    others = unaccounted(paths(model), lambda: _run(model, inputs), moved)
     _add_hidden_sites(model, inputs, mode)
     return mode, others
 

@@ -35,7 +35,7 @@ class KnownDraws:
     """Branches that were tried with the less probable answer."""
 
     def learn(self, uses: Mapping[str, set[bool]], masks: Mapping[str, MaskDraw]) -> bool:
-        """Note which value of each mask drops; return whether one was taken for the other."""
+        """Note which value of each mask drops; return whether one was mistaken for the other."""
         wrong = False
         for key, right in uses.items():
             if len(right) == 1 and key not in self.drops:
@@ -45,7 +45,7 @@ class KnownDraws:
         return wrong
 
     def refused(self, key: str, draw: MaskDraw | None = None) -> None:
-        """Take a draw for no mask.
+        """Note that a draw is not a mask.
 
         A branch is tried with the other answer first, and then around the module that asks.
         """
@@ -120,7 +120,7 @@ class HandMasks:
     masks: dict[str, MaskDraw]
     """How draws became masks, by key."""
     batch: int | None = None
-    """The number of examples, where it is known; it names the structure of hand-made masks."""
+    """The number of examples, if it is known; it names the structure of hand-made masks."""
     _names: dict[int, str]
     _calls: Counter[str]
     _known: KnownDraws
@@ -231,7 +231,7 @@ class HandMasks:
         *,
         target: Tensor | None = None,
     ) -> Any:
-        """Return zeros and ones that are 1 with probability ``chance`` (None: it has no one value)."""
+        """Return zeros and ones, 1 with probability ``chance``; it is None if it is not one number."""
         certain = chance is not None and not 0.0 < chance < 1.0
         key, given = (None, None) if certain else self._next(fill)
         if given is not None:
@@ -273,7 +273,7 @@ class HandMasks:
         return made
 
     def _known_as(self, target: Tensor, value: RandomValue) -> RandomValue:
-        """Recognise a tensor that was drawn in place, also where the model uses it by its name."""
+        """Recognize a tensor that was drawn in place, also if the model uses it by its name."""
         if not torch.compiler.is_compiling():
             known = self._aliases or {}
             self._aliases = {k: v for k, v in known.items() if v[0]() is not None}
@@ -328,8 +328,7 @@ class HandMasks:
     def replayed(self, mask: Mask, run: Callable[[], H]) -> H:
         """Return what a part of the pass returns with the answer that drops.
 
-        Raises:
-            NotAMask: if that part has sites or draws of its own.
+        If that part has its own sites or draws, raise ``NotAMask``.
         """
         before = self.position()
         self._replay = replay = Replay(mask.key)
@@ -348,9 +347,7 @@ SHARED = "shared by all examples"
 def structure(shape: Sequence[int], batch: int | None = None) -> tuple[str, bool]:
     """Return which entries share a mask of that shape, in words, and whether each example has its own.
 
-    Args:
-        shape: the shape of the mask.
-        batch: the number of examples, where it is known.
+    ``batch`` is the number of examples, if it is known.
     """
     if tuple(shape) in ((), (1,)) or (batch != 1 and all(n == 1 for n in shape)):
         return "per batch", False

@@ -76,7 +76,7 @@ class Interception(HandMasks, TorchFunctionMode):
         model: the model that runs; its module paths name the sites.
         action: called with each site and its h.
         rules: an engine's rules for further functions.
-        given: gives the real numbers of some random draws; for the proof of masks.
+        given: returns the real numbers of some random draws, for the proof of masks.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Interception(HandMasks, TorchFunctionMode):
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> Interception:
-        """Begin. What runs ``outside_interception`` from here on is left alone."""
+        """Begin. What runs ``outside_interception`` from here on does not change."""
         self._depth = outside_depth.value
         self.entered += 1
         if self._known.around:
@@ -161,11 +161,7 @@ class Interception(HandMasks, TorchFunctionMode):
         return self.__torch_function__(func, (), args, kwargs)
 
     def prepare_recomputation(self) -> None:
-        """Make sure that a checkpointed region runs again under the same interception.
-
-        Raises:
-            RecomputationError: if that is not possible.
-        """
+        """Make a checkpointed region run again under the same interception, or raise an error."""
         if not torch.is_grad_enabled():
             function = enclosing_function() if self.gradients else None
             if function is not None:

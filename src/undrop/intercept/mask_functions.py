@@ -78,7 +78,7 @@ _NAMES = {
         index_select gather index_add scatter_add cumprod prod einsum avg_pool1d avg_pool2d avg_pool3d
         linear conv1d conv2d conv3d interpolate softmax tanh sigmoid softplus""",
 }
-_LARGE = 1e3  # a value put in the place of dropped entries that stands for minus infinity
+_LARGE = 1e3  # a value of this size in the place of dropped entries stands for minus infinity
 
 _OPERATION: dict[Callable[..., Any], tuple[str, bool]] = {}
 """The operation that a function is, and whether it works in place."""
@@ -191,7 +191,7 @@ def _affine(operation: str, first: bool, c: float) -> tuple[float | None, float]
 
 
 def _constant(x: Any) -> float | None:
-    """Return the number that x is, if reading it takes no wait for a device."""
+    """Return the number that x is, if reading it does not wait for a device."""
     if isinstance(x, (int, float)):
         return float(x)
     plain = isinstance(x, Tensor) and not torch.compiler.is_compiling()
@@ -217,11 +217,7 @@ def _mask(u: Uniform, chance: float, threshold: float, below: bool, dtype: torch
 
 
 def _of_mask(m: Mask, call: _Call) -> Any:
-    """Return what a function makes of a mask.
-
-    Raises:
-        NotAMask: if it is none of a mask's uses.
-    """
+    """Return what a function makes of a mask; raise ``NotAMask`` for a use that masks do not have."""
     func, operation, inplace, args, kwargs = call
     first = args and args[0] is m
     if operation == "branch" and m.binary:
@@ -374,7 +370,7 @@ def _note_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
 
 
 def _computed(m: Mask, call: _Call) -> Any:
-    """Return a smooth function of the soft value; of masks and constants alone it is tracked on."""
+    """Return a smooth function of the soft value; of masks and constants alone it is a mask again."""
     func, operation, leaves = call.func, call.operation, call.leaves()
     floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
     dtype = floats[0].dtype if floats else torch.get_default_dtype()

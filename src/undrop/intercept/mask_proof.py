@@ -1,7 +1,7 @@
-"""Proving that a hand-made mask does what undrop assumes.
+"""Prove that a hand-made mask does what undrop assumes.
 
 A pass in which the model makes its masks itself, from numbers that are given to it, must return what a
-pass returns in which the sites take the values of these masks. If it does not, the draws are no sites.
+pass returns in which the sites take the values of these masks. If it does not, the draws are not sites.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from undrop.rng_snapshot import RngSnapshot
 
 
 def disproven(model: nn.Module, inputs: Any, masks: Mapping[str, MaskDraw]) -> set[str]:
-    """Return the draws, by key, that are not the masks they were taken for.
+    """Return the draws, by key, that are not masks after all.
 
-    Args:
-        model: the model, in train mode.
-        inputs: its inputs.
-        masks: how each draw became a mask, from a pass without noise.
+    The model is in train mode, and ``masks`` says how each draw became a mask in a pass without noise.
     """
     single = [key for key, draw in masks.items() if draw.single]
     for dropped in _rounds(single) if masks else ():
@@ -77,9 +74,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 class _Numbers:
     """Masks of zeros and ones in about equal parts: the numbers they are made of, and the masks.
 
-    Args:
-        masks: how each draw became a mask.
-        dropped: the masks of a single value that drop; the other ones keep.
+    ``dropped`` are the masks of a single value that drop; the others keep.
     """
 
     def __init__(self, masks: Mapping[str, MaskDraw], dropped: set[str]) -> None:
@@ -88,7 +83,7 @@ class _Numbers:
         self._drawn: dict[str, Tensor] = {}
         self._generator = torch.Generator().manual_seed(0)
         self.at_sites: set[str] = set()
-        """The draws that are followed to their sites; the other ones get real numbers."""
+        """The draws that are followed to their sites; the others get real numbers."""
 
     def _ones(self, key: str, shape: torch.Size) -> Tensor:
         """Return the mask of a draw."""

@@ -25,7 +25,7 @@ _COND = "torch._higher_order_ops.cond"
 
 
 class _Place(NamedTuple):
-    """Where an object holds something: how to read it, how to write it, and its name there."""
+    """A place where an object holds tensors: how to read it, how to write it, and its name."""
 
     read: Callable[[Any, Any], Any]
     write: Callable[[Any, Any, Any], None]
@@ -51,7 +51,7 @@ def _slots(c: type) -> tuple[str, ...]:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """All tensors that a tree holds."""
+    """Yield all tensors of a tree."""
     if isinstance(tree, Tensor):
         yield tree
         return
@@ -61,12 +61,9 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """The tree with the function's answer in each tensor's place; objects are copied, not changed.
+    """Return the tree with the function's result in the place of each tensor; objects are copied.
 
-    Args:
-        function: takes a tensor, and what stands in its place in each of the others.
-        tree: what a model takes or returns.
-        others: trees of the same structure.
+    The function also gets what stands in the tensor's place in ``others``, trees of the same structure.
     """
     if isinstance(tree, Tensor):
         return function(tree, *others)
@@ -131,7 +128,7 @@ class _Needs(NamedTuple):
     """What the passes of an unusual model have to respect."""
 
     copies: bool
-    """It changes its inputs in place: every pass has a copy, so that all start from the same ones."""
+    """It changes its inputs in place: every pass gets a copy, so that all start from the same inputs."""
     graph: bool
     """It needs gradients while it runs, since it returns a derivative or registers a hook."""
 
@@ -144,10 +141,9 @@ class NeedsGraph(Exception):
 
 
 def call_to_look(model: nn.Module, inputs: Any) -> Any:
-    """Return ``model(inputs)`` without a graph, and keep what later calls have to respect.
+    """Return ``model(inputs)`` without a graph, and note what later calls have to respect.
 
-    Raises:
-        NeedsGraph: at most once for a model; its next call has a graph.
+    It raises ``NeedsGraph`` at most once per model; the next call has a graph.
     """
     known = _needs.get(model, _Needs(copies=False, graph=False))
     copies = map_tensors(torch.clone, inputs)
@@ -168,16 +164,12 @@ def call_to_look(model: nn.Module, inputs: Any) -> Any:
 
 
 def _versions(tree: Any) -> list[int]:
-    """How often each tensor was changed in place."""
+    """Return how often each tensor was changed in place."""
     return [0 if t.is_inference() else t._version for t in tensors_in(tree)]
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the tensor that the loss sees: the output, its ``logits``, or its first element.
-
-    Raises:
-        OutputError: if there is none.
-    """
+    """Return the tensor that the loss receives: the output, its ``logits``, or its first element."""
     if isinstance(output, Tensor):
         return output
     logits = (

@@ -45,15 +45,12 @@ class Unaccounted(NamedTuple):
 
 
 def unaccounted(
-    model: nn.Module, names: dict[int, str], run: Callable[[], Any], moved: set[str]
+    names: dict[int, str], run: Callable[[], Any], moved: set[str]
 ) -> list[Unaccounted]:
     """Return the random numbers of a pass that belong to no site.
 
-    Args:
-        model: the model.
-        names: the path of each module by its id.
-        run: runs the model without noise.
-        moved: which generators are known to draw; see ``RngSnapshot.moved``.
+    ``names`` are the paths of the modules by id, ``run`` runs the model without noise, and ``moved``
+    are the generators that are known to draw (``RngSnapshot.moved``).
     """
     found: list[Unaccounted] = []
     ops = RandomOps(names)
@@ -68,7 +65,7 @@ def unaccounted(
 
 
 class RandomOps(TorchDispatchMode):
-    """Notes every operation of a pass that draws random numbers, whatever code it is called from."""
+    """Notes every operation of a pass that draws random numbers, whatever code calls it."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -77,7 +74,7 @@ class RandomOps(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: to keep its compiler out of here torch would load it first."""
+        """Return False: with True, torch first loads its whole compiler in order to skip it."""
         return False
 
     def __torch_dispatch__(
@@ -96,7 +93,7 @@ class RandomOps(TorchDispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operation draws with these arguments: attention kernels may have no dropout."""
+    """Return whether the operation draws with these arguments: attention may have no dropout."""
     schema = func._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
@@ -129,12 +126,7 @@ _STATES: dict[str, Callable[[], Any]] = {
 
 @contextmanager
 def python_draws(names: dict[int, str], found: list[Unaccounted]) -> Iterator[None]:
-    """Add to ``found`` what a pass draws from Python's and NumPy's generators, by innermost module.
-
-    Args:
-        names: the path of each module by its id.
-        found: the list.
-    """
+    """Add to ``found`` what a pass draws from Python's and NumPy's generators, by innermost module."""
     stack: list[nn.Module] = []
     last = {source: state() for source, state in _STATES.items()}
     calls: Counter[tuple[str, str, str]] = Counter()

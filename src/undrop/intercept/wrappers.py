@@ -16,7 +16,7 @@ _SEGMENTS = (
     *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
     "_undrop_policy",
 )
-"""Under these names wrappers hold what they wrap."""
+"""The names under which wrappers hold what they wrap."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -30,8 +30,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
         raise OptionError(f"model must be an nn.Module, got {_not_a_module(model)}.")
     if isinstance(model, DataParallel):
         raise OptionError(
-            "nn.DataParallel runs the model in threads of its own, where undrop sees no dropout: use "
-            "DistributedDataParallel, one process a device (torchrun)."
+            "nn.DataParallel runs the model in its own threads, where undrop sees no dropout: use "
+            "DistributedDataParallel, one process per device (torchrun)."
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise OptionError(
@@ -88,13 +88,10 @@ def frames() -> Iterator[FrameType]:
 
 
 def running_module(names: dict[int, str]) -> nn.Module | None:
-    """The innermost module whose method is on the Python stack.
+    """Return the innermost module whose method is on the Python stack, of those that have a name.
 
     Reading the stack needs no hooks on the model, so there is nothing to restore, and it works in
     every thread and under every function transform.
-
-    Args:
-        names: the path of each module by its id.
     """
     owners = (frame.f_locals.get("self") for frame in frames())
     return next((x for x in owners if isinstance(x, nn.Module) and id(x) in names), None)

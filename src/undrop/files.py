@@ -106,11 +106,7 @@ def near_path(path: Path, pattern: str = "*") -> Path | None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        RunError: if the file does not exist or is not JSON.
-    """
+    """Read a JSON file; if it does not exist or is not JSON, raise a ``RunError``."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

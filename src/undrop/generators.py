@@ -33,11 +33,7 @@ class Generators:
             self._generators[generator.device.type] = generator
 
     def __call__(self, device: torch.device) -> torch.Generator:
-        """The generator for a device.
-
-        Raises:
-            OptionError: if the user's generator is for another device.
-        """
+        """Return the generator for a device; raise an error if the user's is for another one."""
         if device.type not in self._generators:
             if self._given is not None:
                 raise OptionError(

@@ -8,6 +8,7 @@ with probability q and η = σ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,11 +79,7 @@ def draw(
     scale: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw ``scale``·η of the given shape, with the dtype and device of ``like``.
-
-    Raises:
-        OptionError: if there is no noise of that name.
-    """
+    """Draw ``scale``·η of the given shape, with the dtype and device of ``like``."""
     if noise not in NOISES:
         raise OptionError(f"there is no noise {noise!r}: use one of {', '.join(NOISES)}.")
     return NOISES[noise](like.new_empty(tuple(shape)), q, scale, generator)
@@ -115,17 +112,9 @@ def structured_dropout(
         per_example: False where all examples of a batch share the noise (weights, embedding rows).
     """
     if has_torch_function_unary(h):
+        how: Any = {"kind": kind, "mask": mask, "per_example": per_example, "label": label}
         result: Tensor = handle_torch_function(
-            structured_dropout,
-            (h,),
-            h,
-            p,
-            shared=shared,
-            training=training,
-            kind=kind,
-            mask=mask,
-            per_example=per_example,
-            label=label,
+            structured_dropout, (h,), h, p, shared=shared, training=training, **how
         )
         return result
     if not training or p == 0.0:

@@ -42,11 +42,7 @@ class Registry(Mapping[K, V], Generic[K, V]):
         return add
 
     def __getitem__(self, key: K) -> V:
-        """Return an entry.
-
-        Raises:
-            UnknownNameError: if there is none; it names the nearest key and lists all of them.
-        """
+        """Return an entry; if there is none, the error names the nearest key and lists all of them."""
         try:
             return self._entries[key]
         except KeyError:

@@ -66,11 +66,7 @@ def owned(tensor: Tensor) -> Tensor:
 
 
 def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """Restore the value that :func:`pack` split.
-
-    Raises:
-        CheckpointError: if it names a tensor that is missing.
-    """
+    """Restore the value that :func:`pack` split; a missing tensor raises a ``CheckpointError``."""
     if isinstance(packed, list):
         return [unpack(item, tensors) for item in packed]
     if not isinstance(packed, dict):
@@ -121,11 +117,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file.
-
-    Raises:
-        CheckpointError: if the file is missing, cut short or changed.
-    """
+    """Read a safetensors file; if it is missing, cut short or changed, raise a ``CheckpointError``."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

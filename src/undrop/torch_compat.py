@@ -24,11 +24,7 @@ _log = logging.getLogger("undrop")
 
 
 def check_version(found: str) -> None:
-    """Refuse a torch that is too old.
-
-    Raises:
-        TorchVersionError: naming the installed version and the oldest supported one.
-    """
+    """Raise a ``TorchVersionError`` for a torch that is too old."""
     if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise TorchVersionError(

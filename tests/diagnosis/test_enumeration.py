@@ -178,7 +178,7 @@ def at_every_mask(case):
                 else value.expand(shape)
                 for (name, shape), value in zip(shapes.items(), values, strict=True)
             }
-            every, terms = sample_mask(measured, batch, expanded, base, noise)
+            every, terms = sample_mask(expanded, noise)
             found = {"": every}
             for name, order in terms.sites.items():
                 alone = measured.loss_value(batch, {name: noise[name]}) - base - order.directional

@@ -12,7 +12,7 @@ from torch import nn
 
 from undrop.diagnosis.measure.estimates import Estimate, Samples, percent
 from undrop.diagnosis.measure.gradients import GradientNoise, inner
-from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, collect
+from undrop.diagnosis.measure.model import MeasuredModel, collect
 from undrop.diagnosis.measure.r_drop import Expanded, Expander, MaskSample, sample_mask
 from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import GOOD
@@ -145,13 +145,11 @@ def check(
     with Progress(progress) as shown, measured.preserved():
         bar = shown.bar("comparing with dropout")
         budget = Budget(seconds, lambda done, what: bar.show(done))
-        only = measured.batches[0]
-        expanded = Expander(measured)(only)
-        base = measured.loss_value(only, {})
+        expanded = Expander(measured)(measured.batches[0])
         noise = GradientNoise(measured, copied, factor) if factor else None
         rounds = None if draws is None else max(draws, _LEAST)
         for _ in budget.visits(measured.batches, rounds, least=_LEAST):
-            samples.add(0, 1.0, _sample(measured, expanded, only, base, copied, noise))
+            samples.add(0, 1.0, _sample(expanded, copied, noise))
     return _result(objective, samples)
 
 
@@ -173,17 +171,11 @@ def _copy_at_regularizing_step(objective: Objective, generators: Generators) -> 
     return copied
 
 
-def _sample(
-    measured: MeasuredModel,
-    expanded: Expanded,
-    batch: NumberedBatch,
-    base: float,
-    objective: Objective,
-    noise: GradientNoise | None,
-) -> _Sample:
+def _sample(expanded: Expanded, objective: Objective, noise: GradientNoise | None) -> _Sample:
+    measured, batch = expanded.measured, expanded.batch
     masks = measured.draw_masks(expanded.found)
     chosen = {n: v for n, v in masks.items() if objective.selection.weight(n) > 0.0}
-    sample, _ = sample_mask(measured, batch, expanded, base, chosen)
+    sample, _ = sample_mask(expanded, chosen)
     explicit = None
     if getattr(objective, "explicit", None) is not None:
         step = objective(measured.model, batch.inputs, batch.targets)

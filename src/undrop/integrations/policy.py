@@ -163,12 +163,7 @@ def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 
 
 class PolicyStep:
-    """An objective on a trainer's own loss: ``step(model, own_loss)``.
-
-    Args:
-        objective: the objective; the trainer's loss replaces its loss.
-        whose: the name of the trainer, for error messages.
-    """
+    """An objective on the own loss of the trainer of that name: ``step(model, own_loss)``."""
 
     def __init__(self, objective: Objective, whose: str) -> None:
         engine = getattr(objective, "engine", None)
@@ -181,11 +176,7 @@ class PolicyStep:
         self._policy: Policy | None = None
 
     def __call__(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> Step:
-        """Evaluate the objective; ``own_loss`` is the trainer's, a function of the model.
-
-        Raises:
-            OptionError: if it does not call the model once.
-        """
+        """Evaluate the objective; ``own_loss`` is the trainer's, which calls the model once."""
         inputs = self._asked(model, own_loss)
         policy = self.policy(model)
         self.loss.ask = lambda values: own_loss(StandIn(model, policy.answer(values), self.whose))

@@ -362,9 +362,5 @@ def save_state(objective: Objective | Tuner, path: Path) -> None:
 
 
 def load_state(objective: Objective | Tuner, path: Path) -> None:
-    """Restore an objective's saved state.
-
-    Raises:
-        CheckpointError: if the file is missing, truncated or changed.
-    """
+    """Restore an objective's saved state from a file, which must be complete and unchanged."""
     objective.load_state_dict(from_bytes(load_tensors(path)["objective"]))

@@ -141,13 +141,7 @@ class Output(ABC):
         return torch.stack([rows.weight.new_zeros(3), *terms]).sum(0)
 
     def loss(self, features: Tensor, target: Tensor, options: SoftmaxOptions) -> Tensor:
-        """Return the mean of ℓ over targets that are not ignored (0 if all are); twice differentiable.
-
-        Args:
-            features: (..., features).
-            target: classes (...).
-            options: what to compute.
-        """
+        """Return the mean of ℓ over the targets that count (0 if none does); twice differentiable."""
         options = options._replace(coefficients=Coefficients(1.0, 0.0, 0.0))
         mean: Tensor = self._apply(_Combined, features, None, target, options)[0]
         return mean
@@ -279,13 +273,7 @@ class Logits(Output):
 
 
 class LinearOutput(Output):
-    """Cross-entropy on ``W f + b``; the parameters are W (classes, features) and b (classes,).
-
-    Args:
-        weight: W.
-        bias: b, or None.
-        chunk: rows at a time; None chooses by the number of classes.
-    """
+    """Cross-entropy on ``W f + b``; the parameters are W (classes, features) and b (classes,)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
         self.parameters = (weight, bias)
@@ -338,12 +326,8 @@ def _multiply_back(
 ) -> None:
     """Add the gradients in features, tangent, W and b that follow from those in the logits.
 
-    Args:
-        g: the gradients of z without a tangent, of u, and of the other z.
-        weight: W.
-        rows: the chunk.
-        to: where to add.
-        places: the chunk's rows in the features and in the tangent.
+    g holds the gradients of z without a tangent, of u, and of the other z. ``places`` are the rows of
+    the chunk in the features and in the tangent.
     """
     n, plain = len(rows.target), rows.plain
     features, tangent, to_weight, to_bias = to

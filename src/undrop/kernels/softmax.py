@@ -162,14 +162,9 @@ def loss_gradient_(p: Tensor, target: Tensor, smoothing: float, c: Weight) -> No
 def tangent_rows(
     z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions, work: Work
 ) -> RowTerms:
-    """Return the terms of each row along the tangent u, and fill the buffers.
+    """Return the terms of each row of logits z along their tangent u, and fill the buffers.
 
-    Args:
-        z: logits (rows, classes).
-        u: their tangent.
-        target: class of each row.
-        options: label smoothing and quadratic form.
-        work: the buffers; ``work.v`` may be u itself and ``work.pv`` z itself.
+    ``work.v`` may be u itself and ``work.pv`` z itself.
     """
     wanted_z, wanted_u = (expected(x, target, options.smoothing) for x in (z, u))
     norm = torch.linalg.vecdot(u, u) if options.form == "identity" else None
@@ -314,13 +309,9 @@ def cross_entropy_and_gradients(
 ) -> tuple[Tensor, Means, tuple[Tensor, Tensor]]:
     """Return the total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, its three means, and its gradients in logits and u.
 
-    The means are over the targets that are not ignored (0 if all are). Nothing has a graph.
-
-    Args:
-        logits: (..., classes).
-        u: their tangent ∂logits/∂ε, of all rows or only of the last; it is 0 for the others.
-        target: classes (...).
-        options: what to compute, with coefficients.
+    The means are over the targets (...) that are not ignored (0 if all are). The logits are
+    (..., classes), and u is the tangent of all rows or only of the last; it is 0 for the others.
+    Nothing has a graph.
     """
     rows = _prepared(logits, u, target, options.ignore_index)
     means, (dz, du) = sweep_with_gradients(rows, options)

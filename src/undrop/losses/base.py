@@ -43,7 +43,7 @@ def softmax_by_class(
     logits_of: Callable[[Tensor], Tensor] = lambda rows: rows,
     tangents_of: Callable[[Tensor], Tensor] = lambda u: u,
 ) -> ByClass:
-    """For a softmax over rows of logits, or over what two maps make of rows and their tangents."""
+    """Return the sums for a softmax over rows of logits, or over what two maps make of rows and u."""
     quadratic = torch.zeros(classes, dtype=torch.float64, device=rows.device)
     diagonal = torch.zeros_like(quadratic)
     size = max(1, _CHUNK // classes)
@@ -63,17 +63,17 @@ ONES = Coefficients(1.0, 1.0, 1.0)
 
 
 def precise(x: Tensor) -> Tensor:
-    """Half precision as float32: sums and means over terms need it."""
+    """Return half precision as float32: sums and means over terms need it."""
     return x.to(working_dtype(x.dtype))
 
 
 def number(n: int, like: Tensor) -> Tensor:
-    """A count of terms as a 0-d tensor, at least 1, of a type that can represent it."""
+    """Return a count of terms, at least 1, as a 0-d tensor of a type that can represent it."""
     return torch.full((), max(n, 1), dtype=working_dtype(like.dtype), device=like.device)
 
 
 def padded(u: Tensor, output: Tensor, dim: int) -> Tensor:
-    """The tangent of the whole output: u for the last entries along ``dim``, 0 for the others."""
+    """Return the tangent of the whole output: u for the last entries along ``dim``, 0 for the others."""
     if u.shape == output.shape:
         return u
     missing = list(output.shape)
@@ -82,12 +82,12 @@ def padded(u: Tensor, output: Tensor, dim: int) -> Tensor:
 
 
 def last_entries(x: Tensor, u: Tensor, dim: int) -> Tensor:
-    """The entries of x along ``dim`` that u belongs to: the last ones."""
+    """Return the entries of x along ``dim`` that u belongs to: the last ones."""
     return x if u.shape == x.shape else x.narrow(dim, x.shape[dim] - u.shape[dim], u.shape[dim])
 
 
 def _refuse_empty(inputs: Any, targets: Any) -> None:
-    """Raise for a batch without examples: the first tensors of its inputs and targets are empty."""
+    """Raise a ``DataError`` if the first tensors of the inputs and the targets are empty."""
     firsts = [t for tree in (inputs, targets) for t in islice(tensors_in(tree), 1)]
     if firsts and not any(t.numel() for t in firsts):
         shape = tuple(firsts[0].shape)
@@ -120,7 +120,7 @@ class Prepared(NamedTuple):
 
 
 class GivenLoss(ABC):
-    """What is given as a loss: it turns a batch into inputs, targets and the loss of both."""
+    """What a user passes as a loss: it turns a batch into inputs, targets and the loss of both."""
 
     def parameters(self) -> Sequence[Tensor]:
         """The weights in the loss, such as those of an output layer; the model may share them."""
@@ -128,18 +128,13 @@ class GivenLoss(ABC):
 
     @abstractmethod
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
-        """A batch as the loss takes it.
-
-        Raises:
-            DataError: if the batch is empty.
-        """
+        """Return a batch as the loss takes it; raise a ``DataError`` if it is empty."""
 
 
 def labels_apart(inputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Inputs and targets; without targets, a dict of inputs has them as ``labels``.
+    """Return inputs and targets; without targets, a dict of inputs has them as ``labels``.
 
-    Raises:
-        DataError: if the batch is empty.
+    An empty batch raises a ``DataError``.
     """
     if targets is None and isinstance(inputs, Mapping) and "labels" in inputs:
         targets = inputs["labels"]
@@ -173,7 +168,7 @@ class Loss(GivenLoss):
     The loss then receives one tensor, and stays the same if examples and targets are permuted.
     """
     counts_calls: bool = False
-    """Whether a call leaves a trace, such as a trainer's metrics: undrop then calls it once a step."""
+    """Whether a call leaves a trace, such as a trainer's metrics: undrop then calls it once per step."""
 
     def sees(self, output: Any) -> Any:
         """Return what the loss receives of all that the model returns."""

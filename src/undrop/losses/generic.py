@@ -29,7 +29,7 @@ STEP, STEP_DOUBLE = 0.1, 0.01
 
 
 class _Point(NamedTuple):
-    """A loss at a copy of the output; u and the gradient of each floating-point tensor in it."""
+    """A loss at a copy of the output, the floating-point tensors of the copy, and u of each."""
 
     loss: Tensor
     tensors: list[Tensor]
@@ -90,12 +90,7 @@ class Generic(Loss):
         return number(rows, first)
 
     def value(self, output: Any, target: Any) -> Tensor:
-        """The value of the function.
-
-        Raises:
-            TargetError: if that is not one number, or the function raises an error on its arguments.
-            OptionError: if the function uses dropout.
-        """
+        """The value of the function, which must be one number; the function must not use dropout."""
         training = getattr(self.function, "training", True)
         known = training in self._without_dropout
         try:
@@ -208,10 +203,9 @@ class Generic(Loss):
         return here, (plus - 2.0 * here + minus) / s**2, (plus - minus) / (2.0 * s)
 
     def _choose(self, output: Any, u: Any, target: Any) -> str:
-        """Decide at the first call: reverse mode twice if torch can; else 0 if the loss is linear.
+        """Choose reverse mode twice if torch can, zero if the loss is linear, and otherwise differences.
 
-        Raises:
-            OptionError: if differences are needed, and the function returns other values each time.
+        If differences are needed, the function must return the same value for the same arguments.
         """
         with self.undone():
             at = self._point(output, u, target)
@@ -304,11 +298,7 @@ _DROPOUTS = {
 
 
 class RefuseDropout(TorchFunctionMode):
-    """A context in which dropout that drops is an error.
-
-    Args:
-        loss: the name of the loss that runs in it.
-    """
+    """A context in which the loss of that name must not use active dropout."""
 
     def __init__(self, loss: str) -> None:
         super().__init__()
@@ -321,11 +311,7 @@ class RefuseDropout(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the function, if it does not drop.
-
-        Raises:
-            OptionError: naming the loss and what to do.
-        """
+        """Call the function; raise an ``OptionError`` if it drops."""
         kwargs = kwargs or {}
         if func in _DROPOUTS and _drops(func, args, kwargs):
             raise OptionError(

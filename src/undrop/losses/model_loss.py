@@ -132,11 +132,7 @@ def read_head(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
 
 
 def decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
-    """Add the decoder's inputs, which are computed from the labels, for an encoder-decoder.
-
-    Raises:
-        TargetError: if the model can't derive them, or the inputs are not a dict.
-    """
+    """Add the decoder's inputs, which are computed from the labels, for an encoder-decoder."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return inputs
     if not isinstance(inputs, Mapping):
@@ -155,11 +151,7 @@ def decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
 
 
 def check_not_shifted(model: nn.Module, inputs: Any, labels: Tensor) -> None:
-    """Raise if the labels of a language model are the next tokens already.
-
-    Raises:
-        TargetError: saying what to pass.
-    """
+    """Raise a ``TargetError`` if the labels of a language model are the next tokens already."""
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     if head_of(model) != "ForCausalLMLoss" or not isinstance(ids, Tensor):
         return
@@ -176,11 +168,7 @@ def check_not_shifted(model: nn.Module, inputs: Any, labels: Tensor) -> None:
 
 
 def check_attention(model: nn.Module) -> None:
-    """Raise if attention drops inside a kernel that no interception sees.
-
-    Raises:
-        EngineError: naming the implementations that work.
-    """
+    """Raise an ``EngineError`` if attention drops inside a kernel that no interception sees."""
     for config in _configs(getattr(model, "config", None)):
         implementation = getattr(config, "_attn_implementation", None)
         dropped = {n: p for n, p in vars(config).items() if _is_attention_dropout(n) and p}
@@ -207,11 +195,7 @@ def _is_attention_dropout(name: str) -> bool:
 
 
 def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way_out: str) -> bool:
-    """Whether two losses of one batch agree; False if theirs is NaN, so that the next batch decides.
-
-    Raises:
-        OptionError: if they differ.
-    """
+    """Return whether theirs is finite, so that it can be compared; if both differ, raise an error."""
     if not bool(torch.isfinite(theirs)):
         return False
     exact = theirs.dtype in (torch.float32, torch.float64)

@@ -17,11 +17,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def check_class_indices(target: Tensor, leading: Sequence[int], classes: int) -> None:
-    """Check that targets are class indices of the given leading shape.
-
-    Raises:
-        TargetError: naming what was expected and what was passed.
-    """
+    """Raise a ``TargetError`` if targets are not class indices of the given leading shape."""
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TargetError(
@@ -36,11 +32,7 @@ def check_class_indices(target: Tensor, leading: Sequence[int], classes: int) ->
 
 
 def check_class_range(target: Tensor, classes: int, ignore_index: int) -> None:
-    """Check that every target is an existing class or ``ignore_index``.
-
-    Raises:
-        TargetError: naming the range and the first value out of it.
-    """
+    """Raise a ``TargetError`` if a target is neither a class nor ``ignore_index``."""
     if not target.numel():
         return
     low, high = (int(end) for end in target.aminmax())
@@ -56,16 +48,12 @@ def check_class_range(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 def not_ignored(target: Tensor, ignore_index: int) -> Tensor:
-    """Which class indices count; compared as long integers, since uint8 has no -100."""
+    """Return which class indices count; compared as long integers, since uint8 has no -100."""
     return target.long() != ignore_index
 
 
 def check_like_output(output: Tensor, target: Tensor) -> None:
-    """Check that targets are floating-point numbers of the output's shape.
-
-    Raises:
-        TargetError: naming what was expected and what was passed.
-    """
+    """Raise a ``TargetError`` if targets are not floating-point numbers of the output's shape."""
     if not isinstance(target, Tensor) or not target.is_floating_point():
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TargetError(f"targets must be of a floating-point type, got {got}.")
@@ -76,11 +64,7 @@ def check_like_output(output: Tensor, target: Tensor) -> None:
 
 
 def check_range(target: Tensor, low: float, high: float) -> None:
-    """Check that targets lie in [low, high].
-
-    Raises:
-        TargetError: naming the range and the first value out of it.
-    """
+    """Raise a ``TargetError`` if a target is outside of [low, high]."""
     wrong = ~((target >= low) & (target <= high))
     if bool(wrong.any()):
         raise TargetError(

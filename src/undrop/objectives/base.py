@@ -173,11 +173,7 @@ class Objective(ABC):
         return Request(coefficients=coefficients, **common, **options)
 
     def evaluated(self, request: Request) -> Evaluation:
-        """Return what the engine computes; if every dropout has p = 0, the plain loss.
-
-        Raises:
-            NoDropoutError: if no dropout runs in the pass.
-        """
+        """Return what the engine computes; if every dropout has p = 0, the plain loss."""
         try:
             return self.engine.evaluate(request)
         except NoDropoutError:

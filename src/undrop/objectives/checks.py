@@ -110,8 +110,7 @@ class FiniteCheck:
     def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Objective) -> None:
         """Look at the parts of an evaluation.
 
-        Raises:
-            NonFiniteError: naming the parts, the step and the first site with non-finite values.
+        A ``NonFiniteError`` names the parts, the step and the first site with non-finite values.
         """
         tensors = {"total": evaluation.total}
         watched = self._watched(evaluation, batch)

@@ -25,9 +25,7 @@ from undrop.rng_snapshot import seed_current
 class SiteMasks:
     """The site action of dropout, with a different p at some sites.
 
-    Args:
-        site_p: p by site name; other sites keep the model's p.
-        noise: draws the masks; None lets torch draw them from its global generator.
+    Other sites keep the model's p. ``noise`` draws the masks; None is torch's global generator.
     """
 
     def __init__(self, site_p: Mapping[str, float], noise: ScaledNoise | None) -> None:

@@ -37,10 +37,7 @@ class AutocastState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block under that state, with gradients enabled."""
-        with (
-            torch.inference_mode(False),
-            ExitStack() as stack,
-        ):  # that enables gradients too
+        with torch.inference_mode(False), ExitStack() as stack:  # gradients are then enabled, too
             for autocast in self._autocasts:
                 stack.enter_context(autocast)
             yield
@@ -114,11 +111,7 @@ class Step:
 
     @untraced
     def backward(self, scale: float = 1.0) -> None:
-        """Add the gradient of ``scale · total`` to the parameters' ``.grad``.
-
-        Raises:
-            StepError: on a second call, when the graphs are gone.
-        """
+        """Add the gradient of ``scale · total`` to the parameters' ``.grad``; call it once."""
         if not self._held and self._later is None:
             raise StepError(
                 "this step has been differentiated already: call the objective again for a new step."

@@ -141,8 +141,7 @@ class Training:
     def steps(self, *, more_decay: bool) -> Iterator[Move]:
         """Yield what takes a step; the end restores the optimizer and all gradients.
 
-        Args:
-            more_decay: whether each step also takes learning rate · λ off the weights.
+        With ``more_decay``, each step also takes learning rate · λ off the weights.
         """
         groups = self._optimizer.param_groups
         every = [p for group in groups for p in group["params"]]
@@ -184,16 +183,8 @@ def measure_benefit(
 ) -> Benefit:
     """Train branches until the time or the repeats are used up.
 
-    Args:
-        measured: the model.
-        batches: training batches.
-        validation: batches of other data.
-        budget: the time; two repeats may take three times as long, and all dropout together and weight
-            decay are measured once in any case.
-        training: the optimizer.
-        loss: the training loss.
-        repeats: the largest number of them.
-        probabilities: p by site; None takes what the model declares.
+    Two repeats may take three times as long, and all dropout together and weight decay are measured
+    once in any case. ``probabilities`` are p by site; None takes what the model declares.
     """
     p = {s.name: s.p for s in measured.sites} if probabilities is None else dict(probabilities)
     study = _Study(measured, batches, validation, training, loss, p)

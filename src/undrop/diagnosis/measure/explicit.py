@@ -71,11 +71,7 @@ class _Sums:
 
 
 class ClassShares:
-    """Collects the shares of the classes over masks and batches.
-
-    Args:
-        names: the names of the classes; None uses their numbers.
-    """
+    """Collects the shares of the classes, by name or number, over masks and batches."""
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
         self._names = names
@@ -189,13 +185,9 @@ def measure_explicit(
     draws: int | None = None,
     names: Sequence[str] | None = None,
 ) -> Explicit:
-    """Measure the explicit effect until the time or the draws are used up.
+    """Measure the explicit effect until the time, or the draws per batch, are used up.
 
-    Args:
-        measured: the model.
-        budget: the time; at least two masks of the first batch are drawn.
-        draws: the largest number of masks per batch; None uses all the time.
-        names: the names of the classes.
+    At least two masks of the first batch are drawn. ``names`` are those of the classes.
     """
     return _Study(measured, names).run(budget, draws)
 
@@ -261,22 +253,16 @@ class _Study:
         self, batch: NumberedBatch, extras: Iterator[str | float], *, everything: bool
     ) -> None:
         expanded = self.expander(batch)
-        base = self.measured.loss_value(batch, {})
         for _ in range(_VISIT):
             most = len(self.measured.sites) + len(self.factors)
             chosen = list(islice(extras, most if everything else min(most, _EXTRAS)))
-            sample = self._sample(batch, expanded, base, chosen)
+            sample = self._sample(expanded, chosen)
             self.samples.add(batch.number, expanded.count, sample)
 
-    def _sample(
-        self,
-        batch: NumberedBatch,
-        expanded: Expanded,
-        base: float,
-        extras: Sequence[str | float],
-    ) -> _Sample:
+    def _sample(self, expanded: Expanded, extras: Sequence[str | float]) -> _Sample:
+        batch, base = expanded.batch, expanded.base
         noise = self.measured.draw_masks(expanded.found)
-        every, terms = sample_mask(self.measured, batch, expanded, base, noise)
+        every, terms = sample_mask(expanded, noise)
         alone, scaled = {}, {}
         for extra in extras:
             if isinstance(extra, float):

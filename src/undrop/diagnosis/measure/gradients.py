@@ -47,11 +47,7 @@ def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def trained_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that require a gradient.
-
-    Raises:
-        GradientsDisabledError: if none does.
-    """
+    """The parameters that require a gradient; if none does, an error."""
     return [p for _, p in _named_parameters(model)]
 
 

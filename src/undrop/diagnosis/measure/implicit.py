@@ -173,12 +173,9 @@ class _Pair(NamedTuple):
 def measure_implicit(
     measured: MeasuredModel, budget: Budget, *, draws: int | None = None
 ) -> Implicit:
-    """Measure the implicit effect until the time or the draws are used up.
+    """Measure the implicit effect until the time, or the draws of each kind per batch, are used up.
 
-    Args:
-        measured: the model.
-        budget: the time; at least four samples are drawn.
-        draws: the largest number of samples of each kind per batch; None uses all the time.
+    At least four samples are drawn.
     """
     study = _Study(measured)
     study.between_batches(budget)

@@ -79,10 +79,7 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
 def shared_examples(inputs: Any, held: Iterable[Any], batch_dim: int) -> tuple[int, int]:
     """Count the examples of a training batch that are also held out (bit for bit), and all of them.
 
-    Args:
-        inputs: of the training batch.
-        held: the inputs of each held-out batch.
-        batch_dim: the dimension that counts examples.
+    Both are the inputs of batches whose examples are counted by the dimension ``batch_dim``.
     """
     mine = _fingerprints(inputs, batch_dim)
     others = {f for x in held for f in _fingerprints(x, batch_dim)}
@@ -174,8 +171,7 @@ class MeasuredModel:
     def preserved(self) -> Iterator[None]:
         """Train mode with gradients; the end restores everything, random generators included.
 
-        Raises:
-            OutputError: if two passes without noise disagree.
+        If two passes without noise disagree, it raises an ``OutputError``.
         """
         with preserve_model(self.model), torch.inference_mode(False), torch.enable_grad():
             if not self.model.training:
@@ -224,11 +220,7 @@ class MeasuredModel:
 
     @torch.no_grad()
     def loss_value(self, batch: NumberedBatch, noise: SiteNoise) -> float:
-        """ℓ(F(x; 1, η)), or ℓ(F(x)) for no noise.
-
-        Raises:
-            NonFiniteError: naming the batch, if it is not finite.
-        """
+        """ℓ(F(x; 1, η)), or ℓ(F(x)) for no noise; if it is not finite, an error names the batch."""
         loss = float(self.loss.value(self.run(batch, FixedNoise(noise)), batch.targets).double())
         if not math.isfinite(loss):
             raise NonFiniteError(self.not_finite(batch, loss, "with" if noise else "without"))

@@ -77,6 +77,8 @@ class Expanded(ABC):
         """The sites that a pass uses, each with a tensor of the shape of its η."""
         self.output = self.logits.detach().requires_grad_()
         self.count = float(measured.loss.count(self.output, batch.targets))
+        self.base = measured.loss_value(batch, {})
+        """ℓ(F(x))."""
 
     def quadratic(self, u: Tensor) -> Tensor:
         """The mean of uᵀHu."""
@@ -147,7 +149,6 @@ class Differences(Expanded):
     def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
         with torch.no_grad():
             super().__init__(measured, batch)
-        self._base = measured.loss_value(batch, {})
 
     def directional(self, noise: SiteNoise) -> float:
         """(ℓ₊ - ℓ₋)/2ε."""
@@ -172,7 +173,7 @@ class Differences(Expanded):
         u = (plus - minus) / (2.0 * _EPSILON)
         with torch.enable_grad():
             half = 0.5 * _number(self.quadratic(u))
-        second = 0.5 * (up - 2.0 * self._base + down) / _EPSILON**2
+        second = 0.5 * (up - 2.0 * self.base + down) / _EPSILON**2
         return SecondOrder((up - down) / (2.0 * _EPSILON), half, second - half), u
 
     def along(self, noise: SiteNoise) -> Terms:
@@ -191,11 +192,7 @@ def _scaled(noise: SiteNoise, sign: float) -> dict[str, Tensor]:
 
 
 class Expander:
-    """Expands batches, by differences if an op of the model has no double backward.
-
-    Args:
-        measured: the model that is measured.
-    """
+    """Expands batches, by differences if an op of the model has no double backward."""
 
     def __init__(self, measured: MeasuredModel) -> None:
         self._measured = measured
@@ -266,25 +263,11 @@ def parts_of(samples: Samples[Any], read: Callable[[Any], MaskSample | None]) ->
     )
 
 
-def sample_mask(
-    measured: MeasuredModel,
-    batch: NumberedBatch,
-    expanded: Expanded,
-    base: float,
-    noise: SiteNoise,
-) -> tuple[MaskSample, Terms]:
-    """Sample R_drop and its parts along one mask.
-
-    Args:
-        measured: the model.
-        batch: the batch.
-        expanded: the batch, expanded at ε = 0.
-        base: ℓ(F(x)).
-        noise: σ·η of dropout at the sites that drop.
-    """
+def sample_mask(expanded: Expanded, noise: SiteNoise) -> tuple[MaskSample, Terms]:
+    """Sample R_drop and its parts along one mask, σ·η at the sites that drop."""
     terms = expanded.along(noise)
     total = terms.total
-    r_drop = measured.loss_value(batch, noise) - base - total.directional
+    r_drop = expanded.measured.loss_value(expanded.batch, noise) - expanded.base - total.directional
     return MaskSample(r_drop, total.half_quadratic, total.curvature), terms
 
 
@@ -322,10 +305,9 @@ def measure_r_drop(
         expander = Expander(measured)
         for batch in measured.batches:
             expanded = expander(batch)
-            base = measured.loss_value(batch, {})
             for _ in range(masks):
                 noise = measured.draw_masks(expanded.found)
-                sample, _ = sample_mask(measured, batch, expanded, base, noise)
+                sample, _ = sample_mask(expanded, noise)
                 samples.add(batch.number, expanded.count, sample)
     share = samples.ratio(lambda s: s.half_quadratic, lambda s: s.r_drop)
     return RDrop(parts_of(samples, lambda s: s), share, samples.count)

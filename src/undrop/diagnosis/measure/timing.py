@@ -69,12 +69,7 @@ class Budget:
                 yield batch
 
 
-def check_seconds(seconds: float) -> float:
-    """Return the seconds if they are positive.
-
-    Raises:
-        OptionError: if they are not.
-    """
+def check_seconds(seconds: float) -> None:
+    """Raise an ``OptionError`` if the seconds are not positive."""
     if not seconds > 0.0:
         raise OptionError(f"seconds must be more than 0, got {seconds}.")
-    return seconds

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.kernels.output_layers import Output, OutputRows, Parameters, softmax_terms
-from undrop.kernels.softmax import SoftmaxOptions, working_dtype
+from undrop.kernels.output_layers import Output, Parameters, softmax_terms
+from undrop.kernels.softmax import OutputRows, SoftmaxOptions, working_dtype
 
 
 class Layer(NamedTuple):

@@ -21,7 +21,7 @@ from undrop.autodiff import gradients
 from undrop.kernels.softmax import (
     Coefficients,
     GradientBuffers,
-    LogitRows,
+    OutputRows,
     RowTerms,
     SoftmaxOptions,
     Work,
@@ -40,30 +40,6 @@ _LEAST_ROWS = 64
 Parameters = Sequence[Tensor | None]
 Needs = Sequence[bool]
 """Which gradients to compute: in the features, in the tangent, and in each parameter."""
-
-
-class OutputRows(NamedTuple):
-    """The input of an output layer."""
-
-    features: Tensor  # (rows, features)
-    tangent: Tensor | None  # of all rows, or of the last ones; None if no row has one
-    target: Tensor  # (rows,)
-    weight: Tensor  # of each row in the mean: 1/N, or 0 for an ignored target
-
-    @property
-    def plain(self) -> int:
-        """The number of rows without a tangent, which come first."""
-        return len(self.target) - (0 if self.tangent is None else len(self.tangent))
-
-    def of_tangent(self, which: slice) -> slice:
-        """Return the place of some rows in the tangent."""
-        return slice(max(which.start - self.plain, 0), max(which.stop - self.plain, 0))
-
-    def part(self, which: slice) -> OutputRows:
-        """Return some of the rows."""
-        tangent = None if self.tangent is None else self.tangent[self.of_tangent(which)]
-        tangent = tangent if tangent is not None and len(tangent) else None
-        return OutputRows(self.features[which], tangent, self.target[which], self.weight[which])
 
 
 class Swept(NamedTuple):
@@ -262,14 +238,9 @@ class Logits(Output):
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
     ) -> Swept:
         """Compute the sweep by the closed forms."""
-        z = rows.features
-        u = z[:0] if rows.tangent is None else rows.tangent
-        logits = LogitRows(z, u, rows.target, rows.weight)
         if options.coefficients is None or not any(needs):
-            return Swept(sweep(logits, options, None, None), [None, None])
-        means, formed = sweep_with_gradients(logits, options)
-        assert isinstance(means, Tensor)
-        return Swept(means, formed)
+            return Swept(sweep(rows, options, None, None), [None, None])
+        return Swept(*sweep_with_gradients(rows, options))
 
 
 class LinearOutput(Output):
@@ -314,7 +285,7 @@ class LinearOutput(Output):
             # The gradients of z and u take the memory of u and z.
             places = None if c is None else GradientBuffers(z[:plain], z[n:], z[plain:n])
             times = None if c is None else c.times(some.weight)
-            logits = LogitRows(z[:n], z[n:], some.target, some.weight)
+            logits = some._replace(features=z[:n], tangent=z[n:])
             means += sweep(logits, options, times, places)
             if c is not None:
                 _multiply_back(z, weight, some, to, (part, rows.of_tangent(part)))

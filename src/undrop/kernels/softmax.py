@@ -194,39 +194,52 @@ def tangent_gradients_(
     _subtract_target_(pv, target, options.smoothing, c2)
 
 
-class LogitRows(NamedTuple):
-    """Logits z (n, classes), the tangent u of the last rows, and the class and weight of each row."""
+class OutputRows(NamedTuple):
+    """The rows of an output layer, or of its logits; then the features are the logits."""
 
-    z: Tensor
-    u: Tensor
-    target: Tensor
-    weight: Tensor
-    ignored: bool = True
-    """Whether a row may have the weight 0."""
+    features: Tensor  # (rows, features)
+    tangent: Tensor | None  # of all rows, or of the last ones; None if no row has one
+    target: Tensor  # (rows,)
+    weight: Tensor  # of each row in the mean: 1/N, or 0 for an ignored target
+
+    @property
+    def plain(self) -> int:
+        """The number of rows without a tangent, which come first."""
+        return len(self.target) - (0 if self.tangent is None else len(self.tangent))
+
+    def of_tangent(self, which: slice) -> slice:
+        """Return the place of some rows in the tangent."""
+        return slice(max(which.start - self.plain, 0), max(which.stop - self.plain, 0))
+
+    def part(self, which: slice) -> OutputRows:
+        """Return some of the rows."""
+        tangent = None if self.tangent is None else self.tangent[self.of_tangent(which)]
+        tangent = tangent if tangent is not None and len(tangent) else None
+        return OutputRows(self.features[which], tangent, self.target[which], self.weight[which])
 
     def blocks(self) -> list[tuple[slice, slice | None]]:
-        """Return blocks of rows, each with its place in u, or None if the rows have no tangent."""
-        plain = len(self.z) - len(self.u)
-        classes = self.z.shape[-1]
+        """Return blocks of rows, each with its place in the tangent, or None if they have none."""
+        plain, classes = self.plain, self.features.shape[-1]
         without = [(rows, None) for rows in row_blocks(plain, classes)]
-        of_u = row_blocks(len(self.u), classes)
-        return [*without, *((slice(plain + b.start, plain + b.stop), b) for b in of_u)]
+        moved = row_blocks(len(self.target) - plain, classes)
+        return [*without, *((slice(plain + b.start, plain + b.stop), b) for b in moved)]
 
 
 def sweep(
-    rows: LogitRows, options: SoftmaxOptions, c: Coefficients | None, to: GradientBuffers | None
+    rows: OutputRows, options: SoftmaxOptions, c: Coefficients | None, to: GradientBuffers | None
 ) -> Tensor:
-    """Return the means of the three terms, block by block; write the gradients in z and u to ``to``.
+    """Return the means of the three terms of logits z along u; write the gradients in both to ``to``.
 
     ``c`` holds the coefficients of each row; if it is None, no gradient is computed.
     """
+    z_all, u_all = rows.features, rows.tangent
     parts, blocks = [], rows.blocks()
     longest = max((block.stop - block.start for block, _ in blocks), default=0)
-    buffers = [rows.z.new_empty((longest, rows.z.shape[-1])) for _ in range(1 if to else 3)]
+    buffers = [z_all.new_empty((longest, z_all.shape[-1])) for _ in range(1 if to else 3)]
     for block, of_u in blocks:
         p, *rest = (buffer[: block.stop - block.start] for buffer in buffers)
-        z, target = rows.z[block], rows.target[block]
-        if of_u is None:
+        z, target = z_all[block], rows.target[block]
+        if of_u is None or u_all is None:
             dz = rest[0] if to is None else to.plain[block]
             terms = RowTerms.of_loss(loss_rows(z, target, options.smoothing, dz))
             if c is not None:
@@ -234,22 +247,25 @@ def sweep(
         else:
             dz, du = rest if to is None else (to.moved[of_u], to.tangent[of_u])
             work = Work(dz, du, p)
-            terms = tangent_rows(z, rows.u[of_u], target, options, work)
+            terms = tangent_rows(z, u_all[of_u], target, options, work)
             if c is not None:
                 tangent_gradients_(work, terms, target, options, c.part(block))
         parts.append(terms)
-    return RowTerms.joined(parts).sums(rows.weight) if parts else rows.z.new_zeros(3)
+    return RowTerms.joined(parts).sums(rows.weight) if parts else z_all.new_zeros(3)
 
 
 _FEW = 1 << 15  # logits up to which the number of calls dominates the cost
 
 
-def _at_once(rows: LogitRows, c: Any) -> tuple[Means, tuple[Tensor, Tensor]]:
+def _at_once(
+    z: Tensor, u: Tensor, target: Tensor, c: Any
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Compute what ``sweep`` does for the Hessian in as few calls as possible; for few logits.
 
-    The coefficients c are numbers, and all N rows count, each with the weight w = 1/N.
+    The coefficients c are numbers, u is of the last rows, and all N rows count, each with the weight
+    w = 1/N.
     """
-    z, u, target, n = rows.z, rows.u, rows.target, len(rows.z)
+    n = len(z)
     w, plain = 1.0 / n, n - len(u)
     log_p = torch.log_softmax(z, -1)
     p = log_p.exp()
@@ -270,30 +286,14 @@ def _at_once(rows: LogitRows, c: Any) -> tuple[Means, tuple[Tensor, Tensor]]:
 
 
 def sweep_with_gradients(
-    rows: LogitRows, options: SoftmaxOptions
-) -> tuple[Means, tuple[Tensor, Tensor]]:
-    """Return the means of the three terms, and the gradients of the total in z and u."""
-    c = options.coefficients
-    assert c is not None
-    few = rows.z.numel() <= _FEW and options.form == "hessian" and not options.smoothing
-    if few and not rows.ignored and not any(isinstance(each, Tensor) for each in c):
-        return _at_once(rows, c)
-    dz, du = torch.empty_like(rows.z), torch.empty_like(rows.u)
-    plain = len(dz) - len(du)
-    to = GradientBuffers(dz[:plain], dz[plain:], du)
-    return sweep(rows, options, c.times(rows.weight), to), (dz, du)
-
-
-def _prepared(logits: Tensor, u: Tensor, target: Tensor, ignore_index: int) -> LogitRows:
-    """Return the arguments as rows in the working type, with their weights."""
-    dtype = working_dtype(logits.dtype)
-    if logits.dim() != 2:
-        logits, u = (x.reshape(-1, logits.shape[-1]) for x in (logits, u))
-        target = target.reshape(-1)
-    z, tangent = logits.to(dtype), u.to(dtype)
-    if _none_is(ignore_index, target):
-        return LogitRows(z, tangent, target, z.new_full(target.shape, 1.0 / len(target)), False)
-    return LogitRows(z, tangent, *row_weights(target, ignore_index, dtype))
+    rows: OutputRows, options: SoftmaxOptions
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return the means of the three terms, and the gradients of the total in the logits and in u."""
+    assert options.coefficients is not None
+    u = rows.features[:0] if rows.tangent is None else rows.tangent
+    dz, du = torch.empty_like(rows.features), torch.empty_like(u)
+    to = GradientBuffers(dz[: rows.plain], dz[rows.plain :], du)
+    return sweep(rows, options, options.coefficients.times(rows.weight), to), (dz, du)
 
 
 def _none_is(value: int, target: Tensor) -> bool:
@@ -313,7 +313,18 @@ def cross_entropy_and_gradients(
     (..., classes), and u is the tangent of all rows or only of the last; it is 0 for the others.
     Nothing has a graph.
     """
-    rows = _prepared(logits, u, target, options.ignore_index)
-    means, (dz, du) = sweep_with_gradients(rows, options)
-    assert options.coefficients is not None
-    return options.coefficients.total(means), means, (dz.view(logits.shape), du.view(u.shape))
+    c, dtype, classes = options.coefficients, working_dtype(logits.dtype), logits.shape[-1]
+    assert c is not None
+    z, tangent = logits.to(dtype), u.to(dtype)
+    if logits.dim() != 2:
+        z, tangent = (x.reshape(-1, classes) for x in (z, tangent))
+        target = target.reshape(-1)
+    few = z.numel() <= _FEW and options.form == "hessian" and not options.smoothing
+    few = few and not any(isinstance(each, Tensor) for each in c)
+    means: Means
+    if few and _none_is(options.ignore_index, target):
+        means, (dz, du) = _at_once(z, tangent, target, c)
+    else:
+        weighted = row_weights(target, options.ignore_index, dtype)
+        means, (dz, du) = sweep_with_gradients(OutputRows(z, tangent, *weighted), options)
+    return c.total(means), means, (dz.view(logits.shape), du.view(u.shape))

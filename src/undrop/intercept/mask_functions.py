@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -82,13 +83,6 @@ _LARGE = 1e3  # a value of this size in the place of dropped entries stands for 
 
 _OPERATION: dict[Callable[..., Any], tuple[str, bool]] = {}
 """The operation that a function is, and whether it works in place."""
-_CASTS: dict[Callable[..., Any], torch.dtype] = {
-    **{
-        getattr(Tensor, name): getattr(torch, name)
-        for name in ["float", "double", "half", "bfloat16", "bool", "long", "int", "short"]
-    },
-    **{Tensor.byte: torch.uint8, Tensor.char: torch.int8},
-}
 _POOLS: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {}
 
 
@@ -225,7 +219,7 @@ def _of_mask(m: Mask, call: _Call) -> Any:
     if operation == "move" and first and not inplace:
         return m.derived(m.mode.resume(func, m.value(), *args[1:], **kwargs))
     if operation == "cast" and first:
-        return _cast(m, func, args, kwargs)
+        return _cast(m, call)
     if func in _POOLS and first and m.binary:
         return _any_in_window(m, func, *args[1:], **kwargs)
     found = _of_zeros_and_ones(m, operation, args) if m.binary else NotImplemented
@@ -273,30 +267,20 @@ def _of_zeros_and_ones(m: Mask, operation: str, args: _Args) -> Any:
     return made
 
 
-def _cast(m: Mask, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Mask:
+def _cast(m: Mask, call: _Call) -> Any:
     """Return the mask in another type or on another device; its value stays a float."""
-    wanted = _CASTS.get(func)
-    device = None
-    for x in (*args[1:], *kwargs.values()):
-        if isinstance(x, torch.dtype):
-            wanted = x
-        elif isinstance(x, (Tensor, Mask)):
-            wanted, device = x.dtype, x.device if func is not Tensor.type_as else None
-        elif isinstance(x, (str, torch.device)):
-            if func is Tensor.type:
-                raise m.refuse("Tensor.type with a name")
-            device = x
-    if func is Tensor.cpu:
-        device = "cpu"
-    if func is Tensor.cuda:
-        device = device or "cuda"
-    dtype = wanted or m.dtype
-    keep = dtype if dtype.is_floating_point else None
-    how = {k: v for k, v in (("dtype", keep), ("device", device)) if v is not None}
-    value = m.mode.resume(Tensor.to, m.value(), **how) if how else m.value()
-    if not m.binary and keep is None:
+    value = m.value()
+    sample = torch.empty((), dtype=m.dtype, device=value.device)
+    given = call.with_each(lambda x: sample if x is m else x.like() if isinstance(x, Mask) else x)
+    found = call.func(*given.args, **given.kwargs)
+    if not isinstance(found, Tensor):  # the name of the type
+        return found
+    if not m.binary and not found.dtype.is_floating_point:
         raise m.refuse("a cast to whole numbers")
-    return m.derived(value, dtype)
+    how = {"dtype": found.dtype} if found.dtype.is_floating_point else {}
+    if found.dtype != value.dtype or found.device != value.device:
+        value = m.mode.resume(Tensor.to, value, device=found.device, **how)
+    return m.derived(value, found.dtype)
 
 
 def _any_in_window(
@@ -314,13 +298,10 @@ def _any_in_window(
     if dilation not in (1, (1,) * dims, [1] * dims) or return_indices:
         raise m.refuse("max pooling with dilation or indices")
     sizes = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
-    count = 1
-    for size in sizes:
-        count *= size
     resume = m.mode.resume
     logs = resume(torch.log1p, resume(torch.neg, m.value()))
     pooled = resume(average, logs, kernel_size, stride, padding, ceil_mode)
-    none = resume(torch.exp, resume(torch.mul, pooled, float(count)))
+    none = resume(torch.exp, resume(torch.mul, pooled, float(math.prod(sizes))))
     return m.derived(resume(torch.rsub, none, 1.0))
 
 

@@ -63,7 +63,7 @@ class RandomValue:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answer where the interception itself is off, such as within one of its rules."""
+        """Answer if the interception itself is off, as within one of its rules."""
         owner = next(x for x in leaves_of((args, kwargs or {})) if isinstance(x, RandomValue))
         return owner.mode.followed(func, types, args, kwargs or {})
 
@@ -94,15 +94,9 @@ class RandomValue:
 
 
 class Uniform(RandomValue):
-    """a·U + b with U uniform on (0, 1), not drawn yet.
+    """a·U + b with U uniform on (0, 1), not drawn yet; ``scale`` is a, and ``shift`` is b.
 
-    Args:
-        mode: the interception.
-        key: the name of the draw.
-        fill: returns a tensor with that value in the shape, type and device of the draw.
-        draw: draws U.
-        scale: a.
-        shift: b.
+    ``fill`` returns a tensor with one value in the shape, type and device of the draw; ``draw`` draws U.
     """
 
     def __init__(
@@ -170,14 +164,9 @@ class Uniform(RandomValue):
 class Mask(RandomValue):
     """A random mask m = k·(1 + ε·σ·η), or what a smooth function makes of masks alone.
 
-    Args:
-        mode: the interception.
-        key: the name of the draw.
-        make: returns the soft value; called when it is first needed.
-        dtype: the type that the model sees.
-        draw: how the draw became a mask.
-        binary: whether the mask proper is 0 or 1 everywhere.
-        like: a tensor of the same shape and device, for as long as the value is not made.
+    ``make`` returns the soft value, when it is first needed; until then ``like`` has its shape and
+    device. ``dtype`` is the type that the model sees, ``draw`` says how the draw became a mask, and
+    ``binary`` whether the real mask is 0 or 1 everywhere.
     """
 
     def __init__(
@@ -246,11 +235,11 @@ class Mask(RandomValue):
         self.mode.not_a_mask(self.key, self.draw._replace(branch=branch))
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't put noise in its "
-            "place: it is no site from now on, so repeat the call."
+            "place: it is not a site from now on, so repeat the call."
         )
 
     def gradients(self) -> AbstractContextManager[Any]:
-        """Record a graph where the pass has gradients: models make masks under no_grad."""
+        """Record a graph if the pass has gradients: models make masks under no_grad."""
         return torch.set_grad_enabled(self.mode.gradients or torch.is_grad_enabled())
 
 

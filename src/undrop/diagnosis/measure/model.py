@@ -111,18 +111,6 @@ class FixedNoise:
         return h if noise is None else torch.addcmul(h, h, noise)
 
 
-def _mask(site: Site, like: Tensor, generators: Generators, factor: float = 1.0) -> Tensor:
-    q = site.p * factor
-    return draw_noise(
-        "dropout",
-        site.mask_shape,
-        q,
-        like=like.detach(),
-        scale=sigma(q),
-        generator=generators(like.device),
-    )
-
-
 class MeasuredModel:
     """A model with its loss and batches. Measuring does not change the model.
 
@@ -237,7 +225,13 @@ class MeasuredModel:
         self, found: Iterable[tuple[Site, Tensor]], factor: float = 1.0
     ) -> dict[str, Tensor]:
         """σ·η of dropout with every site's p times ``factor``, as tensors like the ones given."""
-        return {site.name: _mask(site, like, self.generators, factor) for site, like in found}
+        masks = {}
+        for site, like in found:
+            q, like, source = site.p * factor, like.detach(), self.generators(like.device)
+            masks[site.name] = draw_noise(
+                "dropout", site.mask_shape, q, like=like, scale=sigma(q), generator=source
+            )
+        return masks
 
 
 def _seeded_from(generator: torch.Generator | None) -> torch.Generator | None:

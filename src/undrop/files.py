@@ -97,7 +97,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def near_path(path: Path, pattern: str = "*") -> Path | None:
-    """The file or folder beside a path that does not exist whose name is nearest to its name."""
+    """Return the neighbor of a missing path whose name is nearest to its own."""
     from difflib import get_close_matches
 
     beside = {found.name: found for found in path.parent.glob(pattern)}

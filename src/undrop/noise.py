@@ -109,7 +109,7 @@ def structured_dropout(
         kind: the site's kind in ``undrop.sites``.
         mask: the name of its mask structure there.
         label: what the site's name adds to the path of the calling module.
-        per_example: False where all examples of a batch share the noise (weights, embedding rows).
+        per_example: False if all examples of a batch share the noise (weights, embedding rows).
     """
     if has_torch_function_unary(h):
         how: Any = {"kind": kind, "mask": mask, "per_example": per_example, "label": label}

@@ -24,7 +24,7 @@ class _Source(NamedTuple):
 
 
 def _sources() -> dict[str, _Source]:
-    """The global sources that this process has by now."""
+    """Return the global sources that this process has so far."""
     found = {
         "torch": _Source(
             torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
@@ -150,7 +150,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_current(seed: int) -> None:
-    """Seed the global generators that exist by now; a snapshot can put them back."""
+    """Seed the global generators that exist so far; a snapshot can restore them."""
     for source in _sources().values():
         source.seed(seed)
 

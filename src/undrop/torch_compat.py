@@ -43,7 +43,7 @@ def other_accelerator() -> torch.device | None:
 
 
 def lstm(*args: Any) -> Any:
-    """``torch.lstm``, in float32 where the CPU has no kernel for the type that autocast asks for.
+    """``torch.lstm``, in float32 if the CPU has no kernel for the type of autocast.
 
     On a CPU without AVX-512 or AMX, oneDNN has no LSTM in bfloat16 or float16, and torch raises.
     """
@@ -139,7 +139,7 @@ T = TypeVar("T")
 def fresh_autocast_cache() -> Iterator[None]:
     """Forget the weights that autocast converts in the block.
 
-    Older versions of torch use those that were converted without a graph in later passes, too, which
+    Older versions of torch also use weights that were converted without a graph in later passes, which
     then have no gradient.
     """
     try:

@@ -104,7 +104,7 @@ def test_diagnose_refuses_infinite_weights():
 
 def test_diagnose_refuses_a_model_without_dropout():
     plain = nn.Sequential(nn.Linear(3, 3))
-    refused(errors.NoDropoutError, "no active dropout was met", plain, [batch()])
+    refused(errors.NoDropoutError, "no active dropout runs", plain, [batch()])
 
 
 def test_diagnose_refuses_targets_out_of_range():

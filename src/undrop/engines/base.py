@@ -76,7 +76,7 @@ class Request:
 def no_dropout_met(model: nn.Module) -> str:
     """Return the error message for a pass without an active dropout."""
     return (
-        f"no active dropout ran in this pass of {type(model).__name__}: check that p > 0 and "
+        f"no active dropout runs in this pass of {type(model).__name__}: check that p > 0 and "
         "that its dropout modules are in train mode."
     )
 

@@ -52,7 +52,7 @@ def probabilities(call: AttentionCall, softmax: Callable[[Tensor, int], Tensor])
 
 
 def additive_mask(call: AttentionCall) -> Tensor | None:
-    """The mask as a term of the logits, 0 or -inf for a boolean one; None where there is none."""
+    """The mask as a term of the logits, 0 or -inf for a boolean one; None without a mask."""
     mask = call.attn_mask
     if call.is_causal:
         shape = (call.query.shape[-2], call.key.shape[-2])
@@ -116,7 +116,7 @@ def _multi_head(mode: Interception, *args: Any, **kwargs: Any) -> Any:
 
 
 def _factors(mode: Interception, call: FlexCall) -> Tensor | None:
-    """1 + ε·σ·η in the shape of the probabilities; None where it is 1."""
+    """1 + ε·σ·η in the shape of the probabilities; None if it is 1 everywhere."""
     if call.dropout_p == 0.0:
         return None
     ones = call.ones()

@@ -5,10 +5,10 @@ needs one, the region runs again, possibly in another thread, where no intercept
 torch's dropout would draw new masks there. So an interception finds the regions that it passes
 through, and makes sure that they run again under an interception with the same noise.
 
-A region shows by its hooks on torch's stack of saved-tensor hooks. All non-reentrant checkpointing
+A region has hooks on torch's stack of saved-tensor hooks. All non-reentrant checkpointing
 (``checkpoint``, ``checkpoint_sequential``, module wrappers, Transformers) uses them, and they lead
 to the region's record, which holds the function that runs it again. The reentrant kind runs inside
-an autograd function and leaves no such record.
+an autograd function and has no such record.
 """
 
 from __future__ import annotations
@@ -35,20 +35,25 @@ class Region(Protocol):
 
 
 def regions() -> list[Region]:
-    """The checkpointed regions that are running now, the innermost first."""
-    if _top_hooks() is None:
-        return []
-    return [_region(hooks) for hooks in _all_hooks() if _is_checkpoint(hooks)]
+    """Return the checkpointed regions in their first run now, the innermost first."""
+    found: list[Region] = []
+    for pack, _ in _all_hooks():
+        name = getattr(pack, "__qualname__", "")
+        if getattr(pack, "__module__", None) == _HOME and name.startswith("_checkpoint_hook."):
+            code: Any = pack
+            held = dict(zip(code.__code__.co_freevars, code.__closure__ or (), strict=True))
+            found.append(held["frame"].cell_contents)
+    return found
 
 
 def _top_hooks() -> _Hooks | None:
-    """The hooks on top of the stack, which apply to every tensor that is saved next."""
+    """Return the hooks on top of the stack, which apply to every tensor that is saved next."""
     hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 
 def _all_hooks() -> list[_Hooks]:
-    """The whole stack of hooks, the top first: taken off one by one and put back."""
+    """Return the whole stack of hooks, the top first: take them off one by one and put them back."""
     stack: list[_Hooks] = []
     while (hooks := _top_hooks()) is not None:
         stack.append(hooks)
@@ -58,20 +63,6 @@ def _all_hooks() -> list[_Hooks]:
     return stack
 
 
-def _is_checkpoint(hooks: _Hooks) -> bool:
-    """Whether the hooks are those of a region's first run (not of its second)."""
-    pack = hooks[0]
-    name = getattr(pack, "__qualname__", "")
-    return getattr(pack, "__module__", None) == _HOME and name.startswith("_checkpoint_hook.")
-
-
-def _region(hooks: _Hooks) -> Region:
-    pack: Any = hooks[0]
-    held = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
-    region: Region = held["frame"].cell_contents
-    return region
-
-
 def in_checkpoint(error: Exception | None = None) -> bool:
     """Whether ``torch.utils.checkpoint`` is on the Python stack, or was where ``error`` was raised."""
     stack = frames() if error is None else (frame for frame, _ in walk_tb(error.__traceback__))
@@ -79,13 +70,13 @@ def in_checkpoint(error: Exception | None = None) -> bool:
 
 
 def enclosing_function() -> str | None:
-    """The name of the autograd function whose forward is on the Python stack, if there is one."""
+    """Return the name of the autograd function whose forward is on the Python stack, or None."""
     forwards = _forwards()
     return next((forwards[f.f_code] for f in frames() if f.f_code in forwards), None)
 
 
 def _forwards() -> dict[CodeType, str]:
-    """The code of every autograd function's forward, with the function's name.
+    """Return the code of every autograd function's forward, with the function's name.
 
     The stack shows only the forward: since torch 2.15 ``Function.apply`` is not Python.
     """

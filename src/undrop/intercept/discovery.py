@@ -1,4 +1,4 @@
-"""Find every dropout of a model by running it, and leave it as it was."""
+"""Find every dropout of a model by running it, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from undrop.intercept.wrappers import bare, is_sharded, paths, unwrapped
 from undrop.rng_snapshot import RngSnapshot, seed_current
 from undrop.torch_compat import eager
 
-_MOST_PASSES = 48  # of the passes that look for sites behind random branches
-_LOOKING = RLock()  # held while a model is in another mode than the one its owner put it in
+_MOST_PASSES = 48  # to look for sites behind random branches
+_LOOKING = RLock()  # held while a model is not in the mode that its owner chose
 
 
 def sites(model: nn.Module, inputs: Any) -> Sites:
@@ -125,14 +125,14 @@ def _add_hidden_sites(model: nn.Module, inputs: Any, mode: Interception) -> None
 
 
 def _dropped(site: Site, h: Tensor) -> Tensor:
-    """Entries of h dropped one by one: noise enough to take other branches."""
+    """Drop entries of h one by one: enough noise to take other branches."""
     return h * (torch.rand_like(h) >= site.p) / (1.0 - min(site.p, 0.9))
 
 
 def _proven_pass(
     model: nn.Module, inputs: Any, number: int = 0, action: SiteAction = no_noise
 ) -> Interception:
-    """Run the model until every random mask that it makes by hand is proven, or known to be none."""
+    """Run the model until every random draw is proven to be a mask, or known not to be one."""
     seed_current(number)  # the same branches for every seed
     known = known_draws(model)
     while True:
@@ -150,7 +150,7 @@ def _proven_pass(
 
 
 def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interception:
-    """Run the model until no draw is taken for a mask by mistake, without noise by default."""
+    """Run the model, by default without noise, until no draw is mistaken for a mask."""
     while True:
         mode = Interception(model, action)
         mode.uses = {}
@@ -165,7 +165,7 @@ def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interc
             followed = [key for key, mask in mode.draws.items() if mask is not None]
             if isinstance(error, UndropError) or not followed:
                 raise
-            # Perhaps code that takes real tensors alone has got a mask: let it be real.
+            # Perhaps code that needs real tensors got a mask: draw real numbers there.
             known_draws(model).others.add(followed[-1])
 
 
@@ -177,7 +177,7 @@ def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:
 
 
 def in_training(model: nn.Module) -> bool:
-    """Whether the model is in train mode, when no other thread is looking for its sites."""
+    """Return whether the model is in train mode once no other thread looks for its sites."""
     if model.training:
         return True
     with _LOOKING:
@@ -203,7 +203,7 @@ def _nothing_found(model: nn.Module, others: list[Unaccounted]) -> str:
             f"it has {', '.join(idle[:3])}, but none was active in the pass: check p and its mode, and "
             "that forward keeps no result of an earlier call"
         )
-    return f"no active dropout was met in a forward pass of {type(model).__name__}: {hint}."
+    return f"no active dropout runs in a forward pass of {type(model).__name__}: {hint}."
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
 def acting(model: nn.Module, inputs: Any) -> dict[str, bool]:
     """Return, by the name of each site, whether u ≠ 0: the derivative of vᵀF for a random v.
 
-    It is empty where the model can't be differentiated outside of its training: then nothing is known.
+    If the model can't be differentiated outside of its training, it is empty: nothing is known then.
     """
     if is_sharded(model):
         return {}
@@ -267,7 +267,7 @@ def _outputs(output: Any) -> list[Tensor]:
 
 
 def adapter_hint(model: nn.Module) -> str | None:
-    """What to do about the adapters of a model that has no active dropout; None without adapters."""
+    """Return what to do about adapters without active dropout; None for a model without adapters."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not configs:
         return None

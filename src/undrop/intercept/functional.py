@@ -52,7 +52,7 @@ SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
 def _native_dropout(
     mode: Interception, input: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Any]:
-    """It returns its mask too, which the caller may use: so it is a mask made by hand."""
+    """It also returns its mask, which the caller may use, so this is a mask made by hand."""
     if train is False or not p:
         return mode.off(input, train), torch.ones_like(input, dtype=torch.bool)
     keep = mode.bernoulli(
@@ -219,9 +219,9 @@ def register_site(
 ) -> Any:
     """Declare that a function, or a module class, multiplies its input h by noise of mean 1.
 
-    undrop finds most masks by itself. This is for noise that it can't see: a kernel of your own, a mask
-    from NumPy. Use the function that is returned, or use this as a decorator; a class is changed in
-    place. Outside of undrop's passes both do what they did.
+    undrop finds most masks by itself. This is for noise that it can't see: your own kernel, a mask from
+    NumPy. Use the function that is returned, or use this as a decorator; a class is changed in
+    place. Outside of undrop's passes, both do what they did before.
 
     Args:
         target: a function whose first argument is h, or a subclass of ``nn.Module``.
@@ -230,7 +230,7 @@ def register_site(
         shared: the dimensions of h along which one entry of the noise is shared.
         kind: what the site is called in ``undrop.sites``.
         mask: the mask structure's name there.
-        per_example: False where all examples of a batch share the noise.
+        per_example: False if all examples of a batch share the noise.
 
     Returns:
         The function or class to use.

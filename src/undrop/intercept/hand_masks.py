@@ -107,7 +107,7 @@ class HandMasks:
     _replay: Replay | None = None
     _watch: Watch | None = None
     uses: dict[str, set[bool]] | None = None
-    """For each mask whether its uses say that it drops where it is taken to; None if not recorded."""
+    """For each mask, whether its uses agree with the value that is assumed to drop; None to skip it."""
     entered = 0
     """How many ``with`` blocks of this interception are open: some rules open another one."""
     functions = 0
@@ -147,7 +147,7 @@ class HandMasks:
         self._known.refused(key, draw)
 
     def drops(self, key: str, rare: bool) -> bool:
-        """Return whether a mask drops where it is 1: by its uses, else where that is the rarer value."""
+        """Return whether a mask drops where it is 1: by its uses, or else if 1 is the rarer value."""
         self.draws[key] = self._known.drops.get(key, rare)
         return bool(self.draws[key])
 
@@ -288,7 +288,7 @@ class HandMasks:
     def unaliased(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments with random values in the place of tensors drawn in place, if any."""
+        """Return the arguments with random values for tensors drawn in place; None if there are none."""
         aliases = self._aliases
         if aliases is None or func in META:
             return None

@@ -157,7 +157,7 @@ class Interception(HandMasks, TorchFunctionMode):
 
     def resume(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of tensors as if the model had called it."""
-        self.functions -= 1  # the model has not
+        self.functions -= 1  # the model did not call it
         return self.__torch_function__(func, (), args, kwargs)
 
     def prepare_recomputation(self) -> None:
@@ -168,7 +168,7 @@ class Interception(HandMasks, TorchFunctionMode):
                 raise RecomputationError(
                     f"{self._where()} runs inside the autograd function {function}, whose backward "
                     "can't see the same noise: with activation checkpointing pass "
-                    "use_reentrant=False, with a function of its own use engine='antithetic'."
+                    "use_reentrant=False, with its own function use engine='antithetic'."
                 )
             return
         for region in regions():

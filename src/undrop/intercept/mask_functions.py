@@ -143,7 +143,7 @@ def _drawn(x: Any) -> Any:
 
 
 def _of_uniform(u: Uniform, call: _Call) -> Any:
-    """Return the next step of a draw on its way to a mask; NotImplemented if this is none."""
+    """Return the next step of a draw on its way to a mask, or NotImplemented."""
     if u.drawn is not None:
         return NotImplemented
     func, operation, inplace, args, kwargs = call

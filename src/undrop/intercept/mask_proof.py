@@ -34,7 +34,7 @@ def disproven(model: nn.Module, inputs: Any, masks: Mapping[str, MaskDraw]) -> s
 
 
 def _rounds(keys: list[str]) -> Iterator[set[str]]:
-    """Yield sets of single values that drop: of any two, one drops where the other keeps, and back.
+    """Yield sets of single values that drop: of any two, each one drops once while the other keeps.
 
     What a layer that is skipped, or a factor of 0, hides in one round is then seen in another.
     """

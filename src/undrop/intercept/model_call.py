@@ -1,14 +1,14 @@
 """Call a model on a batch, and find tensors in what it takes and returns, in containers of any class.
 
 Torch knows tuples, lists, dicts and the classes that were registered with it. An object of any other
-class holds what its attributes hold, or its items if it is a mapping of its own kind.
+class holds what its attributes hold, or its items if it is some other mapping.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from traceback import walk_tb
@@ -99,8 +99,15 @@ class Batch(NamedTuple):
         return call(self.model, self.inputs)
 
 
+def arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a model: a tuple or list holds the positional ones, a dict the others."""
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    return (inputs if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Return ``model(inputs)``; a tuple or list is spread over positions, a dict over keywords."""
+    """Return what the model returns for these inputs."""
     needs = _needs.get(model)
     if needs is None:
         return _call(model, inputs)
@@ -112,9 +119,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 def _call(model: nn.Module, inputs: Any) -> Any:
     try:
         with nullcontext() if torch.is_grad_enabled() else fresh_autocast_cache():
-            if isinstance(inputs, Mapping):
-                return model(**inputs)
-            return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+            args, kwargs = arguments(inputs)
+            return model(*args, **kwargs)
     except Exception as error:
         if any(f.f_globals["__name__"] == _COND for f, _ in walk_tb(error.__traceback__)):
             raise EngineError(

@@ -23,7 +23,7 @@ class Site:
     """A place where a model multiplies an activation (or a weight) h by 1 + ε·σ·η."""
 
     name: str
-    """The path of the module that drops, and the call (``#2``) where it does so more than once."""
+    """The path of the module that drops, with the number of the call from the second on (``#2``)."""
     kind: str
     """dropout, dropout1d/2d/3d, attention, recurrent, locked, weight, embedding, or a model's own."""
     p: float
@@ -35,7 +35,7 @@ class Site:
     mask_shape: tuple[int, ...]
     """The shape of η; it broadcasts to h."""
     per_example: bool = True
-    """False where all examples of a batch share the noise."""
+    """False if all examples of a batch share the noise."""
     active_in_eval: bool = False
     """Whether the site drops in eval mode too (a common mistake with ``dropout_p``)."""
     acts: bool | None = field(default=None, compare=False)
@@ -195,12 +195,12 @@ class Selection:
         return found
 
     def sigma(self, site: Site) -> float:
-        """σ of the noise at a site; 0 where it is not chosen."""
+        """σ of the noise at a site; 0 if it is not chosen."""
         given = self._sigmas.get(site.name)
         return site.sigma * math.sqrt(self.weight(site.name)) if given is None else given
 
     def weight(self, name: str) -> float:
-        """The factor on σ² at the site of that name; 0 where it is not chosen."""
+        """The factor on σ² at the site of that name; 0 if it is not chosen."""
         if name not in self._weights:  # every step asks for every site
             matching = (w for p, w in reversed(self.patterns.items()) if fnmatchcase(name, p))
             self._weights[name] = next(matching, 0.0)
@@ -224,12 +224,12 @@ class Selection:
 
 
 def _literal(name: str) -> str:
-    """A pattern that matches this name alone: ``[`` would open a set of characters."""
+    """Return a pattern that matches only this name: ``[`` would open a set of characters."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _words(patterns: Iterable[str]) -> list[str]:
-    """The patterns, if they are words."""
+    """Return the patterns as a list; raise an error if they are not strings."""
     words = list(patterns) if isinstance(patterns, Iterable) else None
     if words is None or not all(isinstance(word, str) for word in words):
         got = type(patterns).__name__ if words is None else repr(patterns)

@@ -140,7 +140,7 @@ def without_kernel(
     scores = _modified(call, (call.query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale)
     with torch.no_grad():
         empty = (scores.detach() == -math.inf).all(-1, keepdim=True)
-    filled = scores.masked_fill(empty, 0.0)  # where no key is allowed; a row of -inf would make NaN
+    filled = scores.masked_fill(empty, 0.0)  # if no key is allowed: a row of -inf would make NaN
     p = softmax(filled, -1).masked_fill(empty, 0.0)
     if factors is not None:
         p = p * factors

@@ -71,12 +71,6 @@ class RowTerms(NamedTuple):
     directional: Tensor
     mean: Tensor
 
-    @classmethod
-    def of_loss(cls, loss: Tensor) -> RowTerms:
-        """Return the terms of rows without a tangent."""
-        zero = torch.zeros_like(loss)
-        return RowTerms(loss, zero, zero, zero)
-
     def sums(self, weight: Tensor) -> Tensor:
         """Return the sums over rows of weight (rows,) times ℓ, uᵀHu and ∂ℓ/∂ε, (3,).
 
@@ -148,15 +142,19 @@ def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: Weight
     x.scatter_add_(-1, target.unsqueeze(-1), value.expand(len(target), 1))
 
 
-def loss_rows(z: Tensor, target: Tensor, smoothing: float, p: Tensor) -> Tensor:
-    """Return ℓ of each row, and write softmax(z) to p, which may be z itself."""
+def loss_rows(
+    z: Tensor, target: Tensor, smoothing: float, dz: Tensor, c: Weight | None
+) -> RowTerms:
+    """Return the terms of rows without a tangent, and write d(c·ℓ)/dz = c(p - t) to dz.
+
+    dz may be z itself; if c is None, it is not computed.
+    """
     wanted = expected(z, target, smoothing)
-    return _softmax(z, p) - wanted
-
-
-def loss_gradient_(p: Tensor, target: Tensor, smoothing: float, c: Weight) -> None:
-    """Replace p by ``d(c·ℓ)/dz = c(p - t)`` in place."""
-    _subtract_target_(p.mul_(c), target, smoothing, c)
+    loss = _softmax(z, dz) - wanted
+    if c is not None:
+        _subtract_target_(dz.mul_(c), target, smoothing, c)
+    zero = torch.zeros_like(loss)
+    return RowTerms(loss, zero, zero, zero)
 
 
 def tangent_rows(
@@ -241,9 +239,8 @@ def sweep(
         z, target = z_all[block], rows.target[block]
         if of_u is None or u_all is None:
             dz = rest[0] if to is None else to.plain[block]
-            terms = RowTerms.of_loss(loss_rows(z, target, options.smoothing, dz))
-            if c is not None:
-                loss_gradient_(dz, target, options.smoothing, c.part(block).loss)
+            weight = None if c is None else c.part(block).loss
+            terms = loss_rows(z, target, options.smoothing, dz, weight)
         else:
             dz, du = rest if to is None else (to.moved[of_u], to.tangent[of_u])
             work = Work(dz, du, p)

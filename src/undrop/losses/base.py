@@ -179,7 +179,7 @@ class Loss(GivenLoss):
         return Prepared(self, *labels_apart(inputs, targets))
 
     def undone(self) -> AbstractContextManager[None]:
-        """A context at whose end random numbers and buffers of the loss are as before."""
+        """Return a context that restores the random numbers and the buffers of the loss at its end."""
         return nullcontext()
 
     @abstractmethod
@@ -221,7 +221,7 @@ class Loss(GivenLoss):
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
     ) -> Derivatives:
-        """``_derivatives`` where u belongs to the last entries along ``dim``."""
+        """``_derivatives`` if u belongs to the last entries along ``dim``."""
         return self._derivatives(output, padded(u, output, dim), target, form)
 
     def derivatives(

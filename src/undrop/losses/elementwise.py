@@ -1,4 +1,4 @@
-"""Losses of each element of the output alone: binary cross-entropy on logits, and squared error."""
+"""Losses of single elements of the output: binary cross-entropy on logits, and squared error."""
 
 from __future__ import annotations
 

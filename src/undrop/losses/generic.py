@@ -36,7 +36,7 @@ class _Point(NamedTuple):
     u: list[Tensor]
 
     def gradient(self) -> list[Tensor]:
-        """∂ℓ/∂F, with a graph where torch has one."""
+        """∂ℓ/∂F, with a graph if torch has one."""
         return _gradients(self.loss, self.tensors)
 
     def along(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -75,7 +75,7 @@ class Generic(Loss):
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """A context at whose end random numbers and the function's buffers are as before."""
+        """Restore random numbers and the function's buffers at the end of the block."""
         module = self.function if isinstance(self.function, nn.Module) else nn.Module()
         with RngSnapshot(module), keep_buffers(module):
             yield
@@ -162,7 +162,7 @@ class Generic(Loss):
         return Derivatives(loss, quadratic, directional)
 
     def _point(self, output: Any, u: Any, target: Any) -> _Point:
-        """The loss at a copy of F: F and u may share ancestors, and the derivative is in F alone."""
+        """The loss at a copy of F: F and u may share ancestors, and the derivative is only in F."""
         tensors: list[Tensor] = []
         tangents: list[Tensor] = []
 

@@ -24,6 +24,7 @@ from undrop.intercept import (
     logits_of,
     no_noise,
 )
+from undrop.intercept.model_call import arguments
 from undrop.losses.base import CONVERTERS, GivenLoss, Loss, Prepared, labels_apart
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.elementwise import MSE, BCEWithLogits
@@ -119,7 +120,7 @@ def read_head(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
     task = None if kind is None else HEADS.find(kind)
     if task is None:
         raise OptionError(
-            f"{type(model).__name__} is trained with {kind or 'no loss of its own'}, which undrop does "
+            f"{type(model).__name__} is trained with {kind or 'no loss function'}, which undrop does "
             "not know: pass loss= to the objective, or override `undrop_task` of the trainer."
         )
     found = task(model, labels, smoothing)
@@ -256,12 +257,8 @@ _CROSS_ENTROPY = CrossEntropy()
 def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
     """Whether the task's loss equals the loss that the model reports; False without targets."""
     with torch.no_grad(), RngSnapshot(), keep_statistics(model), Interception(model, no_noise):
-        if isinstance(inputs, Mapping):
-            output = model(**inputs, labels=labels)
-        elif isinstance(inputs, (tuple, list)):
-            output = model(*inputs, labels=labels)
-        else:
-            output = model(inputs, labels=labels)
+        args, kwargs = arguments(inputs)
+        output = model(*args, **kwargs, labels=labels)
         fused = isinstance(output, Mapping) and output.get("logits") is None
         logits = logits_of(call(model, inputs) if fused else output)
     theirs = output["loss"] if isinstance(output, Mapping) else output[0]

@@ -213,7 +213,7 @@ class AdaptiveSoftmax(FeatureLoss):
     """ℓ = -log p(y | f) of ``torch.nn.AdaptiveLogSoftmaxWithLoss``, on features f (…, d).
 
     The head is a softmax over the shortlist and one class for each tail c, of probability π_c, and
-    each tail is a softmax of its own. The quadratic form is the Fisher one, the mean over labels of
+    each tail has its own softmax. The quadratic form is the Fisher one, the mean over labels of
     the second derivative: ``uᵀHu = Var_head + Σ_c π_c Var_c``, where Var is the variance of the
     logits' tangent under a softmax. The form "identity" is the squared norm of that tangent, over
     all logits.

@@ -126,9 +126,9 @@ class Analytic(Objective):
 
     def request(self, batch: Batch, coefficients: Coefficients, **options: Any) -> Request:
         """Return the request for the engine, with a new draw of η."""
-        own = {"form": self.explicit or "hessian", "exact_output": self.exact_output}
-        where = {"fraction": self.fraction, "batch_dim": self.batch_dim}
-        return super().request(batch, coefficients, **own, **where, **options)
+        options |= {"form": self.explicit or "hessian", "exact_output": self.exact_output}
+        options |= {"fraction": self.fraction, "batch_dim": self.batch_dim}
+        return super().request(batch, coefficients, **options)
 
 
 def _check_options(

@@ -91,9 +91,7 @@ class Dropout(Objective):
 
     def _sample(self, batch: Batch, part: str, factor: float) -> Evaluation:
         """factor · ℓ(F(x; 1, η)) for a new mask."""
-        noise = None
-        if self.own_masks:
-            noise = dropout_masks(self.generators)
+        noise = dropout_masks(self.generators) if self.own_masks else None
         found: Slots = {}
         if self.site_p and noise is None and not batch.compiled:
             found = slots(batch, list(self.site_p))

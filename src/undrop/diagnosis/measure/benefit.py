@@ -69,7 +69,7 @@ class Benefit(NamedTuple):
     """How much lower the validation loss is after some steps with something than without it."""
 
     sites: dict[str, Estimate]
-    """The dropout of each site; NaN where the time did not suffice for it."""
+    """The dropout of each site; NaN if the time ran out before it."""
     every_site: Estimate
     """All dropout together."""
     weight_decay: Estimate
@@ -114,13 +114,13 @@ class Training:
         every = [p for group in made.param_groups for p in group["params"]]
         if not all(id(p) in known for p in every):
             raise OptionError(
-                f"the {self.name} has parameters that {type(model).__name__} has not: pass the "
+                f"the {self.name} has parameters that {type(model).__name__} lacks: pass the "
                 "optimizer that trains this model."
             )
         if not self.learning_rate > 0.0:
             raise OptionError(
-                f"the learning rate of the {self.name} is {self.learning_rate:g}, at which nothing "
-                "happens: pass learning_rate=, that of the middle of the training."
+                f"the learning rate of the {self.name} is {self.learning_rate:g}, so "
+                "nothing happens: pass learning_rate=, that of the middle of the training."
             )
         shrinkage = SHRINKAGE / (STEPS * self.learning_rate)
         self.decay = shrinkage if weight_decay is None else weight_decay

@@ -59,9 +59,9 @@ class Estimate(NamedTuple):
     stderr: float | None
     """One standard error; 0 for an exact figure, None if the samples do not determine it."""
     low: float = -math.inf
-    """The lower end of the 95 % interval; -∞ where the error is unknown."""
+    """The lower end of the 95 % interval; -∞ if the error is unknown."""
     high: float = math.inf
-    """The upper end of the 95 % interval; ∞ where the error is unknown."""
+    """The upper end of the 95 % interval; ∞ if the error is unknown."""
 
     @classmethod
     def of(cls, value: float, stderr: float | None, freedom: float = math.inf) -> Estimate:
@@ -89,7 +89,7 @@ class Estimate(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """The 95 % interval for people; empty where the error is unknown."""
+        """The 95 % interval for people; empty if the error is unknown."""
         if self.stderr is None or math.isinf(self.low) or math.isinf(self.high):
             return ""
         error = self.stderr or max(abs(self.low), abs(self.high)) or 1.0

@@ -156,7 +156,7 @@ class Implicit:
     samples: int
     parameters: int
     kept: int
-    """Numbers kept of each gradient; fewer than parameters where it is sketched."""
+    """Numbers kept of each gradient; fewer than parameters if it is sketched."""
 
 
 Traces = Mapping[str, float]

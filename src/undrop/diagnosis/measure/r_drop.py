@@ -72,7 +72,7 @@ class Expanded(ABC):
         field = ZeroLeaves(Draw("dropout", "as-declared", Selection(), measured.generators))
         self.logits = measured.run(batch, field, TWICE_DIFFERENTIABLE)
         if not field.leaves:
-            raise NoDropoutError(f"batch {batch.number} meets no active dropout.")
+            raise NoDropoutError(f"no active dropout runs in batch {batch.number}.")
         self.found = list(zip(field.sites, field.leaves, strict=True))
         """The sites that a pass uses, each with a tensor of the shape of its η."""
         self.output = self.logits.detach().requires_grad_()

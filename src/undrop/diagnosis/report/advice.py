@@ -1,6 +1,6 @@
 """The conclusion in a paragraph, and what to do: plain sentences, each with its figure.
 
-A sentence is written only where the 95 % interval of its figure supports it.
+It writes a sentence only if the 95 % interval of its figure supports it.
 """
 
 from __future__ import annotations

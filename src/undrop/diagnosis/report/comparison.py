@@ -65,7 +65,7 @@ class Comparison:
         return f"{models}{count} by more than the error allows: {'; '.join(named)}."
 
     def table(self) -> Table:
-        """Every figure, with a star where the change is certain."""
+        """Every figure, with a star if the change is certain."""
         rows = [
             [
                 change.figure,

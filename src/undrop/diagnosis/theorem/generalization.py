@@ -33,7 +33,7 @@ from undrop.report import Table, as_json
 TAU = math.sqrt(2.0)
 """The exponential tail of cross-entropy."""
 _CHUNK = 1 << 22  # numbers of a chunk of logits
-_LARGEST = 700.0  # exp of more is no float
+_LARGEST = 700.0  # exp of more is not a float
 
 
 class ExampleStatistics(NamedTuple):

@@ -17,7 +17,7 @@ from undrop.losses.base import (
     softmax_by_class,
 )
 from undrop.losses.softmax import SoftmaxLoss
-from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
+from undrop.losses.targets import not_ignored
 
 
 class CrossEntropy(SoftmaxLoss):
@@ -44,14 +44,8 @@ class CrossEntropy(SoftmaxLoss):
         """False for subclasses, which may have other formulas."""
         return type(self) is CrossEntropy
 
-    def check(self, output: Tensor, target: Tensor) -> None:
-        """Check that targets are class indices, one for each row of logits."""
-        shape = self.classes_last(output).shape
-        check_class_indices(target, shape[:-1], shape[-1])
-
-    def check_values(self, output: Tensor, target: Tensor) -> None:
-        """Check that every target is an existing class or ``ignore_index``."""
-        check_class_range(target, self.classes_last(output).shape[-1], self.ignore_index)
+    def _shape(self, output: Tensor) -> tuple[int, ...]:
+        return self.classes_last(output).shape
 
     def classes_last(self, output: Tensor) -> Tensor:
         """The output, or its tangent, with the classes in the last dimension."""

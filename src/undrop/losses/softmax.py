@@ -38,6 +38,19 @@ class SoftmaxLoss(ClosedForm):
         """The parameters of the output layer."""
         return [p for p in self.layer.parameters if p is not None]
 
+    @abstractmethod
+    def _shape(self, output: Tensor) -> tuple[int, ...]:
+        """The shape of all logits, with the classes last."""
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Check that targets are class indices, one for each row of logits."""
+        *rows, classes = self._shape(output)
+        check_class_indices(target, rows, classes)
+
+    def check_values(self, output: Tensor, target: Tensor) -> None:
+        """Check that every target is an existing class or ``ignore_index``."""
+        check_class_range(target, self._shape(output)[-1], self.ignore_index)
+
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of targets that are not ignored."""
         kept = not_ignored(target, self.ignore_index).sum().clamp(min=1)
@@ -101,18 +114,17 @@ class FeatureLoss(SoftmaxLoss):
             raise OptionError(f"chunk must be at least 1 row, got {layer.chunk}.")
         self.width, self.classes, self.chunk = width, classes, layer.chunk
 
+    def _shape(self, output: Tensor) -> tuple[int, ...]:
+        return (*output.shape[:-1], self.classes)
+
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Check that targets are class indices, one for each row of features."""
+        """Check that targets are class indices, one for each row of features of the right width."""
         if output.shape[-1] != self.width:
             raise OutputError(
                 f"the loss takes features of width {self.width}, that of its output layer, got an "
                 f"output of shape {tuple(output.shape)}: let the model return features, not logits."
             )
-        check_class_indices(target, tuple(output.shape[:-1]), self.classes)
-
-    def check_values(self, output: Tensor, target: Tensor) -> None:
-        """Check that every target is an existing class or ``ignore_index``."""
-        check_class_range(target, self.classes, self.ignore_index)
+        super().check(output, target)
 
     def _kept(self, output: Tensor, target: Tensor) -> Tensor:
         """The features of the targets that are not ignored, as rows."""

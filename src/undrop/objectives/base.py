@@ -34,7 +34,7 @@ from undrop.intercept import (
     unwrapped,
 )
 from undrop.losses import Coefficients, Loss, as_loss
-from undrop.objectives.checks import FiniteCheck, look_at_heads
+from undrop.objectives.checks import StepCheck, look_at_heads
 from undrop.objectives.step import AutocastState, Step
 from undrop.torch_compat import eager, portable_lstm, untraced
 
@@ -79,11 +79,11 @@ class Objective(ABC):
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
         self._followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._compiled: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self._finite = FiniteCheck()
+        self._checks = StepCheck()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything except what is known about models, which another process finds again."""
-        known = ("_sites", "_followed", "_compiled", "_finite")
+        known = ("_sites", "_followed", "_compiled", "_checks")
         return {k: v for k, v in self.__dict__.items() if k not in known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class Objective(ABC):
     def _checked(self, evaluation: Evaluation, batch: Batch) -> Evaluation:
         if not evaluation.total.requires_grad:
             raise _nothing_trained(batch.model)
-        self._finite.add(self.steps, evaluation, batch, self)
+        self._checks.add(self.steps, evaluation, batch, self)
         return evaluation
 
     def forward_and_loss(self, batch: Batch, action: SiteAction | None) -> tuple[Any, Tensor]:

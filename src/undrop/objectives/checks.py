@@ -46,39 +46,6 @@ def fingerprint(parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack([norm.to(dtype) for norm in norms]).sum()
 
 
-class EffectCheck:
-    """Watches the first steps of a training until dropout has an effect on the output, u ≠ 0.
-
-    One step with u = 0 is normal: LoRA starts with B = 0. If u is still 0 after the weights have
-    changed, one warning says so. Micro-batches of one step, and steps with a learning rate of 0, do
-    not count.
-    """
-
-    def __init__(self) -> None:
-        self.settled = False
-        """Whether the check is complete."""
-        self._weights: float | None = None  # at the first step without an effect
-
-    def add(
-        self, parts: Mapping[str, float], weights: float, model: str, sites: Sequence[str]
-    ) -> None:
-        """Look at the parts of a step and the fingerprint of its weights."""
-        if not has_no_effect(parts):
-            self.settled = True
-        elif self._weights is None:
-            self._weights = weights
-        elif weights != self._weights:
-            self.settled = True
-            more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
-            _log.warning(
-                "dropout had no effect on the output of %s in two successive steps (u = 0 at %s%s): "
-                "look for zero weights, a frozen adapter or a detach() after these sites.",
-                model,
-                ", ".join(sites[:3]),
-                more,
-            )
-
-
 def has_no_effect(parts: Mapping[str, float]) -> bool:
     """Return whether the regularizers of a step are 0, up to rounding."""
     if not {"explicit", "implicit"} & parts.keys():
@@ -96,16 +63,21 @@ class _Pending(NamedTuple):
     parts: Mapping[str, Tensor]
 
 
-class FiniteCheck:
-    """Looks at the parts of every evaluation.
+class StepCheck:
+    """Looks at the parts of every evaluation: are they finite, and does dropout have an effect, u ≠ 0?
 
     On the CPU it reads them at once. On another device it copies them to the host in the background
     and looks at a copy when it has arrived, at a later step: a step never waits for the device.
+
+    One step with u = 0 is normal: LoRA starts with B = 0. If u is still 0 after the weights have
+    changed, one warning says so. Micro-batches of one step, and steps with a learning rate of 0, do
+    not count.
     """
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        self._effect = EffectCheck()
+        self._settled = False  # whether it is known if dropout has an effect
+        self._weights: float | None = None  # at the first step without an effect
 
     def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Objective) -> None:
         """Look at the parts of an evaluation.
@@ -136,7 +108,7 @@ class FiniteCheck:
 
     def _watched(self, evaluation: Evaluation, batch: Batch) -> bool:
         """Return whether the regularizers have had no effect so far."""
-        if self._effect.settled:
+        if self._settled:
             return False
         analytic = "loss" in evaluation.parts and {"explicit", "implicit"} & evaluation.parts.keys()
         return bool(analytic) and not is_sharded(batch.model)
@@ -148,9 +120,26 @@ class FiniteCheck:
             bad = [name for name, x in pending.parts.items() if not math.isfinite(float(x))]
             self._pending.clear()
             raise NonFiniteError(_message(bad, pending.step, batch))
-        if "weights" in values and not self._effect.settled:
-            sites = objective.sites(batch.model, batch.inputs).names
-            self._effect.add(values, values["weights"], type(batch.model).__name__, sites)
+        if "weights" in values and not self._settled:
+            self._look_for_effect(values, batch, objective)
+
+    def _look_for_effect(
+        self, values: Mapping[str, float], batch: Batch, objective: Objective
+    ) -> None:
+        changed = self._weights is not None and values["weights"] != self._weights
+        self._settled = changed or not has_no_effect(values)
+        if self._weights is None:
+            self._weights = values["weights"]
+        if not has_no_effect(values) or not changed:
+            return
+        sites = objective.sites(batch.model, batch.inputs).names
+        _log.warning(
+            "dropout had no effect on the output of %s in two successive steps (u = 0 at %s%s): "
+            "look for zero weights, a frozen adapter or a detach() after these sites.",
+            type(batch.model).__name__,
+            ", ".join(sites[:3]),
+            f" and {len(sites) - 3} more" if len(sites) > 3 else "",
+        )
 
 
 def _surely_finite(total: Tensor) -> bool:

@@ -199,7 +199,7 @@ def test_one_validation_batch_gives_no_evidence_either_way():
 def test_diagnose_refuses_an_optimizer_that_does_not_fit_the_model():
     train, held = [data(1), data(2)], [data(20), data(21)]
     for optimizer, text in (
-        (sgd(net()), "the SGD has parameters that Sequential has not"),
+        (sgd(net()), "the SGD has parameters that Sequential lacks"),
         (object(), "optimizer must be one of torch's, got object"),
     ):
         with pytest.raises(undrop.errors.OptionError, match=text):

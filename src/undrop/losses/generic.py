@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from undrop.autodiff import gradients
 from undrop.errors import OptionError, TargetError, UndropError
+from undrop.intercept import SITE_RULES
 from undrop.intercept.model_call import map_tensors, tensors_in
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.kernels.softmax import Coefficients
@@ -28,16 +27,24 @@ STEP, STEP_DOUBLE = 0.1, 0.01
 """s in ℓ(F ± s·u), for float32 and for float64: where truncation, O(s²), meets rounding, O(1/s²)."""
 
 
-class _Point(NamedTuple):
-    """A loss at a copy of the output, the floating-point tensors of the copy, and u of each."""
+class _Flat(NamedTuple):
+    """The floating-point tensors of an output F, u of each, and what makes an output of such tensors."""
 
-    loss: Tensor
     tensors: list[Tensor]
     u: list[Tensor]
+    output: Callable[[Sequence[Tensor]], Any]
 
-    def gradient(self) -> list[Tensor]:
-        """∂ℓ/∂F, with a graph if torch has one."""
-        return _gradients(self.loss, self.tensors)
+    @classmethod
+    def of(cls, output: Any, u: Any) -> _Flat:
+        """Flatten an output and its tangent."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        map_tensors(lambda x, t: pairs.append((x, t)) if x.is_floating_point() else x, output, u)
+
+        def made(tensors: Sequence[Tensor]) -> Any:
+            given = iter(tensors)
+            return map_tensors(lambda x: next(given) if x.is_floating_point() else x, output)
+
+        return cls([x for x, _ in pairs], [t for _, t in pairs], made)
 
     def along(self, vectors: Sequence[Tensor]) -> Tensor:
         """⟨vectors, u⟩."""
@@ -145,55 +152,46 @@ class Generic(Loss):
             with torch.enable_grad():
                 parts = self._derivatives(free, u, target, form)
             return Derivatives(*(part.detach() for part in parts))
+        flat = _Flat.of(output, u)
         if not self._second:
-            self._second = self._choose(output, u, target)
-        if self._second == "differences":
-            loss, quadratic, directional = self._differences(output, u, target)
-        else:
-            at = self._point(output, u, target)
-            loss, quadratic, directional = self._by_reverse_mode(at, form)
-        tangents = _tangents(output, u)
+            self._second = self._choose(flat, target)
+        by = self._differences if self._second == "differences" else self._by_reverse_mode
+        loss, quadratic, directional = by(flat, target, form)
         if form == "identity":
-            squares = torch.stack([x.square().sum() for x in tangents]).sum()
-            quadratic = squares / self.count(output, target)
+            quadratic = flat.along(flat.u) / self.count(output, target)
         elif not self._looked:
             self._looked = True
-            self._warn_of_no_curvature(quadratic, tangents)
+            self._warn_of_no_curvature(quadratic, flat.u)
         return Derivatives(loss, quadratic, directional)
 
-    def _point(self, output: Any, u: Any, target: Any) -> _Point:
-        """The loss at a copy of F: F and u may share ancestors, and the derivative is only in F."""
-        tensors: list[Tensor] = []
-        tangents: list[Tensor] = []
+    def _gradient(self, flat: _Flat, target: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return ℓ at a copy of F, the tensors of the copy, and ∂ℓ/∂F, with a graph if torch has one.
 
-        def copied(x: Tensor, tangent: Any) -> Tensor:
-            if not x.is_floating_point():
-                return x
-            tensors.append(x.clone() if x.requires_grad else _as_leaf(x))
-            tangents.append(tangent)
-            return tensors[-1]
+        F and u may share ancestors, and the derivative is only in F.
+        """
+        copies = [x.clone() if x.requires_grad else _as_leaf(x) for x in flat.tensors]
+        loss = self.value(flat.output(copies), target)
+        return loss, copies, gradients(loss, copies, create_graph=True)
 
-        copy = map_tensors(copied, output, u)
-        return _Point(self.value(copy, target), tensors, tangents)
-
-    def _by_reverse_mode(self, at: _Point, form: str) -> tuple[Tensor, Tensor, Tensor]:
-        gradient = at.gradient()
+    def _by_reverse_mode(
+        self, flat: _Flat, target: Any, form: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss, copies, gradient = self._gradient(flat, target)
         if self._second == "zero":
             gradient = [g.detach() for g in gradient]
-        directional = at.along(gradient)
+        directional = flat.along(gradient)
         if form == "identity" or not any(g.requires_grad for g in gradient):
-            return at.loss, torch.zeros_like(at.loss), directional
-        return at.loss, at.along(_gradients(at.along(gradient), at.tensors)), directional
+            return loss, torch.zeros_like(loss), directional
+        second = gradients(flat.along(gradient), copies, create_graph=True)
+        return loss, flat.along(second), directional
 
-    def _differences(self, output: Any, u: Any, target: Any) -> tuple[Tensor, Tensor, Tensor]:
-        double = all(x.dtype == torch.float64 for x in tensors_in(output) if x.is_floating_point())
-        s = STEP_DOUBLE if double else STEP
+    def _differences(self, flat: _Flat, target: Any, form: str) -> tuple[Tensor, Tensor, Tensor]:
+        s = STEP_DOUBLE if all(x.dtype == torch.float64 for x in flat.tensors) else STEP
 
         def moved(by: float) -> Tensor:
-            def move(x: Tensor, tangent: Any) -> Tensor:
-                return precise(x) + by * precise(tangent) if x.is_floating_point() else x
-
-            return self.value(map_tensors(move, output, u), target)
+            pairs = zip(flat.tensors, flat.u, strict=True)
+            there = [precise(x) + by * precise(u) for x, u in pairs]
+            return self.value(flat.output(there), target)
 
         with self.undone():
             plus = moved(s)
@@ -202,30 +200,29 @@ class Generic(Loss):
         here = moved(0.0)
         return here, (plus - 2.0 * here + minus) / s**2, (plus - minus) / (2.0 * s)
 
-    def _choose(self, output: Any, u: Any, target: Any) -> str:
+    def _choose(self, flat: _Flat, target: Any) -> str:
         """Choose reverse mode twice if torch can, zero if the loss is linear, and otherwise differences.
 
         If differences are needed, the function must return the same value for the same arguments.
         """
         with self.undone():
-            at = self._point(output, u, target)
-        gradient = at.gradient()
+            loss, copies, gradient = self._gradient(flat, target)
         if any(g.requires_grad for g in gradient):
             try:
-                _gradients(at.along(gradient), at.tensors)
+                gradients(flat.along(gradient), copies, create_graph=True)
             except (RuntimeError, NotImplementedError):
                 pass
             else:
                 return "reverse mode"
         with self.undone():
-            again = self.value(output, target)
-        if not torch.allclose(at.loss, again, rtol=1e-5, atol=0.0, equal_nan=True):
+            again = self.value(flat.output(flat.tensors), target)
+        if not torch.allclose(loss, again, rtol=1e-5, atol=0.0, equal_nan=True):
             raise OptionError(
                 f"the loss {_name(self.function)} needs differences of its values, since torch can't "
                 "differentiate it twice, but two calls on the same output differ: draw its random "
                 "numbers from torch's, NumPy's or Python's global generators."
             )
-        if not self._curved(output, gradient, target):
+        if not self._curved(flat, gradient, target):
             return "zero"
         _log.info(
             "torch can't differentiate the loss %s twice: its derivatives along u come from "
@@ -234,24 +231,17 @@ class Generic(Loss):
         )
         return "differences"
 
-    def _curved(self, output: Any, gradient: Sequence[Tensor], target: Any) -> bool:
-        """Whether the gradient changes with F in most of its entries, not just across a kink."""
+    def _curved(self, flat: _Flat, gradient: Sequence[Tensor], target: Any) -> bool:
+        """Return whether the gradient changes with F in most entries, not just across a kink."""
         generator = torch.Generator().manual_seed(0)
-        tensors: list[Tensor] = []
-
-        def perturbed(x: Tensor) -> Tensor:
-            if not x.is_floating_point():
-                return x
-            x = precise(x.detach())
+        there = []
+        for x in (precise(x.detach()) for x in flat.tensors):
             noise = torch.randn(x.shape, generator=generator).to(x)
-            tensors.append((x + 1e-3 * (1.0 + x.abs()) * noise).requires_grad_())
-            return tensors[-1]
-
-        elsewhere = map_tensors(perturbed, output)
+            there.append((x + 1e-3 * (1.0 + x.abs()) * noise).requires_grad_())
         with self.undone():
-            value = self.value(elsewhere, target)
+            value = self.value(flat.output(there), target)
         changed = active = 0
-        for new, old in zip(_gradients(value, tensors), gradient, strict=True):
+        for new, old in zip(gradients(value, there), gradient, strict=True):
             size = new.abs() + old.abs()
             changed += int(((new - old).abs() > 1e-5 * size).sum())
             active += int((size > 0).sum())
@@ -265,16 +255,6 @@ class Generic(Loss):
                 "and use undrop.CrossEntropy().",
                 _name(self.function),
             )
-
-
-_gradients = partial(gradients, create_graph=True)
-
-
-def _tangents(output: Any, u: Any) -> list[Tensor]:
-    """u of every floating-point tensor of the output."""
-    found: list[Tensor] = []
-    map_tensors(lambda x, tangent: found.append(tangent) if x.is_floating_point() else x, output, u)
-    return found
 
 
 def _as_leaf(x: Tensor) -> Tensor:
@@ -311,22 +291,20 @@ class RefuseDropout(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the function; raise an ``OptionError`` if it drops."""
-        kwargs = kwargs or {}
-        if func in _DROPOUTS and _drops(func, args, kwargs):
-            raise OptionError(
-                f"the loss {self._loss} contains dropout, which undrop can't replace there: move that "
-                "part into the model, or call eval() on the loss."
-            )
-        return func(*args, **kwargs)
+        """Call the function, or the site rule of a dropout, which calls ``off`` or ``noisy``."""
+        if func in _DROPOUTS:
+            return SITE_RULES[func](self, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
+    def off(self, h: Tensor, training: bool | None) -> Tensor:
+        """Return h at a dropout that does not drop."""
+        return h
 
-def _drops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        given = inspect.signature(func).bind(*args, **kwargs)
-    except ValueError:  # a function in C: (input, p, train)
-        p, train = (kwargs.get(k, v) for k, v in zip(("p", "train"), args[1:], strict=True))
-    else:
-        given.apply_defaults()
-        p, train = given.arguments["p"], given.arguments["training"]
-    return bool(p and train)
+    def noisy(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an ``OptionError`` at a dropout that drops."""
+        raise OptionError(
+            f"the loss {self._loss} contains dropout, which undrop can't replace there: move that "
+            "part into the model, or call eval() on the loss."
+        )
+
+    site = noisy  # alpha dropout asks for its site

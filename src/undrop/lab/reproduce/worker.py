@@ -25,7 +25,7 @@ from undrop.lab.reproduce.records import Curve, Record
 from undrop.lab.reproduce.results import REFERENCE
 from undrop.lab.reproduce.worklist import PlannedRun
 from undrop.lab.train import Callback, Config, RunFolder, merge, run, train_interleaved
-from undrop.lab.train.environment import device_of, machine, versions
+from undrop.lab.train.environment import find_device, machine, versions
 from undrop.lab.train.runs import Run, open_run
 from undrop.registry import Registry
 
@@ -91,7 +91,7 @@ def execute(job: PlannedRun, scratch: str) -> Record:
     """
     single_threaded()
     folder = Path(scratch)
-    stopwatch = Stopwatch(folder, on_cpu=device_of(job.config.train).type == "cpu")
+    stopwatch = Stopwatch(folder, on_cpu=find_device(job.config.train.device).type == "cpu")
     ended, test = "diverged", None
     with contextlib.suppress(NonFiniteError):
         summary = run(job.config, out=folder, resume=True, callbacks=[stopwatch])
@@ -162,7 +162,7 @@ def _record(
         ),
         probed=probed,
         versions=versions(),
-        machine=machine(device_of(job.config.train)),
+        machine=machine(find_device(job.config.train.device)),
         commit=commit(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )

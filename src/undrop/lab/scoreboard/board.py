@@ -177,22 +177,23 @@ class Board:
         return [s for s in dict.fromkeys(self._needed()) if s.key not in self.records]
 
     def _needed(self) -> Iterator[Spec]:
-        for method in self.methods.values():
-            yield from self._tries(method)
-        for name in self.methods:
+        for name, method in self.methods.items():
+            yield from self._search(method)[0]
             for timed in (False, True):
                 found = self.chosen(name, timed=timed)
                 yield from () if found is None else (replace(found, seed=s) for s in self.seeds)
 
-    def _tries(self, method: Method) -> Iterator[Spec]:
-        """The search: p first, then the decay at the best p."""
-        epochs = self.task.epochs
-        start = Spec(self.name, method.kind, 0.2, 0.0, TUNING_SEED, epochs)
-        by_p = [replace(start, p=p) for p in self.task.probabilities] if method.tunes_p else [start]
-        yield from by_p
-        best = self._best(by_p)
+    def _search(self, method: Method) -> tuple[list[Spec], Spec | None]:
+        """The runs to try, p first and then the decay at the best p, and the best if all are tried."""
+        start = Spec(self.name, method.kind, 0.2, 0.0, TUNING_SEED, self.task.epochs)
+        tries = (
+            [replace(start, p=p) for p in self.task.probabilities] if method.tunes_p else [start]
+        )
+        best = self._best(tries)
         if method.tunes_decay and best is not None:
-            yield from (replace(best, decay=decay) for decay in self.task.decays)
+            tries += [replace(best, decay=decay) for decay in self.task.decays]
+            best = self._best(tries)
+        return tries, best
 
     def _best(self, tries: Sequence[Spec]) -> Spec | None:
         """The best by validation; None until all are tried."""
@@ -202,12 +203,7 @@ class Board:
 
     def chosen(self, name: str, *, timed: bool) -> Spec | None:
         """Return the run that the search chose; if ``timed``, with the epochs of dropout's time."""
-        method = METHODS[name]
-        tries = list(self._tries(method))
-        done = (
-            not method.tunes_decay or len(tries) > 1 + len(self.task.probabilities) * method.tunes_p
-        )
-        best = self._best(tries) if done else None
+        _, best = self._search(METHODS[name])
         cost = self.cost(name)
         if best is None or not timed:
             return best

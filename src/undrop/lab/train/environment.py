@@ -42,12 +42,7 @@ _OUT_OF_MEMORY = (
 )
 
 
-def device_of(config: TrainConfig) -> torch.device:
-    """Return the device that the config asks for; see :func:`find_device`."""
-    return find_device(config.device, "train.device")
-
-
-def find_device(name: str, setting: str) -> torch.device:
+def find_device(name: str, setting: str = "train.device") -> torch.device:
     """Return the device of that name.
 
     Args:

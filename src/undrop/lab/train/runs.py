@@ -14,7 +14,7 @@ from undrop.errors import CheckpointError, OptionError, RunError, UndropError, U
 from undrop.lab.corpora import EOS, Corpus, Vocabulary
 from undrop.lab.models import LanguageModel, State
 from undrop.lab.train.config import Config
-from undrop.lab.train.environment import device_of
+from undrop.lab.train.environment import find_device
 from undrop.lab.train.folder import RunFolder
 from undrop.report import Table
 from undrop.report.figures import line_style, literal, new_figure, save, styled
@@ -73,7 +73,7 @@ def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:
         data = config.data.model_copy(update={"dir": str(data_dir)})
         config = config.model_copy(update={"data": data})
     corpus = config.load_corpus()
-    model = config.build_model(corpus, device_of(config.train))
+    model = config.build_model(corpus, find_device(config.train.device))
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

@@ -17,7 +17,7 @@ from undrop.lab.train.environment import (
     Interrupts,
     World,
     catch_signals,
-    device_of,
+    find_device,
     join_world,
     machine,
     torch_settings,
@@ -85,7 +85,7 @@ def run(
     """
     folder = RunFolder(out)
     config = resolve_config(config, folder, resume)
-    with join_world(device_of(config.train)) as world:
+    with join_world(find_device(config.train.device)) as world:
         return _train([(config, folder, callbacks)], resume, world)[0]
 
 
@@ -115,7 +115,7 @@ def train_interleaved(
     runs = [
         (c, RunFolder(Path(out) / name), followers.get(name, [])) for name, c in configs.items()
     ]
-    world = World(device=device_of(runs[0][0].train))
+    world = World(device=find_device(runs[0][0].train.device))
     return dict(zip(configs, _train(runs, False, world), strict=True))
 
 

@@ -1,8 +1,9 @@
 """Records of runs that never happened, and an executor without processes."""
 
+from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import partial
 
+from undrop.errors import UndropError
 from undrop.lab.reproduce.campaign import Executor
 from undrop.lab.reproduce.records import Curve, Record
 from undrop.lab.reproduce.worker import execute
@@ -46,10 +47,9 @@ class InProcess(Executor):
         return nullcontext()
 
     def start(self, run, scratch):
-        return partial(execute, run, scratch)
-
-    def ended(self, handles):
-        return list(handles)
-
-    def result(self, handle):
-        return handle()
+        ended = Future()
+        try:
+            ended.set_result(execute(run, scratch))
+        except UndropError as error:
+            ended.set_exception(error)
+        return ended

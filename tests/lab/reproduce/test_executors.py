@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -85,14 +86,10 @@ def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
     os.close(reading)
 
 
-def test_a_worker_that_ray_loses_gives_one_sentence(monkeypatch):
+def test_a_worker_that_ray_loses_gives_one_sentence():
     ray = pytest.importorskip("ray")
-    executor = RayCluster(1)
+    executor, lost = RayCluster(1), Future()
     executor._ray = ray
-
-    def lost(handle):
-        raise ray.exceptions.WorkerCrashedError
-
-    monkeypatch.setattr(ray, "get", lost)
+    lost.set_exception(ray.exceptions.WorkerCrashedError())
     with pytest.raises(RunError, match="was killed"):
-        executor.result(None)
+        executor.result(lost)

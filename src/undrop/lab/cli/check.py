@@ -48,14 +48,12 @@ def check(
 
 def _objective(source: Source, name: str | None) -> Objective:
     """The objective of that name, or by default the run's own if it has analytic terms."""
-    from undrop.lab.train.components import OBJECTIVES, build, complete
+    from undrop.lab.train.config import ObjectiveConfig
 
     supplied = {"loss": source.loss, "batch_dim": source.batch_dim}
     if name is None and source.run is not None:
-        config = source.run.config.objective
-        own: Objective = build(OBJECTIVES, config.name, config.options, **supplied)
+        own: Objective = source.run.config.objective.build(**supplied)
         if own.implicit_factor is not None:
             return own
-    options = complete(OBJECTIVES, {"name": name or "analytic"}, "analytic")
-    chosen: Objective = build(OBJECTIVES, options.pop("name"), options, **supplied)
+    chosen: Objective = ObjectiveConfig(name=name or "analytic").build(**supplied)
     return chosen

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
@@ -59,18 +59,18 @@ class Executor(ABC):
             scratch: returns the folder for a run's files.
             tick: called after each check of the runs, about twice a second.
         """
-        queue, waiting = list(runs), dict[Any, PlannedRun]()
+        queue, waiting = list(runs), dict[Future[Record], PlannedRun]()
         with self.opened():
             while queue or waiting:
                 # Start no more runs than there are processes: a started run can't be taken back.
                 while queue and len(waiting) < self.jobs:
                     run = queue.pop(0)
                     waiting[self.start(run, str(scratch(run)))] = run
-                for handle in self.ended(waiting):
-                    run = waiting.pop(handle)
+                for ended in wait(waiting, _INTERVAL, FIRST_COMPLETED).done:
+                    run = waiting.pop(ended)
                     outcome: Record | UndropError
                     try:
-                        outcome = self.result(handle)
+                        outcome = self.result(ended)
                     except StoppedError:
                         raise
                     except UndropError as error:
@@ -83,16 +83,12 @@ class Executor(ABC):
         """Start the workers; after an exception, ask the unfinished runs to save and stop."""
 
     @abstractmethod
-    def start(self, run: PlannedRun, scratch: str) -> Any:
-        """Start a run and return a handle to it."""
+    def start(self, run: PlannedRun, scratch: str) -> Future[Record]:
+        """Start a run."""
 
-    @abstractmethod
-    def ended(self, handles: Iterable[Any]) -> list[Any]:
-        """Wait half a second at most, and return the handles of the runs that have ended."""
-
-    @abstractmethod
-    def result(self, handle: Any) -> Record:
+    def result(self, ended: Future[Record]) -> Record:
         """Return the record of a run that has ended, or raise what it raised."""
+        return ended.result()
 
 
 @EXECUTORS.register("local")
@@ -122,15 +118,11 @@ class Local(Executor):
         self._busy[future] = pool
         return future
 
-    def ended(self, handles: Iterable[Future[Record]]) -> list[Future[Record]]:
-        """Wait for the next run to end."""
-        return list(wait(handles, timeout=_INTERVAL, return_when=FIRST_COMPLETED).done)
-
-    def result(self, handle: Future[Record]) -> Record:
-        """Return what the process returned."""
-        pool = self._busy.pop(handle)
+    def result(self, ended: Future[Record]) -> Record:
+        """Return what the process returned; a new process replaces one that was killed."""
+        pool = self._busy.pop(ended)
         try:
-            return handle.result()
+            return ended.result()
         except BrokenProcessPool as error:
             pool.shutdown()
             pool = _pool_of_one()
@@ -189,26 +181,21 @@ class RayCluster(Executor):
             if ours:
                 self._ray.shutdown()
 
-    def start(self, run: PlannedRun, scratch: str) -> Any:
+    def start(self, run: PlannedRun, scratch: str) -> Future[Record]:
         """Start a task, with a GPU if the run needs one: a task sees only what it requests."""
         gpus = int(self._gpus and run.config.train.device != "cpu")
         task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(execute)
-        return task.remote(run, scratch)
+        started: Future[Record] = task.remote(run, scratch).future()
+        return started
 
-    def ended(self, handles: Iterable[Any]) -> list[Any]:
-        """Wait for the next run to end."""
-        done, _ = self._ray.wait(list(handles), timeout=_INTERVAL)
-        return list(done)
-
-    def result(self, handle: Any) -> Record:
+    def result(self, ended: Future[Record]) -> Record:
         """Return what the task returned, or raise its own error instead of Ray's."""
         try:
-            record: Record = self._ray.get(handle)
+            return ended.result()
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except self._ray.exceptions.RayError as error:
             raise RunError(_KILLED) from error
-        return record
 
 
 @dataclass(frozen=True)

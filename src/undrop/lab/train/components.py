@@ -76,15 +76,6 @@ def _members(annotation: Any) -> set[Any]:
     return {annotation}.union(*map(_members, get_args(annotation)))
 
 
-def build(
-    registry: Registry[str, Any], name: str, options: Mapping[str, Any], **supplied: Any
-) -> Any:
-    """Call a constructor with its options and with the ``supplied`` arguments that it takes."""
-    factory = registry[name]
-    taken = inspect.signature(factory).parameters
-    return factory(**options, **{key: v for key, v in supplied.items() if key in taken})
-
-
 def complete(registry: Registry[str, Any], values: Any, default: str) -> Any:
     """Check a section of a config and add the defaults of all options.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from undrop.lab import corpora
 from undrop.lab.corpora import Corpus
 from undrop.lab.models import MODELS, LanguageModel
 from undrop.lab.train.callbacks import LOGGERS
-from undrop.lab.train.components import OBJECTIVES, Checked, as_config_error, build, complete
+from undrop.lab.train.components import OBJECTIVES, Checked, as_config_error, complete
 from undrop.lab.train.environment import is_out_of_memory
 from undrop.objectives import Objective
 from undrop.registry import Registry
@@ -57,6 +58,12 @@ class _Component(BaseModel):
     def options(self) -> dict[str, Any]:
         """Everything but the name."""
         return dict(self.model_extra or {})
+
+    def build(self, **supplied: Any) -> Any:
+        """Call the constructor with the options and those ``supplied`` arguments that it takes."""
+        factory = self.registry[self.name]
+        taken = inspect.signature(factory).parameters
+        return factory(**self.options, **{key: v for key, v in supplied.items() if key in taken})
 
 
 class ModelConfig(_Component):
@@ -210,10 +217,9 @@ class Config(_Section):
         Raises:
             RunError: if the model does not fit in memory.
         """
-        options, size = self.model.options, corpus.vocabulary.size
         dtype = torch.float64 if self.train.precision == "float64" else torch.float32
         try:
-            model: LanguageModel = build(MODELS, self.model.name, options, vocab_size=size)
+            model: LanguageModel = self.model.build(vocab_size=corpus.vocabulary.size)
             return model.to(device=device, dtype=dtype)
         except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
             if not is_out_of_memory(error):
@@ -226,9 +232,7 @@ class Config(_Section):
     def build_objective(self, model: LanguageModel) -> Objective:
         """Return the objective, with the loss of the model."""
         loss = model.loss(label_smoothing=self.train.label_smoothing)
-        objective: Objective = build(
-            OBJECTIVES, self.objective.name, self.objective.options, loss=loss, batch_dim=1
-        )
+        objective: Objective = self.objective.build(loss=loss, batch_dim=1)
         return objective
 
 

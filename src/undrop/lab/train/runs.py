@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from undrop.errors import CheckpointError, OptionError, RunError, UndropError, UnknownNameError
 from undrop.lab.corpora import EOS, Corpus, Vocabulary
@@ -163,19 +162,16 @@ def sample(
     for _ in range(words):
         # A model with a state has read all but the last word; a model without one reads all of them.
         logits, state = model(torch.tensor(seen, device=device)[:, None], state)
-        word = _draw(logits[-1, 0].float().cpu(), temperature, top_k, generator)
+        last = logits[-1, 0].float().cpu()
+        best, places = last.topk(min(top_k or len(last), len(last)))
+        if temperature == 0.0:
+            chosen = best.argmax()
+        else:
+            shares = (best / temperature).softmax(-1)
+            chosen = torch.multinomial(shares, 1, generator=generator)
+        word = int(places[chosen])
         yield vocabulary.words[word]
         seen = [word] if state else [*seen, word]
-
-
-def _draw(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> int:
-    if temperature == 0.0:
-        return int(logits.argmax())
-    best, places = logits.topk(min(top_k or len(logits), len(logits)))
-    chosen = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
-    return int(places[chosen])
 
 
 _LABELS = {

@@ -12,8 +12,7 @@ from undrop import noise
 from undrop.engines import draw as draws
 from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import AWDLSTM
-from undrop.lab.train.components import OBJECTIVES, build
-from undrop.lab.train.config import OptimizerConfig
+from undrop.lab.train.config import ObjectiveConfig, OptimizerConfig
 from undrop.lab.train.environment import Gradient, World, join_world
 from undrop.lab.train.optimizers import Stepper
 
@@ -44,7 +43,7 @@ def steps(world: World, objective: str, options: dict[str, Any]) -> dict[str, Te
     """Take two steps with a carried state; return the second gradient and the weights after it."""
     torch.manual_seed(world.rank)  # DDP copies the first process's weights to all
     model = AWDLSTM(WORDS, embedding_size=4, hidden_size=6, layers=2).double().train()
-    built = build(OBJECTIVES, objective, options, loss=model.loss(), batch_dim=1)
+    built = ObjectiveConfig(name=objective, **options).build(loss=model.loss(), batch_dim=1)
     gradient = Gradient(model, built, world)
     stepper = Stepper(list(model.parameters()), OptimizerConfig(lr=0.5))
     windows = TrainingWindows(TOKENS, BATCH, LENGTH, shard=(world.rank, world.size))

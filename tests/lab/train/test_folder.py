@@ -40,10 +40,10 @@ def test_metrics_are_cut_to_the_length_of_the_checkpoint(tmp_path):
     with metrics.path.open("a") as file:
         file.write('{"a": ')  # what a kill leaves
     assert metrics.read() == [{"a": 1}, {"a": 2}]
-    metrics.cut(length)
+    metrics.truncate(length)
     assert metrics.read() == [{"a": 1}]
     with pytest.raises(RunError, match=r"metrics.jsonl was cut short: 99 bytes were written"):
-        metrics.cut(99)
+        metrics.truncate(99)
     metrics.path.write_text("no json\n")
     with pytest.raises(RunError, match="is not a file of JSON lines"):
         metrics.read()
@@ -63,5 +63,5 @@ def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
     for path in (tmp_path / "config.json.tmp", folder.checkpoints.folder / ".tmpAbC"):
         path.write_text("half")
     (tmp_path / "config.json").write_text("{}")
-    folder.sweep()
+    folder.remove_leftovers()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["checkpoints", "config.json"]

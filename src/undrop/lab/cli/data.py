@@ -25,7 +25,7 @@ _COMPLETE = named("corpus", corpora)["autocompletion"]
 def list_corpora(cache_dir: CacheDir = None) -> Answer:
     """List the named corpora."""
     from undrop.lab.corpora.catalogue import CATALOGUE
-    from undrop.lab.corpora.corpus import is_here
+    from undrop.lab.corpora.corpus import is_local
 
     rows: list[dict[str, Any]] = [
         {
@@ -34,7 +34,7 @@ def list_corpora(cache_dir: CacheDir = None) -> Answer:
             "licence": entry.licence,
             "tokens": dict(entry.tokens) or None,
             "vocabulary": entry.vocabulary,
-            "here": is_here(entry, cache_dir),
+            "here": is_local(entry, cache_dir),
         }
         for entry in CATALOGUE.values()
     ]

@@ -268,7 +268,7 @@ def load(
     parent = None if data_dir is None else Path(data_dir).expanduser()
     found = find(name_or_path, parent)
     if isinstance(found, Entry):
-        name, files = found.name, _named(found, parent, cache, download)
+        name, files = found.name, _files_of(found, parent, cache, download)
     else:
         name, files = found.resolve().name or "corpus", find_splits(found)
     folder = encode(name, files, cache, limit_tokens=limit_tokens, max_vocab=max_vocab)
@@ -299,7 +299,7 @@ def find(name_or_path: StrPath, data_dir: Path | None = None) -> Entry | Path:
     return path
 
 
-def _named(entry: Entry, data_dir: Path | None, cache: Path, download: bool) -> dict[str, Path]:
+def _files_of(entry: Entry, data_dir: Path | None, cache: Path, download: bool) -> dict[str, Path]:
     if not entry.downloads:
         return pydocs(cache)
     if data_dir is not None:
@@ -320,6 +320,6 @@ def _text_folder(entry: Entry, cache: Path) -> Path:
     return cache / "text" / entry.name
 
 
-def is_here(entry: Entry, cache_dir: StrPath | None = None) -> bool:
+def is_local(entry: Entry, cache_dir: StrPath | None = None) -> bool:
     """Return whether a named corpus can be loaded without a download."""
     return not entry.downloads or _text_folder(entry, cache_folder(cache_dir)).is_dir()

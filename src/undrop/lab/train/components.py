@@ -9,9 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
@@ -60,7 +67,7 @@ class Checked(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        types = _members(cls.model_fields[str(info.field_name)].annotation)
+        types = _types_in(cls.model_fields[str(info.field_name)].annotation)
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, bool) and types & {int, float} and not types & {bool, Any}:
                 raise PydanticCustomError("boolean", "Input should be a number and not a boolean")
@@ -69,38 +76,50 @@ class Checked(BaseModel):
         return value
 
 
-def _members(annotation: Any) -> set[Any]:
+def _types_in(annotation: Any) -> set[Any]:
     """All types that an annotation mentions."""
     if isinstance(annotation, str | int | float):  # a value of a Literal
         return set()
-    return {annotation}.union(*map(_members, get_args(annotation)))
+    return {annotation}.union(*map(_types_in, get_args(annotation)))
 
 
-def complete(registry: Registry[str, Any], values: Any, default: str) -> Any:
-    """Check a section of a config and add the defaults of all options.
+class Component(BaseModel):
+    """The name of a component in a registry, and all its options, checked."""
 
-    Args:
-        registry: the components that the section can name.
-        values: the section: a name and options.
-        default: the name if the section has none.
+    model_config = ConfigDict(extra="allow", frozen=True)
+    registry: ClassVar[Registry[str, Any]]
 
-    Raises:
-        ConfigError: naming the first option that is unknown or outside its range.
-    """
-    if not isinstance(values, Mapping):
-        return values
-    name = values.get("name", default)
-    if not isinstance(name, str):
-        raise ConfigError(f"{registry.kind}.name must be a string, got {_shown(name)}.")
-    form = _options(registry[name])
-    given = {key: value for key, value in values.items() if key != "name"}
-    for key in given.keys() - form.model_fields.keys():
-        raise _unknown([registry.kind, key], form.model_fields)
-    try:
-        checked = form.model_validate(given)
-    except ValidationError as error:
-        raise as_config_error(error, lambda path: form.model_fields, [registry.kind]) from None
-    return {"name": name, **checked.model_dump(mode="json")}
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_options(cls, values: Any) -> Any:
+        """Add the defaults of all options."""
+        if not isinstance(values, Mapping):
+            return values
+        kind, name = cls.registry.kind, values.get("name", cls.model_fields["name"].default)
+        if not isinstance(name, str):
+            raise ConfigError(f"{kind}.name must be a string, got {_shown(name)}.")
+        form = _options(cls.registry[name])
+        given = {key: value for key, value in values.items() if key != "name"}
+        for key in given.keys() - form.model_fields.keys():
+            raise _unknown([kind, key], form.model_fields)
+        try:
+            checked = form.model_validate(given)
+        except ValidationError as error:
+            raise as_config_error(error, lambda path: form.model_fields, [kind]) from None
+        return {"name": name, **checked.model_dump(mode="json")}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the name."""
+        return dict(self.model_extra or {})
+
+    def build(self, **supplied: Any) -> Any:
+        """Call the constructor with the options and those ``supplied`` arguments that it takes."""
+        factory = self.registry[self.name]
+        taken = inspect.signature(factory).parameters
+        return factory(**self.options, **{key: v for key, v in supplied.items() if key in taken})
 
 
 @cache

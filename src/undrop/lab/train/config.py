@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import inspect
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from undrop.errors import ConfigError, RunError, UnknownNameError
 from undrop.lab import corpora
 from undrop.lab.corpora import Corpus
 from undrop.lab.models import MODELS, LanguageModel
 from undrop.lab.train.callbacks import LOGGERS
-from undrop.lab.train.components import OBJECTIVES, Checked, as_config_error, complete
+from undrop.lab.train.components import OBJECTIVES, Checked, Component, as_config_error
 from undrop.lab.train.environment import is_out_of_memory
 from undrop.objectives import Objective
-from undrop.registry import Registry
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,39 +39,14 @@ class _Section(Checked):
     model_config = ConfigDict(extra="forbid")
 
 
-class _Component(BaseModel):
-    """The name of a component, and its options."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    registry: ClassVar[Registry[str, Any]]
-
-    name: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, values: Any) -> Any:
-        return complete(cls.registry, values, cls.model_fields["name"].default)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Everything but the name."""
-        return dict(self.model_extra or {})
-
-    def build(self, **supplied: Any) -> Any:
-        """Call the constructor with the options and those ``supplied`` arguments that it takes."""
-        factory = self.registry[self.name]
-        taken = inspect.signature(factory).parameters
-        return factory(**self.options, **{key: v for key, v in supplied.items() if key in taken})
-
-
-class ModelConfig(_Component):
+class ModelConfig(Component):
     """A language model of :mod:`undrop.lab.models` and the arguments of its constructor."""
 
     registry = MODELS
     name: str = "awd-lstm"
 
 
-class ObjectiveConfig(_Component):
+class ObjectiveConfig(Component):
     """An objective of :mod:`undrop.objectives` and the arguments of its constructor."""
 
     registry = OBJECTIVES

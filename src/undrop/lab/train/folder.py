@@ -146,7 +146,7 @@ def _check(body: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_PATIENCE = 0.1  # seconds; longer than a process needs to check who holds the lock
+_LOCK_WAIT = 0.1  # seconds; longer than a process needs to check who holds the lock
 
 
 class RunFolder:
@@ -173,7 +173,7 @@ class RunFolder:
         """Return whether a run was started here, even if its config.json is lost."""
         return self._config.exists() or self.checkpoints.folder.exists()
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove the half-written files of a killed process; call it only while holding the lock."""
         for folder in (self.path, self.checkpoints.folder):
             # The second pattern matches the temporary files of safetensors.
@@ -233,7 +233,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             with naming_disk_errors(self._lock):
-                if not stack.enter_context(file_lock(self._lock, timeout=_PATIENCE)):
+                if not stack.enter_context(file_lock(self._lock, timeout=_LOCK_WAIT)):
                     raise self._in_use(self._holder_pid())
                 self._pid.write_text(str(os.getpid()), encoding="utf-8")
             yield
@@ -243,7 +243,7 @@ class RunFolder:
         if not self._lock.exists():
             return None
         try:
-            with file_lock(self._lock, timeout=_PATIENCE) as free:
+            with file_lock(self._lock, timeout=_LOCK_WAIT) as free:
                 return None if free else self._holder_pid()
         except OSError:  # a disk that can't be written to has no process that trains on it
             return None
@@ -299,7 +299,7 @@ class MetricsFile:
             os.fsync(file.fileno())
             return file.tell()
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Remove everything after the first ``length`` bytes.
 
         Raises:

@@ -33,7 +33,7 @@ _CHANGEABLE = {
 }
 """The settings that may change when a run is resumed."""
 
-_MISFITS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+_WRONG_STATE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 """What loading a state can raise if it is valid JSON but not a state of this run."""
 
 
@@ -198,7 +198,7 @@ def _open_trainer(
             stack.enter_context(folder.locked())
             if not resume:
                 folder.refuse_if_started()
-            folder.sweep()
+            folder.remove_leftovers()
             folder.write_config(config.as_dict())
         if not _resume(trainer):
             trainer.save()
@@ -253,12 +253,12 @@ def _resume(trainer: Trainer) -> bool:
         length = int(state["metrics"])
         if length < 0:
             raise ValueError(f"metrics of {length} bytes")
-    except _MISFITS as error:
+    except _WRONG_STATE as error:
         raise CheckpointError(
             f"{folder.checkpoints.path(step)} does not hold the state of this run: {error}."
         ) from error
     if world.is_main:
-        folder.metrics.cut(length)
+        folder.metrics.truncate(length)
     return True
 
 

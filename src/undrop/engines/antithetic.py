@@ -97,8 +97,7 @@ class Antithetic(Engine):
     ) -> tuple[Evaluation, int]:
         """Run the model once on [without noise; +ε₀; -ε₀], with ε₀ times ``factor``.
 
-        Returns:
-            The evaluation, and a hash of the functions that the model called.
+        It returns the evaluation, and a hash of the functions that the model called.
         """
         batch, draw = request.batch, request.draw
         layout = request.layout(plan.dim, shared=plan.shares_noise)
@@ -125,9 +124,9 @@ class Antithetic(Engine):
         if reason == NO_DROPOUT:
             raise NoDropoutError(no_dropout_met(batch.model))
         if request.fraction < 1.0 or request.exact_output:
-            asked, way_out = ("fraction < 1", "fraction=1")
+            asked, way_out = "fraction < 1", "fraction=1"
             if request.fraction == 1.0:
-                asked, way_out = ("exact_output", "engine='tangent'")
+                asked, way_out = "exact_output", "engine='tangent'"
             raise EngineError(
                 f"{asked} needs independent examples, but in {type(batch.model).__name__} {reason}: "
                 f"use {way_out}."
@@ -152,15 +151,8 @@ class Antithetic(Engine):
         _sigma[batch.model] = max(1.0, draw.largest)
         up, plus = run(epsilon)
         u = map_tensors(lambda a, b: (a - b) * (0.5 / epsilon), plus, minus)
-        f = map_tensors(midpoint, plus, minus)
-        c = request.coefficients
-        total, parts = request.loss.combined(f, u, batch.targets, request.form, c)
-        return Evaluation(
-            total,
-            WeightedParts(c, parts),
-            lambda: map_tensors(midpoint, up, down),
-            f"antithetic: two passes, since {reason}",
-        )
+        f, engine = map_tensors(midpoint, plus, minus), f"antithetic: two passes, since {reason}"
+        return request.evaluation(f, u, lambda: map_tensors(midpoint, up, down), engine)
 
     def _epsilon(self, request: Request, sigma: float = 1.0) -> float:
         """Return ε₀ for the precision that the model runs in and its largest σ."""

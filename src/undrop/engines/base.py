@@ -72,6 +72,12 @@ class Request:
         self.loss.check(seen, self.batch.targets)
         return output, seen
 
+    def evaluation(self, f: Any, u: Any, make_output: Callable[[], Any], engine: str) -> Evaluation:
+        """Return the total and its parts from F and u, as the loss receives them."""
+        c, targets = self.coefficients, self.batch.targets
+        total, parts = self.loss.combined(f, u, targets, self.form, c)
+        return Evaluation(total, WeightedParts(c, parts), make_output, engine)
+
 
 def no_dropout_met(model: nn.Module) -> str:
     """Return the error message for a pass without an active dropout."""

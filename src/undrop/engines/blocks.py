@@ -55,13 +55,10 @@ def blockwise(
     outputs, start = [], 0
     with torch._C.DisableTorchFunctionSubclass():
         for block, size in enumerate(sizes):
+            whole = (x.blocks[block] if type(x) is BlockTensor else x for x in leaves)
             mine = [
-                x.blocks[block]
-                if type(x) is BlockTensor
-                else x
-                if dim is None
-                else x.narrow(dim, start, size)
-                for x, dim in zip(leaves, dims, strict=True)
+                x if dim is None else x.narrow(dim, start, size)
+                for x, dim in zip(whole, dims, strict=True)
             ]
             block_args, block_kwargs = tree_unflatten(mine, spec)
             outputs.append(function(*block_args, **block_kwargs))

@@ -17,7 +17,6 @@ from undrop.engines.base import (
     Engine,
     Evaluation,
     Request,
-    WeightedParts,
     refuse_fraction,
 )
 from undrop.engines.draw import Draw
@@ -51,9 +50,7 @@ class Tangent(Engine):
             seen, u = map_tensors(_primal, dual), map_tensors(_tangent, dual)
             output = map_tensors(_primal, dual_output)
         _check_proof(request, hash((mode.trail, *(site.name for site in mode.sites))))
-        c = request.coefficients
-        total, parts = request.loss.combined(seen, u, request.batch.targets, request.form, c)
-        return Evaluation(total, WeightedParts(c, parts), lambda: output, self.name)
+        return request.evaluation(seen, u, lambda: output, self.name)
 
 
 def _run(request: Request) -> tuple[Any, Any]:

@@ -23,16 +23,6 @@ _BLOCKS = 16  # of samples, in the jackknife
 _MOST = 256  # samples for eigenspaces, whose cost grows as their cube
 
 
-def _jackknifed(value: float, without: list[float]) -> Estimate:
-    """The error of a statistic from its values with one block left out at a time."""
-    n = len(without)
-    if n < 2 or not all(map(math.isfinite, without)):
-        return Estimate(value, None)
-    mean = math.fsum(without) / n
-    spread = math.fsum((x - mean) ** 2 for x in without)
-    return Estimate.of(value, math.sqrt((n - 1) / n * spread), n - 1.0)
-
-
 def cosine(a: Tensor, b: Tensor) -> Estimate:
     """The cosine of E[a] and E[b], for samples that come in pairs.
 
@@ -53,15 +43,22 @@ def cosine(a: Tensor, b: Tensor) -> Estimate:
 
 
 def _left_out(statistic: Callable[[Tensor], float], n: int) -> Estimate:
-    """A statistic of the samples with its error, leaving out one block of even size at a time."""
+    """The jackknife: a statistic of n samples, with the error from its values without one block each.
+
+    The blocks have even sizes.
+    """
     every = torch.arange(n)
     size = 2 * math.ceil(n / (2 * _BLOCKS))
     blocks = every.split(size)
-    enough = n > 2 * size
-    without = [
-        statistic(torch.cat([*blocks[:i], *blocks[i + 1 :]])) for i in range(len(blocks) * enough)
-    ]
-    return _jackknifed(statistic(every), without)
+    k, value = len(blocks), statistic(every)
+    without = []
+    if n > 2 * size:
+        without = [statistic(torch.cat([*blocks[:i], *blocks[i + 1 :]])) for i in range(k)]
+    if len(without) < 2 or not all(map(math.isfinite, without)):
+        return Estimate(value, None)
+    mean = math.fsum(without) / k
+    spread = math.fsum((x - mean) ** 2 for x in without)
+    return Estimate.of(value, math.sqrt((k - 1) / k * spread), k - 1.0)
 
 
 def _shared(aa: Tensor, ab: Tensor, bb: Tensor, k: int) -> float:

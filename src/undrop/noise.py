@@ -47,14 +47,8 @@ def _sign(out: Tensor, q: float, scale: float, generator: torch.Generator | None
     n = out.numel()
     if n < _MANY:
         return out.random_(0, 2, generator=generator).mul_(2.0 * scale).sub_(scale)
-    words = torch.randint(
-        -(2**31),
-        2**31,
-        (-(-n // 32), 1),
-        dtype=torch.int32,
-        device=out.device,
-        generator=generator,
-    )
+    words = out.new_empty((-(-n // 32), 1), dtype=torch.int32)
+    words.random_(-(2**31), 2**31, generator=generator)
     shifts = torch.arange(32, dtype=torch.int32, device=out.device)
     signs = (words << shifts).bitwise_and_(_SIGN).bitwise_or_(_ONE).view(torch.float32)
     return signs.flatten()[:n].view(out.shape).to(out.dtype).mul_(scale)

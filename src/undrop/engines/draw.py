@@ -86,27 +86,15 @@ class Draw:
         else:
             generator = self.generator(h.device)
             self._states[site.name] = generator.get_state()
-        return draw_noise(
-            self.noise,
-            self.shape(site),
-            site.p,
-            like=h.detach(),
-            scale=scale,
-            generator=generator,
-        )
+        how = self.shape(site), site.p
+        return draw_noise(self.noise, *how, like=h.detach(), scale=scale, generator=generator)
 
     def eta(self, place: SitePlan, scale: float, shape: tuple[int, ...] | None = None) -> Tensor:
         """Draw scale·η for a site in a stacked pass, by default in the shape of its η."""
         site, device = place.site, place.device
         like = torch.empty((), dtype=torch.promote_types(place.dtype, torch.float32), device=device)
-        return draw_noise(
-            self.noise,
-            self.shape(site) if shape is None else shape,
-            site.p,
-            like=like,
-            scale=scale,
-            generator=self.generator(device),
-        )
+        how, generator = (shape or self.shape(site), site.p), self.generator(device)
+        return draw_noise(self.noise, *how, like=like, scale=scale, generator=generator)
 
     def eta_of_rows(
         self, places: Sequence[SitePlan], widths: Sequence[int], rows: Rows, scale: float

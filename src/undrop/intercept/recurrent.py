@@ -16,7 +16,7 @@ RECURRENT: tuple[Callable[..., Any], ...] = (torch.lstm, torch.gru, torch.rnn_ta
 
 
 class RecurrentCall(NamedTuple):
-    """The arguments of ``torch.lstm`` and similar functions, packed sequences included."""
+    """The arguments of ``torch.lstm`` and similar functions, for a batch or a packed sequence."""
 
     function: Callable[..., Any]
     x: Tensor
@@ -88,20 +88,8 @@ def read(function: Callable[..., Any], args: tuple[Any, ...]) -> RecurrentCall:
     state, weights, *rest = args[state_at:]
     state = (state,) if isinstance(state, Tensor) else tuple(state)
     batch_first = False if batch_sizes is not None else bool(rest.pop())
-    bias, layers, dropout, training, bidirectional = rest
-    return RecurrentCall(
-        function,
-        args[0],
-        batch_sizes,
-        state,
-        weights,
-        bias,
-        layers,
-        dropout,
-        training,
-        bidirectional,
-        batch_first,
-    )
+    fields: Any = (function, args[0], batch_sizes, state, weights, *rest, batch_first)
+    return RecurrentCall(*fields)
 
 
 def run_layers(mode: Interception, call: RecurrentCall, run: RunLayer) -> tuple[Tensor, ...]:

@@ -276,7 +276,7 @@ class Reverse(DoubleBackward):
         self, request: Request, action: ZeroLeaves, logits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         c = request.coefficients
-        loss = request.loss.twice_differentiable_value(logits, request.batch.targets)
+        loss = request.loss.value(logits, request.batch.targets)
         explicit = implicit = torch.zeros_like(loss)
         # Labels can't be drawn from a non-finite output; the caller sees a non-finite loss.
         if c.quadratic and bool(loss.detach().isfinite()):

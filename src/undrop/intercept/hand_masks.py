@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +67,8 @@ def known_draws(model: nn.Module) -> KnownDraws:
     return _KNOWN.setdefault(bare(model), KnownDraws())
 
 
-class Given(Protocol):
-    """Gives a pass the real numbers of some draws."""
-
-    def real(self, key: str, fill: Callable[[float], Tensor]) -> Tensor | None:
-        """Return the numbers of a draw, or None to leave it to the pass."""
-        ...
+Given: TypeAlias = Callable[[str, Callable[[float], Tensor]], Tensor | None]
+"""Returns the real numbers of a draw from its key and ``fill``, or None to leave it to the pass."""
 
 
 @dataclass
@@ -220,7 +216,7 @@ class HandMasks:
             self._replay.begun = True
             return self._replay.key, None
         key = self.next_draw()
-        return key, None if key is None or self.given is None else self.given.real(key, fill)
+        return key, None if key is None or self.given is None else self.given(key, fill)
 
     def bernoulli(
         self,

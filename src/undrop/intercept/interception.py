@@ -76,7 +76,7 @@ class Interception(HandMasks, TorchFunctionMode):
         model: the model that runs; its module paths name the sites.
         action: called with each site and its h.
         rules: an engine's rules for further functions.
-        given: returns the real numbers of some random draws, for the proof of masks.
+        given: returns the real numbers of random draws, for the proof of masks.
     """
 
     def __init__(

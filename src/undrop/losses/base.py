@@ -208,11 +208,7 @@ class Loss(GivenLoss):
 
     @abstractmethod
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean ℓ."""
-
-    def twice_differentiable_value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean ℓ again, in twice differentiable ops. A fused loss overrides it."""
-        return self.value(output, target)
+        """The mean ℓ; the reverse engine differentiates it twice."""
 
     @abstractmethod
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
@@ -304,7 +300,7 @@ class Loss(GivenLoss):
         signs v; for "loss-jacobian" the total loss itself.
         """
         if form == "loss-jacobian":
-            return self.twice_differentiable_value(output, target) * self.count(output, target)
+            return self.value(output, target) * self.count(output, target)
         if form == "identity":
             return self._probe(output, target, generator)
         return self._sampled(output, target, generator)

@@ -155,29 +155,6 @@ _SHARE = {torch.float64: 0.01, torch.float32: 0.2}
 """A relative difference larger than rounding and kinks cause."""
 
 
-def pass_to_differentiate(engine: Engine, request: Request) -> tuple[Any, Tensor, ZeroLeaves]:
-    """Run the model with a zero leaf at every site.
-
-    It returns the output of the model, the part of it that the loss receives, and the leaves. What
-    double backward does not support raises an ``EngineError``.
-    """
-    refuse_fraction(engine, request)
-    if is_sharded(request.batch.model):  # FSDP frees parameters before a second backward pass
-        raise EngineError(
-            f"the {engine.name} engine differentiates twice, which FSDP does not allow: use "
-            "engine='antithetic'."
-        )
-    if request.loss.whole_output:
-        raise EngineError(
-            f"the {engine.name} engine takes a loss of one output: use engine='antithetic' or 'tangent'."
-        )
-    look_for_blind_spots(request, engine.name)
-    action = ZeroLeaves(request.draw)
-    with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
-        output, seen = request.run()
-    return output, seen, action
-
-
 def look_for_blind_spots(request: Request, engine: str) -> None:
     """Compare Σ_j σ_j η_j ∂ℓ/∂z_j with (ℓ(ε) - ℓ(-ε))/2ε once per model, and warn if they differ.
 
@@ -248,7 +225,21 @@ class DoubleBackward(Engine):
 
     def evaluate(self, request: Request) -> Evaluation:
         """Return the weighted total; its backward pass is a double backward of the model."""
-        output, logits, action = pass_to_differentiate(self, request)
+        refuse_fraction(self, request)
+        if is_sharded(request.batch.model):  # FSDP frees parameters before a second backward pass
+            raise EngineError(
+                f"the {self.name} engine differentiates twice, which FSDP does not allow: use "
+                "engine='antithetic'."
+            )
+        if request.loss.whole_output:
+            raise EngineError(
+                f"the {self.name} engine takes a loss of one output: use engine='antithetic' or "
+                "'tangent'."
+            )
+        look_for_blind_spots(request, self.name)
+        action = ZeroLeaves(request.draw)
+        with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
+            output, logits = request.run()
         parts = self._parts(request, action, logits)
         c = request.coefficients
         return Evaluation(c.total(parts), WeightedParts(c, parts), lambda: output, self.name)

@@ -55,7 +55,7 @@ class AdaptiveOutput(Output):
         self.words = cutoffs[-1] + len(tails[-1].weight)
         self.tails = [range(a, b) for a, b in pairwise((*cutoffs, self.words))]
         self.classes = max(len(layer.weight) for layer in (head, *tails))
-        self.chunk = chunk
+        self.chunk, self.width = chunk, head.weight.shape[1]
 
     def layers(self, parameters: Parameters) -> list[Layer]:
         """Return the head and the tails."""

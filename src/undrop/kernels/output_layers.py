@@ -65,7 +65,9 @@ class Output(ABC):
 
     parameters: Parameters
     chunk: int | None = None  # rows at a time; None chooses by the number of classes
-    classes: int
+    classes: int  # of its largest softmax
+    words: int  # the number of classes that a target can have
+    width: int  # the number of features
 
     @abstractmethod
     def terms(
@@ -248,7 +250,8 @@ class LinearOutput(Output):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
         self.parameters = (weight, bias)
-        self.chunk, self.classes = chunk, len(weight)
+        self.chunk, self.width = chunk, weight.shape[1]
+        self.classes = self.words = len(weight)
 
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions

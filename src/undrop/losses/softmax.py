@@ -90,29 +90,13 @@ class SoftmaxLoss(ClosedForm):
 
 
 class FeatureLoss(SoftmaxLoss):
-    """The mean over tokens of -log p(y | f), for features f (…, d) and class indices (…).
+    """The mean over tokens of -log p(y | f), for features f (…, d) and class indices (…)."""
 
-    Args:
-        layer: the output layer with its loss.
-        width: d.
-        classes: the number of classes.
-        ignore_index: targets of this value do not count.
-        label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C.
-    """
-
-    def __init__(
-        self,
-        layer: Output,
-        *,
-        width: int,
-        classes: int,
-        ignore_index: int,
-        label_smoothing: float = 0.0,
-    ) -> None:
+    def __init__(self, layer: Output, ignore_index: int, label_smoothing: float = 0.0) -> None:
         super().__init__(layer, ignore_index, label_smoothing)
         if layer.chunk is not None and layer.chunk < 1:
             raise OptionError(f"chunk must be at least 1 row, got {layer.chunk}.")
-        self.width, self.classes, self.chunk = width, classes, layer.chunk
+        self.width, self.classes, self.chunk = layer.width, layer.words, layer.chunk
 
     def _shape(self, output: Tensor) -> tuple[int, ...]:
         return (*output.shape[:-1], self.classes)
@@ -195,13 +179,7 @@ class LinearCrossEntropy(FeatureLoss):
                 "the output layer must have a weight (classes, features) and a bias (classes,), got "
                 f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}."
             )
-        super().__init__(
-            LinearOutput(weight, bias, chunk),
-            width=weight.shape[1],
-            classes=weight.shape[0],
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-        )
+        super().__init__(LinearOutput(weight, bias, chunk), ignore_index, label_smoothing)
         self.weight, self.bias = weight, bias
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
@@ -252,9 +230,7 @@ class AdaptiveSoftmax(FeatureLoss):
         _check_sizes(head_weight, [weight for _, weight, _ in tails], cutoffs)
         head = Layer(None, head_weight, head_bias)
         output = AdaptiveOutput(head, [Layer(*tail) for tail in tails], cutoffs, chunk)
-        super().__init__(
-            output, width=head_weight.shape[1], classes=output.words, ignore_index=ignore_index
-        )
+        super().__init__(output, ignore_index)
         self.adaptive = output
 
     def _drawn(self, features: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -33,6 +33,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 """Each method: the runs that it pays for and chooses from."""
 RUNS = {"none": 1, "grid": 6, "random": 10, "decay": 4, "dropout+decay": 3, "analytic": 4}
 REFERENCES = ("dropout, best of 6 p", "all searches, 24 runs")
+SHORT = ("best of 6 p", "all searches")
 DRAWS = 10000
 """Of the bootstrap."""
 
@@ -68,54 +69,70 @@ def interval(values: list[float], digits: int = 3) -> str:
     return f"{mean:+.{digits}f} ± {half:.{digits}f}"
 
 
-def table(records: Iterable[Run]) -> list[str]:
-    """For each task and method: test loss, its paired differences to two searches, and the cost."""
+Outcomes = list[dict[str, tuple[float, float]]]
+"""For each seed: the test loss and the cost of every method."""
+
+
+def outcomes(records: Iterable[Run]) -> dict[str, Outcomes]:
+    """The outcomes of each task, for the seeds that have all methods."""
     by_task: dict[str, dict[int, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         by_task[record["task"]][record["seed"]].append(record)
-    lines = [
-        "| task | method | test loss | minus best of 6 p | minus all searches | cost |",
-        "|---" * 6 + "|",
-    ]
+    found: dict[str, Outcomes] = {}
     for task, seeds in sorted(by_task.items()):
         every = [{m: outcome(runs, m) for m in METHODS} for runs in seeds.values()]
-        complete = [{m: o for m, o in found.items() if o is not None} for found in every]
-        complete = [found for found in complete if len(found) == len(METHODS)]
-        for place, method in enumerate(METHODS if complete else ()):
-            apart = [
-                "" if method == other else interval([f[method][0] - f[other][0] for f in complete])
-                for other in REFERENCES
-            ]
-            mean = float(np.mean([found[method][0] for found in complete]))
-            cost = float(np.median([found[method][1] for found in complete]))
-            name = f"{task}, {len(complete)} seeds" if not place else ""
-            lines.append(f"| {name} | {method} | {mean:.3f} | {' | '.join(apart)} | {cost:.1f} |")
+        known = [{m: o for m, o in one.items() if o is not None} for one in every]
+        found[task] = [one for one in known if len(one) == len(METHODS)]
+    return {task: seeds for task, seeds in found.items() if seeds}
+
+
+def apart(seeds: Outcomes, method: str, other: str) -> str:
+    """The paired difference of two methods; nothing if they are the same."""
+    return "" if method == other else interval([s[method][0] - s[other][0] for s in seeds])
+
+
+def table(found: dict[str, Outcomes]) -> list[str]:
+    """For each task and method: test loss, its paired differences to two searches, and the cost."""
+    heads = ("task", "method", "test loss", *(f"minus {name}" for name in SHORT), "cost")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for task, seeds in found.items():
+        for place, method in enumerate(METHODS):
+            cells = [apart(seeds, method, other) for other in REFERENCES]
+            mean = float(np.mean([one[method][0] for one in seeds]))
+            cost = float(np.median([one[method][1] for one in seeds]))
+            name = f"{task}, {len(seeds)} seeds" if not place else ""
+            lines.append(f"| {name} | {method} | {mean:.3f} | {' | '.join(cells)} | {cost:.1f} |")
     return lines
 
 
-def one_run(records: list[Run]) -> list[str]:
-    """For each task the test loss with p = 0.1, and what a tuner changes in it and in the time."""
-    tuners = ["tuner-dropout", "one run+decay", "tuner-dropout+decay", "tuner-analytic"]
-    by_key = {(r["task"], r["seed"], r["method"]): r for r in records}
-    tasks = sorted({task for task, _, method in by_key if method == "one run"})
-    heads = ("task", "p = 0.1", "Tuner on Dropout", "p = 0.1 and λ", "Tuner on both", "on Analytic")
-    lines = [f"| {' | '.join(heads)} | cost |", "|---" * (len(heads) + 1) + "|"]
-    for task in tasks:
-        seeds = [s for t, s, method in by_key if (t, method) == (task, "one run")]
-        seeds = [s for s in seeds if all((task, s, t) in by_key for t in tuners)]
-        if not seeds:
-            continue
-        plain = [by_key[task, s, "one run"] for s in seeds]
-        cells = [f"{np.mean([r['test'] for r in plain]):.3f}"]
-        for tuner in tuners:
-            mine = [by_key[task, s, tuner] for s in seeds]
-            cells.append(
-                interval([a["test"] - b["test"] for a, b in zip(mine, plain, strict=True)])
-            )
-        times = [by_key[task, s, tuners[0]]["seconds"] for s in seeds]
-        ratio = np.median([a / b["seconds"] for a, b in zip(times, plain, strict=True)])
-        count = f"{len(seeds)} seed{'s' * (len(seeds) > 1)}"
-        lines.append(f"| {task}, {count} | {' | '.join(cells)} | {ratio:.1f} |")
+def summary(found: dict[str, Outcomes]) -> list[str]:
+    """For each task, the difference of tuned runs to two searches, and their cost."""
+    tuners = {"p": "Tuner on Dropout", "p and λ": "Tuner on Dropout and decay"}
+    pairs = list(product(zip(SHORT, REFERENCES, strict=True), tuners.items()))
+    heads = [f"{tuned}, minus {short}" for (short, _), (tuned, _) in pairs]
+    heads = ["task", SHORT[0], *heads, *(f"{tuned}, cost" for tuned in tuners)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for task, seeds in found.items():
+        mean = float(np.mean([one[REFERENCES[0]][0] for one in seeds]))
+        costs = [f"{np.median([one[m][1] for one in seeds]):.1f}" for m in tuners.values()]
+        cells = [f"{mean:.3f}", *(apart(seeds, m, o) for (_, o), (_, m) in pairs), *costs]
+        lines.append(f"| {task} | {' | '.join(cells)} |")
+    return lines
+
+
+def one_run(found: dict[str, Outcomes]) -> list[str]:
+    """What each way to make a single run changes in the test loss of p = 0.1, in percent."""
+    fixed, decayed = "dropout, p = 0.1", "p = 0.1 and λ = 0.3/Σ lr"
+    both = "Tuner on Dropout and decay"
+    pairs = [("Tuner on Dropout", fixed), ("Tuner on Analytic", fixed), (decayed, fixed)]
+    pairs += [(both, fixed), (both, decayed)]
+    heads = ["task", "p = 0.1", *(method for method, _ in pairs[:-1]), f"{both}, against its start"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    every = [one for seeds in found.values() for one in seeds]
+    for task, seeds in {**found, "all": every}.items():
+        mean = "" if seeds is every else f"{np.mean([one[fixed][0] for one in seeds]):.3f}"
+        cells = [changes([(one[a][0], one[b][0]) for one in seeds]) for a, b in pairs]
+        lines.append(f"| {task} | {mean} | {' | '.join(cells)} |")
     return lines
 
 
@@ -166,19 +183,20 @@ def starts(records: list[Run]) -> list[str]:
     return [*lines, f"| all | | {' | '.join(changes(pairs) for pairs in whole.values())} |"]
 
 
-def variants(records: list[Run]) -> list[str]:
-    """What each variant of the tuner changes in the test loss of p = 0.1, in percent."""
+def variants(records: list[Run], base: str = "p = 0.1") -> list[str]:
+    """What each variant of the tuner changes in the test loss of the base, in percent."""
     by_key = {(r["what"], r["task"], r["seed"]): r["test"] for r in records}
     tasks = list(dict.fromkeys(r["task"] for r in records))
-    names = [n for n in dict.fromkeys(r["what"] for r in records) if n != "p = 0.1"]
-    lines = [f"| | {' | '.join(tasks)} |", "|---" * (len(tasks) + 1) + "|"]
+    names = [n for n in dict.fromkeys(r["what"] for r in records) if n != base]
+    lines = [f"| | {' | '.join([*tasks, 'all'])} |", "|---" * (len(tasks) + 2) + "|"]
     for name in names:
-        cells = []
+        cells, whole = [], []
         for task in tasks:
             seeds = [s for what, t, s in by_key if (what, t) == (name, task)]
-            pairs = [(by_key[name, task, s], by_key["p = 0.1", task, s]) for s in seeds]
+            pairs = [(by_key[name, task, s], by_key[base, task, s]) for s in seeds]
+            whole += pairs
             cells.append(changes(pairs))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join([*cells, changes(whole)])} |")
     return lines
 
 
@@ -209,37 +227,44 @@ def signals(records: list[Run]) -> list[str]:
     return lines
 
 
-def advice(records: list[Run]) -> list[str]:
-    """For each case what the advice says and what the search says, and the hits."""
-    lines = [
-        "| task | seed | gap | says | none minus best of 6 p | p = 0.1 minus best |",
-        "|---" * 6 + "|",
-    ]
-    gaps, truth, verdicts, groups = [], [], [], []
+def advice_outcomes(records: list[Run]) -> list[Run]:
+    """For each case the advice, and how far no dropout and p = 0.1 are above the best of 6 p."""
+    found = []
     for r in (r for r in records if r["kind"] == "advice"):
         case = (r["task"], r["seed"])
         runs = {x["p"]: x for x in records if x["kind"] == "run" and (x["task"], x["seed"]) == case}
-        if len(runs) < 7:
-            continue
-        best = min((x for p, x in runs.items() if p), key=lambda x: x["validation"])
-        gain, usual = (runs[p]["test"] - best["test"] for p in (0.0, 0.1))
-        gap = f"{r['gap']['value']:+.2f} ± {r['gap']['stderr']:.2f}"
-        lines.append(
-            f"| {case[0]} | {case[1]} | {gap} | {r['says']} | {gain:+.3f} | {usual:+.3f} |"
-        )
-        gaps.append(r["gap"]["value"])
-        truth.append(gain > 0.0)
-        verdicts.append(r["says"] == "helps")
-        groups.append(case[0])
-    given = [t for t, v in zip(truth, verdicts, strict=True) if v]
+        if len(runs) == 7:
+            best = min((x for p, x in runs.items() if p), key=lambda x: x["validation"])
+            gain, usual = (runs[p]["test"] - best["test"] for p in (0.0, 0.1))
+            found.append({**r, "gain": gain, "usual": usual})
+    return found
+
+
+def advice(cases: list[Run]) -> list[str]:
+    """How often the advice is right."""
+    truth = [case["gain"] > 0.0 for case in cases]
+    given = [case["gain"] > 0.0 for case in cases if case["says"] == "helps"]
     right = stats.binomtest(sum(given), max(len(given), 1)).proportion_ci(method="wilson")
-    area = auc_interval(np.array(gaps), np.array(truth), groups)
-    summary = (
+    gaps = np.array([case["gap"]["value"] for case in cases])
+    area = auc_interval(gaps, np.array(truth), [case["task"] for case in cases])
+    return [
         f'Dropout helps in {sum(truth)} of {len(truth)} cases. The verdict "helps" was given in '
         f"{len(given)} and is right in {sum(given)} of them (95 % interval of the share: "
         f"{right.low:.2f} to {right.high:.2f}). AUC of the gap: {area}, by drawing tasks."
-    )
-    return [summary, "", *lines]
+    ]
+
+
+def advice_cases(cases: list[Run]) -> list[str]:
+    """For each case what the advice says and what the search says."""
+    heads = ("task", "seed", "gap", "says", "none minus best of 6 p", "p = 0.1 minus best")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for case in cases:
+        gap = f"{case['gap']['value']:+.2f} ± {case['gap']['stderr']:.2f}"
+        lines.append(
+            f"| {case['task']} | {case['seed']} | {gap} | {case['says']} | {case['gain']:+.3f} | "
+            f"{case['usual']:+.3f} |"
+        )
+    return lines
 
 
 def auc(scores: np.ndarray, labels: np.ndarray) -> float:
@@ -288,9 +313,8 @@ def benefit_cases(records: list[Run], cases: list[Run]) -> list[Run]:
 DECAY, CLEAR = "weight decay", 2.0
 
 
-def benefit(records: list[Run], cases: list[Run]) -> list[str]:
-    """The AUC of the benefit, how often its sign is right, and the cases behind it."""
-    rows = benefit_cases(records, cases)
+def benefit(rows: list[Run]) -> list[str]:
+    """The AUC of the benefit, and how often its sign is right."""
     sites, decays = ([r for r in rows if (r["what"] == DECAY) == on] for on in (False, True))
     heads = ("cases", "truth", "that help", "AUC of z (95 %)", "right sign", "right beyond z = ±2")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -305,7 +329,12 @@ def benefit(records: list[Run], cases: list[Run]) -> list[str]:
             lines.append(
                 f"| {what} | {when} | {' | '.join(cells)} | {sum(clear)} of {len(clear)} models |"
             )
-    lines += ["", "| task | p | what | loss without it | benefit | z |", "|---" * 6 + "|"]
+    return lines
+
+
+def each_benefit(rows: list[Run]) -> list[str]:
+    """The cases behind it."""
+    lines = ["| task | p | what | loss without it | benefit | z |", "|---" * 6 + "|"]
     for row in rows:
         lines.append(
             f"| {row['task']} | {row['p']:g} | `{row['what']}` | {row['truth']:+.3f} | "
@@ -353,19 +382,26 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/tuning.md")
     options = parser.parse_args()
     folder = options.results
+    results = outcomes(read(folder, "runs*.jsonl"))
+    advised = advice_outcomes(read(folder, "advise.jsonl"))
+    fixed = json.loads((folder / "cases.json").read_text())
+    cases = benefit_cases(read(folder, "benefit.jsonl"), fixed)
     parts = {
         "rules": rules(read(folder, "rules.jsonl")),
         "variants": variants(read(folder, "variants.jsonl")),
+        "far": variants(read(folder, "far.jsonl")),
+        "decay": variants(read(folder, "decay.jsonl"), "as before"),
         "cost": cost(read(folder, "cost.jsonl")),
         "starts": starts(read(folder, "starts.jsonl")),
         "signals": signals(read(folder, "signals.jsonl")),
-        "results": table(read(folder, "runs*.jsonl")),
-        "one run": one_run(read(folder, "runs*.jsonl")),
-        "advice": advice(read(folder, "advise.jsonl")),
+        "summary": summary(results),
+        "results": table(results),
+        "one run": one_run(results),
+        "advice": advice(advised),
+        "advice cases": advice_cases(advised),
         "choice": choice(folder),
-        "benefit": benefit(
-            read(folder, "benefit.jsonl"), json.loads((folder / "cases.json").read_text())
-        ),
+        "benefit": benefit(cases),
+        "benefit cases": each_benefit(cases),
     }
     page = Path("docs/tuning.md")
     text = page.read_text()

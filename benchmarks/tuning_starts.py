@@ -16,7 +16,7 @@ from tuning_tasks import TASKS, Task
 from tuning import Records, dropout_slots, plain, train, tuned
 
 SEEDS = (5, 6, 7)
-"""None of the seeds of any other experiment."""
+"""None of the seeds of the results."""
 CELLS = [(0.1, 0.7), (0.05, 0.7), (0.2, 0.7), (0.6, 0.7), (0.1, 0.22), (0.1, 2.2)]
 """Starts and rates."""
 

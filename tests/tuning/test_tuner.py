@@ -9,6 +9,7 @@ from torch import nn
 
 import undrop
 from device import new_generator
+from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
 from undrop.tuning.history import Benefit, Entry, History
@@ -19,6 +20,8 @@ OBJECTIVES = {
     "analytic": lambda: undrop.Analytic(engine="antithetic", generator=new_generator(1)),
     "dropout": lambda: undrop.Dropout(generator=new_generator(1)),
 }
+BELOW, UNCLEAR, ABOVE = (Estimate.of(value, 0.1) for value in (-1.0, 0.0, 1.0))
+"""How far the validation loss is above the training loss."""
 
 
 def network(p=0.2):
@@ -124,20 +127,36 @@ def test_nothing_falls_below_its_start_while_the_model_overfits(monkeypatch):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
     tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
-    outcome = Outcome(Benefit(-1.0, 0.1), overfits=False)
+    outcome = Outcome(Benefit(-1.0, 0.1), UNCLEAR)
     monkeypatch.setattr("undrop.tuning.tuner.compare", lambda *_: outcome)
     train(tuner, model, optimizer, batches(8, seed=3))
     assert max(tuner.probabilities.values()) < 0.05
     assert optimizer.param_groups[0]["weight_decay"] < 5e-3
     resumed = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
     resumed.load_state_dict(tuner.state_dict())
-    outcome = outcome._replace(overfits=True)
+    outcome = outcome._replace(gap=ABOVE)
     train(resumed, model, optimizer, batches(2, seed=14))
     assert list(resumed.probabilities.values()) == [pytest.approx(0.1)] * 2
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(1e-2)
-    outcome = Outcome(Benefit(1.0, 0.1), overfits=True)
+    outcome = Outcome(Benefit(1.0, 0.1), ABOVE)
     train(resumed, model, optimizer, batches(4, seed=15))
     assert min(resumed.probabilities.values()) > 0.1
+
+
+def test_weight_decay_falls_while_the_validation_loss_is_clearly_below_the_training_loss(
+    monkeypatch,
+):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
+    tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
+    outcome, found = Outcome(Benefit(0.0, 0.1), UNCLEAR), []
+    monkeypatch.setattr("undrop.tuning.tuner.compare", lambda *_: outcome)
+    for gap in (UNCLEAR, BELOW, BELOW, UNCLEAR, ABOVE):
+        outcome = outcome._replace(gap=gap)
+        train(tuner, model, optimizer, batches(2, seed=3))
+        found.append(optimizer.param_groups[0]["weight_decay"])
+    assert found == pytest.approx([1e-2, 1e-2 / 3, 1e-2 / 9, 1e-2 / 9, 1e-2])
+    assert list(tuner.probabilities.values()) == [pytest.approx(0.1)] * 2
 
 
 def test_weights_that_do_not_move_make_no_trial():

@@ -72,8 +72,8 @@ class Outcome(NamedTuple):
 
     benefit: Benefit
     """L_val with less minus L_val with more, over the validation batches: positive if more helps."""
-    overfits: bool
-    """Whether the validation loss is clearly above the training loss."""
+    gap: Estimate
+    """How far the validation loss is above the training loss."""
 
 
 def gap(held: Sequence[float], trained: Sequence[float]) -> Estimate:
@@ -120,10 +120,10 @@ def compare(
     with_more, with_less = losses(more), losses(less)
     if with_more is None or with_less is None:
         lost = float(with_less is None) - float(with_more is None)
-        return Outcome(Benefit(lost, 1.0 / CLEAR), overfits=False)
+        return Outcome(Benefit(lost, 1.0 / CLEAR), Estimate.of(math.nan, None))
     pairs = zip(with_more.held, with_less.held, strict=True)
-    found = gap(with_less.held, with_less.trained)
-    return Outcome(Benefit.of([b - a for a, b in pairs]), overfits=found.low > 0.0)
+    benefit = Benefit.of([b - a for a, b in pairs])
+    return Outcome(benefit, gap(with_less.held, with_less.trained))
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from undrop.diagnosis.measure.branches import Branches
+from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.generators import Generators
 from undrop.intercept import Selection, unwrapped
@@ -46,6 +47,8 @@ class Tuner:
 
     Every site starts at p = 0.1, whatever p the model declares, and σ² rises to it before the first
     trial. While the model overfits, p does not fall below 0.1. A site that declares 0 is not tuned.
+    Weight decay does not fall below its start while the model overfits, and falls while the validation
+    loss is clearly below the training loss.
 
     Examples:
         >>> import torch, undrop
@@ -216,7 +219,7 @@ class Tuner:
         finally:
             self._apply(self._logs)
         pace = self._paces.setdefault(tried, Pace(self.rate))
-        self._logs = self._bounded(self._shifted(tried, pace.move(found.benefit.z)), found.overfits)
+        self._logs = self._bounded(self._shifted(tried, pace.move(found.benefit.z)), found.gap)
         self._apply(self._logs)
         values = {n: math.exp(v) if n == DECAY else probability(v) for n, v in self._logs.items()}
         self.history.entries.append(Entry(self.steps, tried, found.benefit.value, values))
@@ -232,14 +235,17 @@ class Tuner:
         names = self._sites if tried == EVERY else [tried]
         return {n: value + by * (n in names) for n, value in self._logs.items()}
 
-    def _bounded(self, logs: dict[str, float], overfits: bool) -> dict[str, float]:
-        """Return the values within their bounds.
+    def _bounded(self, logs: dict[str, float], gap: Estimate) -> dict[str, float]:
+        """Return the values within their bounds, given how far L_val is above the training loss.
 
         Ten steps undervalue regularization, which slows learning first and pays later. So nothing
-        falls below its start while the model overfits.
+        falls below its start while the model clearly overfits. While it clearly does not, weight decay
+        has nothing to gain, and falls to a third.
         """
+        fall = APART if gap.high < 0.0 else 0.0
+        logs = {n: v - fall * (n == DECAY) for n, v in logs.items()}
         sites = dict.fromkeys(self._sites, log_odds(LOWEST))
-        lowest = self._starts if overfits else sites
+        lowest = self._starts if gap.low > 0.0 else sites
         highest = dict.fromkeys(self._sites, log_odds(HIGHEST))
         raised = {n: max(v, lowest.get(n, v)) for n, v in logs.items()}
         return {n: min(v, highest.get(n, v)) for n, v in raised.items()}

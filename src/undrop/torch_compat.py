@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -87,11 +87,7 @@ class _PortableLSTM(TorchFunctionMode):
     """Replaces every LSTM call by :func:`lstm`."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return (lstm if func is torch.lstm else func)(*args, **(kwargs or {}))
 

@@ -94,11 +94,7 @@ class TangentTrace(TorchDispatchMode):
         return not self._marked.isdisjoint(_storages(tree))
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the op, and mark the results of marked tensors."""
         name = func.overloadpacket.__name__

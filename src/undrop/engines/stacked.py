@@ -62,11 +62,7 @@ class StackedPass(Interception):
         return self
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the rule of a function; split functions of block tensors into blocks."""
         rule = self._rules.get(func)

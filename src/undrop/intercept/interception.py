@@ -114,11 +114,7 @@ class Interception(HandMasks, TorchFunctionMode):
         return self
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the rule of an intercepted function, and any other function itself."""
         rule = self._rules.get(func)

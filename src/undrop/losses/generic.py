@@ -285,11 +285,7 @@ class RefuseDropout(TorchFunctionMode):
         self._loss = loss
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the function, or the site rule of a dropout, which calls ``off`` or ``noisy``."""
         if func in _DROPOUTS:

@@ -8,8 +8,7 @@ import undrop
 from device import new_generator
 from undrop.engines.antithetic import _Known
 from undrop.engines.layout import Layout, Rows
-from undrop.losses import Coefficients, CrossEntropy
-from undrop.losses.base import Derivatives
+from undrop.losses import Coefficients, CrossEntropy, Derivatives
 
 
 @pytest.mark.parametrize("noisy", [6, 2])

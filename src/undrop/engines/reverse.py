@@ -30,6 +30,7 @@ from undrop.intercept import Interception, RngSnapshot, Rule, bare, is_sharded, 
 from undrop.intercept.attention import AttentionCall, flex_written_out, written_out
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layers
 from undrop.kernels.flex import FlexCall, flex_attention
+from undrop.losses import Derivatives
 
 State = tuple[Tensor, ...]
 
@@ -245,9 +246,7 @@ class DoubleBackward(Engine):
         return Evaluation(c.total(parts), WeightedParts(c, parts), lambda: output, self.name)
 
     @abstractmethod
-    def _parts(
-        self, request: Request, action: ZeroLeaves, logits: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _parts(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Derivatives:
         """Return ℓ, the explicit part and the implicit part, without coefficients."""
 
 
@@ -263,9 +262,7 @@ class Reverse(DoubleBackward):
 
     name = "reverse"
 
-    def _parts(
-        self, request: Request, action: ZeroLeaves, logits: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _parts(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Derivatives:
         c = request.coefficients
         loss = request.loss.value(logits, request.batch.targets)
         explicit = implicit = torch.zeros_like(loss)
@@ -275,7 +272,7 @@ class Reverse(DoubleBackward):
         if c.directional:
             products = _products(loss, action, create_graph=True)
             implicit = torch.stack([x.sum() for x in products]).sum()
-        return loss, explicit, implicit
+        return Derivatives(loss, explicit, implicit)
 
     def _explicit(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Tensor:
         loss, targets = request.loss, request.batch.targets
@@ -298,14 +295,13 @@ class Exact(DoubleBackward):
 
     name = "exact"
 
-    def _parts(
-        self, request: Request, action: ZeroLeaves, logits: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _parts(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Derivatives:
         zero = torch.zeros_like(logits.sum())
         explicit = (
             self._explicit(request, action, logits) if request.coefficients.quadratic else zero
         )
-        return request.loss.value(logits, request.batch.targets), explicit, zero
+        loss = request.loss.value(logits, request.batch.targets)
+        return Derivatives(loss, explicit, zero)
 
     def _explicit(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Tensor:
         rows = [gradients(f, action.leaves, create_graph=True) for f in logits.flatten()]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from undrop.errors import OptionError
 from undrop.intercept import Interception, logits_of, no_noise, tensors_in
-from undrop.losses.base import Derivatives
+from undrop.losses import Derivatives
 from undrop.losses.generic import Generic
 from undrop.objectives import Objective, Step
 

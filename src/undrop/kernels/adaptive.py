@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.kernels.output_layers import Output, Parameters, softmax_terms
-from undrop.kernels.softmax import OutputRows, SoftmaxOptions, working_dtype
+from undrop.kernels.softmax import Derivatives, OutputRows, SoftmaxOptions, working_dtype
 
 
 class Layer(NamedTuple):
@@ -63,7 +63,7 @@ class AdaptiveOutput(Output):
 
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Derivatives:
         """Return the head's terms for all rows that count, plus each tail's for rows that need it.
 
         With a tangent, each tail needs all rows; without one, only the rows of its own words.
@@ -91,7 +91,7 @@ class AdaptiveOutput(Output):
             loss = loss + (weight * own) @ mine[0]
             quadratic = quadratic + (weight * shares[:, number]) @ mine[1]
             directional = directional + (weight * own) @ mine[2]
-        return loss, quadratic, directional
+        return Derivatives(loss, quadratic, directional)
 
     def members(self, target: Tensor, words: range) -> Tensor:
         """Return which targets are in a tail; targets beyond the vocabulary are errors in the last."""

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from undrop.autodiff import gradients
 from undrop.kernels.softmax import (
     Coefficients,
+    Derivatives,
     GradientBuffers,
     OutputRows,
     RowTerms,
@@ -72,7 +73,7 @@ class Output(ABC):
     @abstractmethod
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Derivatives:
         """Return the sums over rows of weight times ℓ, uᵀHu and ∂ℓ/∂ε, in plain operations.
 
         Either all rows have a tangent or none; without tangents the last two sums are 0.
@@ -126,21 +127,19 @@ class Output(ABC):
 
     def derivatives(
         self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Derivatives:
         """Return the means of ℓ, the quadratic form and ∂ℓ/∂ε along the tangent u of the last rows."""
-        loss, quadratic, directional = self._apply(_Derivatives, features, u, target, options)
-        return loss, quadratic, directional
+        return Derivatives(*self._apply(_Derivatives, features, u, target, options))
 
     def combined(
         self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    ) -> tuple[Tensor, Derivatives]:
         """Return the total, and its three means without coefficients or a graph.
 
         The same sweep computes the values and the gradients; the backward pass only scales them.
         """
         total, means = self._apply(_Combined, features, u, target, options)
-        loss, quadratic, directional = means
-        return total, (loss, quadratic, directional)
+        return total, Derivatives(*means)
 
     def _apply(
         self, function: Any, features: Tensor, u: Tensor | None, target: Tensor, options: Any
@@ -176,26 +175,25 @@ def _zeros(rows: OutputRows, parameters: Parameters, needs: Needs) -> Parameters
 
 def softmax_terms(
     z: Tensor, u: Tensor | None, target: Tensor, options: SoftmaxOptions
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Derivatives:
     """Return ℓ, uᵀHu and ∂ℓ/∂ε of each row of logits z along u; without u, ℓ and zeros.
 
     If the options have coefficients, the closed forms compute the gradient: the result can be
     differentiated once, and z and u are overwritten. Otherwise it uses plain operations.
     """
     if u is not None and options.coefficients is not None:
-        found: tuple[Tensor, Tensor, Tensor] = _RowTerms.apply(z, u, target, options)
-        return found
+        return Derivatives(*_RowTerms.apply(z, u, target, options))
     log_p = z.log_softmax(-1)
     loss = -expected(log_p, target, options.smoothing)
     if u is None:
-        return loss, torch.zeros_like(loss), torch.zeros_like(loss)
+        return Derivatives(loss, torch.zeros_like(loss), torch.zeros_like(loss))
     p = log_p.exp()
     mean = torch.linalg.vecdot(p, u)
     directional = mean - expected(u, target, options.smoothing)
     if options.form == "identity":
-        return loss, torch.linalg.vecdot(u, u), directional
+        return Derivatives(loss, torch.linalg.vecdot(u, u), directional)
     v = u - mean.unsqueeze(-1)
-    return loss, torch.linalg.vecdot(p * v, v), directional
+    return Derivatives(loss, torch.linalg.vecdot(p * v, v), directional)
 
 
 class _RowTerms(torch.autograd.Function):
@@ -230,11 +228,10 @@ class Logits(Output):
 
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Derivatives:
         """Return the terms of the softmax."""
         found = softmax_terms(rows.features, rows.tangent, rows.target, options)
-        loss, quadratic, directional = (rows.weight @ x for x in found)
-        return loss, quadratic, directional
+        return Derivatives(*(rows.weight @ x for x in found))
 
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
@@ -255,7 +252,7 @@ class LinearOutput(Output):
 
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Derivatives:
         """Return the terms of the softmax of all logits."""
         weight, bias = parameters
         assert weight is not None

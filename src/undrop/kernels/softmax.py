@@ -24,7 +24,17 @@ from torch import Tensor
 _BLOCK_ELEMENTS = 1 << 17  # of one buffer: all buffers of a block fit into the cache of a core
 
 Weight = float | Tensor  # a number, a 0-d tensor, or a column with one entry for each row
-Means = Tensor | tuple[Tensor, ...]  # of ℓ, uᵀHu and ∂ℓ/∂ε: (3,), or three scalars
+
+
+class Derivatives(NamedTuple):
+    """A loss along the output tangent u = ∂F/∂ε: of each row, or as means over the loss's terms."""
+
+    loss: Tensor  # ℓ(F)
+    quadratic: Tensor  # uᵀHu, or the form asked for
+    directional: Tensor  # ∂ℓ/∂ε = Dℓ[F]·u
+
+
+Means = Tensor | Derivatives  # of ℓ, uᵀHu and ∂ℓ/∂ε; the tensor is (3,)
 
 
 class Coefficients(NamedTuple):
@@ -256,7 +266,7 @@ _FEW = 1 << 15  # logits up to which the number of calls dominates the cost
 
 def _at_once(
     z: Tensor, u: Tensor, target: Tensor, c: Any
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+) -> tuple[Derivatives, tuple[Tensor, Tensor]]:
     """Compute what ``sweep`` does for the Hessian in as few calls as possible; for few logits.
 
     The coefficients c are numbers, u is of the last rows, and all N rows count, each with the weight
@@ -273,7 +283,7 @@ def _at_once(
     pv = (p_u * v).mul_(w)
     pvv = pv * v
     quadratic = pvv.sum(-1, keepdim=True)
-    means = (loss, quadratic.sum(), (first_u * u).sum())
+    means = Derivatives(loss, quadratic.sum(), (first_u * u).sum())
     du = (pv * (2.0 * c.quadratic)).add_(first_u, alpha=c.directional)
     dz = first if c.loss == 1.0 else first.mul_(c.loss)
     dz_u = dz[plain:] if plain else dz

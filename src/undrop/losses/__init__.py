@@ -1,7 +1,7 @@
 """Losses, with their derivatives uᵀHu and ∂ℓ/∂ε along the output tangent u."""
 
-from undrop.kernels.softmax import Coefficients
-from undrop.losses.base import CONVERTERS, FORMS, ByClass, Derivatives, GivenLoss, Loss, Prepared
+from undrop.kernels.softmax import Coefficients, Derivatives
+from undrop.losses.base import CONVERTERS, FORMS, ByClass, GivenLoss, Loss, Prepared
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.losses.generic import Generic

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from undrop.errors import DataError, EngineError, OptionError
 from undrop.intercept.model_call import logits_of, tensors_in
-from undrop.kernels.softmax import Coefficients, Means, working_dtype
+from undrop.kernels.softmax import Coefficients, Derivatives, Means, working_dtype
 from undrop.registry import Registry
 
 _CHUNK = 1 << 22  # numbers in a chunk of rows
@@ -92,14 +92,6 @@ def _refuse_empty(inputs: Any, targets: Any) -> None:
     if firsts and not any(t.numel() for t in firsts):
         shape = tuple(firsts[0].shape)
         raise DataError(f"the batch is empty, its first tensor has the shape {shape}: skip it.")
-
-
-class Derivatives(NamedTuple):
-    """A loss along the output tangent u = ∂F/∂ε; each a mean over the loss's terms."""
-
-    loss: Tensor  # ℓ(F)
-    quadratic: Tensor  # uᵀHu, or the form asked for
-    directional: Tensor  # ∂ℓ/∂ε = Dℓ[F]·u
 
 
 class TotalAndGradients(NamedTuple):

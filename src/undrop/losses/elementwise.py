@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from undrop.kernels.softmax import Derivatives
 from undrop.losses.base import (
     CONVERTERS,
     ByClass,
     ClosedForm,
-    Derivatives,
     is_plain_mean,
     last_entries,
     number,

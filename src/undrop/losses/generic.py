@@ -17,8 +17,8 @@ from undrop.errors import OptionError, TargetError, UndropError
 from undrop.intercept import SITE_RULES
 from undrop.intercept.model_call import map_tensors, tensors_in
 from undrop.intercept.running_statistics import keep_buffers
-from undrop.kernels.softmax import Coefficients
-from undrop.losses.base import Derivatives, Loss, number, padded, precise
+from undrop.kernels.softmax import Coefficients, Derivatives
+from undrop.losses.base import Loss, number, padded, precise
 from undrop.rng_snapshot import RngSnapshot
 
 _log = logging.getLogger("undrop")
@@ -156,13 +156,13 @@ class Generic(Loss):
         if not self._second:
             self._second = self._choose(flat, target)
         by = self._differences if self._second == "differences" else self._by_reverse_mode
-        loss, quadratic, directional = by(flat, target, form)
+        found = by(flat, target, form)
         if form == "identity":
-            quadratic = flat.along(flat.u) / self.count(output, target)
-        elif not self._looked:
+            return found._replace(quadratic=flat.along(flat.u) / self.count(output, target))
+        if not self._looked:
             self._looked = True
-            self._warn_of_no_curvature(quadratic, flat.u)
-        return Derivatives(loss, quadratic, directional)
+            self._warn_of_no_curvature(found.quadratic, flat.u)
+        return found
 
     def _gradient(self, flat: _Flat, target: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return ℓ at a copy of F, the tensors of the copy, and ∂ℓ/∂F, with a graph if torch has one.
@@ -173,19 +173,17 @@ class Generic(Loss):
         loss = self.value(flat.output(copies), target)
         return loss, copies, gradients(loss, copies, create_graph=True)
 
-    def _by_reverse_mode(
-        self, flat: _Flat, target: Any, form: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _by_reverse_mode(self, flat: _Flat, target: Any, form: str) -> Derivatives:
         loss, copies, gradient = self._gradient(flat, target)
         if self._second == "zero":
             gradient = [g.detach() for g in gradient]
         directional = flat.along(gradient)
         if form == "identity" or not any(g.requires_grad for g in gradient):
-            return loss, torch.zeros_like(loss), directional
+            return Derivatives(loss, torch.zeros_like(loss), directional)
         second = gradients(flat.along(gradient), copies, create_graph=True)
-        return loss, flat.along(second), directional
+        return Derivatives(loss, flat.along(second), directional)
 
-    def _differences(self, flat: _Flat, target: Any, form: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _differences(self, flat: _Flat, target: Any, form: str) -> Derivatives:
         s = STEP_DOUBLE if all(x.dtype == torch.float64 for x in flat.tensors) else STEP
 
         def moved(by: float) -> Tensor:
@@ -198,7 +196,8 @@ class Generic(Loss):
         with self.undone():
             minus = moved(-s)
         here = moved(0.0)
-        return here, (plus - 2.0 * here + minus) / s**2, (plus - minus) / (2.0 * s)
+        second = (plus - 2.0 * here + minus) / s**2
+        return Derivatives(here, second, (plus - minus) / (2.0 * s))
 
     def _choose(self, flat: _Flat, target: Any) -> str:
         """Choose reverse mode twice if torch can, zero if the loss is linear, and otherwise differences.

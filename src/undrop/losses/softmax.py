@@ -13,8 +13,8 @@ from torch import Tensor
 from undrop.errors import OptionError, OutputError
 from undrop.kernels.adaptive import AdaptiveOutput, Layer
 from undrop.kernels.output_layers import LinearOutput, Output, row_chunks
-from undrop.kernels.softmax import Coefficients, SoftmaxOptions, working_dtype
-from undrop.losses.base import ByClass, ClosedForm, Derivatives, precise, softmax_by_class
+from undrop.kernels.softmax import Coefficients, Derivatives, SoftmaxOptions, working_dtype
+from undrop.losses.base import ByClass, ClosedForm, precise, softmax_by_class
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
 
@@ -75,7 +75,7 @@ class SoftmaxLoss(ClosedForm):
     ) -> Derivatives:
         rows = self._paired(output, u, target, dim)
         with self.explaining_errors(output, target):
-            return Derivatives(*self.layer.derivatives(*rows, self._options(form)))
+            return self.layer.derivatives(*rows, self._options(form))
 
     def _combined(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
@@ -85,8 +85,7 @@ class SoftmaxLoss(ClosedForm):
             return super()._combined(output, u, target, form, c, dim)
         rows = self._paired(output, u, target, dim)
         with self.explaining_errors(output, target):
-            total, parts = self.layer.combined(*rows, self._options(form, c))
-        return total, Derivatives(*parts)
+            return self.layer.combined(*rows, self._options(form, c))
 
 
 class FeatureLoss(SoftmaxLoss):

@@ -38,8 +38,7 @@ def gradient(engine: Any, model: nn.Module, x: Tensor, y: Tensor, dtype: torch.d
     """Return the gradient of both regularizers for one fixed η."""
     generator = torch.Generator().manual_seed(7)
     request = Request(
-        batch=Batch(model, x, y),
-        loss=undrop.CrossEntropy(),
+        batch=Batch(model, x, y, loss=undrop.CrossEntropy()),
         draw=Draw("sign", "as-declared", Selection(), lambda device: generator),
         coefficients=Coefficients(0.0, 1.0, 1.0),
         batch_dim=1,

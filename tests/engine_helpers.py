@@ -99,8 +99,7 @@ def evaluate(
     """One evaluation of a problem by an engine."""
     return engine.evaluate(
         Request(
-            batch=Batch(problem.model, problem.inputs, problem.targets),
-            loss=problem.loss,
+            batch=Batch(problem.model, problem.inputs, problem.targets, loss=problem.loss),
             draw=draw,
             coefficients=coefficients,
             form=form,

@@ -74,11 +74,8 @@ class Watcher:
         if step % self.interval:
             return None
         model, given = unwrapped(model), self.loss if loss is None else loss
-        found, inputs, targets = given.prepare(model, inputs, targets)
-        batch = Batch(model, inputs, targets, loss=found)
-        for generator in self._generators.values():
-            generator.manual_seed(self._seed + step)
-        self._step = step
+        batch = given.prepare(model, inputs, targets)
+        self._generators, self._step = {}, step
         with keep_statistics(model), torch.enable_grad():
             figures = self._explicit(batch)
             if self.implicit:
@@ -116,8 +113,7 @@ class Watcher:
 
     def _term(self, batch: Batch, quadratic: float = 0.0, directional: float = 0.0) -> Tensor:
         c = Coefficients(0.0, quadratic, directional)
-        draw = self._draw("sign")
-        request = Request(batch=batch, loss=batch.loss, draw=draw, coefficients=c)
+        request = Request(batch=batch, draw=self._draw("sign"), coefficients=c)
         return self._engine.evaluate(request).total
 
     def _draw(self, noise: str) -> Draw:

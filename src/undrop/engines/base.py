@@ -25,7 +25,7 @@ class Request:
     """A request to compute c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε on one batch, for one draw of η."""
 
     batch: Batch
-    loss: Loss
+    """The model, the data, and the loss."""
     draw: Draw
     coefficients: Coefficients
     form: str = "hessian"
@@ -36,6 +36,12 @@ class Request:
     """The dimension of the batch in the targets; None to find it."""
     exact_output: bool = False
     """Whether ℓ is evaluated at the output without noise, not at the midpoint of ±ε₀."""
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the batch."""
+        loss: Loss = self.batch.loss
+        return loss
 
     @cached_property
     def plan_key(self) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Losses, with their derivatives uᵀHu and ∂ℓ/∂ε along the output tangent u."""
 
 from undrop.kernels.softmax import Coefficients, Derivatives
-from undrop.losses.base import CONVERTERS, FORMS, ByClass, GivenLoss, Loss, Prepared
+from undrop.losses.base import CONVERTERS, FORMS, ByClass, GivenLoss, Loss
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.losses.generic import Generic
@@ -23,7 +23,6 @@ __all__ = [
     "Loss",
     "MSE",
     "ModelLoss",
-    "Prepared",
     "Task",
     "as_loss",
 ]

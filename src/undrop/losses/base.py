@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.errors import DataError, EngineError, OptionError
-from undrop.intercept.model_call import logits_of, tensors_in
+from undrop.intercept.model_call import Batch, logits_of, tensors_in
 from undrop.kernels.softmax import Coefficients, Derivatives, Means, working_dtype
 from undrop.registry import Registry
 
@@ -103,14 +103,6 @@ class TotalAndGradients(NamedTuple):
     in_u: Tensor
 
 
-class Prepared(NamedTuple):
-    """A batch as a loss takes it, and the loss for it."""
-
-    loss: Loss
-    inputs: Any
-    targets: Any
-
-
 class GivenLoss(ABC):
     """What a user passes as a loss: it turns a batch into inputs, targets and the loss of both."""
 
@@ -119,8 +111,8 @@ class GivenLoss(ABC):
         return ()
 
     @abstractmethod
-    def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
-        """Return a batch as the loss takes it; raise a ``DataError`` if it is empty."""
+    def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Batch:
+        """Return a batch with its loss, as the loss takes it; raise a ``DataError`` if it is empty."""
 
 
 def labels_apart(inputs: Any, targets: Any) -> tuple[Any, Any]:
@@ -166,9 +158,9 @@ class Loss(GivenLoss):
         """Return what the loss receives of all that the model returns."""
         return output if self.whole_output else logits_of(output)
 
-    def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
+    def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Batch:
         """The batch with this loss."""
-        return Prepared(self, *labels_apart(inputs, targets))
+        return Batch(model, *labels_apart(inputs, targets), loss=self)
 
     def undone(self) -> AbstractContextManager[None]:
         """Return a context that restores the random numbers and the buffers of the loss at its end."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from undrop.errors import EngineError, OptionError, TargetError
 from undrop.intercept import (
+    Batch,
     Interception,
     RngSnapshot,
     bare,
@@ -25,7 +26,7 @@ from undrop.intercept import (
     no_noise,
 )
 from undrop.intercept.model_call import arguments
-from undrop.losses.base import CONVERTERS, GivenLoss, Loss, Prepared, labels_apart
+from undrop.losses.base import CONVERTERS, GivenLoss, Loss, labels_apart
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.losses.generic import Generic
@@ -225,7 +226,7 @@ class ModelLoss(GivenLoss):
         """Another process examines its models again."""
         return ModelLoss, ()
 
-    def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Prepared:
+    def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Batch:
         """Return a batch in the form that the model's loss takes.
 
         Raises:
@@ -233,22 +234,23 @@ class ModelLoss(GivenLoss):
             TargetError: if there are no labels, or they are shifted already.
         """
         inputs, targets = labels_apart(inputs, targets)
-        model, given = bare(model), model
-        if head_of(model) is None:
-            return Prepared(_CROSS_ENTROPY, inputs, targets)
+        inner = bare(model)
+        if head_of(inner) is None:
+            return Batch(model, inputs, targets, loss=_CROSS_ENTROPY)
         if not isinstance(targets, Tensor):
             raise TargetError(
-                f"{type(model).__name__} needs `labels`, in the batch or as targets, got "
+                f"{type(inner).__name__} needs `labels`, in the batch or as targets, got "
                 f"{type(targets).__name__}."
             )
-        task = self._tasks.get(model)
+        task = self._tasks.get(inner)
         if task is None:
-            check_attention(model)
-            check_not_shifted(model, inputs, targets)
-            task = self._tasks[model] = read_head(model, targets)
-        if model not in self._verified and _agrees(given, inputs, targets, task):
-            self._verified.add(model)
-        return Prepared(task.loss, decoder_inputs(model, inputs, targets), task.targets(targets))
+            check_attention(inner)
+            check_not_shifted(inner, inputs, targets)
+            task = self._tasks[inner] = read_head(inner, targets)
+        if inner not in self._verified and _agrees(model, inputs, targets, task):
+            self._verified.add(inner)
+        inputs = decoder_inputs(inner, inputs, targets)
+        return Batch(model, inputs, task.targets(targets), loss=task.loss)
 
 
 _CROSS_ENTROPY = CrossEntropy()

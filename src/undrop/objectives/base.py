@@ -122,8 +122,7 @@ class Objective(ABC):
         with outside_interception(), eager():
             bare = unwrapped(model)  # raises an error if it is not a module
             compiled = self._is_compiled(model)
-            loss, inputs, targets = self.loss.prepare(bare, inputs, targets)
-            batch = Batch(bare, inputs, targets, compiled, loss)
+            batch = self.loss.prepare(bare, inputs, targets)._replace(compiled=compiled)
             self._check(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)
@@ -169,8 +168,7 @@ class Objective(ABC):
 
     def request(self, batch: Batch, coefficients: Coefficients, **options: Any) -> Request:
         """Return the request for the engine of analytic terms, with a new draw of η."""
-        common = {"batch": batch, "loss": batch.loss, "draw": self._signs()}
-        return Request(coefficients=coefficients, **common, **options)
+        return Request(batch=batch, draw=self._signs(), coefficients=coefficients, **options)
 
     def evaluated(self, request: Request) -> Evaluation:
         """Return what the engine computes; if every dropout has p = 0, the plain loss."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from undrop.autodiff import gradients
 from undrop.errors import NonFiniteError
-from undrop.intercept import Batch, keep_buffers, no_noise, unwrapped
+from undrop.intercept import keep_buffers, no_noise, unwrapped
 from undrop.objectives import Objective
 from undrop.rng_snapshot import RngSnapshot, seed_current
 
@@ -28,9 +28,7 @@ Move = Callable[[list[Tensor]], None]
 
 def loss_without_noise(objective: Objective, model: nn.Module, inputs: Any, targets: Any) -> float:
     """The objective's loss on a batch, with every dropout off."""
-    bare = unwrapped(model)
-    loss, inputs, targets = objective.loss.prepare(bare, inputs, targets)
-    batch = Batch(bare, inputs, targets, loss=loss)
+    batch = objective.loss.prepare(unwrapped(model), inputs, targets)
     with torch.no_grad():
         return float(objective.forward_and_loss(batch, no_noise)[1])
 

@@ -28,7 +28,7 @@ from undrop.intercept import (
     tensors_in,
     unwrapped,
 )
-from undrop.losses import GivenLoss, as_loss
+from undrop.losses import GivenLoss, Loss, as_loss
 from undrop.noise import draw as draw_noise
 from undrop.noise import sigma
 
@@ -144,10 +144,9 @@ class MeasuredModel:
         """Return the batches as the model's loss takes them."""
         found = []
         for batch in batches:
-            self.loss, inputs, targets = self._given_loss.prepare(
-                self.model, batch.inputs, batch.targets
-            )
-            found.append(batch._replace(inputs=inputs, targets=targets))
+            made = self._given_loss.prepare(self.model, batch.inputs, batch.targets)
+            self.loss: Loss = made.loss
+            found.append(batch._replace(inputs=made.inputs, targets=made.targets))
         return found
 
     @property

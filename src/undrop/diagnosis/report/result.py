@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,18 +67,8 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """For programs: every figure is ``{"value": …, "stderr": …, "low": …, "high": …}``."""
-        return {
-            "format": FORMAT,
-            "model": self.model,
-            "conclusion": self.conclusion,
-            "advice": self.advice,
-            "sites": self.sites.to_json(),
-            "explicit": as_json(self.explicit),
-            "implicit": as_json(self.implicit),
-            "benefit": as_json(self.benefit),
-            "notes": self.notes,
-            "provenance": as_json(self.provenance),
-        }
+        values = {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
+        return {"format": FORMAT, **values, "notes": self.notes}
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`to_json` to a file, whole or not at all."""

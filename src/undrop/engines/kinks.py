@@ -46,7 +46,7 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
         alone = replace(request, batch=batch, coefficients=coefficients)
         with preserve_model(model), request.loss.undone():
             found = gradients(run(alone, factor=factor)[0].total, weights)
-        return torch.cat([torch.zeros(1, device=device), *(g.flatten() for g in found)])
+        return torch.cat([g.flatten() for g in found]) if found else torch.zeros(1)
 
     regularizers = Coefficients(0.0, c.quadratic, c.directional)
     try:

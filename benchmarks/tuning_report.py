@@ -375,18 +375,13 @@ def choice(folder: Path) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Print the tables as Markdown, or put them into the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("results/tuning"))
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/tuning.md")
-    options = parser.parse_args()
-    folder = options.results
+def tables(folder: Path) -> dict[str, list[str]]:
+    """All tables of the page, by the names of their markers."""
     results = outcomes(read(folder, "runs*.jsonl"))
     advised = advice_outcomes(read(folder, "advise.jsonl"))
     fixed = json.loads((folder / "cases.json").read_text())
     cases = benefit_cases(read(folder, "benefit.jsonl"), fixed)
-    parts = {
+    return {
         "rules": rules(read(folder, "rules.jsonl")),
         "variants": variants(read(folder, "variants.jsonl")),
         "far": variants(read(folder, "far.jsonl")),
@@ -403,16 +398,28 @@ def main() -> None:
         "benefit": benefit(cases),
         "benefit cases": each_benefit(cases),
     }
-    page = Path("docs/tuning.md")
-    text = page.read_text()
+
+
+def filled(page: str, parts: dict[str, list[str]]) -> str:
+    """The page with these tables between their markers."""
     for name, lines in parts.items():
-        print("\n".join(lines), end="\n\n")
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, rest = text.split(begin)
-        filled = "\n".join(["", *lines, "", end])
-        text = f"{before}{begin}{filled}{rest.split(end)[1]}"
+        before, rest = page.split(begin)
+        page = before + begin + "\n".join(["", *lines, "", end]) + rest.split(end)[1]
+    return page
+
+
+def main() -> None:
+    """Print the tables as Markdown, or put them into the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("results/tuning"))
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/tuning.md")
+    options = parser.parse_args()
+    parts, page = tables(options.results), Path("docs/tuning.md")
+    for lines in parts.values():
+        print("\n".join(lines), end="\n\n")
     if options.write:
-        page.write_text(text)
+        page.write_text(filled(page.read_text(), parts))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,17 @@
+"""docs/tuning.md shows what the records say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_tables_of_the_page_are_those_of_the_records(monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import tuning_report
+
+    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    assert tuning_report.filled(page, tuning_report.tables(ROOT / "results" / "tuning")) == page

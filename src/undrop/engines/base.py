@@ -143,11 +143,8 @@ def refuse_fraction(engine: Engine, request: Request) -> None:
 class WeightedParts(Mapping[str, Tensor]):
     """The parts by name, each times its coefficient; parts with the coefficient 0 are left out.
 
-    They are computed when they are read, because most training steps do not read them.
-
-    Args:
-        coefficients: the coefficients of the three means.
-        means: ℓ, uᵀHu and ∂ℓ/∂ε, without coefficients.
+    They are computed when they are read, because most training steps do not read them. The means are
+    ℓ, uᵀHu and ∂ℓ/∂ε, without coefficients.
     """
 
     def __init__(self, coefficients: Coefficients, means: Iterable[Tensor]) -> None:

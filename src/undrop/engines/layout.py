@@ -74,9 +74,7 @@ class Split(NamedTuple):
 class Rows:
     """Which examples carry noise in one step, and how a batch becomes a stacked one.
 
-    Args:
-        layout: the sizes.
-        order: a permutation of the examples whose last r carry noise; None if all of them do.
+    ``order`` is a permutation of the examples whose last r carry noise; None if all of them do.
     """
 
     def __init__(self, layout: Layout, order: Tensor | None) -> None:

@@ -34,9 +34,7 @@ def _kinked(
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a rule that computes y from x, its midpoint m and the function's other arguments.
 
-    Args:
-        functions: the functions of torch, whose last argument may be ``inplace``.
-        in_place: functions that always write their result to x.
+    The last argument of a function may be ``inplace``; ``in_place`` functions always write to x.
     """
 
     def register(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:

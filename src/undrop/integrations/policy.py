@@ -65,15 +65,10 @@ class Policy(nn.Module):
 
 
 class StandIn:
-    """Replaces the model in a trainer's ``compute_loss``.
+    """Replaces the model in the ``compute_loss`` of the trainer ``whose``.
 
     A call without gradients (for a reference, or an estimate of a divergence) runs the model without
-    noise.
-
-    Args:
-        model: the model.
-        answer: what a call with gradients returns; if None, it raises :class:`Asked`.
-        whose: the name of the trainer, for error messages.
+    noise. A call with gradients returns ``answer``; if that is None, it raises :class:`Asked`.
     """
 
     def __init__(self, model: nn.Module, answer: Any, whose: str) -> None:

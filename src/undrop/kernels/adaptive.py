@@ -38,13 +38,9 @@ class Layer(NamedTuple):
 
 
 class AdaptiveOutput(Output):
-    """-log p(y | f) with a head and tails.
+    """-log p(y | f) with a head, the layer of the shortlist and of one more class for each tail.
 
-    Args:
-        head: the layer of the shortlist, with one more class for each tail.
-        tails: the layers of the tails.
-        cutoffs: the first word of each tail.
-        chunk: rows at a time; None chooses by the number of classes.
+    ``cutoffs`` are the first words of the tails.
     """
 
     def __init__(

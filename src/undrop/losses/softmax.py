@@ -19,12 +19,10 @@ from undrop.losses.targets import check_class_indices, check_class_range, not_ig
 
 
 class SoftmaxLoss(ClosedForm):
-    """The mean over targets of -log p(y), where p is a softmax.
+    """The mean over targets of -log p(y), where p is a softmax of the logits that ``layer`` computes.
 
-    Args:
-        layer: makes logits of the output.
-        ignore_index: targets of this value do not count.
-        label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C.
+    Targets equal to ``ignore_index`` do not count. With label smoothing α in [0, 1), the target is
+    (1-α)·1_y + α/C.
     """
 
     def __init__(self, layer: Output, ignore_index: int, label_smoothing: float) -> None:

@@ -54,11 +54,9 @@ def trained_parameters(model: nn.Module) -> list[Tensor]:
 class GradientNoise:
     """Draws gradient noise of a model.
 
-    Args:
-        measured: the model.
-        objective: whose analytic noise it is, drawn from the model's generators; None is Analytic.
-            Dropout's noise is at the same sites, with its own strength.
-        implicit_factor: of ∂ℓ/∂ε in the analytic noise.
+    The analytic noise is that of the objective (None is Analytic), drawn from the model's generators,
+    with the factor ``implicit_factor`` of ∂ℓ/∂ε. Dropout's noise is at the same sites, with its own
+    strength.
     """
 
     def __init__(
@@ -113,12 +111,8 @@ class Sketch:
     """A linear map to few numbers that keeps inner products: the identity for small models.
 
     A count sketch: every coordinate goes to a random place with a random sign. Inner products of
-    unit vectors have an error of about 1/sqrt(places).
-
-    Args:
-        size: the number of coordinates.
-        places: the largest number of numbers to keep.
-        device: where the gradients are.
+    unit vectors have an error of about 1/sqrt(places). ``size`` is the number of coordinates, and
+    ``places`` the largest number of numbers to keep.
     """
 
     def __init__(self, size: int, places: int, device: torch.device) -> None:

@@ -16,13 +16,9 @@ Show = Callable[[float, str], None]
 
 
 class Budget:
-    """A number of seconds to spend.
+    """A number of seconds to spend on measuring ``what``; ``show`` receives the part that is done.
 
-    Args:
-        seconds: how many.
-        show: receives the part that is done.
-        span: the part of the whole study that this budget covers, as (start, end).
-        what: what is being measured.
+    ``span`` is the part of the whole study that this budget covers, as (start, end).
     """
 
     def __init__(
@@ -53,12 +49,9 @@ class Budget:
     def visits(
         self, batches: Sequence[Item], rounds: int | None, *, least: int = 1
     ) -> Iterator[Item]:
-        """Yield the batches in turn, until the time or the rounds are used up.
+        """Yield the batches in turn, until the time or the rounds are used up; None is no limit.
 
-        Args:
-            batches: what to visit.
-            rounds: the largest number of visits to each batch; None uses all the time.
-            least: the number of visits that the end of the time does not prevent.
+        The first ``least`` visits take place even if the time is up.
         """
         for turn in count() if rounds is None else range(rounds):
             for place, batch in enumerate(batches):

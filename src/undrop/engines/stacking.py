@@ -126,19 +126,15 @@ class StateBeforeStep:
 
     def __init__(self, model: nn.Module) -> None:
         known = _KNOWN.get(model, Stacking())
-        self._statistics = Statistics(model)
         silent = any(proof.no_effect for proof in known.proofs.values())
         inner = bare(model)
-        moving = map(inner.get_buffer, known.moving)
-        self._buffers = [(b, b.clone()) for b in (inner.buffers() if silent else moving)]
+        moving = inner.buffers() if silent else map(inner.get_buffer, known.moving)
+        self._buffers = Statistics(model, moving)
         self.rng = RngSnapshot(model) if known.draws else None
 
     def restore(self) -> None:
         """Restore it."""
-        self._statistics.restore()
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        self._buffers.restore()
         if self.rng is not None:
             self.rng.restart()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -24,10 +24,11 @@ def _norms(model: nn.Module) -> list[nn.Module]:
 
 
 class Statistics:
-    """A copy of the running statistics of a model's normalization layers, to restore."""
+    """A copy of the running statistics of a model's normalization layers, and of other buffers."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._saved = [(b, b.clone()) for m in _norms(model) for b in m.buffers(recurse=False)]
+    def __init__(self, model: nn.Module, others: Iterable[Tensor] = ()) -> None:
+        own = (b for m in _norms(model) for b in m.buffers(recurse=False))
+        self._saved = [(b, b.clone()) for b in (*own, *others)]
 
     def restore(self) -> None:
         """Restore them."""

@@ -86,14 +86,6 @@ def last_entries(x: Tensor, u: Tensor, dim: int) -> Tensor:
     return x if u.shape == x.shape else x.narrow(dim, x.shape[dim] - u.shape[dim], u.shape[dim])
 
 
-def _refuse_empty(inputs: Any, targets: Any) -> None:
-    """Raise a ``DataError`` if the first tensors of the inputs and the targets are empty."""
-    firsts = [t for tree in (inputs, targets) for t in islice(tensors_in(tree), 1)]
-    if firsts and not any(t.numel() for t in firsts):
-        shape = tuple(firsts[0].shape)
-        raise DataError(f"the batch is empty, its first tensor has the shape {shape}: skip it.")
-
-
 class TotalAndGradients(NamedTuple):
     """The total of a loss, and its gradients; nothing has a graph."""
 
@@ -118,12 +110,15 @@ class GivenLoss(ABC):
 def labels_apart(inputs: Any, targets: Any) -> tuple[Any, Any]:
     """Return inputs and targets; without targets, a dict of inputs has them as ``labels``.
 
-    An empty batch raises a ``DataError``.
+    A batch whose first tensors are empty raises a ``DataError``.
     """
     if targets is None and isinstance(inputs, Mapping) and "labels" in inputs:
         targets = inputs["labels"]
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    _refuse_empty(inputs, targets)
+    firsts = [t for tree in (inputs, targets) for t in islice(tensors_in(tree), 1)]
+    if firsts and not any(t.numel() for t in firsts):
+        shape = tuple(firsts[0].shape)
+        raise DataError(f"the batch is empty, its first tensor has the shape {shape}: skip it.")
     return inputs, targets
 
 

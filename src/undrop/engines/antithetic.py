@@ -18,7 +18,7 @@ from undrop.engines.base import (
     Evaluation,
     Request,
     WeightedParts,
-    no_dropout_met,
+    no_active_dropout,
 )
 from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
@@ -122,7 +122,7 @@ class Antithetic(Engine):
         """Run the model at +ε₀ and at -ε₀."""
         batch, draw = request.batch, request.draw
         if reason == NO_DROPOUT:
-            raise NoDropoutError(no_dropout_met(batch.model))
+            raise NoDropoutError(no_active_dropout(batch.model))
         if request.fraction < 1.0 or request.exact_output:
             asked, way_out = "fraction < 1", "fraction=1"
             if request.fraction == 1.0:

@@ -73,7 +73,7 @@ class Request:
         """Run the model; return its output, and the part that the loss receives, checked."""
         output = self.batch.forward()
         if not self.draw.asked:
-            raise NoDropoutError(no_dropout_met(self.batch.model))
+            raise NoDropoutError(no_active_dropout(self.batch.model))
         seen = self.loss.sees(output)
         self.loss.check(seen, self.batch.targets)
         return output, seen
@@ -85,7 +85,7 @@ class Request:
         return Evaluation(total, WeightedParts(c, parts), make_output, engine)
 
 
-def no_dropout_met(model: nn.Module) -> str:
+def no_active_dropout(model: nn.Module) -> str:
     """Return the error message for a pass without an active dropout."""
     return (
         f"no active dropout runs in this pass of {type(model).__name__}: check that p > 0 and "

@@ -1,6 +1,7 @@
 """What all commands share: how they are found, and how errors look."""
 
 import importlib
+import inspect
 import io
 import os
 import re
@@ -76,6 +77,34 @@ def test_a_new_command_is_one_file(tmp_path, monkeypatch, capsys):
     assert more.split() == ["hello", "Say", "hello."]
     assert cli.main(["hello", "--name", "me"]) == 0
     assert capsys.readouterr().out == "hello me\n"
+
+
+ANSWER = """
+from undrop.lab.cli import COMMANDS, Answer
+from undrop.report import Table
+
+@COMMANDS.register("count")
+def count(most: int = 2) -> Answer:
+    table = Table(("n",), [(str(n),) for n in range(most)])
+    return Answer({"most": most}, table, "done", files=[(None, print), (most, print)])
+
+@COMMANDS.register("count silently")
+def silently(most=2):
+    pass
+"""
+
+
+def test_a_command_that_returns_an_answer_prints_text_or_json(tmp_path, monkeypatch, capsys):
+    (tmp_path / "count.py").write_text(f'"""Count."""\n{ANSWER}')
+    monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
+    monkeypatch.setattr(cli.COMMANDS, "_entries", {})
+    command = importlib.import_module("undrop.lab.cli.count")
+    shown = cli._command(command.count)
+    shown(most=3)
+    assert capsys.readouterr() == ("n\n0\n1\n2\ndone\n3\n", "written: 3\n")
+    shown(most=3, json=True)
+    assert capsys.readouterr().out == '{\n  "most": 3\n}\n3\n'
+    assert "json" not in inspect.signature(cli._command(command.silently)).parameters
 
 
 @pytest.mark.parametrize("name", list(cli.commands()))

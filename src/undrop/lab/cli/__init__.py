@@ -137,7 +137,7 @@ def _command(function: Callable[..., Answer | None]) -> Callable[..., None]:
             of_group = inspect.signature(kinds[name]).parameters.values()
             fields = [field.replace(annotation=groups[name][field.name]) for field in of_group]
         flat += [field.replace(kind=field.KEYWORD_ONLY) for field in fields]
-    if signature.return_annotation is not None:
+    if signature.return_annotation not in (None, signature.empty):
         flat.append(_JSON)
 
     @wraps(function)

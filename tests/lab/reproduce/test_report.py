@@ -162,4 +162,4 @@ def test_a_report_can_be_written_before_all_experiments_are_run(tmp_path):
     write_report(tmp_path, EXPERIMENTS, "smoke", seeds=3)
     text = (tmp_path / "report.md").read_text()
     assert text.count("not run yet") > 50
-    assert "0 hold, 0 do not hold" in text
+    assert "0 hold, 0 fail" in text

@@ -92,9 +92,9 @@ def _summary(every: Sequence[Verdict], used: Sequence[Record]) -> str:
     hours = sum(record.seconds for record in used) / 3600.0
     seeds = max((verdict.seeds for verdict in every), default=0)
     return (
-        f"{len(every)} claims: {counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this "
-        f"scale, {counts[UNDECIDED]} are undecided, {counts[NOT_RUN]} are not run. {len(used)} runs, up "
-        f"to {seeds} seeds per method, {hours:.1f} hours of one core."
+        f"Of {len(every)} claims, {counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} fail at this scale, "
+        f"{counts[UNDECIDED]} are undecided and {counts[NOT_RUN]} not run. {len(used)} runs, up to "
+        f"{seeds} seeds per method, {hours:.1f} hours of one core."
     )
 
 
@@ -189,7 +189,9 @@ def _settings(results: Results) -> Table:
             for part in ("model", "data")
         )
         how = f"{config.optimizer.name}, lr {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
-        how += f"{config.schedule.name}, {config.train.epochs} epochs"
+        how += f"{config.schedule.name}, {cell.setting.settings['train']['epochs']} epochs"
+        if cell.setting.time is not None:
+            how += f" of dropout; others as many as fit into {cell.setting.time:g} times its time"
         rows.append((name, f"{config.model.name}: {model}", f"{config.data.name}: {data}", how))
     return Table(("setting", "model", "data", "training"), rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,24 +50,13 @@ def bench(
 
     from undrop.files import write_json
     from undrop.lab.bench import METHODS, draw
-    from undrop.lab.bench import bench as measure
     from undrop.lab.train.environment import find_device
 
     place = str(find_device(device, "--device"))
     if threads:
         torch.set_num_threads(threads)
     names = list(dict.fromkeys(["dropout", *(chosen or METHODS)]))
-    steps = len(names) * (rounds + 1 + memory)
-    with Progress() as progress:
-        bar, done = progress.bar(f"{model} {size}"), itertools.count(1)
-        rows = measure(
-            *(model, size),
-            rounds=rounds,
-            names=names,
-            memory=memory,
-            device=place,
-            tick=lambda name: bar.show(next(done) / steps, name),
-        )
+    rows = _measure(model, size, names, rounds=rounds, memory=memory, device=place)
     figures = {"model": model, "size": size, "rows": rows}
     for row in rows:
         if memory and row.peak_mb is None:
@@ -78,6 +68,24 @@ def bench(
         (plot, lambda path: draw(path, f"{model}, {size}", rows)),
     )
     return Answer(figures, _table(rows), files=files)
+
+
+def _measure(
+    model: str, size: str, names: Sequence[str], *, rounds: int, memory: bool, device: str
+) -> list[MethodTime]:
+    from undrop.lab.bench import bench
+
+    steps, done = len(names) * (rounds + 1 + memory), itertools.count(1)
+    with Progress() as progress:
+        bar = progress.bar(f"{model} {size}")
+        return bench(
+            *(model, size),
+            rounds=rounds,
+            names=names,
+            memory=memory,
+            device=device,
+            tick=lambda name: bar.show(next(done) / steps, name),
+        )
 
 
 def _table(rows: list[MethodTime]) -> Table:

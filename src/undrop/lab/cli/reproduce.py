@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,9 +67,7 @@ def reproduce(
     if experiments == [SCOREBOARD]:
         given = {"--dry-run": dry_run, "--step-costs": step_costs}
         given |= {"--scale": scale != "small", "--executor": executor != "local"}
-        for option in (name for name, is_given in given.items() if is_given):
-            raise OptionError(f"the scoreboard has no {option}: leave it out.")
-        _scoreboard(results or RESULTS / SCOREBOARD, data_dir, seeds, jobs)
+        _scoreboard(results or RESULTS / SCOREBOARD, data_dir, seeds, jobs, given)
         return
     source = str(data_dir.absolute()) if data_dir is not None else None
     worklist = Worklist(experiments or experiments_at(scale), scale, seeds, source)
@@ -104,9 +103,14 @@ def _run(worklist: Worklist, folder: Path, executor: str, jobs: int) -> None:
         raise typer.Exit(1)
 
 
-def _scoreboard(folder: Path, data_dir: Path | None, seeds: int, jobs: int) -> None:
+def _scoreboard(
+    folder: Path, data_dir: Path | None, seeds: int, jobs: int, others: Mapping[str, bool]
+) -> None:
+    """Run the scoreboard; refuse ``others``, the options that it does not have, if they are given."""
     from undrop.lab.scoreboard.board import run_board
 
+    for option in (name for name, is_given in others.items() if is_given):
+        raise OptionError(f"the scoreboard has no {option}: leave it out.")
     if data_dir is None:
         raise OptionError(
             "the scoreboard needs --data-dir: a folder with ptb, wikitext-2, tinyshakespeare and "

@@ -81,16 +81,18 @@ def encode(
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
     """
     folder = cache / "encoded" / f"{name}-{_key(files, limit_tokens, max_vocab)}"
-    if folder.exists():
-        if _is_intact(folder):
-            return folder
-        shutil.rmtree(folder, ignore_errors=True)
+    if _is_intact(folder):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
 
     def write(temporary: Path) -> None:
         vocabulary = _vocabulary(files, limit_tokens, max_vocab)
         dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
         (temporary / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
-        limits = {"train": limit_tokens}
+        splits = {}
+        for split, file in files.items():
+            target, limit = temporary / f"{split}.bin", limit_tokens if split == "train" else None
+            splits[split] = _encode_split(file, target, vocabulary, dtype, limit)
         header = Header(
             name=name,
             dtype="uint16" if dtype.itemsize == 2 else "int32",
@@ -98,12 +100,7 @@ def encode(
             vocabulary_sha256=vocabulary.sha256,
             limit_tokens=limit_tokens,
             max_vocab=max_vocab,
-            splits={
-                split: _encode_split(
-                    file, temporary / f"{split}.bin", vocabulary, dtype, limits.get(split)
-                )
-                for split, file in files.items()
-            },
+            splits=splits,
         )
         (temporary / _HEADER).write_text(header.model_dump_json(indent=2), encoding="utf-8")
 

@@ -76,6 +76,10 @@ def test_reproduce_runs_once_and_report_summarizes(here, capsys):
         (["report", "nowhere", "--scale", "small"], "nowhere has no records: run `undrop"),
         (["report", "nowhere"], "there is no folder nowhere: `undrop reproduce` writes one."),
         (
+            ["report", "scoreboard", "--experiment", "taylor"],
+            "the scoreboard is one page: leave out --experiment.",
+        ),
+        (
             ["report", "."],
             ". is not named after a scale: add --scale (smoke, small, medium, paper).",
         ),

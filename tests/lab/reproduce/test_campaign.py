@@ -154,9 +154,10 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["local", "ray"])
-def test_local_processes_and_ray_give_the_same_record(tmp_path, name):
+def test_local_processes_and_ray_give_the_same_record(tmp_path, monkeypatch, name):
     if name == "ray":
         pytest.importorskip("ray")
+        monkeypatch.setenv("RAY_worker_niceness", "0")  # 15 by default: too slow on a busy machine
     near, _ = campaign(tmp_path / "near", ["taylor"])
     near.run()
     far, heard = campaign(tmp_path / "far", ["taylor"], executor=EXECUTORS[name](1))

@@ -48,6 +48,8 @@ def report(
     if scale is None and results.absolute().name == SCOREBOARD:
         from undrop.lab.scoreboard.report import write_board
 
+        if experiment:
+            raise OptionError("the scoreboard is one page: leave out --experiment.")
         typer.echo(str(write_board(results, out or results, seeds)))
         return
     scale = scale or _scale_of(results)

@@ -169,7 +169,8 @@ def _numbers(row: Row, digits: int) -> tuple[str, ...]:
     shown = [
         number(v, digits) for v in (row.interval.estimate, row.interval.low, row.interval.high)
     ]
-    return shown[0], f"{shown[1]} – {shown[2]}", str(row.interval.seeds), cost
+    between = f"{shown[1]} – {shown[2]}" if row.interval.seeds > 1 else ""
+    return shown[0], between, str(row.interval.seeds), cost
 
 
 def number(value: float | None, digits: int) -> str:
@@ -297,7 +298,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Table:
             _claim(verdict),
             verdict.verdict,
             number(verdict.estimate, 3),
-            "" if verdict.low is None else f"{number(verdict.low, 3)} – {number(verdict.high, 3)}",
+            f"{number(verdict.low, 3)} – {number(verdict.high, 3)}" if verdict.seeds > 1 else "",
             verdict.asked,
             number(verdict.paper, 3),
             str(verdict.seeds),

@@ -134,11 +134,6 @@ def _alpha_dropout(
     )
 
 
-@SITE_RULES.register(torch.ops.higher_order.cond)
-def _cond(mode: Interception, *args: Any) -> Any:
-    raise NotImplementedError("torch.cond")  # ``model_call`` makes a sentence of it
-
-
 _NOT_OF_FULL = ("generator", "out", "requires_grad", "size", "names", "input")
 
 

@@ -124,6 +124,8 @@ class Interception(HandMasks, TorchFunctionMode):
             found = self.followed(func, types, args, kwargs or {})
             if found is not NotImplemented:
                 return found
+        if func is torch.ops.higher_order.cond:  # no key of a table: torch 2.8 can't compile that
+            raise NotImplementedError("torch.cond")  # ``model_call`` turns it into an error message
         if rule is None or outside_depth.value != self._depth:
             return func(*args, **(kwargs or {}))
         self.prepare_recomputation()

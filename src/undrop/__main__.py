@@ -11,8 +11,8 @@ from undrop.lab.cli import main
 if __name__ == "__main__":
     code = main()
     if "RANK" in os.environ:
-        # Under torchrun: a thread of gloo that lets go of a tensor while the interpreter ends aborts the
-        # process (pytorch issue 190489), and a run that is over would be taken for one that failed.
+        # Under torchrun: if a gloo thread frees a tensor while the interpreter shuts down, the process
+        # aborts (pytorch issue 190489), and a finished run would look like a failed one.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

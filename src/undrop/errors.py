@@ -104,7 +104,7 @@ class ConfigError(OptionError):
 
 
 class RunError(UndropError):
-    """A run's folder that can't be written, read, or is in use."""
+    """A run's folder that can't be written or read, or is in use."""
 
 
 class CheckpointError(RunError):

@@ -27,7 +27,7 @@ def naming_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise RunError(
-                f"the disk is full: {path} could not be written; nothing written earlier is lost, "
+                f"the disk is full: {path} could not be written; nothing written earlier is lost; "
                 "make room and continue with --resume."
             ) from error
         reason = (error.strerror or str(error)).lower()
@@ -74,7 +74,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def _refuse_folder(path: Path) -> None:
     if path.is_dir():
-        raise RunError(f"{path} can't be written: it is a folder, give the name of a file.")
+        raise RunError(f"{path} can't be written: it is a folder; give the name of a file.")
 
 
 def sync(path: Path) -> None:

@@ -21,7 +21,7 @@ def _rank() -> int:
 class Generators:
     """One generator per device: the user's own, or one that is made when it is first needed.
 
-    A generator made here is seeded from torch's global one, so ``torch.manual_seed`` decides. With
+    A generator made here is seeded from torch's global one, so ``torch.manual_seed`` determines it. With
     several processes, each gets its own noise even if all set the same seed, because their examples
     differ too.
     """

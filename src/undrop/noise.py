@@ -58,9 +58,9 @@ NOISES: dict[str, Callable[[Tensor, float, float, torch.Generator | None], Tenso
     "dropout": _dropout,
     "sign": _sign,
 }
-"""The distributions of η by name; each has mean 0 and variance 1, and comes times a scale.
+"""The distributions of η by name; each has mean 0 and variance 1, and is returned times a scale.
 
-A function may fill the tensor that it gets, whose shape, type and device its result has.
+A function may fill the tensor that it gets; its result has the same shape, type and device.
 """
 
 
@@ -97,7 +97,7 @@ def structured_dropout(
 
     Args:
         h: the activation or weight.
-        p: the probability q of an entry to be dropped.
+        p: the probability q that an entry is dropped.
         shared: dimensions along which one mask entry is shared, e.g. time for a locked mask.
         training: whether to drop at all, as in ``F.dropout``.
         kind: the site's kind in ``undrop.sites``.

@@ -14,7 +14,7 @@ def as_float(value: Any) -> float:
     """``value`` as a float; NaN, which is in no range, if it is not a number."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last is a tensor's, of several numbers
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers raises the last one
         return math.nan
 
 

@@ -82,7 +82,7 @@ class RngSnapshot:
 
     @classmethod
     def of(cls, model: nn.Module, noise: Callable[[torch.device], torch.Generator]) -> RngSnapshot:
-        """Take the snapshot after the generator of dropout's noise has drawn its seed, if it will."""
+        """Take the snapshot after the generator of dropout's noise has drawn its seed, if it does."""
         for parameter in islice(model.parameters(), 1):
             noise(parameter.device)
         return cls(model)

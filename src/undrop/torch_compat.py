@@ -105,7 +105,7 @@ def eager() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def compiled() -> Iterator[None]:
-    """A context in which compiled functions run compiled, also within :func:`eager`."""
+    """A context in which compiled functions run compiled, even within :func:`eager`."""
     with torch.compiler.set_stance("default"), _rand_like_seen():
         yield
 

@@ -289,7 +289,7 @@ def test_an_activation_that_is_not_finite_is_named_by_its_site(objective):
 
 @REPORTED_AT_ONCE
 def test_the_error_for_a_nonfinite_loss_says_that_all_sites_are_finite(objective):
-    message = rf"{NOT_FINITE}, but the activations at all sites are: look at"
+    message = rf"{NOT_FINITE}, but the activations at all sites are finite: look at"
     refused(objective, NonFiniteError, message, Net(end=lambda y: y / 0.0))
 
 

@@ -31,7 +31,7 @@ VERDICTS: Mapping[str, str] = {
     "good": "second order describes this dropout well",
     "rough": "second order gives the order of magnitude",
     "poor": "p is too large for second order on this batch",
-    "unclear": "too little data to say: give it more seconds",
+    "unclear": "too little data to say: allow more seconds",
 }
 
 
@@ -39,7 +39,7 @@ VERDICTS: Mapping[str, str] = {
 class Check:
     """The analytic terms of an objective, compared with dropout itself on one batch.
 
-    Errors are over masks: the batch is given.
+    Errors are over masks only: the batch is fixed.
     """
 
     objective: str

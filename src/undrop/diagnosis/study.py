@@ -144,7 +144,7 @@ def _collected(
 def _budgets(
     wanted: Sequence[str], seconds: float, show: Callable[[float, str], None]
 ) -> Iterator[Budget]:
-    """Yield one budget after another: a share of the time left, at least half of the planned one."""
+    """Yield one budget after another: a share of the time left, at least half of the planned time."""
     began, done = time.monotonic(), 0.0
     whole = sum(_TIME[name] for name in wanted)
     for name in wanted:

@@ -59,7 +59,7 @@ class Watcher:
         *,
         loss: GivenLoss | None = None,
     ) -> dict[str, float] | None:
-        """The figures of this step, or None between intervals.
+        """The figures of this step, or None between observations.
 
         Args:
             step: the number of the step.

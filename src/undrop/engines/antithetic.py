@@ -42,7 +42,7 @@ _log = logging.getLogger("undrop")
 EPSILON = 0.05
 """ε₀ for float32 and float64: the gradient's relative error is below 1e-3, and rounding is small."""
 EPSILON_HALF = 0.25
-"""ε₀ for half precision: the best compromise of rounding and truncation, an error of 2 to 3 %.
+"""ε₀ for half precision: the best compromise between rounding and truncation, an error of 2 to 3 %.
 ``benchmarks/epsilon.py`` measures it, and docs/engines.md shows the curves."""
 
 

@@ -61,7 +61,7 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error, and of a compiler's output the first line with an error."""
+    """Return the first line of an error; for compiler output, the first line that reports an error."""
     lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
     named = [line.partition("error: ")[2] for line in lines if "error: " in line]
     return ": ".join([*(line.rstrip(".") for line in lines[:1]), *named[:1]])

@@ -1,9 +1,9 @@
 """Measure once per model whether a kink without a rule biases the gradient.
 
 The rules in ``midpoint.py`` choose the branch at the midpoint of both signs. A function without a rule
-(a custom kernel, TorchScript, a new function of torch) chooses a branch for each sign, and a unit whose
-branches differ adds O(1/ε₀) to the gradient of u. With a smaller ε₀, the gradient of a smooth function
-stays the same up to O(ε₀²), and the gradient of a function with a kink does not.
+(a custom kernel, TorchScript, a function that is new in torch) chooses a branch for each sign, and a
+unit whose branches differ adds O(1/ε₀) to the gradient of u. With a smaller ε₀, the gradient of a
+smooth function stays the same up to O(ε₀²), and the gradient of a function with a kink does not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
         wide, narrow = gradient(regularizers, 1.0), gradient(regularizers, 0.125)
         size = narrow.norm()
         off = float((wide - narrow).norm() / size) if size > 0 else 0.0
-        if off > _LIMIT:  # unless it is rounding, where dropout has no effect
+        if off > _LIMIT:  # rule out rounding, as where dropout has no effect
             least = 1e4 * torch.finfo(size.dtype).eps * gradient(Coefficients(1.0, 0.0, 0.0), 1.0)
             off = off if size > least.norm() else 0.0
     except (PlanChanged, NotStackable):

@@ -23,7 +23,7 @@ class Layout:
     plain: int
     """The number of rows without noise."""
     sizes: tuple[int, ...]
-    """The numbers of consecutive rows with the same noise; none is 0."""
+    """The lengths of the blocks of consecutive rows with the same noise; none is 0."""
     blocks: tuple[int, ...]
     """The numbers of rows that use the same weights: without noise (if any), with +ε₀, with -ε₀."""
     total: int
@@ -117,7 +117,7 @@ class Rows:
         return self.ordered(x, dim).narrow(dim, self.layout.batch - r, r)
 
     def merged(self, x: Tensor, dim: int) -> Tensor:
-        """Return the value of a stacked x without noise, up to O(ε₀²); examples with noise come last."""
+        """Return the noise-free value of a stacked x, up to O(ε₀²); examples with noise come last."""
         return self._merged(self.layout.split(x, dim), dim)
 
     def output_and_tangent(self, x: Tensor, dim: int, scale: float) -> tuple[Tensor, Tensor]:

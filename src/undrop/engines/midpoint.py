@@ -157,7 +157,7 @@ def _abs(x: Tensor, m: Tensor) -> Tensor:
 
 
 def _decided(function: Callable[..., Any], mode: StackedPass, *args: Any, **kwargs: Any) -> Any:
-    """Evaluate a function whose result is a decision at the midpoint, for both signs."""
+    """Evaluate a function that decides something once, at the midpoint, for both signs."""
     args = tuple(mode.midpoint(a) if _floating(a) else a for a in args)
     kwargs = {k: mode.midpoint(v) if _floating(v) else v for k, v in kwargs.items()}
     return function(*args, **kwargs)
@@ -168,7 +168,7 @@ def _floating(x: Any) -> bool:
 
 
 def _named(names: str) -> list[Callable[..., Any]]:
-    """Return the functions of these names, of torch and of a tensor, each once."""
+    """Return the functions with these names, from torch and torch.Tensor, each once."""
     both = ((owner, name) for name in names.split() for owner in (torch, Tensor))
     return list(dict.fromkeys(getattr(o, n) for o, n in both if o is Tensor or n[0] != "_"))
 
@@ -258,7 +258,7 @@ def _max_pool(
 for _space in (1, 2, 3):
     for _kind in ("max_pool", "adaptive_max_pool"):
         _function = getattr(F, f"{_kind}{_space}d")
-        # F.max_pool2d dispatches to one of two functions, whichever the mode sees.
+        # F.max_pool2d dispatches to one of two functions, and the mode may see either.
         _with_indices = getattr(F, f"{_kind}{_space}d_with_indices")
         _seen = {_function, getattr(torch, f"{_kind}{_space}d", _function)}
         for _each in _seen:

@@ -17,7 +17,7 @@ from undrop.intercept import Site, map_tensors
 
 
 class NotStackable(Exception):
-    """A model can't run on a stacked batch; the message is the reason, for the end of a sentence."""
+    """A model can't run on a stacked batch; the message is the reason, worded to end a sentence."""
 
 
 class PlanChanged(Exception):
@@ -82,7 +82,7 @@ class Plan:
     """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
     draw is not a mask."""
     aliased: bool = False
-    """Whether the model uses a mask through the tensor that it was drawn into in place."""
+    """Whether the model uses a mask through the tensor that was filled with it in place."""
 
     @cached_property
     def shares_noise(self) -> bool:

@@ -132,7 +132,7 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
 
 
 def _enclosing() -> str | None:
-    """Return what on the Python stack stops a tangent, whatever ops run inside it; None if nothing."""
+    """Return what on the Python stack stops a tangent, whatever ops it runs; None if nothing does."""
     if in_checkpoint():
         return _CHECKPOINTING
     function = enclosing_function()

@@ -206,7 +206,7 @@ class Prover:
         return Rows(layout, order.to(device))
 
     def _draft(self, rows: Rows, dim: int, late: bool, time_major: list[bool]) -> Plan:
-        """Return a plan to try; ``time_major`` counts if it has an entry for each site."""
+        """Return a plan to try; ``time_major`` is used only if it has an entry for each site."""
         size, count = rows.layout.batch, len(self.sites)
         majors = time_major if len(time_major) == count else [False] * count
         return Plan(
@@ -273,7 +273,7 @@ class Prover:
     ) -> tuple[Plan, Any]:
         """Run one stacked pass that finds the batch dimension of each site.
 
-        It has the noise of the reference passes times ``scale``, and none without them.
+        Its noise is that of the reference passes times ``scale``; without them it has none.
         """
         noise = None if reference is None else [scale * each for each in reference.noise]
         mode = Trial(self.batch.model, draft, rows, noise)

@@ -111,7 +111,7 @@ class StackedPass(Interception):
         return bool(self.plan.draws[int(key)])
 
     def around(self, key: str) -> bool:
-        """Return whether a random branch is blended around the module that draws it."""
+        """Return whether the module that draws a random branch is blended, not the next one."""
         return self.site().kind == "module-drop"
 
     def position(self) -> tuple[int, int]:

@@ -95,7 +95,7 @@ class Reference:
             with prover.running(Interception(batch.model, self)):
                 self.outputs.append(call(batch.model, inputs))
         self.flattened = any(n % size == 0 and n > size for s in prover.sites for n in s.shape)
-        """Whether a dimension of a site may be the batch and another one, flattened."""
+        """Whether a dimension of a site may be the batch flattened together with another one."""
 
     @property
     def no_effect(self) -> bool:
@@ -196,7 +196,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _stored(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that a sparse tensor consists of; a dense tensor is returned itself."""
+    """Return the dense tensors that a sparse tensor consists of; a dense tensor is returned as it is."""
     if x.layout is torch.strided:
         return (x,)
     if x.layout is torch.sparse_coo:
@@ -207,7 +207,7 @@ def _stored(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether a and b are equal bit for bit; sparse tensors, whether they store the same."""
+    """Return whether a and b are equal bit for bit; sparse tensors must store the same values."""
     if a.layout is not b.layout or a.shape != b.shape:
         return False
     return all(map(torch.equal, _stored(a), _stored(b)))

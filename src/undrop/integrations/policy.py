@@ -65,7 +65,7 @@ class Policy(nn.Module):
 
 
 class StandIn:
-    """Replaces the model in the ``compute_loss`` of the trainer ``whose``.
+    """Replaces the model in the ``compute_loss`` of the trainer named ``whose``.
 
     A call without gradients (for a reference, or an estimate of a divergence) runs the model without
     noise. A call with gradients returns ``answer``; if that is None, it raises :class:`Asked`.
@@ -114,7 +114,7 @@ class PolicyLoss(Generic):
 
     def __init__(self) -> None:
         super().__init__(self._asked, whole_output=False)
-        self._second = "reverse mode"  # the trainer's metrics would count a call to try it
+        self._second = "reverse mode"  # trying it would add a call to the trainer's metrics
         self.ask: Callable[[Tensor], Tensor] | None = None
 
     def _asked(self, values: Tensor, order: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 
 
 class PolicyStep:
-    """An objective on the own loss of the trainer of that name: ``step(model, own_loss)``."""
+    """An objective on a trainer's own loss: ``step(model, own_loss)``; ``whose`` is its name."""
 
     def __init__(self, objective: Objective, whose: str) -> None:
         engine = getattr(objective, "engine", None)

@@ -30,7 +30,7 @@ class AttentionCall(NamedTuple):
 
 
 def spread(call: AttentionCall) -> AttentionCall:
-    """With grouped queries, repeat keys and values to one per query head."""
+    """With grouped queries, repeat keys and values so that each query head has its own."""
     if not call.enable_gqa:
         return call
     n = call.query.shape[-3] // call.key.shape[-3]
@@ -46,7 +46,7 @@ def probabilities(call: AttentionCall, softmax: Callable[[Tensor, int], Tensor])
     if bias is None:
         return softmax(scores, -1)
     empty = (bias == -math.inf).all(-1, keepdim=True)
-    # If nothing is allowed, the softmax is of zeros: of -inf its gradient would be NaN.
+    # If no key is allowed, take the softmax of zeros: that of -inf has a NaN gradient.
     bias = bias.masked_fill(empty, 0.0)
     return softmax(scores + bias, -1).masked_fill(empty, 0.0)
 
@@ -137,5 +137,5 @@ def flex_written_out(
     call: FlexCall,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Any:
-    """The same in plain operations, for engines that no kernel serves."""
+    """FlexAttention with noise in plain operations, for engines that no kernel supports."""
     return without_kernel(call, _factors(mode, call), softmax)

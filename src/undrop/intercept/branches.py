@@ -1,6 +1,6 @@
 """LayerDrop: a layer that a random branch skips is run, and its output blended with its input.
 
-A model asks ``if torch.rand([]) < p: continue``. It gets the answer by which the layer runs. The next
+A model asks ``if torch.rand([]) < p: continue``. It gets the answer that makes the layer run. The next
 module called is the layer: its output y becomes x + m·(y - x), with x its input and m the mask of the
 branch. Where that is not what the branch does, the module that asks is run a second time with the
 other answer, and its outputs y and z become z + m·(y - z).
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Sees every module that this thread calls, from its first to its last moment.
+    """Sees every module that this thread calls, when it begins and when it ends.
 
     It writes into torch's dictionaries of hooks, as ``register_module_forward_hook`` does:
     torch.compile can't trace that function.
@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, mode: HandMasks) -> None:
         self._mode = mode
         self.running: list[tuple[nn.Module, int]] = []
-        """The modules that run now, the innermost last, with ``mode.functions`` when they began."""
+        """The running modules, innermost last, each with ``mode.functions`` as it was when it began."""
         self.blends: list[Blend] = []
         """The branches whose module has not returned yet."""
         compiled = torch.compiler.is_compiling()
@@ -55,7 +55,7 @@ class Watch:
         return self.blends[-1] if self.blends and self.blends[-1].layer is None else None
 
     def settle(self, end: bool = False) -> None:
-        """Raise ``NotAMask`` for a branch that no module follows; at the end, for one that is open."""
+        """Raise ``NotAMask`` for a branch that no module follows; at the end, also for an open one."""
         if self.waiting() or (end and self.blends):
             raise self.blends[-1].mask.refuse("a branch that no module follows", branch=True)
 
@@ -83,7 +83,7 @@ class Watch:
 
 
 class Blend:
-    """Blends the input and the output of the next module, ``layer``: None until it is called.
+    """Blends the input and the output of the next module, ``layer``, which is None until it is called.
 
     ``factor`` is m, the soft value of "the layer runs".
     """
@@ -118,7 +118,7 @@ class Blend:
 
 
 class BlendAround(Blend):
-    """Blends what the module that asks for the branch returns in both branches.
+    """Blends the two outputs, one per branch, of the module that asks for the branch.
 
     ``begun`` is how many functions the model had called when the module began.
     """
@@ -140,7 +140,7 @@ class BlendAround(Blend):
             middle = mode.functions
             other = mode.replayed(self.mask, run)
         kept, dropped = middle - self._begun, mode.functions - middle
-        if kept != dropped:  # what is dropped takes fewer functions
+        if kept != dropped:  # the branch that drops calls fewer functions
             self.mask.used(drops=self.mask.keeps == (kept < dropped))
         return self._both(other, output)
 

@@ -35,7 +35,7 @@ class Region(Protocol):
 
 
 def regions() -> list[Region]:
-    """Return the checkpointed regions in their first run now, the innermost first."""
+    """Return the checkpointed regions that are in their first run, innermost first."""
     found: list[Region] = []
     for pack, _ in _all_hooks():
         name = getattr(pack, "__qualname__", "")

@@ -58,7 +58,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
 
 def find_sites(model: nn.Module, inputs: Any, *, acts: bool = False) -> Sites:
-    """List the sites as ``sites`` does; find out whose noise reaches the output only with ``acts``."""
+    """List the sites as ``sites`` does; with ``acts``, also find out whose noise reaches the output."""
     model = unwrapped(model)
     with eager(), _LOOKING, preserve_model(model):
         if not model.training:
@@ -110,7 +110,7 @@ def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted
 def _add_hidden_sites(model: nn.Module, inputs: Any, mode: Interception) -> None:
     """Add the sites that random branches have skipped, such as experts, from passes with noise.
 
-    The more of them were found, the more passes in a row must bring nothing new.
+    The more of them are found, the more passes in a row must find nothing new.
     """
     names = {site.name for site in mode.sites}
     hidden = quiet = 0
@@ -133,12 +133,12 @@ def _proven_pass(
     model: nn.Module, inputs: Any, number: int = 0, action: SiteAction = no_noise
 ) -> Interception:
     """Run the model until every random draw is proven to be a mask, or known not to be one."""
-    seed_current(number)  # the same branches for every seed
+    seed_current(number)  # so the branches do not depend on the user's seed
     known = known_draws(model)
     while True:
         mode = _run(model, inputs, action)
         if known.learn(mode.uses or {}, mode.masks):
-            continue  # now with the p that the uses say
+            continue  # run again, with the p that the uses imply
         try:
             bad = disproven(model, inputs, mode.masks)
         except NotAMask:
@@ -177,7 +177,7 @@ def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:
 
 
 def in_training(model: nn.Module) -> bool:
-    """Return whether the model is in train mode once no other thread looks for its sites."""
+    """Wait until no other thread looks for its sites; return whether the model is in train mode."""
     if model.training:
         return True
     with _LOOKING:
@@ -194,7 +194,7 @@ def _nothing_found(model: nn.Module, others: list[Unaccounted]) -> str:
         named = "; ".join(str(each) for each in others[:3])
         hint = (
             f"its random numbers are not multiplicative noise that undrop can follow ({named}): add "
-            "nn.Dropout, or name the function that drops with undrop.register_site"
+            "nn.Dropout, or pass the function that drops to undrop.register_site"
         )
     elif not idle:
         hint = adapter_hint(model) or "add one, e.g. nn.Dropout(0.1)"
@@ -221,7 +221,7 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
 def acting(model: nn.Module, inputs: Any) -> dict[str, bool]:
     """Return, by the name of each site, whether u ≠ 0: the derivative of vᵀF for a random v.
 
-    If the model can't be differentiated outside of its training, it is empty: nothing is known then.
+    If the model can't be differentiated outside training, the result is empty: nothing is known.
     """
     if is_sharded(model):
         return {}
@@ -258,7 +258,7 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    """Return the tensor that a loss sees, or all of them."""
+    """Return the tensor that a loss sees, or else all tensors."""
     try:
         found = [logits_of(output)]
     except OutputError:

@@ -52,7 +52,7 @@ SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
 def _native_dropout(
     mode: Interception, input: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Any]:
-    """It also returns its mask, which the caller may use, so this is a mask made by hand."""
+    """A mask made by hand, because the function also returns its mask, which the caller may use."""
     if train is False or not p:
         return mode.off(input, train), torch.ones_like(input, dtype=torch.bool)
     keep = mode.bernoulli(
@@ -79,7 +79,7 @@ def _feature_dropout(
 ) -> Tensor:
     """One η per feature map: dimensions after the channel share it.
 
-    Torch takes (C, L) of dropout1d and (C, D, H, W) of dropout3d for one example without a batch:
+    Torch treats (C, L) in dropout1d and (C, D, H, W) in dropout3d as one example without a batch:
     ``unbatched`` is that number of dimensions.
     """
     training = training if train is None else train

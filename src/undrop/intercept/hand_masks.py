@@ -30,7 +30,7 @@ class KnownDraws:
     drops: dict[str, bool] = field(default_factory=dict)
     """Whether a mask drops where it is 1, if its uses show it."""
     around: set[str] = field(default_factory=set)
-    """Random branches that are blended around the module that draws them, not around the next one."""
+    """Random branches for which the module that draws them is blended, not the next module."""
     turned: set[str] = field(default_factory=set)
     """Branches that were tried with the less probable answer."""
 
@@ -47,7 +47,7 @@ class KnownDraws:
     def refused(self, key: str, draw: MaskDraw | None = None) -> None:
         """Note that a draw is not a mask.
 
-        A branch is tried with the other answer first, and then around the module that asks.
+        A branch is first tried with the other answer, and then by blending the module that asks.
         """
         if draw is None or not draw.branch or key in self.around:
             self.others.add(key)
@@ -87,7 +87,7 @@ KINDS = {
     "drop-block": ("dropblock", "dropblock2d", "dropblockfast2d"),
     "zoneout": ("zoneout",),
 }
-"""The kind of a hand-made mask, by how the name of the function or class that makes it ends."""
+"""The kind of a hand-made mask, by the ending of the name of the function or class that makes it."""
 
 
 class HandMasks:
@@ -97,7 +97,7 @@ class HandMasks:
     """Whether the pass has gradients."""
     given: Given | None = None
     aliased = False
-    """Whether the pass has used a tensor that was drawn in place, by its own name."""
+    """Whether the pass has used, under its own name, a tensor that was filled in place."""
     _aliases: dict[int, tuple[TensorWeakRef, RandomValue]] | None = None
     _branched: frozenset[str] = frozenset()
     _replay: Replay | None = None
@@ -126,7 +126,7 @@ class HandMasks:
     """Returns what the action makes of h."""
 
     def numbered(self, name: str) -> str:
-        """Return a name with the number of the time that it occurs in the pass, from the second on."""
+        """Return a name, numbered from its second occurrence in the pass on."""
         self._calls[name] += 1
         count = self._calls[name]
         return name if count == 1 else f"{name}#{count}"
@@ -143,12 +143,12 @@ class HandMasks:
         self._known.refused(key, draw)
 
     def drops(self, key: str, rare: bool) -> bool:
-        """Return whether a mask drops where it is 1: by its uses, or else if 1 is the rarer value."""
+        """Return whether a mask drops where it is 1; if no use says so, whether 1 is the rarer value."""
         self.draws[key] = self._known.drops.get(key, rare)
         return bool(self.draws[key])
 
     def around(self, key: str) -> bool:
-        """Return whether a random branch is blended around the module that draws it."""
+        """Return whether the module that draws a random branch is blended, not the next one."""
         return key in self._known.around
 
     def position(self) -> tuple[int, int]:
@@ -227,7 +227,7 @@ class HandMasks:
         *,
         target: Tensor | None = None,
     ) -> Any:
-        """Return zeros and ones, 1 with probability ``chance``; it is None if it is not one number."""
+        """Return zeros and ones, 1 with probability ``chance`` (None if it is not a single number)."""
         certain = chance is not None and not 0.0 < chance < 1.0
         key, given = (None, None) if certain else self._next(fill)
         if given is not None:
@@ -269,7 +269,7 @@ class HandMasks:
         return made
 
     def _known_as(self, target: Tensor, value: RandomValue) -> RandomValue:
-        """Recognize a tensor that was drawn in place, also if the model uses it by its name."""
+        """Recognize a tensor that was filled in place even if the model uses it under its own name."""
         if not torch.compiler.is_compiling():
             known = self._aliases or {}
             self._aliases = {k: v for k, v in known.items() if v[0]() is not None}
@@ -277,7 +277,7 @@ class HandMasks:
         return value
 
     def forget(self, target: Tensor) -> None:
-        """Take a tensor that was drawn in place for an ordinary one."""
+        """Treat a tensor that was filled in place as an ordinary one from now on."""
         if self._aliases is not None:
             self._aliases.pop(id(target), None)
 
@@ -305,7 +305,7 @@ class HandMasks:
         return self._watch
 
     def branch(self, mask: Mask) -> bool:
-        """Answer ``if mask:`` by what is kept, and blend it with the other branch."""
+        """Answer ``if mask:`` so that the kept branch runs, and blend it with the other one."""
         if self._replay is not None and self._replay.key == mask.key:
             return not mask.keeps
         if mask.key not in self._branched:

@@ -105,7 +105,7 @@ class Interception(HandMasks, TorchFunctionMode):
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> Interception:
-        """Begin. What runs ``outside_interception`` from here on does not change."""
+        """Begin. Code in an ``outside_interception`` block is not affected."""
         self._depth = outside_depth.value
         self.entered += 1
         if self._known.around:

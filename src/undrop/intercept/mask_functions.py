@@ -25,7 +25,7 @@ class _Call(NamedTuple):
 
     func: Callable[..., Any]
     operation: str
-    """The operation that the function is, "" if it has no part in masks."""
+    """The operation that the function performs; "" if masks do not use it."""
     inplace: bool
     args: _Args
     kwargs: _Kwargs
@@ -82,7 +82,7 @@ _NAMES = {
 _LARGE = 1e3  # a value of this size in the place of dropped entries stands for minus infinity
 
 _OPERATION: dict[Callable[..., Any], tuple[str, bool]] = {}
-"""The operation that a function is, and whether it works in place."""
+"""The operation that a function performs, and whether it works in place."""
 _POOLS: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {}
 
 
@@ -185,7 +185,7 @@ def _affine(operation: str, first: bool, c: float) -> tuple[float | None, float]
 
 
 def _constant(x: Any) -> float | None:
-    """Return the number that x is, if reading it does not wait for a device."""
+    """Return x as a number, if reading it does not wait for a device."""
     if isinstance(x, (int, float)):
         return float(x)
     plain = isinstance(x, Tensor) and not torch.compiler.is_compiling()
@@ -211,7 +211,7 @@ def _mask(u: Uniform, chance: float, threshold: float, below: bool, dtype: torch
 
 
 def _of_mask(m: Mask, call: _Call) -> Any:
-    """Return what a function makes of a mask; raise ``NotAMask`` for a use that masks do not have."""
+    """Return what a function makes of a mask; raise ``NotAMask`` for a use that does not fit a mask."""
     func, operation, inplace, args, kwargs = call
     first = args and args[0] is m
     if operation == "branch" and m.binary:
@@ -341,7 +341,7 @@ def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs
 
 
 def _note_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
-    """Note whether a choice of a where m is 1, and of b elsewhere, drops there or here."""
+    """Note whether a choice of a where m is 1, and of b where m is 0, drops where m is 1 or 0."""
     if operation != "where":
         m.used(drops=True)
     elif m.mode.uses is not None:
@@ -351,7 +351,7 @@ def _note_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
 
 
 def _computed(m: Mask, call: _Call) -> Any:
-    """Return a smooth function of the soft value; of masks and constants alone it is a mask again."""
+    """Return a smooth function of the soft value: a mask again if all else is masks and constants."""
     func, operation, leaves = call.func, call.operation, call.leaves()
     floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
     dtype = floats[0].dtype if floats else torch.get_default_dtype()

@@ -1,7 +1,7 @@
 """Prove that a hand-made mask does what undrop assumes.
 
-A pass in which the model makes its masks itself, from numbers that are given to it, must return what a
-pass returns in which the sites take the values of these masks. If it does not, the draws are not sites.
+Two passes must agree: one in which the model makes its masks from given numbers, and one in which the
+sites take the values of these masks. If it does not, the draws are not sites.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def disproven(model: nn.Module, inputs: Any, masks: Mapping[str, MaskDraw]) -> s
 def _rounds(keys: list[str]) -> Iterator[set[str]]:
     """Yield sets of single values that drop: of any two, each one drops once while the other keeps.
 
-    What a layer that is skipped, or a factor of 0, hides in one round is then seen in another.
+    What a skipped layer or a factor of 0 hides in one round shows up in another.
     """
     for bit in range(max(1, (len(keys) - 1).bit_length())):
         ones = {key for i, key in enumerate(keys) if i >> bit & 1}
@@ -105,7 +105,7 @@ class _Numbers:
         return torch.where(ones, draw.number(True), draw.number(False)).to(like.dtype)
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """Return the mask at its site; at any other h with a factor, so that no site is overlooked."""
+        """Return the mask at its own site, and h times a factor at others: none is overlooked."""
         key = self._keys.get(site.name)
         if key is None:
             return h * torch.linspace(0.5, 1.5, h.shape[-1] if h.dim() else 1).to(h)

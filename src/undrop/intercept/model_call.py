@@ -187,7 +187,7 @@ def logits_of(output: Any) -> Tensor:
         return logits
     if getattr(output, "loss", None) is not None:
         raise OutputError(
-            f"the model returned {type(output).__name__} with a loss but no logits, so that its output "
+            f"the model returned {type(output).__name__} with a loss but no logits, so its output "
             "layer is fused with its loss: switch that off (in Liger fused_linear_cross_entropy=False), "
             "or return the features and pass loss=undrop.losses.LinearCrossEntropy(weight)."
         )

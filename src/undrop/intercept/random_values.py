@@ -154,7 +154,7 @@ class Uniform(RandomValue):
         return made
 
     def split_at(self, value: float, below: bool) -> tuple[float, float, bool]:
-        """Return P(x < value) or P(x > value), and as which event of U: (P, threshold, below)."""
+        """Return P(x < value) or P(x > value), and the same event for U: (P, threshold, below)."""
         threshold = (value - self.shift) / self.scale
         below = below if self.scale > 0.0 else not below
         share = min(max(threshold, 0.0), 1.0)
@@ -188,7 +188,7 @@ class Mask(RandomValue):
         self.keeps = not draw.flipped
         """Whether it is 1 where the site keeps."""
         self.large = False
-        """Whether it is multiplied by a large number, as a term of scores is."""
+        """Whether it is multiplied by a large number, like a mask that is added to scores."""
         self._value: Tensor | None = None
 
     def value(self, kind: str | None = None) -> Tensor:
@@ -225,7 +225,7 @@ class Mask(RandomValue):
             self.mode.uses.setdefault(self.key, set()).add(drops != self.keeps)
 
     def become(self, other: Mask) -> Mask:
-        """Take the value of another mask: an in-place function."""
+        """Take over the value of another mask, as an in-place function does."""
         self._value, self.make = other.value(), None
         self.binary, self.keeps = other.binary, other.keeps
         return self
@@ -244,7 +244,7 @@ class Mask(RandomValue):
 
 
 def _method(name: str) -> Callable[..., Any]:
-    # torch.compile knows functions of C++ by their identity, and Tensor.__rsub__ is Python.
+    # torch.compile knows functions implemented in C++ by their identity, and Tensor.__rsub__ is Python.
     function: Any = torch.rsub if name == "__rsub__" else getattr(Tensor, name)
 
     def method(self: RandomValue, *args: Any, **kwargs: Any) -> Any:

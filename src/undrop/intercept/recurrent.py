@@ -93,7 +93,7 @@ def read(function: Callable[..., Any], args: tuple[Any, ...]) -> RecurrentCall:
 
 
 def run_layers(mode: Interception, call: RecurrentCall, run: RunLayer) -> tuple[Tensor, ...]:
-    """Run layer after layer, with a site between each two."""
+    """Run layer after layer, with a site between each pair of layers."""
     x, finals = call.x, []
     for index in range(call.layers):
         x, final = run(call.layer(index, x))

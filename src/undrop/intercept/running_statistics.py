@@ -17,7 +17,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
 def _norms(model: nn.Module) -> list[nn.Module]:
     """Return each normalization layer once; every step asks, so they are looked up once."""
     if model not in _known:
-        # by its buffers: a layer in TorchScript has another class
+        # recognized by its buffers: a layer in TorchScript has another class
         norms = (m for m in model.modules() if "running_mean" in m._buffers)
         _known[model] = [weakref.ref(module) for module in norms]
     return [module for ref in _known[model] if (module := ref()) is not None]

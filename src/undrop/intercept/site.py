@@ -39,7 +39,7 @@ class Site:
     active_in_eval: bool = False
     """Whether the site drops in eval mode too (a common mistake with ``dropout_p``)."""
     acts: bool | None = field(default=None, compare=False)
-    """Whether its noise reaches the output, u ≠ 0: not behind weights of 0, as in a new LoRA adapter.
+    """Whether its noise reaches the output, u ≠ 0; weights of 0, as in a new LoRA adapter, block it.
     None if that is not known."""
 
     @property
@@ -142,7 +142,7 @@ class Sites(Sequence[Site]):
         return as_frame(self.to_json(), self.names)
 
     def flagged(self, active: Iterable[str], acts: Mapping[str, bool]) -> Sites:
-        """The same sites, with those that are active in eval mode and what acts by name."""
+        """The same sites, each marked as active in eval mode or not, and as acting or not."""
         names = set(active)
         flagged = (
             replace(site, active_in_eval=site.name in names, acts=acts.get(site.name))
@@ -188,7 +188,7 @@ class Selection:
     def with_sigma(cls, sigmas: Mapping[str, float]) -> Selection:
         """The sites of these names, with these σ instead of the model's.
 
-        No character of a name is a pattern.
+        Names are taken literally, not as patterns.
         """
         found = cls({_literal(name): 1.0 for name in sigmas})
         found._sigmas = dict(sigmas)

@@ -1,4 +1,4 @@
-"""Random numbers that no site accounts for: which module draws them, with what, and in which line."""
+"""Random numbers that no site accounts for: which module draws them, with what, and on which line."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def bare(model: nn.Module) -> nn.Module:
 def _not_a_module(thing: object) -> str:
     if isinstance(thing, type):
         return f"the class {thing.__name__}: pass {thing.__name__}(…)"
-    return f"{type(thing).__name__}: wrap it into one"
+    return f"{type(thing).__name__}: wrap it in one"
 
 
 def is_compiled(model: nn.Module) -> bool:

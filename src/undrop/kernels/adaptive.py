@@ -90,7 +90,7 @@ class AdaptiveOutput(Output):
         return Derivatives(loss, quadratic, directional)
 
     def members(self, target: Tensor, words: range) -> Tensor:
-        """Return which targets are in a tail; targets beyond the vocabulary are errors in the last."""
+        """Return which targets are in a tail; those beyond the vocabulary go to the last, and fail."""
         last = words.stop == self.words
         return target >= words.start if last else (target >= words.start) & (target < words.stop)
 

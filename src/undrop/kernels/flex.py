@@ -132,7 +132,7 @@ def without_kernel(
     factors: Tensor | None,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Any:
-    """Use plain operations, which every engine differentiates; so does torch without a kernel."""
+    """Use plain operations, which every engine differentiates; torch does the same without a kernel."""
     groups = call.query.shape[1] // call.key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (call.key, call.value))
     scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale

@@ -203,7 +203,7 @@ def tangent_gradients_(
 
 
 class OutputRows(NamedTuple):
-    """The rows of an output layer, or of its logits; then the features are the logits."""
+    """The rows of an output layer, or of its logits; in that case the features are the logits."""
 
     features: Tensor  # (rows, features)
     tangent: Tensor | None  # of all rows, or of the last ones; None if no row has one
@@ -236,7 +236,7 @@ class OutputRows(NamedTuple):
 def sweep(
     rows: OutputRows, options: SoftmaxOptions, c: Coefficients | None, to: GradientBuffers | None
 ) -> Tensor:
-    """Return the means of the three terms of logits z along u; write the gradients in both to ``to``.
+    """Return the means of the three terms of logits z along u; write the gradients in both into ``to``.
 
     ``c`` holds the coefficients of each row; if it is None, no gradient is computed.
     """
@@ -267,10 +267,10 @@ _FEW = 1 << 15  # logits up to which the number of calls dominates the cost
 def _at_once(
     z: Tensor, u: Tensor, target: Tensor, c: Any
 ) -> tuple[Derivatives, tuple[Tensor, Tensor]]:
-    """Compute what ``sweep`` does for the Hessian in as few calls as possible; for few logits.
+    """Compute what ``sweep`` does for the Hessian in as few calls as possible; used for few logits.
 
-    The coefficients c are numbers, u is of the last rows, and all N rows count, each with the weight
-    w = 1/N.
+    The coefficients c are numbers, u belongs to the last rows, and all N rows count, each with the
+    weight w = 1/N.
     """
     n = len(z)
     w, plain = 1.0 / n, n - len(u)
@@ -303,7 +303,7 @@ def sweep_with_gradients(
     return sweep(rows, options, options.coefficients.times(rows.weight), to), (dz, du)
 
 
-def _none_is(value: int, target: Tensor) -> bool:
+def _no_target_is(value: int, target: Tensor) -> bool:
     """Return whether no target has this value; False if that is not known, as on a GPU."""
     if type(target) is not Tensor or target.device.type != "cpu" or not 0 < len(target) <= _FEW:
         return False
@@ -317,7 +317,7 @@ def cross_entropy_and_gradients(
     """Return the total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, its three means, and its gradients in logits and u.
 
     The means are over the targets (...) that are not ignored (0 if all are). The logits are
-    (..., classes), and u is the tangent of all rows or only of the last; it is 0 for the others.
+    (..., classes), and u is the tangent of all rows or only of the last ones; it is 0 for the others.
     Nothing has a graph.
     """
     c, dtype, classes = options.coefficients, working_dtype(logits.dtype), logits.shape[-1]
@@ -329,7 +329,7 @@ def cross_entropy_and_gradients(
     few = z.numel() <= _FEW and options.form == "hessian" and not options.smoothing
     few = few and not any(isinstance(each, Tensor) for each in c)
     means: Means
-    if few and _none_is(options.ignore_index, target):
+    if few and _no_target_is(options.ignore_index, target):
         means, (dz, du) = _at_once(z, tangent, target, c)
     else:
         weighted = row_weights(target, options.ignore_index, dtype)

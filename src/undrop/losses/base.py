@@ -43,7 +43,10 @@ def softmax_by_class(
     logits_of: Callable[[Tensor], Tensor] = lambda rows: rows,
     tangents_of: Callable[[Tensor], Tensor] = lambda u: u,
 ) -> ByClass:
-    """Return the sums for a softmax over rows of logits, or over what two maps make of rows and u."""
+    """Return the sums for a softmax over rows of logits.
+
+    The rows may also be features, from which two functions compute the logits and their u.
+    """
     quadratic = torch.zeros(classes, dtype=torch.float64, device=rows.device)
     diagonal = torch.zeros_like(quadratic)
     size = max(1, _CHUNK // classes)
@@ -204,7 +207,7 @@ class Loss(GivenLoss):
     ) -> Derivatives:
         """ℓ, the quadratic form in u, and ∂ℓ/∂ε, as means over the terms.
 
-        For the form "loss-jacobian" the square is of the sum over terms, N·(mean ∂ℓ/∂ε)². Its
+        For the form "loss-jacobian" the square is that of the sum over terms, N·(mean ∂ℓ/∂ε)². Its
         expectation over η is Σ_i σ_i² ‖D(ℓ∘F_i)[h_i] ⊙ h_i‖², whichever entries share an η.
 
         Args:

@@ -21,7 +21,7 @@ from undrop.losses.targets import not_ignored
 
 
 class CrossEntropy(SoftmaxLoss):
-    """ℓ = -log softmax(F)_y, for logits F and class indices y of the shape of F without its classes.
+    """ℓ = -log softmax(F)_y, for logits F and class indices y in the shape of F without its classes.
 
     With p = softmax(F) and v = u - Σ_k p_k u_k the quadratic form is uᵀHu = Σ p v², and
     ∂ℓ/∂ε = Σ p u - u_y. The mean is over targets other than ``ignore_index``.

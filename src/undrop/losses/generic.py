@@ -28,7 +28,7 @@ STEP, STEP_DOUBLE = 0.1, 0.01
 
 
 class _Flat(NamedTuple):
-    """The floating-point tensors of an output F, u of each, and what makes an output of such tensors."""
+    """The floating-point tensors of an output F, the u of each, and a function that rebuilds F."""
 
     tensors: list[Tensor]
     u: list[Tensor]
@@ -249,7 +249,7 @@ class Generic(Loss):
     def _warn_of_no_curvature(self, quadratic: Tensor, u: Sequence[Tensor]) -> None:
         if any(bool(x.any()) for x in u) and not bool(quadratic):
             _log.warning(
-                "the loss %s is linear around the model's output, so that uᵀHu = 0 and there is no "
+                "the loss %s is linear around the model's output, so uᵀHu = 0 and there is no "
                 "explicit regularizer: if the output is log-probabilities, let the model return logits "
                 "and use undrop.CrossEntropy().",
                 _name(self.function),

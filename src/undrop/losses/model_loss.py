@@ -1,6 +1,6 @@
 """What a user passes as a loss, and the default: a Transformers model's own loss, or cross-entropy.
 
-Nothing here imports Transformers: a model is recognized by the loss function that it has from there.
+Nothing here imports Transformers: a model is recognized by the loss function that it gets from there.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
 
 
 def check_not_shifted(model: nn.Module, inputs: Any, labels: Tensor) -> None:
-    """Raise a ``TargetError`` if the labels of a language model are the next tokens already."""
+    """Raise a ``TargetError`` if the labels of a language model are already the next tokens."""
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     if head_of(model) != "ForCausalLMLoss" or not isinstance(ids, Tensor):
         return
@@ -163,7 +163,7 @@ def check_not_shifted(model: nn.Module, inputs: Any, labels: Tensor) -> None:
     copies = bool((labels == ids)[here].all())
     if bool(ahead.any()) and not copies and bool((labels[..., :-1] == ids[..., 1:])[ahead].all()):
         raise TargetError(
-            f"the labels are the next tokens of input_ids already, and {type(model).__name__} shifts "
+            f"the labels are already the next tokens of input_ids, and {type(model).__name__} shifts "
             "them itself: pass labels that are aligned with input_ids, or loss=undrop.CrossEntropy() to "
             "compare position by position."
         )
@@ -197,7 +197,7 @@ def _is_attention_dropout(name: str) -> bool:
 
 
 def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way_out: str) -> bool:
-    """Return whether theirs is finite, so that it can be compared; if both differ, raise an error."""
+    """Return whether theirs is finite, so that it can be compared; if the two differ, raise an error."""
     if not bool(torch.isfinite(theirs)):
         return False
     exact = theirs.dtype in (torch.float32, torch.float64)

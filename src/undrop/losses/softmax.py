@@ -136,7 +136,7 @@ class FeatureLoss(SoftmaxLoss):
         return mean * self.count(output, target)
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """⟨v, z⟩ with random signs v on all logits z, as ``CrossEntropy`` has it."""
+        """⟨v, z⟩ with random signs v on all logits z, as in ``CrossEntropy``."""
         logits = self._logits(self._kept(output, target))
         return super()._probe(logits, target, generator)
 
@@ -148,7 +148,7 @@ def _pick(logits: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 class LinearCrossEntropy(FeatureLoss):
-    """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), which are never held at once.
+    """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), which are never all held at once.
 
     Logits live for a chunk of rows at a time: they are made, turned into gradients and multiplied
     back, so that memory does not grow as rows × classes. Only the reverse engine, which
@@ -259,5 +259,5 @@ def _check_sizes(head: Tensor, tails: Sequence[Tensor], cutoffs: Sequence[int]) 
     if len(head) != cutoffs[0] + len(tails) or sizes[:-1] != words:
         raise OptionError(
             f"cutoffs {list(cutoffs)} need a head of {cutoffs[0] + len(tails)} classes and tails of "
-            f"{words} words and a last one, got {len(head)} and {sizes}."
+            f"{words} words plus a last one of any size, got {len(head)} and {sizes}."
         )

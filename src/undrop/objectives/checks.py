@@ -166,7 +166,7 @@ def _message(bad: list[str], step: int, batch: Batch) -> str:
     if reached:
         return f"{what}: the first activation that is not finite is at site {reached[0]!r}."
     return (
-        f"{what}, but the activations at all sites are: look at the layers after the last site, "
+        f"{what}, but the activations at all sites are finite: look at the layers after the last site, "
         "the learning rate, or the inputs."
     )
 

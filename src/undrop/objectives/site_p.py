@@ -1,6 +1,6 @@
-"""Dropout with p by site, instead of the model's own p.
+"""Dropout with a p for each site, instead of the model's own p.
 
-Most modules keep the p of their site in an attribute. If that is proven, a pass sets the other p there,
+Most modules keep the p of their site in an attribute. If that is proven, a pass sets the new p there,
 which is as fast as the model's own dropout. Otherwise an interception draws the masks.
 """
 
@@ -59,7 +59,7 @@ class Slot(NamedTuple):
 
 
 Slots: TypeAlias = dict[str, Slot]
-"""The slot of each site; empty if a site has no slot."""
+"""The slot of each site; empty if any site has no slot."""
 _slots: weakref.WeakKeyDictionary[nn.Module, Slots] = weakref.WeakKeyDictionary()
 
 
@@ -77,7 +77,7 @@ def slots(batch: Batch, names: list[str]) -> Slots:
 
 @contextmanager
 def with_p(model: nn.Module, found: Slots, site_p: Mapping[str, float]) -> Iterator[None]:
-    """Set p of each site in its slot for one pass; a p of 0 stays 0, because it is not a site.
+    """Set p of each site in its slot for one pass; a p of 0 stays 0, because that is no site.
 
     Raises:
         RecomputationError: if activation checkpointing was switched on after the search for slots. It
@@ -88,16 +88,20 @@ def with_p(model: nn.Module, found: Slots, site_p: Mapping[str, float]) -> Itera
     try:
         for (module, attribute, p), own in zip(places, declared, strict=True):
             setattr(module, attribute, p if own else own)
-        with torch.autograd.graph.disable_saved_tensors_hooks(_SECOND_RUN):
+        with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING_TOO_LATE):
             yield
     except RuntimeError as error:
-        raise RecomputationError(_SECOND_RUN) if str(error) == _SECOND_RUN else error from None
+        raise (
+            RecomputationError(_CHECKPOINTING_TOO_LATE)
+            if str(error) == _CHECKPOINTING_TOO_LATE
+            else error
+        ) from None
     finally:
         for (module, attribute, _), own in zip(places, declared, strict=True):
             setattr(module, attribute, own)
 
 
-_SECOND_RUN = (
+_CHECKPOINTING_TOO_LATE = (
     "activation checkpointing, or other hooks on saved tensors, was switched on during the training, "
     "while a tuner sets p: switch it on before the first step."
 )

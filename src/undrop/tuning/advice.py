@@ -1,4 +1,4 @@
-"""Whether dropout will help, where, and which p to start from, before a long training."""
+"""Whether dropout will help, where, and which p to start from, before a long training run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from undrop.tuning.tuner import Tuner
 BATCHES = 16
 """The largest number of training and validation batches for comparing losses."""
 REPEATS = 2
-"""The number of repeats of the short trainings with and without each site."""
+"""The number of repeats of the short training runs with and without each site."""
 BEST = (0.05, 0.2)
 """The range of the best of six p in 30 searches (docs/tuning.md)."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a short training says."""
+    """What a short training run says."""
 
     gap: Estimate
     """The validation loss minus the training loss, both without dropout."""
@@ -97,7 +97,7 @@ def _shown(found: Estimate) -> tuple[str, str, str]:
 def advise_from(
     tuner: Tuner, model: nn.Module, batches: Sequence[Any], optimizer: Optimizer
 ) -> Advice:
-    """Return the advice for a model after a short training.
+    """Return the advice for a model after a short training run.
 
     Args:
         tuner: the tuner that set p.

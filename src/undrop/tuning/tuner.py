@@ -122,7 +122,7 @@ class Tuner:
         return {name: probability(value) for name, value in self._logs.items() if name != DECAY}
 
     def step(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
-        """Evaluate the objective on a batch, and every ``interval`` calls adjust p before it.
+        """Evaluate the objective on a batch, adjusting p first at every ``interval``-th call.
 
         Args:
             model: in train mode.
@@ -159,8 +159,8 @@ class Tuner:
     def _rise(self) -> None:
         """Raise σ² from 0 to its start before the first trial.
 
-        Strong noise in the first steps can damage a training permanently: in a ConvNet, p = 0.6 turned
-        9 of 10 ReLU units off.
+        Strong noise in the first steps can damage a training run permanently: in a ConvNet, p = 0.6
+        turned 9 of 10 ReLU units off.
         """
         last = min(self.interval, INTERVAL) - STEPS
         if self.steps <= last:
@@ -180,7 +180,7 @@ class Tuner:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise OptionError(
                 f"a tuner works in one process, and there are {dist.get_world_size()}, which would find "
-                "different p: tune in a run of one process, and set the p that it finds in this run."
+                "different p: tune in a run of one process, and use the p that it finds here."
             )
         found = self.objective.sites(model, inputs)
         chosen = [name for name in found.names if self.objective.selection.weight(name) > 0.0]
@@ -191,8 +191,8 @@ class Tuner:
             )
         if self.probabilities and self.probabilities.keys() != set(chosen):
             raise DataError(
-                f"the saved state is of a model with the sites {', '.join(self.probabilities)}, but "
-                f"{type(model).__name__} has {', '.join(chosen)}: load the state of the same model."
+                f"the saved state belongs to a model with the sites {', '.join(self.probabilities)}, "
+                f"but {type(model).__name__} has {', '.join(chosen)}: load the state of the same model."
             )
         self._sites = chosen
         for name in chosen:
@@ -260,7 +260,7 @@ class Tuner:
         return [rates.get(w, 0.0) * math.exp(logs[DECAY]) for w in weights]
 
     def _apply(self, logs: dict[str, float]) -> None:
-        """Make training use the values."""
+        """Set σ and p of every site in the objective, and λ in the optimizer."""
         sigmas = {name: math.exp(0.5 * logs[name]) for name in self._sites}
         self.objective.selection = Selection.with_sigma(sigmas)
         if isinstance(self.objective, Dropout):

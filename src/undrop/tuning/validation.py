@@ -95,7 +95,7 @@ class Validation:
         if total and known > total // 2:
             raise DataError(
                 f"{known} of {total} examples of a training batch are in the validation data too: "
-                "tune on examples that training does not see, e.g. by undrop.tuning.set_aside."
+                "tune on examples that training does not see, e.g. with undrop.tuning.set_aside."
             )
 
 

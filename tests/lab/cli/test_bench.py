@@ -66,7 +66,7 @@ def test_peak_memory_is_measured_in_a_separate_process():
         (("--size", "huge"), "unknown bench size 'huge': there are small, paper."),
         (("--methods", "fast"), "unknown bench method 'fast': there are none, dropout,"),
         (("--threads", "-1"), "'--threads': it must be greater than or equal to 0."),
-        (("--save", "."), ". can't be written: it is a folder, give the name of a file."),
+        (("--save", "."), ". can't be written: it is a folder; give the name of a file."),
         (("--plot", "nowhere/x.png"), "can't be written: there is no folder nowhere."),
     ],
 )

@@ -124,8 +124,8 @@ def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--save", "."), ". can't be written: it is a folder, give the name of a file."),
-        (("--html", ".."), ".. can't be written: it is a folder, give the name of a file."),
+        (("--save", "."), ". can't be written: it is a folder; give the name of a file."),
+        (("--html", ".."), ".. can't be written: it is a folder; give the name of a file."),
         (("--plot", "nodir/x.png"), "nodir/x.png can't be written: there is no folder nodir."),
         (("--plot", "x.xyz"), "x.xyz can't be drawn: .xyz is not a picture format; use .png, .pdf"),
         (("--plot", "x"), "x can't be drawn: it has no suffix; use .png, .pdf or .svg."),

@@ -1,9 +1,9 @@
 """Whether dropout helps: the validation loss after some steps without it, minus that with it.
 
 The steps begin at the model's weights, in paired branches: one with the dropout that the model declares,
-one without each site, one without any, and one with more weight decay. Repeats have other batches and
-masks. A table of differences has a row for each repeat and a column for each validation batch; both are
-random samples.
+one without each site, one without any dropout, and one with more weight decay. Repeats have other
+batches and masks. A table of differences has a row for each repeat and a column for each validation
+batch; both are random samples.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def two_way_error(table: NDArray[np.float64]) -> tuple[float | None, float]:
 
 
 class Benefit(NamedTuple):
-    """How much lower the validation loss is after some steps with something than without it."""
+    """How much lower some steps with a dropout, or weight decay, leave the validation loss."""
 
     sites: dict[str, Estimate]
     """The dropout of each site; NaN if the time ran out before it."""
@@ -114,12 +114,12 @@ class Training:
         every = [p for group in made.param_groups for p in group["params"]]
         if not all(id(p) in known for p in every):
             raise OptionError(
-                f"the {self.name} has parameters that {type(model).__name__} lacks: pass the "
+                f"the optimizer {self.name} has parameters that {type(model).__name__} lacks: pass the "
                 "optimizer that trains this model."
             )
         if not self.learning_rate > 0.0:
             raise OptionError(
-                f"the learning rate of the {self.name} is {self.learning_rate:g}, so "
+                f"the learning rate of {self.name} is {self.learning_rate:g}, so "
                 "nothing happens: pass learning_rate=, that of the middle of the training."
             )
         shrinkage = SHRINKAGE / (STEPS * self.learning_rate)
@@ -139,7 +139,7 @@ class Training:
 
     @contextmanager
     def steps(self, *, more_decay: bool) -> Iterator[Move]:
-        """Yield what takes a step; the end restores the optimizer and all gradients.
+        """Yield a function that takes a step; on exit, restore the optimizer and all gradients.
 
         With ``more_decay``, each step also takes learning rate · λ off the weights.
         """
@@ -183,8 +183,8 @@ def measure_benefit(
 ) -> Benefit:
     """Train branches until the time or the repeats are used up.
 
-    Two repeats may take three times as long, and all dropout together and weight decay are measured
-    once in any case. ``probabilities`` are p by site; None takes what the model declares.
+    The first two repeats may take three times the budget, and all dropout together and weight decay are
+    measured once in any case. ``probabilities`` are p by site; None takes what the model declares.
     """
     p = {s.name: s.p for s in measured.sites} if probabilities is None else dict(probabilities)
     study = _Study(measured, batches, validation, training, loss, p)
@@ -194,7 +194,7 @@ def measure_benefit(
 
 
 class _Study:
-    """Differences of validation losses, by what was left out and repeat."""
+    """Differences of validation losses, by repeat and by what was left out."""
 
     def __init__(
         self,

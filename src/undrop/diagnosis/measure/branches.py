@@ -1,4 +1,4 @@
-"""Short trainings from the same weights, compared by their validation loss.
+"""Short training runs from the same weights, compared by their validation loss.
 
 Branches begin at the weights that a model has, train on the same batches with the same random numbers,
 and differ in one thing: the noise of one site or of all sites, or weight decay. So most of the noise of

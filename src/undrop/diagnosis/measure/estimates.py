@@ -22,7 +22,7 @@ S = TypeVar("S")
 
 @cache
 def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The nodes and weights of Gauss and Legendre on [-1, 1]."""
+    """The nodes and weights of Gauss-Legendre quadrature on [-1, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(200)
     return nodes, weights
 
@@ -31,7 +31,8 @@ def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def t95(freedom: float) -> float:
     """Student's t with P(|T| ≤ t) = 0.95, by bisection; 1.96 for infinitely many degrees of freedom.
 
-    With T = √n·tan φ the probability is ∫ cosⁿ⁻¹φ dφ up to arctan(t/√n), over that up to π/2.
+    With T = √n·tan φ the probability is ∫ cosⁿ⁻¹φ dφ up to arctan(t/√n), divided by the same integral
+    up to π/2.
     """
     if freedom > 1e5:
         return 1.959963985
@@ -89,7 +90,7 @@ class Estimate(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """The 95 % interval for people; empty if the error is unknown."""
+        """The 95 % interval as text; empty if the error is unknown."""
         if self.stderr is None or math.isinf(self.low) or math.isinf(self.high):
             return ""
         error = self.stderr or max(abs(self.low), abs(self.high)) or 1.0
@@ -104,7 +105,7 @@ class Estimate(NamedTuple):
 
 
 def percent(share: Estimate, *, interval: bool = False) -> str:
-    """A share for people, with its standard error or its interval.
+    """A share as text, with its standard error or its interval.
 
     It is a dash if the share is NaN or its interval is unbounded.
     """

@@ -147,7 +147,7 @@ class Explicit:
     batches_given: int
     masks: int
     differences: str | None
-    """Why second derivatives are differences; None if they are not."""
+    """Why second derivatives are computed as differences; None if they are not."""
 
 
 class _Sample(NamedTuple):

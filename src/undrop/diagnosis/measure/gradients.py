@@ -108,11 +108,11 @@ def _difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Sketch:
-    """A linear map to few numbers that keeps inner products: the identity for small models.
+    """A linear map to a few numbers that preserves inner products; the identity for small models.
 
     A count sketch: every coordinate goes to a random place with a random sign. Inner products of
     unit vectors have an error of about 1/sqrt(places). ``size`` is the number of coordinates, and
-    ``places`` the largest number of numbers to keep.
+    ``places`` how many numbers to keep at most.
     """
 
     def __init__(self, size: int, places: int, device: torch.device) -> None:

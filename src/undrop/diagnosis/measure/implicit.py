@@ -43,9 +43,9 @@ def cosine(a: Tensor, b: Tensor) -> Estimate:
 
 
 def _left_out(statistic: Callable[[Tensor], float], n: int) -> Estimate:
-    """The jackknife: a statistic of n samples, with the error from its values without one block each.
+    """A statistic of n samples; its error comes from leaving out one block at a time (the jackknife).
 
-    The blocks have even sizes.
+    Each block has an even number of samples.
     """
     every = torch.arange(n)
     size = 2 * math.ceil(n / (2 * _BLOCKS))

@@ -77,9 +77,9 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
 
 
 def shared_examples(inputs: Any, held: Iterable[Any], batch_dim: int) -> tuple[int, int]:
-    """Count the examples of a training batch that are also held out (bit for bit), and all of them.
+    """Count the examples of a training batch that are also held out (bit for bit), and all its examples.
 
-    Both are the inputs of batches whose examples are counted by the dimension ``batch_dim``.
+    Both arguments are inputs of batches; ``batch_dim`` is the dimension of their examples.
     """
     mine = _fingerprints(inputs, batch_dim)
     others = {f for x in held for f in _fingerprints(x, batch_dim)}
@@ -87,7 +87,7 @@ def shared_examples(inputs: Any, held: Iterable[Any], batch_dim: int) -> tuple[i
 
 
 def _fingerprints(inputs: Any, dim: int) -> list[bytes]:
-    """One for each example of the first tensor."""
+    """Return the bytes of each example of the first tensor."""
     tensors: Sequence[Tensor] = [t for t in tensors_in(inputs) if t.dim() > dim]
     if not tensors:
         return []
@@ -156,7 +156,7 @@ class MeasuredModel:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Train mode with gradients; the end restores everything, random generators included.
+        """Use train mode with gradients; on exit, restore everything, including random generators.
 
         If two passes without noise disagree, it raises an ``OutputError``.
         """

@@ -198,7 +198,7 @@ class Expander:
         self._measured = measured
         self._tried = False
         self.blocked: str | None = None
-        """Why derivatives are differences; None if they are not."""
+        """Why derivatives are computed as differences; None if they are not."""
 
     def __call__(self, batch: NumberedBatch) -> Expanded:
         """Expand a batch."""
@@ -208,7 +208,7 @@ class Expander:
                 expansion = Expansion(self._measured, batch)
                 if self._agrees(expansion, batch):
                     return expansion
-                self.blocked = "torch's second derivative disagrees with a difference"
+                self.blocked = "torch's second derivative disagrees with finite differences"
             except RuntimeError as error:
                 self.blocked = str(error).partition("\n")[0]
         if self.blocked is not None:
@@ -246,7 +246,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(samples: Samples[Any], read: Callable[[Any], MaskSample | None]) -> Parts:
-    """The parts, all from the samples that have all of them, so that they add up."""
+    """The parts, from only the samples that have all of them, so that they add up."""
 
     def mean(figure: Callable[[MaskSample], float]) -> Estimate:
         def of(sample: Any) -> float | None:

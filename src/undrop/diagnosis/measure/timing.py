@@ -40,7 +40,7 @@ class Budget:
         return (time.monotonic() - self._began) / self._seconds
 
     def spent(self, done: float = 0.0) -> bool:
-        """Whether the time is up; ``done`` is the part of the work, shown if it is the larger."""
+        """Whether the time is up; ``done`` is the share of the work done, for the progress bar."""
         part = self.elapsed
         start, end = self._span
         self._show(start + (end - start) * min(max(part, done), 1.0), self._what)

@@ -25,7 +25,7 @@ TOO_LITTLE = "Too little data to say"
 
 
 def signed(estimate: Estimate) -> str:
-    """An estimate with its sign, also if that is a plus."""
+    """An estimate with its sign, even if that is a plus."""
     return f"+{estimate}" if estimate.value > 0.0 else str(estimate)
 
 
@@ -159,7 +159,7 @@ def _benefits(benefit: Benefit) -> Iterator[str]:
         way_out = "more seconds" if benefit.validation_batches > 1 else "more validation batches"
         yield f"No evidence either way at {', '.join(unknown)}: give it {way_out}."
     if missing := [f"`{name}`" for name in benefit.sites if name not in known]:
-        yield f"No evidence at {', '.join(missing)}: the time ended before it; give it more seconds."
+        yield f"No evidence at {', '.join(missing)}: the time ran out first; allow more seconds."
     yield from _decay(benefit)
 
 
@@ -202,7 +202,7 @@ def _breakdown(curve: list[Point]) -> Iterator[str]:
     if bad and good:
         point = min(bad, key=lambda b: b.p)
         yield (
-            f"Second order breaks down at a largest p of about {point.p:.2g}: there it misses "
+            f"Second order breaks down once the largest p is about {point.p:.2g}: there it misses "
             f"{point.parts.rest} of R_drop = {point.parts.r_drop}."
         )
 
@@ -230,7 +230,7 @@ def _noise(implicit: Implicit) -> Iterator[str]:
     if ratio is not None and ratio.low > 1.0:
         yield (
             f"Keep the noise in mind: dropout makes {ratio} times the gradient noise of mini-batching, "
-            "so averaging over masks (Drop_k) or larger batches change training."
+            "so averaging over masks (Drop_k) or using larger batches changes training."
         )
     elif ratio is not None and ratio.high < _SOME:
         yield (

@@ -201,7 +201,7 @@ def _estimate(json: Mapping[str, float | None]) -> Estimate:
 
 
 def _difference(before: Estimate | None, after: Estimate | None) -> Estimate | None:
-    """The difference of independent figures, the ends of their intervals combined by squares."""
+    """The difference of independent figures, the ends of their intervals combined in quadrature."""
     if before is None or after is None:
         return None
     value = after.value - before.value

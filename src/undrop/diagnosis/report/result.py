@@ -33,9 +33,9 @@ ERRORS = (
 )
 ONE_BATCH = "There is one batch: figures and errors are for that batch."
 BENEFIT = (
-    "The benefit compares short trainings from these weights, with and without a dropout ({} repeats of "
-    "{} steps with {}). In a test a negative one was right about retraining in 17 of 19 cases, a "
-    "positive one in 12 of 25: compare two runs before you keep a change."
+    "The benefit compares short training runs from these weights, with and without a dropout ({} "
+    "repeats of {} steps with {}). In a test, a negative one was right about retraining in 17 of 19 "
+    "cases, a positive one in 12 of 25: compare two runs before you keep a change."
 )
 
 
@@ -95,7 +95,7 @@ class Diagnosis:
         return compare(self.to_json(), other.to_json())
 
     def to_frame(self) -> Any:
-        """One row per site as a pandas DataFrame: p, kind, share, benefit and R_drop alone."""
+        """One row per site as a pandas DataFrame: p, kind, share, benefit and its own R_drop."""
         rows = []
         for name, effect in self.explicit.sites.items():
             figures = {
@@ -119,7 +119,7 @@ class Diagnosis:
         where = "one batch" if given == 1 else f"{explicit.batches} of {given} batches"
         notes = [f"R_drop and its parts are from {explicit.masks:,} masks on {where}."]
         if explicit.batches < given:
-            notes.append("The time ran out before every batch was measured: give it more seconds.")
+            notes.append("The time ran out before every batch was measured: allow more seconds.")
         notes.append(ERRORS)
         if given == 1:
             notes.append(ONE_BATCH)
@@ -315,11 +315,11 @@ GLOSSARY = (
     ("R_drop", "E ℓ(with dropout) - ℓ(without): what dropout adds to the loss"),
     ("½E[uᵀHu]", "the explicit regularizer: the part of R_drop that undrop.Analytic replaces"),
     ("curvature", "½E[Dℓ·∂²F/∂ε²]: the second-order part from the model's own curvature"),
-    ("rest", "what second order misses of R_drop"),
+    ("rest", "the part of R_drop that second order misses"),
     ("share", "a site's part of ½E[uᵀHu]: how strong its dropout is, not whether it helps"),
     (
         "benefit",
-        "the validation loss after some steps without a dropout, minus that with it: positive helps",
+        "validation loss after some steps without a dropout, minus that with it; if positive, it helps",
     ),
     ("z", "the benefit in standard errors; beyond 2 its sign is fairly certain"),
     ("ξ_approx", "∇(∂ℓ/∂ε): the analytic stand-in for dropout's gradient noise"),

@@ -37,7 +37,7 @@ _LARGEST = 700.0  # exp of more is not a float
 
 
 class ExampleStatistics(NamedTuple):
-    """What the bound needs to know of the loss on the examples."""
+    """What the bound needs to know about the loss on the examples."""
 
     mu: float
     """The mean norm of the loss gradient p - 1_y."""

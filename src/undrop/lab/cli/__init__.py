@@ -69,7 +69,7 @@ def commands() -> dict[str, str]:
 
 
 def _first_line(file: Path) -> str:
-    """The first line of a file's docstring, without a parse of the file."""
+    """The first line of a file's docstring, without parsing the file."""
     with file.open(encoding="utf-8") as text:
         return text.readline().strip().strip('"')
 
@@ -183,7 +183,7 @@ def _root(
 
 
 def _command_in(words: Sequence[str]) -> list[str]:
-    """The command of a command line; the root's options take no values, so it is a bare word."""
+    """The command of a command line; the root's options take no values, so it is the first bare word."""
     return [word for word in words if not word.startswith("-")][:1]
 
 

@@ -101,7 +101,7 @@ def check_name(kind: str, name: str | None, names: Names, hint: str = "") -> Non
     """Refuse an unknown name; None is fine.
 
     Raises:
-        UnknownNameError: with the nearest name and all there are.
+        UnknownNameError: with the nearest name and a list of all names.
     """
     if name is not None and name not in names:
         raise UnknownNameError(kind, name, names, hint)
@@ -111,7 +111,7 @@ def check_corpus(name: str | None, data_dir: Path | None = None) -> None:
     """Refuse what is neither the name of a corpus nor a path.
 
     Raises:
-        UnknownNameError: with the nearest name and all there are.
+        UnknownNameError: with the nearest name and a list of all names.
     """
     if name is None or name != Path(name).name or Path(name).is_dir():
         return

@@ -48,7 +48,7 @@ class SourceOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="Instead of RUN: a new model by a name of `undrop models`, or your own as "
+            help="Instead of RUN: a new model, by a name listed by `undrop models`, or your own as "
             f"{_OWN_PLACE}.",
             **named("model", models, _is_own, f", or give your own as {_OWN_PLACE}"),
         ),
@@ -105,8 +105,8 @@ class SourceOptions:
             return "name what to look into: a RUN, or --model and --data."
         if model is not None and data is None:
             return (
-                f"--model {model} needs data to run on: add --data with a name of `undrop data list`, "
-                f"or with your own (inputs, targets) pairs as {_OWN_PLACE}."
+                f"--model {model} needs data to run on: add --data with a name listed by "
+                f"`undrop data list`, or with your own (inputs, targets) pairs as {_OWN_PLACE}."
             )
         if model is not None and data is not None and _is_own(model) > _is_own(data):
             return (

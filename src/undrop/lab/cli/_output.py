@@ -173,7 +173,7 @@ def _usage_sentence(error: BaseException, command: str) -> str:
         message = f"No such option {error.option_name}. Did you mean {' or '.join(near)}?"  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else command
-    message = message.partition(", unable to parse")[0]  # it repeats what it says before
+    message = message.partition(", unable to parse")[0]  # it repeats what was said before
     message = message.replace("Input should be", "it must be")
     stop = "" if message[-1] in ".?!" else "."
     return f"{message}{stop} See `{path} --help`."

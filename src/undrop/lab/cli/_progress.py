@@ -142,7 +142,7 @@ class CampaignProgress(Listener):
         self._bar.show(status.seconds_done / whole, self._left(status), title=title)
 
     def ended(self, run: PlannedRun, record: Record) -> None:
-        """Print the result of a run, and without a bar how far the campaign is."""
+        """Print the result of a run, and, without a bar, how far along the campaign is."""
         line = (
             f"{run.title}: best validation {record.best_valid_ppl:.2f} (epoch {record.best_epoch}), "
             f"{duration(record.seconds)}"

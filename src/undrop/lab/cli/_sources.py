@@ -125,7 +125,7 @@ def from_names(
         batches: the number of windows of a corpus.
 
     Raises:
-        OptionError: if a name can't be found, or the model is no module.
+        OptionError: if a name can't be found, or the model is not a module.
     """
     if ":" not in model:
         where = None if data_dir is None else str(data_dir)
@@ -195,7 +195,9 @@ def _file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # a model in it can be pickled, a dataclass defined
+    sys.modules.setdefault(
+        path.stem, module
+    )  # so that a model in it can be pickled and a dataclass defined
     spec.loader.exec_module(module)
     return module
 

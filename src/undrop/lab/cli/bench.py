@@ -37,11 +37,11 @@ def bench(
     save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios: png, pdf or svg.")] = None,
     threads: Annotated[
-        int, typer.Option(help="Threads of torch; 0 leaves them as they are.", min=0)
+        int, typer.Option(help="The number of torch threads; 0 leaves it as it is.", min=0)
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the fastest.")] = "cpu",
 ) -> Answer:
-    """Time the forward and backward pass of one step by each method, in turns in one process."""
+    """Time the forward and backward pass of one step by each method, taking turns in one process."""
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     for name in chosen:
         check_name("bench method", name, bench_methods())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 METHODS = {"none": "no regularization", "dropout": "dropout", "analytic": "Analytic, no dropout"}
 _NO_CURVES = "a figure needs matplotlib: pip install 'undrop[plot]'."
 _STOPPED = (
-    "stopped: a demo can't be resumed, `undrop demo` starts a new one; its runs are in {folder}."
+    "stopped: a demo can't be resumed; its runs are in {folder}. `undrop demo` starts a new one."
 )
 
 

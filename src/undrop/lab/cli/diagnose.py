@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 Validation = Annotated[
     str | None,
-    typer.Option(help="For --model: your own validation pairs as MODULE:NAME, for the benefit."),
+    typer.Option(
+        help="For --model: your own validation pairs as MODULE:NAME, to measure the benefit."
+    ),
 ]
 WithBenefit = Annotated[
     bool,

@@ -32,7 +32,7 @@ def report(
     experiment: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this one; repeatable.",
+            help="Only this experiment; repeatable.",
             show_default="all",
             **named("experiment", experiments),
         ),

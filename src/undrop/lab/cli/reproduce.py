@@ -34,14 +34,14 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             help="Names of experiments, or scoreboard alone.",
-            show_default="all of the scale",
+            show_default="all at this scale",
             **named("experiment", lambda: {**experiment_names(), SCOREBOARD: "today's tasks"}),
         ),
     ] = None,
     scale: Annotated[
         str, typer.Option(help="smoke, small, medium or paper.", **named("scale", lambda: SCALES))
     ] = "small",
-    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds: 1, 2, …")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds, which are 1, 2, …")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, with one thread each.")] = 1,
     executor: Annotated[
         str,

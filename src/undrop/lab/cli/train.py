@@ -34,24 +34,28 @@ class TrainingOptions:
     preset: Annotated[
         str | None,
         typer.Option(
-            help="Settings to start from: a name of `undrop presets`, or a .toml file.",
+            help="Settings to start from: a name listed by `undrop presets`, or a .toml file.",
             **named("preset", presets, unless=lambda text: text.endswith(".toml")),
         ),
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(help="A name of `undrop models`.", **named("model", models, hint=_YOUR_OWN)),
+        typer.Option(
+            help="A name listed by `undrop models`.", **named("model", models, hint=_YOUR_OWN)
+        ),
     ] = None
     data: Annotated[
         str | None,
         typer.Option(
-            help="A name of `undrop data list`, or a folder with train, valid and test texts.",
+            help="A name listed by `undrop data list`, or a folder with train, valid and test texts.",
             autocompletion=named("corpus", corpora)["autocompletion"],
         ),
     ] = None
     objective: Annotated[
         str | None,
-        typer.Option(help="A name of `undrop objectives`.", **named("objective", objectives)),
+        typer.Option(
+            help="A name listed by `undrop objectives`.", **named("objective", objectives)
+        ),
     ] = None
     data_dir: DataDir = None
     seed: Annotated[int | None, typer.Option(help="The seed of everything that is random.")] = None
@@ -60,7 +64,7 @@ class TrainingOptions:
     def config(
         self, out: Path | None = None, resume: bool = False, *, tune: bool = False
     ) -> Config:
-        """Return the config; with ``resume``, the options override the config of the run."""
+        """Return the config; with ``resume``, that of the run with the given options."""
         check_corpus(self.data, self.data_dir)
         chosen: dict[str, dict[str, Any]] = {
             "model": {"name": self.model},
@@ -98,7 +102,7 @@ def train(
         typer.Option(
             "--callback",
             metavar="MODULE:NAME",
-            help="Your own callback, also path/to/file.py:name; repeatable.",
+            help="Your own callback, as module:name or path/to/file.py:name; repeatable.",
         ),
     ] = None,
 ) -> Answer | None:
@@ -163,7 +167,7 @@ def _nothing_to_train(out: Path | None, resume: bool) -> Exception:
     if out is None:
         return ConfigError("--resume needs --out, the folder of the run to resume.")
     return ConfigError(
-        f"{out} holds no run to resume: give the folder of one, or start it by {how}."
+        f"{out} holds no run to resume: give the folder of one, or start one with {how}."
     )
 
 

@@ -38,10 +38,11 @@ class Window(NamedTuple):
 class TrainingWindows:
     """Epochs of windows over B contiguous streams; the position can be saved and restored.
 
-    Each loop ``for window in windows`` ends an epoch; the next one starts at the beginning. The tokens
-    that do not fill the streams evenly (fewer than B) are dropped. A window has the length ``bptt``,
-    or with a ``generator`` a random one as in AWD-LSTM: N(bptt, 5²), with probability 5 %
-    N(bptt/2, 5²), rounded down, and at least 5. The last window of an epoch has the rest.
+    Each loop ``for window in windows`` runs to the end of an epoch; the next one starts at the
+    beginning. The tokens that do not fill the streams evenly (fewer than B) are dropped. A window has
+    the length ``bptt``, or with a ``generator`` a random one as in AWD-LSTM: N(bptt, 5²), with
+    probability 5 % N(bptt/2, 5²), rounded down, and at least 5. The last window of an epoch has the
+    rest.
 
     ``state_dict`` holds the position and the generator's state. Loaded between any two windows, the
     epoch continues with exactly the same windows.
@@ -69,7 +70,7 @@ class TrainingWindows:
         if not 0 <= rank < ranks or batch_size % ranks:
             raise OptionError(
                 f"rank {rank} of {ranks} can't have a share of {batch_size} streams: the batch size "
-                "must be a multiple of the number of ranks, and the rank must be smaller."
+                "must be a multiple of the number of ranks, and the rank must be below that number."
             )
         steps = len(tokens) // batch_size
         share = batch_size // ranks

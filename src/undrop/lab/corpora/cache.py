@@ -24,8 +24,8 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 def publish(folder: Path, fill: Callable[[Path], None]) -> None:
     """Create a folder atomically, unless it exists.
 
-    ``fill`` writes the files into a temporary folder, which gets its name when all bytes are on the
-    disk. If several processes publish the same folder, one fills it and the others wait. What a
+    ``fill`` writes the files into a temporary folder, which gets its final name once all bytes are on
+    the disk. If several processes publish the same folder, one fills it and the others wait. What a
     killed process left behind is removed.
 
     Args:

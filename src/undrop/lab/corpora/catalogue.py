@@ -94,7 +94,7 @@ for _entry in (
     ),
     Entry(
         name="ptb",
-        about="Penn Treebank: news, in 10,000 words.",
+        about="Penn Treebank: news, with a vocabulary of 10,000 words.",
         licence="LDC",
         files={split: f"ptb.{split}.txt" for split in SPLITS},
         downloads=tuple(_ptb(split) for split in SPLITS),
@@ -343,7 +343,7 @@ def _paragraphs(text: str) -> list[Paragraph]:
 def _assign(
     paragraphs: Mapping[str, Sequence[Paragraph]], own: Mapping[str, Sequence[Paragraph]]
 ) -> dict[str, str]:
-    """Assign topics to splits: in a random but fixed order, each to the split that lacks most."""
+    """Assign topics in a random but fixed order, each to the split that is furthest below its share."""
     size = {name: sum(map(len, topic)) for name, topic in paragraphs.items()}
     kept = {name: sum(map(len, topic)) for name, topic in own.items()}
     repeated = {name for name in size if 2 * kept[name] < size[name]}

@@ -92,7 +92,7 @@ class Vocabulary:
             words = ()
         if len(words) != self._size:
             raise DataError(
-                f"{self._source} was changed, it should have {self._size} words: delete "
+                f"{self._source} was changed; it should have {self._size} words: delete "
                 f"{self._source.parent} to encode the corpus again."
             )
         return words
@@ -113,12 +113,12 @@ class Vocabulary:
         return hashlib.sha256("\n".join(self.words).encode()).hexdigest()
 
     def encode(self, text: str | Iterable[str]) -> NDArray[np.int64]:
-        """Return the numbers of words; a string is split at white space."""
+        """Return the number of each word; a string is split at white space."""
         words = text.split() if isinstance(text, str) else list(text)
         return np.fromiter(map(self.index.__getitem__, words), dtype=np.int64, count=len(words))
 
     def decode(self, tokens: Iterable[SupportsIndex]) -> list[str]:
-        """Return the words of numbers.
+        """Return the words with these numbers.
 
         Raises:
             DataError: if a number is out of range.

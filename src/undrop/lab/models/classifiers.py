@@ -28,16 +28,16 @@ class _Stage(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions with dropout of feature maps (Tompson et al. 2015), averaged and classified.
+    """A convolutional classifier with dropout of feature maps (Tompson et al. 2015).
 
-    Images may have any size of at least 2 to the number of stages.
+    Each side of an image must have at least 2 ** stages pixels.
 
     Args:
         channels: the images' channels.
         classes: the number of classes.
         widths: the feature maps of each stage.
-        feature_dropout: the probability to drop a feature map.
-        output_dropout: the probability to drop a feature of the linear classifier.
+        feature_dropout: the probability of dropping a feature map.
+        output_dropout: the probability of dropping a feature of the linear classifier.
         batch_norm: whether each stage normalizes its batch (Ioffe & Szegedy 2015).
     """
 
@@ -76,8 +76,8 @@ class MLP(nn.Module):
 
     Args:
         sizes: the number of inputs, of each hidden layer's units, and of outputs.
-        dropout: the probability to drop a hidden unit.
-        input_dropout: the probability to drop an input.
+        dropout: the probability of dropping a hidden unit.
+        input_dropout: the probability of dropping an input.
     """
 
     def __init__(

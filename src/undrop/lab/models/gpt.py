@@ -11,7 +11,7 @@ from undrop.options import check_int, check_probability
 
 
 class _Attention(nn.Module):
-    """Causal self-attention through PyTorch's fused kernel, dropout on its probabilities inside."""
+    """Causal self-attention with PyTorch's fused kernel, which also drops probabilities."""
 
     def __init__(self, size: int, heads: int, *, dropout: float, attention_dropout: float) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class GPT(LanguageModel):
         layers: the number of layers.
         heads: the number of attention heads, which divides the size.
         context: the longest window.
-        dropout: the probability to drop an embedded word's feature, or one of a block's output.
+        dropout: the probability of dropping an embedded word's feature, or one of a block's output.
         attention_dropout: … to drop an attention probability.
     """
 
@@ -121,7 +121,10 @@ class GPT(LanguageModel):
         return self.embedding
 
     def _initialize(self) -> None:
-        """Normal weights of 0.02, scaled down for the 2 · layers outputs that add up in the residual."""
+        """Draw normal weights with standard deviation 0.02.
+
+        It is smaller for the 2 · layers outputs that add up in the residual.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

@@ -127,7 +127,7 @@ class LanguageModel(nn.Module, ABC):
         return (self.head(features, self.table()) if logits else features), state
 
     def loss(self, *, label_smoothing: float = 0.0) -> Loss:
-        """The mean cross-entropy over (T, B) targets that takes the features as its output.
+        """The mean cross-entropy over (T, B) targets, as a loss that takes the features.
 
         It holds this model's parameters themselves: make it once and use it at every step.
 
@@ -157,6 +157,6 @@ def _check(tokens: Tensor, state: State | None) -> None:
     for tensor in tree_leaves(state or ()):
         if tensor.shape[1] != tokens.shape[1]:
             raise OptionError(
-                f"state must have as many texts as tokens, {tokens.shape[1]}, got "
+                f"state must hold as many texts as tokens does, {tokens.shape[1]}, got "
                 f"{tensor.shape[1]}: pass state=None to start a new text."
             )

@@ -31,7 +31,7 @@ class RecurrentLM(LanguageModel):
         layers: the number of layers.
         tied: whether the head uses the embedding's matrix.
         cutoffs: the first word of each tail of an adaptive softmax; none for a plain one.
-        embedding_dropout: the probability to drop a word of the vocabulary for a whole batch.
+        embedding_dropout: the probability of dropping a word of the vocabulary for a whole batch.
         input_dropout: … to drop a feature of the embedded words, for a whole window.
         hidden_dropout: … to drop a feature between two layers, for a whole window.
         output_dropout: … to drop a feature of the last layer, for a whole window.
@@ -75,7 +75,7 @@ class RecurrentLM(LanguageModel):
         """Make a layer, called as ``layer(x, state) -> (y, state)`` on (T, B, size)."""
 
     def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """The last layer's dropped outputs, and each layer's state."""
+        """The last layer's outputs after dropout, and each layer's state."""
         x = self.input_dropout(self.embedding(tokens))
         after: State = ()
         for layer, dropout, before in zip(
@@ -115,12 +115,12 @@ class AWDLSTM(RecurrentLM):
     """
 
     def layer(self, index: int, inputs: int, outputs: int, weight_dropout: float) -> nn.Module:
-        """Make one nn.LSTM, a fused kernel; our own dropout is between the layers."""
+        """Make one nn.LSTM, a fused kernel; the model's own dropout runs between the layers."""
         return WeightDrop(nn.LSTM(inputs, outputs), ["weight_hh_l0"], weight_dropout)
 
 
 def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
-    """All c_t = a_t ⊙ c_{t-1} + b_t, with c_{-1} = ``initial``, in about log₂ T vectorised rounds.
+    """All c_t = a_t ⊙ c_{t-1} + b_t, with c_{-1} = ``initial``, in about log₂ T vectorized rounds.
 
     Two steps make one: c_{2k+1} = (a_{2k+1} a_{2k}) c_{2k-1} + (a_{2k+1} b_{2k} + b_{2k+1}). That
     recurrence of half the length gives the odd steps, and one more step from each gives the even
@@ -167,7 +167,7 @@ class QRNNLayer(nn.Module):
         input_size: the size of x.
         hidden_size: the size of c and h.
         window: how many inputs the gates see, 1 or 2.
-        weight_dropout: the probability to drop an entry of W.
+        weight_dropout: the probability of dropping an entry of W.
     """
 
     def __init__(

@@ -52,8 +52,8 @@ class RelativeAttention(nn.Module):
     Args:
         size: the number of features d.
         heads: the number of heads H; d_head = d / H.
-        dropout: the probability to drop a feature of the output.
-        attention_dropout: the probability to drop an attention probability.
+        dropout: the probability of dropping a feature of the output.
+        attention_dropout: the probability of dropping an attention probability.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class TransformerXL(LanguageModel):
         heads: the number of attention heads, which divides the size.
         memory: how many steps are remembered.
         cutoffs: the first word of each tail of the adaptive softmax; none for a plain one.
-        shrink: the factor by which the embeddings of each tail are shorter than the cluster before.
-        dropout: the probability to drop an embedded word's feature, one of a position's encoding,
+        shrink: the factor by which the embeddings of each tail are shorter than those of the one before.
+        dropout: the probability of dropping an embedded word's feature, one of a position's encoding,
             a hidden unit of a feed-forward block, or a feature of a block's output or the last one.
         attention_dropout: … to drop an attention probability.
     """
@@ -216,7 +216,7 @@ class TransformerXL(LanguageModel):
         self._initialize()
 
     def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """The last layer's dropped outputs, and the memories of all layers' inputs."""
+        """The last layer's outputs after dropout, and the memories of all layers' inputs."""
         x = self.embedding(tokens)
         x = self.input_dropout(x * x.shape[-1] ** 0.5)
         before = state or tuple(repeat(x[:0], len(self.layers)))
@@ -237,7 +237,7 @@ class TransformerXL(LanguageModel):
         return past[max(len(past) - self.memory, 0) :]
 
     def _initialize(self) -> None:
-        """Normal weights of 0.02, zero biases."""
+        """Normal weights with standard deviation 0.02, zero biases."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

@@ -39,7 +39,7 @@ _KILLED = (
 
 
 class Executor(ABC):
-    """Does runs, ``jobs`` at a time."""
+    """Executes runs, ``jobs`` at a time."""
 
     def __init__(self, jobs: int) -> None:
         if jobs < 1:
@@ -55,7 +55,7 @@ class Executor(ABC):
         """Start the runs in order, and yield each when it ends.
 
         Args:
-            runs: the runs to do.
+            runs: the runs to execute.
             scratch: returns the folder for a run's files.
             tick: called after each check of the runs, about twice a second.
         """
@@ -105,7 +105,7 @@ class Local(Executor):
             yield
         except BaseException:
             for child in set(multiprocessing.active_children()) - others:
-                child.terminate()  # a training saves its state on this signal
+                child.terminate()  # a run saves its state on this signal
             raise
         finally:
             for pool in [*self._idle, *self._busy.values()]:
@@ -236,7 +236,7 @@ class Campaign:
         self._done_now = 0.0
 
     def run(self) -> list[UndropError]:
-        """Do the missing runs, tuning first, and return the errors of those that failed.
+        """Execute the missing runs, tuning first, and return the errors of those that failed.
 
         Raises:
             StoppedError: if a signal asked to stop; the next call resumes the unfinished runs.

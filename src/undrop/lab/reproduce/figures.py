@@ -128,7 +128,7 @@ def _count_epochs(axes: Axes) -> None:
 
 
 def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
-    """Black for plain dropout, grey for none; the others from a color map that prints in grey."""
+    """Black for plain dropout, gray for none; the others from a color map that prints in gray."""
     import matplotlib as mpl
 
     fixed = {"drop-1": "black", "none": "#999999"}

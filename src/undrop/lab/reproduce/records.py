@@ -110,5 +110,5 @@ def _read(path: Path) -> Record:
         field = ".".join(map(str, error.errors()[0]["loc"]))
         raise RunError(
             f"{path} is not a record: its {field!r} is missing or wrong; "
-            "delete the file to do the run again."
+            "delete the file to repeat the run."
         ) from error

@@ -192,7 +192,7 @@ def _settings(results: Results) -> Table:
         how = f"{config.optimizer.name}, lr {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
         how += f"{config.schedule.name}, {cell.setting.settings['train']['epochs']} epochs"
         if cell.setting.time is not None:
-            how += f" of dropout; others as many as fit into {cell.setting.time:g} times its time"
+            how += f" of dropout; other methods as many as fit into {cell.setting.time:g} times its time"
         rows.append((name, f"{config.model.name}: {model}", f"{config.data.name}: {data}", how))
     return Table(("setting", "model", "data", "training"), rows)
 

@@ -152,7 +152,7 @@ MEASURES.register("seconds_per_step")(
 )
 MEASURES.register("time_used")(
     Measure(
-        "seconds of training in Drop₁'s",
+        "training time relative to Drop₁'s",
         3,
         lambda record, plain: record.training_seconds[-1] / plain.training_seconds[-1],
         compares=True,

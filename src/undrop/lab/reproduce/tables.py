@@ -78,7 +78,7 @@ class Setting:
     seconds: float  # the estimated time of a plain run
     settings: Mapping[str, Any]  # sections of a training config
     probe: str | None = None  # the name of a measurement on the trained model
-    time: float | None = None  # the limit of a run in runs of plain dropout; None counts epochs
+    time: float | None = None  # the time limit, in plain dropout runs; None limits epochs instead
     base: str = ""  # the setting with the same steps: step_costs.toml has their costs
 
     def epochs(self, method: Method) -> int:

@@ -1,4 +1,4 @@
-"""The worker: it does one run, probes the trained model, and returns the record; or it times steps."""
+"""The worker: executes one run, probes the trained model, and returns the record; or it times steps."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def execute(job: PlannedRun, scratch: str) -> Record:
     """Train, measure, and return the record.
 
     The folder ``scratch`` stays, because the record is not on the disk yet. A run that diverges (a
-    number is infinite or NaN) is a result too: its record has the epochs before.
+    number is infinite or NaN) is a result too: its record holds the epochs before that.
 
     Raises:
         UndropError: if something went wrong; ``scratch`` then holds the work done so far.
@@ -100,7 +100,7 @@ def execute(job: PlannedRun, scratch: str) -> Record:
 
 
 class Stopwatch(Callback):
-    """Measures the time of every epoch, also of a run that was resumed.
+    """Measures the time of every epoch, even of a run that was resumed.
 
     On a CPU it counts processor seconds, which other work on the machine does not change.
     """

@@ -15,12 +15,12 @@ from undrop.lab.train import Config, merge
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training, perhaps with a measurement at its end."""
+    """One training run, perhaps with a measurement at its end."""
 
     config: Config  # every setting, including the seed
     probe: str | None  # the name of a measurement on the trained model
     setting: str  # the name of its setting, for the time estimate
-    cost: float  # the time of the run in plain runs of the setting: an estimate
+    cost: float  # the estimated time of the run, in plain runs of the setting
 
     @cached_property
     def key(self) -> str:

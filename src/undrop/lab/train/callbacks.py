@@ -92,7 +92,7 @@ class Callback:
         """Called when the run ends as planned."""
 
     def close(self) -> None:
-        """Called last, also if the run stops early or fails."""
+        """Called last, even if the run stops early or fails."""
 
 
 class Watch(Callback):

@@ -46,7 +46,7 @@ OBJECTIVES.register("weight-noise")(objectives.WeightNoise)
 OBJECTIVES.register("early-dropout")(objectives.EarlyDropout)
 
 _SUPPLIED = {"vocab_size", "generator", "loss", "batch_dim"}
-"""Arguments that the trainer passes itself, so that they are no options."""
+"""Arguments that the trainer passes itself, so they are not options."""
 
 _TYPES: dict[str, Any] = {
     "engine": str,
@@ -60,7 +60,7 @@ _LONGEST = 60  # characters of a value in an error message
 
 
 class Checked(BaseModel):
-    """Settings that are checked: numbers are finite, no booleans, and fit into 64 bits."""
+    """Settings that are checked: numbers are finite, are not booleans, and fit into 64 bits."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -151,7 +151,7 @@ def as_config_error(
     first = error.errors(include_url=False, include_context=False)[0]
     path = [*within, *map(str, first["loc"])]
     name, text = ".".join(path), first["msg"].removeprefix("Value error, ")
-    text = text.partition(", unable to parse")[0]  # it repeats what it says before
+    text = text.partition(", unable to parse")[0]  # it repeats what was said before
     if first["type"] == "extra_forbidden":
         return _unknown(path, known(path[:-1]))
     if first["type"] == "missing":

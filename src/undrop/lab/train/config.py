@@ -170,7 +170,7 @@ class Config(_Section):
             del values["train"][unused]
         for newer in ("tune", "label_smoothing"):
             if not values["train"][newer]:
-                del values["train"][newer]  # as before there was such a setting
+                del values["train"][newer]  # hash as before this setting existed
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def load_corpus(self) -> Corpus:

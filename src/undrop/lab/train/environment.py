@@ -223,7 +223,7 @@ def join_world(device: torch.device) -> Iterator[World]:
 
 
 def new_prefix_store(store: Store, rank: int, size: int, wait: timedelta | None = None) -> Store:
-    """Return an empty section of the store that only the processes of this start share.
+    """Return an empty section of the store that only the processes of this launch share.
 
     ``torchrun`` keeps one store across restarts, and a process that finds the address of a killed
     process in it waits for that process (pytorch issue 135712). So the main process picks a new random

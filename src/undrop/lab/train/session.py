@@ -97,7 +97,7 @@ def train_interleaved(
 ) -> dict[str, Summary]:
     """Train several runs in this process, one epoch of each in turn.
 
-    Each run has the bits that it would have alone. Its seconds count only its own epochs, so the runs
+    Each run is bit for bit what it would be alone. Its seconds count only its own epochs, so the runs
     can be compared under the same load of the machine.
 
     Args:

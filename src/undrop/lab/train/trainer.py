@@ -36,7 +36,7 @@ class Trainer:
     """Trains one model; each call of ``advance()`` trains and evaluates one epoch.
 
     A trainer uses the global random generators only while it works and restores them afterwards. So
-    several runs can alternate in one process, and each has the bits that it would have alone.
+    several runs can alternate in one process, and each is bit for bit what it would be alone.
 
     Args:
         config: every setting.
@@ -111,7 +111,7 @@ class Trainer:
         return "patience" if self.epoch - self.best["epoch"] >= train.patience else None
 
     def progress(self, position: int | None = None) -> RunProgress:
-        """Return how far the run is, at a position of the current epoch (by default, now)."""
+        """Return how far along the run is, at a position of the current epoch (by default, now)."""
         train = self.config.train
         position = self._windows.position if position is None else position
         epoch = self.epoch + position / self._windows.steps
@@ -335,7 +335,7 @@ class Trainer:
         """
         if state["vocabulary"] != self.corpus.vocabulary.sha256:
             raise RunError(
-                f"the run was started on another text than this {self.corpus.name}: restore the "
+                f"the run was started on a different text from this {self.corpus.name}: restore the "
                 "text, or choose another --out."
             )
         if len(state["ranks"]) != self.world.size:

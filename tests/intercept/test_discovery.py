@@ -287,7 +287,7 @@ def test_a_model_without_dropout_is_an_error(model, hint):
 
 
 def test_sites_refuses_a_function_as_model():
-    with pytest.raises(OptionError, match=r"must be an nn.Module, got function: wrap it into one"):
+    with pytest.raises(OptionError, match=r"must be an nn.Module, got function: wrap it in one"):
         undrop.sites(lambda x: F.dropout(x, 0.5), torch.randn(2, 3))
 
 

@@ -433,7 +433,7 @@ def test_a_strength_may_be_any_number(strength):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda x: x, "model must be an nn.Module, got function: wrap it into one"),
+        (lambda x: x, "model must be an nn.Module, got function: wrap it in one"),
         (nn.Linear, r"model must be an nn.Module, got the class Linear: pass Linear\(…\)"),
     ],
 )

@@ -219,8 +219,9 @@ def test_ctrl_c_in_a_demo_says_that_it_cannot_be_resumed(text, capsys, monkeypat
     monkeypatch.setattr(step, lambda self, done, tokens, parts: os.kill(os.getpid(), signal.SIGINT))
     assert main(["demo", "--out", "d", "--set", f"data.name={text}", *SMALL]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("stopped: a demo can't be resumed, `undrop demo` starts a new one;")
-    assert last.endswith("its runs are in d.")
+    assert last.endswith(
+        "stopped: a demo can't be resumed; its runs are in d. `undrop demo` starts a new one."
+    )
 
 
 def test_ctrl_c_in_training_says_how_to_resume_and_exits_with_130(text, capsys, monkeypatch):

@@ -223,5 +223,7 @@ def test_a_language_model_names_invalid_tokens(model, bad, message):
 
 def test_a_state_of_another_batch_size_is_refused(stateful, tokens):
     _, state = stateful(tokens)
-    with pytest.raises(OptionError, match=r"as many texts as tokens, 2, got 3: pass state=None"):
+    with pytest.raises(
+        OptionError, match=r"as many texts as tokens does, 2, got 3: pass state=None"
+    ):
         stateful(tokens[:, :2], state)

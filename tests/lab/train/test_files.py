@@ -49,7 +49,7 @@ def test_a_path_below_a_file_is_refused(tmp_path):
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path, monkeypatch, name):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunError, match="can't be written: it is a folder, give the name of a file"):
+    with pytest.raises(RunError, match="can't be written: it is a folder; give the name of a file"):
         write_json(Path(name), 1)
 
 

@@ -314,7 +314,7 @@ def test_resuming_on_another_text_is_refused(tiny, tmp_path, text):
     original = changed.read_text()
     changed.write_text(original + "a few new words\n")
     try:
-        with pytest.raises(RunError, match="was started on another text than this"):
+        with pytest.raises(RunError, match="was started on a different text from this"):
             train.run(tiny(), out=tmp_path / "a", resume=True)
     finally:
         changed.write_text(original)

@@ -178,7 +178,7 @@ def test_a_site_that_the_time_does_not_reach_has_no_figure():
     found = diagnosed(net(), train, held, seconds=1e-6, draws=2)
     assert all(math.isnan(estimate.value) for estimate in found.benefit.sites.values())
     assert math.isfinite(found.benefit.every_site.value)
-    assert any(s.startswith("No evidence at `2`, `5`: the time ended") for s in found.advice)
+    assert any(s.startswith("No evidence at `2`, `5`: the time ran out") for s in found.advice)
     assert "nan" not in str(found)
 
 
@@ -199,7 +199,7 @@ def test_one_validation_batch_gives_no_evidence_either_way():
 def test_diagnose_refuses_an_optimizer_that_does_not_fit_the_model():
     train, held = [data(1), data(2)], [data(20), data(21)]
     for optimizer, text in (
-        (sgd(net()), "the SGD has parameters that Sequential lacks"),
+        (sgd(net()), "the optimizer SGD has parameters that Sequential lacks"),
         (object(), "optimizer must be one of torch's, got object"),
     ):
         with pytest.raises(undrop.errors.OptionError, match=text):
@@ -207,7 +207,7 @@ def test_diagnose_refuses_an_optimizer_that_does_not_fit_the_model():
     model = net()
     ended = sgd(model)
     ended.param_groups[0]["lr"] = 0.0
-    with pytest.raises(undrop.errors.OptionError, match="rate of the SGD is 0, so nothing"):
+    with pytest.raises(undrop.errors.OptionError, match="rate of SGD is 0, so nothing"):
         diagnosed(model, train, held, optimizer=ended)
 
 

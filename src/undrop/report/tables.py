@@ -41,10 +41,13 @@ def unbroken(text: str) -> str:
 def wrap(text: str, width: int) -> list[str]:
     """Return the lines of a text; those that are too long break at spaces, but not within a figure.
 
+    A word that is too long, such as a path, stays whole, so that people can copy it.
+
     >>> wrap("the ratio is 1.2 ± 0.3", 20)
     ['the ratio is', '1.2 ± 0.3']
     """
-    return [line.replace(_BLANK, " ") for line in _wrapped(unbroken(text), width)]
+    lines = _wrapped(unbroken(text), width, whole_words=True)
+    return [line.replace(_BLANK, " ") for line in lines]
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ def _padded(text: str, width: int, *, right: bool = False) -> str:
     return space + text if right else text + space
 
 
-def _wrapped(text: str, width: int) -> Iterator[str]:
+def _wrapped(text: str, width: int, *, whole_words: bool = False) -> Iterator[str]:
     """Break a text at spaces; a word that is too wide breaks after a mark such as a slash."""
     for paragraph in text.split("\n"):
         if _cells(paragraph) <= width:
@@ -200,7 +203,7 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
                 continue
             if line:
                 yield line
-            while _cells(word) > width and len(word) > 1:
+            while not whole_words and _cells(word) > width and len(word) > 1:
                 most = max(1, width // max(map(_width, word)))
                 size = max(word.rfind(mark, 0, most) for mark in "/-_.:") + 1 or most
                 yield word[:size]

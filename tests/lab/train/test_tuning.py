@@ -97,7 +97,7 @@ def test_undrop_train_tune_sets_five_percent_aside(text, tmp_path, capsys):
     assert main(["train", "--data", str(text), *SMALL, *TWO, "--tune", "--out", str(out)]) == 0
     assert json.loads((out / "config.json").read_text())["train"]["tune"] == 0.05
     assert records(out, "tune")
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "benefit" in shown
     assert "output_dropout" in shown
     assert (out / "tuning.svg").exists() == (f"p over the steps: {out / 'tuning.svg'}" in shown)

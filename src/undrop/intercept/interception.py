@@ -69,6 +69,10 @@ class outside_interception:
         outside_depth.value -= 1
 
 
+_COND = torch.ops.higher_order.cond
+"""Not a key of the rules, because torch 2.8 could not compile their table."""
+
+
 class Interception(HandMasks, TorchFunctionMode):
     """Within ``with Interception(model, action):`` every dropout of the model calls the action.
 
@@ -124,7 +128,7 @@ class Interception(HandMasks, TorchFunctionMode):
             found = self.followed(func, types, args, kwargs or {})
             if found is not NotImplemented:
                 return found
-        if func is torch.ops.higher_order.cond:  # no key of a table: torch 2.8 can't compile that
+        if func is _COND:
             raise NotImplementedError("torch.cond")  # ``model_call`` turns it into an error message
         if rule is None or outside_depth.value != self._depth:
             return func(*args, **(kwargs or {}))

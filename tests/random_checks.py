@@ -37,10 +37,10 @@ def brute_force(p, draw, mask=None, rho=1.0):
     """
     rng, outputs = RngSnapshot(p.model), []
     for epsilon in (0.0, SHORT, -SHORT):
-        rng.restart()
+        rng.restore()
         with keep_buffers(p.model), Interception(p.model, ScaledNoise(draw, epsilon)):
             outputs.append(logits_of(call(p.model, p.inputs)))
-    rng.restart()
+    rng.restore()
     f, plus, minus = outputs
     u = (plus - minus) / (2 * SHORT) * (1.0 if mask is None else mask)
     scale = Coefficients(1.0, 1.0 / rho, rho**-0.5)
@@ -65,7 +65,7 @@ def compare(p, engine, draw, wanted, **options):
     except EngineError as error:
         return "refused" if str(error) else "an error without words"
     finally:
-        rng.restart()
+        rng.restore()
     values = [float(v) for v in found.parts.values()]
     if not close(values, parts):
         return f"{found.engine}: {values} instead of {parts}"
@@ -156,7 +156,7 @@ def compare_reverse(p, draw, wanted):
     except (EngineError, NotImplementedError, RuntimeError) as error:
         return "refused" if str(error) else "an error without words"
     finally:
-        rng.restart()
+        rng.restore()
     values = [float(parts["loss"]), float(parts["implicit"])]
     expected = [wanted[1][0], wanted[1][2]]
     return "right" if close(values, expected) else f"reverse: {values} instead of {expected}"

@@ -13,7 +13,7 @@ def test_a_registered_value_is_found_under_each_key():
 def test_registering_a_key_twice_is_an_error():
     registry = Registry("shape")
     registry.register("circle")(1)
-    with pytest.raises(ValueError, match="'circle' is registered as a shape already"):
+    with pytest.raises(ValueError, match="'circle' is already registered as a shape"):
         registry.register("circle")(2)
 
 

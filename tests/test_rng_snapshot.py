@@ -17,7 +17,7 @@ def test_a_snapshot_restores_the_generators_of_torch_numpy_and_python():
     snapshot = RngSnapshot()
     first = draws()
     assert draws() != first
-    snapshot.restart()
+    snapshot.restore()
     assert draws() == first
 
 
@@ -31,7 +31,7 @@ def test_a_saved_snapshot_restores_the_same_state():
     random.gauss(0, 1), np.random.randn()  # each leaves a second number for the next call
     packed, tensors = pack(RngSnapshot().state_dict())
     first = draws()
-    RngSnapshot.from_state_dict(unpack(json.loads(json.dumps(packed)), tensors)).restart()
+    RngSnapshot.from_state_dict(unpack(json.loads(json.dumps(packed)), tensors)).restore()
     assert draws() == first
 
 
@@ -47,5 +47,5 @@ def test_seeding_and_derived_seeds_are_reproducible_and_independent():
 def test_random_numbers_of_the_device_are_restored():
     snapshot = RngSnapshot()
     first = torch.rand(3, device=DEVICE)
-    snapshot.restart()
+    snapshot.restore()
     assert torch.equal(torch.rand(3, device=DEVICE), first)

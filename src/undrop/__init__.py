@@ -42,7 +42,7 @@ _HOMES = {
     "undrop.objectives": (
         *("Analytic", "Dropout", "L2", "NoRegularization", "Objective", "Step", "PAPER", "TAYLOR"),
     ),
-    # losses: what the output is measured by
+    # losses: how the output is scored
     "undrop.losses": ("BCEWithLogits", "CrossEntropy", "Loss", "MSE"),
     # sites: where noise enters
     "undrop.intercept": ("Site", "Sites", "register_site", "sites"),

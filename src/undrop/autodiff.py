@@ -16,8 +16,8 @@ def gradients(
 
     Args:
         y: a scalar, or any tensor with weights.
-        tensors: the x.
-        weights: of the shape of y; None for a scalar.
+        tensors: the tensors x.
+        weights: a tensor of the shape of y; None if y is a scalar.
         options: passed to ``torch.autograd.grad``, such as ``create_graph``.
     """
     if not tensors or not y.requires_grad:  # such as uᵀHu of a loss that is linear in the output

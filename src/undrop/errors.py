@@ -50,7 +50,7 @@ class SiteSelectionError(UndropError):
 
 
 class EngineError(UndropError):
-    """The engine asked for can't differentiate this model or loss."""
+    """The requested engine can't differentiate this model or loss."""
 
 
 class RecomputationError(EngineError):
@@ -86,9 +86,9 @@ class MissingExtraError(UndropError, ImportError):
     """A missing optional dependency.
 
     Args:
-        what: the part of undrop.
+        what: the part of undrop that needs the package.
         package: the missing package.
-        extra: the extra it comes with.
+        extra: the extra of undrop that installs it.
     """
 
     def __init__(self, what: str, package: str, extra: str) -> None:

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, whenever a crash happens; locks and checksums."""
+"""Write files that a crash leaves complete or absent, never half written; locks and checksums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def naming_disk_errors(path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` about ``path`` into one sentence."""
+    """Turn an ``OSError`` about ``path`` into a ``RunError`` of one sentence."""
     try:
         yield
     except OSError as error:
@@ -97,12 +97,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def near_path(path: Path, pattern: str = "*") -> Path | None:
-    """Return the neighbor of a missing path whose name is nearest to its own."""
+    """Return the path in the same folder whose name is most similar to that of a missing path."""
     from difflib import get_close_matches
 
-    beside = {found.name: found for found in path.parent.glob(pattern)}
-    near = get_close_matches(path.name, beside, n=1)
-    return beside[near[0]] if near else None
+    neighbors = {found.name: found for found in path.parent.glob(pattern)}
+    near = get_close_matches(path.name, neighbors, n=1)
+    return neighbors[near[0]] if near else None
 
 
 def read_json(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Where an objective's noise comes from: generators that can be saved."""
+"""The random generators of an objective's noise, whose state can be saved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Generators:
             self._generators[generator.device.type] = generator
 
     def __call__(self, device: torch.device) -> torch.Generator:
-        """Return the generator for a device; raise an error if the user's is for another one."""
+        """Return the generator for a device; refuse a user's generator for another device."""
         if device.type not in self._generators:
             if self._given is not None:
                 raise OptionError(
@@ -45,7 +45,7 @@ class Generators:
         return self._generators[device.type]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The states of the generators, whether or not torch can pickle a generator."""
+        """Pickle the states, because not every version of torch can pickle a generator."""
         states = {device: g.get_state() for device, g in self._generators.items()}
         return {"given": self._given is not None, "states": states}
 
@@ -65,8 +65,8 @@ class Generators:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Resume from a saved state.
 
-        Some trainers save the state of one process for all of them. From the state of another
-        process, this one derives its own noise.
+        Some trainers save the state of one process for all of them. A process that gets the state of
+        another one derives its own noise from it.
         """
         foreign = int(state.get(_RANK, torch.tensor(_rank()))) != _rank()
         for device, value in state.items():

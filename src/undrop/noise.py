@@ -1,4 +1,4 @@
-"""What η is, and which entries of an activation share it.
+"""The noise η of a dropout, and which entries of an activation share one value of it.
 
 Every dropout turns an activation (or a weight) ``h`` into ``h ⊙ (1 + ε·σ·η)`` with
 ``σ = sqrt(q / (1 - q))`` and η of zero mean and unit variance. Dropout is ε = 1 with η = -1/σ
@@ -30,7 +30,7 @@ def mask_shape(shape: Sequence[int], shared: Sequence[int]) -> tuple[int, ...]:
 
 
 def _dropout(out: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
-    """At the scale σ a dropped entry is -1 to the bit, so that 1 + σ·η is 0 in every precision."""
+    """At scale σ, a dropped entry is exactly -1, so 1 + σ·η is exactly 0 in every precision."""
     s = sigma(q)
     dropped = torch.rand(out.shape, device=out.device, generator=generator) < q
     wide = torch.promote_types(out.dtype, torch.float32)  # half precision is rounded at the end
@@ -38,8 +38,8 @@ def _dropout(out: Tensor, q: float, scale: float, generator: torch.Generator | N
     return out.fill_(kept).masked_fill_(dropped, -scale / s)
 
 
-_MANY = 1 << 14  # entries from which drawing 32 signs at a time pays
-_SIGN, _ONE = -(2**31), 0x3F80_0000  # of a float32: its sign bit, and the bits of 1.0
+_MANY = 1 << 14  # with this many entries, drawing 32 signs at a time is faster
+_SIGN, _ONE = -(2**31), 0x3F80_0000  # the sign bit of a float32, and the bits of 1.0
 
 
 def _sign(out: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
@@ -58,9 +58,9 @@ NOISES: dict[str, Callable[[Tensor, float, float, torch.Generator | None], Tenso
     "dropout": _dropout,
     "sign": _sign,
 }
-"""The distributions of η by name; each has mean 0 and variance 1, and is returned times a scale.
+"""The distributions of η by name. Each function returns scale·η, where η has mean 0 and variance 1.
 
-A function may fill the tensor that it gets; its result has the same shape, type and device.
+It may fill the tensor that it gets; its result has the same shape, type and device.
 """
 
 
@@ -87,7 +87,6 @@ def structured_dropout(
     training: bool = True,
     kind: str = "dropout",
     mask: str = "independent",
-    per_example: bool = True,
     label: str | None = None,
 ) -> Tensor:
     """Dropout with one mask entry for all indices of the dimensions ``shared``.
@@ -103,10 +102,9 @@ def structured_dropout(
         kind: the site's kind in ``undrop.sites``.
         mask: the name of its mask structure there.
         label: what the site's name adds to the path of the calling module.
-        per_example: False if all examples of a batch share the noise (weights, embedding rows).
     """
     if has_torch_function_unary(h):
-        how: Any = {"kind": kind, "mask": mask, "per_example": per_example, "label": label}
+        how: Any = {"kind": kind, "mask": mask, "label": label}
         result: Tensor = handle_torch_function(
             structured_dropout, (h,), h, p, shared=shared, training=training, **how
         )

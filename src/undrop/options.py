@@ -1,4 +1,4 @@
-"""Checks of arguments, each with the field, the value and the range in its error."""
+"""Check arguments; every error names the field, the value and the range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from undrop.errors import OptionError
 
 
 def as_float(value: Any) -> float:
-    """``value`` as a float; NaN, which is in no range, if it is not a number."""
+    """``value`` as a float; NaN, which fails every range check, if it is not a number."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers raises the last one
@@ -44,7 +44,7 @@ def check_increasing(field: str, values: Sequence[int], *, below: int) -> tuple[
     bounds = (0, *values, below)
     if not all(isinstance(v, int) for v in bounds) or any(a >= b for a, b in pairwise(bounds)):
         raise OptionError(
-            f"{field} must be whole numbers that rise strictly within 1 … {below - 1}, "
+            f"{field} must be strictly increasing whole numbers from 1 to {below - 1}, "
             f"got {list(values)}."
         )
     return tuple(values)

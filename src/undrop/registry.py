@@ -1,4 +1,4 @@
-"""The one way to extend undrop: typed tables that a decorator adds to."""
+"""The one way to extend undrop: typed registries that a decorator adds entries to."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Registry(Mapping[K, V], Generic[K, V]):
         def add(value: New) -> New:
             for key in dict.fromkeys(keys):
                 if key in self._entries:
-                    raise ValueError(f"{key!r} is registered as a {self.kind} already.")
+                    raise ValueError(f"{key!r} is already registered as a {self.kind}.")
                 self._entries[key] = value  # type: ignore[assignment]
             return value
 

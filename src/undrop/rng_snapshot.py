@@ -1,4 +1,4 @@
-"""The state of every random generator: saved, restored and seeded in one place."""
+"""Save, restore and seed the state of every random generator."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class RngSnapshot:
     """The state of the global random generators of torch, Python and NumPy, and of a model's own.
 
     A model may draw random numbers that are not dropout: stochastic depth, sampled activations. Passes
-    that are compared must draw the same ones. Otherwise u ≈ (F₊ - F₋)/2ε₀ takes their difference for
-    the effect of ε, multiplied by 1/2ε₀. Other threads draw from the same generators, so restore the
-    state only if they ``moved``.
+    that are compared must draw the same ones. Otherwise u ≈ (F₊ - F₋)/2ε₀ would count their difference,
+    multiplied by 1/2ε₀, as an effect of ε. Other threads draw from the same generators, so restore the
+    state only if ``moved()`` reports a change.
 
-    As a context manager it restores the state at the end of the block.
+    As a context manager, it restores the state at the end of the block.
 
     Args:
         model: the model whose own generators (attributes of its modules) are saved as well.
@@ -69,7 +69,7 @@ class RngSnapshot:
         self._held = [(each, _state(each)) for each in _held_by(model)]
 
     def moved(self) -> set[str]:
-        """Return which generators have drawn since: "torch", "python", "numpy" and "held"."""
+        """Return which generators have drawn since, of "torch", "python", "numpy" and "held"."""
         now = {name: source.get() for name, source in _sources().items()}
         moved = {
             name if name in ("python", "numpy") else "torch"
@@ -82,7 +82,7 @@ class RngSnapshot:
 
     @classmethod
     def of(cls, model: nn.Module, noise: Callable[[torch.device], torch.Generator]) -> RngSnapshot:
-        """Take the snapshot after the generator of dropout's noise has drawn its seed, if it does."""
+        """Take a snapshot after the noise generator has drawn its seed from the global generator."""
         for parameter in islice(model.parameters(), 1):
             noise(parameter.device)
         return cls(model)
@@ -91,10 +91,10 @@ class RngSnapshot:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.restart()
+        self.restore()
 
-    def restart(self) -> None:
-        """Restore the state; devices that this machine lacks are left out."""
+    def restore(self) -> None:
+        """Restore the state of every generator that this machine has."""
         for name, source in _sources().items():
             if name in self._states:
                 source.put(self._states[name])

@@ -37,13 +37,13 @@ check_version(torch.__version__)
 
 
 def other_accelerator() -> torch.device | None:
-    """Return the accelerator, if it is neither CUDA nor MPS; None without one."""
+    """Return the accelerator if it is neither CUDA nor MPS, else None."""
     found = torch.accelerator.current_accelerator()
     return None if found is None or found.type in ("cpu", "cuda", "mps") else found
 
 
 def lstm(*args: Any) -> Any:
-    """``torch.lstm``, in float32 if the CPU has no kernel for the type of autocast.
+    """``torch.lstm``, in float32 if the CPU has no kernel for the dtype of autocast.
 
     On a CPU without AVX-512 or AMX, oneDNN has no LSTM in bfloat16 or float16, and torch raises.
     """
@@ -61,7 +61,7 @@ def _runs_here(device: str) -> bool:
 
 @functools.cache
 def _has_kernel(dtype: torch.dtype) -> bool:
-    """Whether an LSTM runs on this CPU under autocast to ``dtype``: it tries the smallest one."""
+    """Run the smallest LSTM to find out whether this CPU has a kernel for ``dtype``."""
     x, weight = (torch.zeros(size, device="cpu") for size in ((1, 1, 1), (4, 1)))
     try:
         with torch.no_grad(), torch.autocast("cpu", dtype):
@@ -79,7 +79,7 @@ def _widened(value: Any) -> Any:
 
 
 def portable_lstm() -> contextlib.AbstractContextManager[object]:
-    """A context in which every LSTM runs under the autocast that is on now, whatever the CPU."""
+    """A context in which an LSTM under the current autocast runs on any CPU."""
     return contextlib.nullcontext() if _runs_here("cpu") else _PortableLSTM()
 
 
@@ -114,8 +114,8 @@ def compiled() -> Iterator[None]:
 def _rand_like_seen() -> Iterator[None]:
     """Let a mode see ``torch.rand_like`` in compiled code too.
 
-    Torch's compiler has a list of the functions that a mode sees. It has ``torch.rand`` in it, and
-    leaves ``torch.rand_like`` out. Where torch keeps that list elsewhere, nothing happens here.
+    Torch's compiler has a list of the functions that a mode sees. The list has ``torch.rand``, but not
+    ``torch.rand_like``. If a version of torch keeps the list elsewhere, this does nothing.
     """
     module = sys.modules.get("torch._dynamo.variables.torch")
     seen: set[Any] = getattr(module, "get_overridable_functions", set)()
@@ -135,8 +135,8 @@ T = TypeVar("T")
 def fresh_autocast_cache() -> Iterator[None]:
     """Forget the weights that autocast converts in the block.
 
-    Older versions of torch also use weights that were converted without a graph in later passes, which
-    then have no gradient.
+    Older versions of torch reuse a weight that was converted without a graph in later passes, where it
+    then gets no gradient.
     """
     try:
         yield
@@ -145,7 +145,7 @@ def fresh_autocast_cache() -> Iterator[None]:
 
 
 def untraced(method: Callable[P, T]) -> Callable[P, T]:
-    """Keep ``torch.compile`` around the user's own step from tracing into ``method``."""
+    """Make ``torch.compile`` call ``method`` without tracing it, if a user compiles a whole step."""
     disabled: list[Callable[P, T]] = []
 
     @functools.wraps(method)

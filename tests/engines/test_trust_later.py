@@ -46,10 +46,10 @@ def wanted(p, draw, h=1e-5):
     """The gradient of ℓ + uᵀHu + ∂ℓ/∂ε from plain passes, one after the other."""
     rng, outputs = RngSnapshot(p.model), []
     for epsilon in (0.0, h, -h):
-        rng.restart()
+        rng.restore()
         with keep_buffers(p.model), Interception(p.model, ScaledNoise(draw, epsilon)):
             outputs.append(call(p.model, p.inputs))
-    rng.restart()
+    rng.restore()
     f, plus, minus = outputs
     total, _ = p.loss.combined(f, (plus - minus) / (2 * h), p.targets, "hessian", BOTH)
     return gradient(total, p.model)

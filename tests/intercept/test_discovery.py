@@ -24,7 +24,7 @@ class Calls(nn.Module):
 
 def rows(model, inputs):
     found = undrop.sites(model, inputs)
-    return [(s.name, s.kind, s.p, s.mask, s.shape, s.mask_shape, s.per_example) for s in found]
+    return [(s.name, s.kind, s.p, s.mask, s.shape, s.mask_shape) for s in found]
 
 
 X = torch.randn(2, 3)
@@ -34,107 +34,107 @@ KINDS = {
     "Dropout": (
         nn.Sequential(nn.Dropout(0.3)),
         X,
-        ("0", "dropout", 0.3, INDEPENDENT, (2, 3), (2, 3), True),
+        ("0", "dropout", 0.3, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "Dropout itself": (
         nn.Dropout(),
         X,
-        ("dropout", "dropout", 0.5, INDEPENDENT, (2, 3), (2, 3), True),
+        ("dropout", "dropout", 0.5, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "in place": (
         nn.Sequential(nn.Dropout(0.3, inplace=True)),
         X,
-        ("0", "dropout", 0.3, INDEPENDENT, (2, 3), (2, 3), True),
+        ("0", "dropout", 0.3, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "F.dropout": (
         Calls(lambda self, x: F.dropout(x, 0.2, self.training)),
         X,
-        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "F.dropout with its default p": (
         Calls(lambda self, x: F.dropout(x, training=self.training)),
         X,
-        ("dropout", "dropout", 0.5, INDEPENDENT, (2, 3), (2, 3), True),
+        ("dropout", "dropout", 0.5, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "torch.dropout": (
         Calls(lambda self, x: torch.dropout(x, 0.2, self.training)),
         X,
-        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "torch.dropout_": (
         Calls(lambda self, x: torch.dropout_(x.clone(), 0.2, self.training)),
         X,
-        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "aten.dropout": (
         Calls(lambda self, x: torch.ops.aten.dropout(x, 0.2, self.training)),
         X,
-        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "aten.native_dropout.default": (
         Calls(lambda self, x: torch.ops.aten.native_dropout.default(x, 0.2, self.training)[0]),
         X,
-        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "torch.native_dropout": (
         Calls(lambda self, x: torch.native_dropout(x, 0.2, self.training)[0]),
         X,
-        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3), True),
+        ("dropout", "dropout", 0.2, INDEPENDENT, (2, 3), (2, 3)),
     ),
     "torch.feature_dropout": (
         Calls(lambda self, x: torch.feature_dropout(x, 0.2, self.training)),
         IMAGE,
-        ("dropout2d", "dropout2d", 0.2, "per feature map", (2, 3, 4, 4), (2, 3, 1, 1), True),
+        ("dropout2d", "dropout2d", 0.2, "per feature map", (2, 3, 4, 4), (2, 3, 1, 1)),
     ),
     "Dropout1d": (
         nn.Sequential(nn.Dropout1d(0.3)),
         torch.randn(2, 3, 5),
-        ("0", "dropout1d", 0.3, "per feature map", (2, 3, 5), (2, 3, 1), True),
+        ("0", "dropout1d", 0.3, "per feature map", (2, 3, 5), (2, 3, 1)),
     ),
     "Dropout1d without batch": (
         nn.Sequential(nn.Dropout1d(0.3)),
         torch.randn(3, 5),
-        ("0", "dropout1d", 0.3, "per feature map", (3, 5), (3, 1), True),
+        ("0", "dropout1d", 0.3, "per feature map", (3, 5), (3, 1)),
     ),
     "Dropout2d": (
         nn.Sequential(nn.Dropout2d(0.3)),
         IMAGE,
-        ("0", "dropout2d", 0.3, "per feature map", (2, 3, 4, 4), (2, 3, 1, 1), True),
+        ("0", "dropout2d", 0.3, "per feature map", (2, 3, 4, 4), (2, 3, 1, 1)),
     ),
     "Dropout3d": (
         nn.Sequential(nn.Dropout3d(0.3)),
         torch.randn(2, 3, 4, 4, 2),
-        ("0", "dropout3d", 0.3, "per feature map", (2, 3, 4, 4, 2), (2, 3, 1, 1, 1), True),
+        ("0", "dropout3d", 0.3, "per feature map", (2, 3, 4, 4, 2), (2, 3, 1, 1, 1)),
     ),
     "attention": (
         Calls(lambda self, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)),
         torch.randn(2, 3, 5, 4),
-        ("attention", "attention", 0.1, "per probability", (2, 3, 5, 5), (2, 3, 5, 5), True),
+        ("attention", "attention", 0.1, "per probability", (2, 3, 5, 5), (2, 3, 5, 5)),
     ),
     "LSTM": (
         nn.Sequential(nn.LSTM(3, 4, num_layers=2, dropout=0.3)),
         torch.randn(5, 2, 3),
-        ("0.layer0", "recurrent", 0.3, INDEPENDENT, (5, 2, 4), (5, 2, 4), True),
+        ("0.layer0", "recurrent", 0.3, INDEPENDENT, (5, 2, 4), (5, 2, 4)),
     ),
     "LockedDropout": (
         nn.Sequential(LockedDropout(0.3)),
         torch.randn(5, 2, 3),
-        ("0", "locked", 0.3, "shared over time", (5, 2, 3), (1, 2, 3), True),
+        ("0", "locked", 0.3, "shared over time", (5, 2, 3), (1, 2, 3)),
     ),
     "LockedDropout, batch first": (
         nn.Sequential(LockedDropout(0.3, time_dim=1)),
         torch.randn(5, 2, 3),
-        ("0", "locked", 0.3, "shared over time", (5, 2, 3), (5, 1, 3), True),
+        ("0", "locked", 0.3, "shared over time", (5, 2, 3), (5, 1, 3)),
     ),
     "WeightDrop": (
         nn.Sequential(WeightDrop(nn.Linear(3, 4), ["weight"], 0.4)),
         X,
-        ("0.weight", "weight", 0.4, "per weight", (4, 3), (4, 3), False),
+        ("0.weight", "weight", 0.4, "per weight", (4, 3), (4, 3)),
     ),
     "EmbeddingDropout": (
         nn.Sequential(EmbeddingDropout(nn.Embedding(7, 3), 0.4)),
         torch.tensor([[1, 2]]),
-        ("0", "embedding", 0.4, "per word", (7, 1), (7, 1), False),
+        ("0", "embedding", 0.4, "per word", (7, 1), (7, 1)),
     ),
 }
 
@@ -152,8 +152,8 @@ def test_multi_head_attention_has_one_site(weights):
     model.attention = attention
     assert rows(model, torch.randn(3, 5, 4)) == [
         ("attention.attention", "attention", 0.1)
-        + (("independent", (6, 5, 5), (6, 5, 5), True) if weights else ())
-        + (() if weights else ("per probability", (3, 2, 5, 5), (3, 2, 5, 5), True))
+        + (("independent", (6, 5, 5), (6, 5, 5)) if weights else ())
+        + (() if weights else ("per probability", (3, 2, 5, 5), (3, 2, 5, 5)))
     ]
 
 

@@ -259,5 +259,5 @@ def test_interceptions_end_with_their_block_and_may_nest():
 
 
 def test_a_function_has_one_site_rule():
-    with pytest.raises(ValueError, match="registered as a site rule already"):
+    with pytest.raises(ValueError, match="already registered as a site rule"):
         SITE_RULES.register(F.dropout)(lambda mode, *args, **kwargs: None)

@@ -162,7 +162,7 @@ def test_dropout_within_an_objective_within_a_pass_is_torchs_own(outer):
 
 def test_nested_forward_mode_is_refused():
     model, x = Asks(undrop.Analytic(engine="tangent")), X.clone().requires_grad_()
-    with pytest.raises(EngineError, match="forward mode is in use around this objective"):
+    with pytest.raises(EngineError, match="this objective is called inside forward mode"):
         undrop.Analytic(engine="tangent", loss=nn.MSELoss())(model, x, X)
     assert dropout_is_torchs_own()
     with_objective("tangent")(net())  # and forward mode is free again

@@ -87,7 +87,7 @@ def test_rows_shrink_and_the_first_table_picks_the_tails():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cutoffs": [0, 5]}, r"cutoffs must be .* rise strictly within 1 … 39, got \[0, 5\]"),
+        ({"cutoffs": [0, 5]}, r"cutoffs must be .* from 1 to 39, got \[0, 5\]"),
         ({"cutoffs": [5, 5]}, r"got \[5, 5\]"),
         ({"cutoffs": [5, 40]}, r"got \[5, 40\]"),
         ({"cutoffs": [2.5]}, r"got \[2\.5\]"),

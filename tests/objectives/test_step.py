@@ -289,7 +289,7 @@ def test_memory_does_not_grow_with_samples(name, make):
 def test_a_second_backward_of_a_step_is_refused(objective):
     _, step = called(objective)
     step.backward()
-    with pytest.raises(StepError, match="differentiated already: call the objective again"):
+    with pytest.raises(StepError, match="already been differentiated: call the objective again"):
         step.backward()
 
 

@@ -13,7 +13,7 @@ from undrop.autodiff import gradients
 from undrop.diagnosis.measure.gradients import inner
 from undrop.engines import Draw, Request, ZeroLeaves, as_engine
 from undrop.errors import EngineError, NoDropoutError
-from undrop.intercept import Batch, Interception, Selection, keep_statistics, logits_of, unwrapped
+from undrop.intercept import Batch, Interception, Selection, keep_statistics, logits_of, uncompiled
 from undrop.losses import Coefficients, GivenLoss, Loss, as_loss
 from undrop.options import check_int
 
@@ -73,7 +73,7 @@ class Watcher:
         """
         if step % self.interval:
             return None
-        model, given = unwrapped(model), self.loss if loss is None else loss
+        model, given = uncompiled(model), self.loss if loss is None else loss
         batch = given.prepare(model, inputs, targets)
         self._generators, self._step = {}, step
         with keep_statistics(model), torch.enable_grad():

@@ -97,7 +97,7 @@ class Antithetic(Engine):
     ) -> tuple[Evaluation, int]:
         """Run the model once on [without noise; +ε₀; -ε₀], with ε₀ times ``factor``.
 
-        It returns the evaluation, and a hash of the functions that the model called.
+        It returns the evaluation and the trail of the pass.
         """
         batch, draw = request.batch, request.draw
         layout = request.layout(plan.dim, shared=plan.shares_noise)
@@ -131,12 +131,12 @@ class Antithetic(Engine):
                 f"{asked} needs independent examples, but in {type(batch.model).__name__} {reason}: "
                 f"use {way_out}."
             )
-        _say_once(batch.model, reason)
+        _warn_once(batch.model, reason)
         rng = RngSnapshot.of(batch.model, draw.generator)
 
         def run(epsilon: float) -> tuple[Any, Any]:
             if rng.moved():
-                rng.restart()
+                rng.restore()
             with Interception(batch.model, ScaledNoise(draw, epsilon)):
                 return request.run()
 
@@ -145,10 +145,10 @@ class Antithetic(Engine):
             epsilon = self._epsilon(request, sigma)
             with keep_buffers(batch.model):
                 down, minus = run(-epsilon)
-            if draw.largest <= sigma:
+            if draw.largest_sigma <= sigma:
                 break
-            sigma = draw.largest  # repeat with the ε₀ for this σ
-        _sigma[batch.model] = max(1.0, draw.largest)
+            sigma = draw.largest_sigma  # repeat with the ε₀ for this σ
+        _sigma[batch.model] = max(1.0, draw.largest_sigma)
         up, plus = run(epsilon)
         u = map_tensors(lambda a, b: (a - b) * (0.5 / epsilon), plus, minus)
         f, engine = map_tensors(midpoint, plus, minus), f"antithetic: two passes, since {reason}"
@@ -160,10 +160,10 @@ class Antithetic(Engine):
         return (suitable if self.epsilon is None else self.epsilon) / max(1.0, sigma)
 
 
-def _seen(
+def _loss_arguments(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
 ) -> tuple[Any, Any, Any]:
-    """Return F and u as the loss receives them, and the targets in the same order.
+    """Return what the loss receives: F, u, and the targets in the same order.
 
     If the loss depends on the order of the examples (weights in a closure, neighbors), keep the order
     of the batch, with u = 0 for examples without noise. Otherwise the examples with noise come last.
@@ -191,7 +191,8 @@ def _combined(
     """Return the total and its parts, with u = 0 for the examples without noise.
 
     The explicit part is scaled by 1/ρ, which keeps its mean over the choice of examples, and the
-    implicit one by 1/sqrt(ρ), which keeps its covariance if noise is independent between examples.
+    implicit one by 1/sqrt(ρ), which keeps its covariance if the noise of different examples is
+    independent.
     """
     loss, c, rho = request.loss, request.coefficients, rows.layout.noisy / rows.layout.batch
     scaled = Coefficients(c.loss, c.quadratic / rho, c.directional / math.sqrt(rho))
@@ -199,7 +200,7 @@ def _combined(
         found = _one_node(request, plan, rows, stacked, factor, scaled)
         if found is not None:
             return found
-    f, u, targets = _seen(request, plan, rows, stacked, factor)
+    f, u, targets = _loss_arguments(request, plan, rows, stacked, factor)
     loss.check(f, targets)
     total, parts = loss.combined(f, u, targets, request.form, scaled, dim=plan.logits_dim)
     return total, WeightedParts(scaled, parts)
@@ -220,11 +221,11 @@ def _one_node(
         if found is None:
             return None
         gradient = rows.joined(x, found.in_output, found.in_u, dim, factor)
-    return _Known.apply(x, found.total, gradient), WeightedParts(c, found.means)
+    return _WithGradient.apply(x, found.total, gradient), WeightedParts(c, found.means)
 
 
-class _Known(torch.autograd.Function):
-    """A scalar function of x whose value and gradient are known."""
+class _WithGradient(torch.autograd.Function):
+    """A scalar function of x whose value and gradient are computed beforehand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -235,18 +236,18 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        scaled = ctx.saved_tensors[0] * g  # scale, then round: a gradient scaler relies on it
+        scaled = ctx.saved_tensors[0] * g  # scale before rounding, for gradient scalers
         return scaled.to(ctx.dtype), None, None
 
 
 _sigma: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 """For each model, the largest σ of its last step with two passes."""
-_said: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-def _say_once(model: nn.Module, reason: str) -> None:
-    if _said.get(model) != reason:
-        _said[model] = reason
+def _warn_once(model: nn.Module, reason: str) -> None:
+    if _warned.get(model) != reason:
+        _warned[model] = reason
         _log.warning(
             "undrop runs %s twice per step, since %s; on nets with kinks (ReLU, max pooling) the "
             "gradient of the regularizers is then biased.",

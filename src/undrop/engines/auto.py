@@ -34,14 +34,16 @@ class Auto(Engine):
         self._tangent, self._antithetic = Tangent(), Antithetic()
 
     def evaluate(self, request: Request) -> Evaluation:
-        """Return what the engine chosen for this model computes."""
+        """Return the evaluation of the engine that is chosen for this model."""
         engine = self.choose(request)
         try:
             return engine.evaluate(request)
         except EngineError:
             if engine is self._antithetic:
                 raise
-            return self._antithetic.evaluate(request)  # on a branch without a proven rule
+            return self._antithetic.evaluate(
+                request
+            )  # the model took a branch without proven rules
 
     def choose(self, request: Request) -> Engine:
         """Return the engine for this model, and log the reason when it changes."""

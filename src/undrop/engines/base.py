@@ -46,10 +46,10 @@ class Request:
     @cached_property
     def plan_key(self) -> tuple[Any, ...]:
         """What a plan for a stacked pass depends on, besides the model."""
-        held = [*tensors_in(self.batch.inputs), *tensors_in(self.batch.targets)]
-        autocast = torch.is_autocast_enabled(held[0].device.type if held else "cpu")
+        tensors = [*tensors_in(self.batch.inputs), *tensors_in(self.batch.targets)]
+        autocast = torch.is_autocast_enabled(tensors[0].device.type if tensors else "cpu")
         options = (self.fraction, self.batch_dim, self.exact_output, autocast)
-        return (*options, *(t.shape for t in held))
+        return (*options, *(t.shape for t in tensors))
 
     def layout(self, dim: int, *, shared: bool = False) -> Layout:
         """Return the layout for the batch in dimension ``dim`` of the first target (or input).
@@ -70,9 +70,9 @@ class Request:
         return half or torch.is_autocast_enabled(weight.device.type)
 
     def run(self) -> tuple[Any, Any]:
-        """Run the model; return its output, and the part that the loss receives, checked."""
+        """Run the model; return its output, and the checked part of it that the loss receives."""
         output = self.batch.forward()
-        if not self.draw.asked:
+        if not self.draw.reached_site:
             raise NoDropoutError(no_active_dropout(self.batch.model))
         seen = self.loss.sees(output)
         self.loss.check(seen, self.batch.targets)

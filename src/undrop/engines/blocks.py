@@ -29,7 +29,7 @@ class BlockTensor(Tensor):
 
 
 def has_blocks(args: Any) -> bool:
-    """Return whether any of the arguments, lists included, is a :class:`BlockTensor`."""
+    """Return whether an argument, or an entry of a list among them, is a :class:`BlockTensor`."""
     return any(
         type(a) is BlockTensor or (isinstance(a, (list, tuple)) and has_blocks(a)) for a in args
     )
@@ -56,11 +56,11 @@ def blockwise(
     with torch._C.DisableTorchFunctionSubclass():
         for block, size in enumerate(sizes):
             whole = (x.blocks[block] if type(x) is BlockTensor else x for x in leaves)
-            mine = [
+            own = [
                 x if dim is None else x.narrow(dim, start, size)
                 for x, dim in zip(whole, dims, strict=True)
             ]
-            block_args, block_kwargs = tree_unflatten(mine, spec)
+            block_args, block_kwargs = tree_unflatten(own, spec)
             outputs.append(function(*block_args, **block_kwargs))
             start += size
         batched = any(dim is not None for dim in dims)
@@ -68,7 +68,7 @@ def blockwise(
 
 
 def _joined(outputs: list[Any], sizes: Sequence[int], batched: bool, first: int) -> Any:
-    """Join the blocks' results: along the batch, or as blocks if no argument has a batch."""
+    """Join the results of the blocks: along the batch, or as blocks if no argument has a batch."""
     flats, specs = zip(*(tree_flatten(out) for out in outputs), strict=True)
     joined: list[Any] = []
     for parts in zip(*flats, strict=True):

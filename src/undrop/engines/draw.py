@@ -49,18 +49,18 @@ class Draw:
         self.mask = mask
         self.selection = selection
         self.generator = generator
-        self.asked = False
+        self.reached_site = False
         """Whether the pass has reached any site."""
-        self.largest = 0.0
+        self.largest_sigma = 0.0
         """The largest σ that a pass has reached."""
         self._drawn: dict[str, TensorWeakRef] = {}
         self._states: dict[str, Tensor] = {}  # the generator's state before each site's draw
 
     def scale(self, site: Site) -> float:
         """Return σ of the noise at the site; 0 if the site is not chosen."""
-        self.asked = True
+        self.reached_site = True
         scale = self.selection.sigma(site)
-        self.largest = max(self.largest, scale)
+        self.largest_sigma = max(self.largest_sigma, scale)
         return scale
 
     def shape(self, site: Site) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from undrop.intercept import is_sharded, preserve_model, tensors_in
 from undrop.losses import Coefficients
 
 _log = logging.getLogger("undrop")
-_LIMIT = 0.1
+_LIMIT = 0.1  # the largest relative change that a smooth model shows
 _measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -43,29 +43,29 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
 
     def gradient(coefficients: Coefficients, factor: float) -> Tensor:
         generator.set_state(state)
-        alone = replace(request, batch=batch, coefficients=coefficients)
+        part = replace(request, batch=batch, coefficients=coefficients)
         with preserve_model(model), request.loss.undone():
-            found = gradients(run(alone, factor=factor)[0].total, weights)
+            found = gradients(run(part, factor=factor)[0].total, weights)
         return torch.cat([g.flatten() for g in found]) if found else torch.zeros(1)
 
     regularizers = Coefficients(0.0, c.quadratic, c.directional)
     try:
         wide, narrow = gradient(regularizers, 1.0), gradient(regularizers, 0.125)
         size = narrow.norm()
-        off = float((wide - narrow).norm() / size) if size > 0 else 0.0
-        if off > _LIMIT:  # rule out rounding, as where dropout has no effect
+        change = float((wide - narrow).norm() / size) if size > 0 else 0.0
+        if change > _LIMIT:  # ignore mere rounding errors, as where dropout has no effect
             least = 1e4 * torch.finfo(size.dtype).eps * gradient(Coefficients(1.0, 0.0, 0.0), 1.0)
-            off = off if size > least.norm() else 0.0
+            change = change if size > least.norm() else 0.0
     except (PlanChanged, NotStackable):
         _measured.discard(model)  # a later step measures it, with the plan that fits
         raise
     finally:
         generator.set_state(state)
-    if off > _LIMIT:
+    if change > _LIMIT:
         _log.warning(
             "the gradient of the regularizers of %s changes by %.0f %% with a smaller ε₀: the model "
             "calls a function with a kink or a jump that undrop has no rule for. Use engine='tangent', "
             "or register a rule for it in undrop.engines.midpoint.MIDPOINT_RULES.",
             type(model).__name__,
-            100 * off,
+            100 * change,
         )

@@ -157,7 +157,7 @@ def _abs(x: Tensor, m: Tensor) -> Tensor:
 
 
 def _decided(function: Callable[..., Any], mode: StackedPass, *args: Any, **kwargs: Any) -> Any:
-    """Evaluate a function that decides something once, at the midpoint, for both signs."""
+    """Evaluate a function that makes a decision once for both signs, at the midpoint."""
     args = tuple(mode.midpoint(a) if _floating(a) else a for a in args)
     kwargs = {k: mode.midpoint(v) if _floating(v) else v for k, v in kwargs.items()}
     return function(*args, **kwargs)
@@ -180,16 +180,17 @@ for _function in _named(
     MIDPOINT_RULES.register(_function)(partial(_decided, _function))
 
 
-def _larger(smaller: bool, mode: StackedPass, input: Tensor, other: Tensor) -> Tensor:
+def _larger_or_smaller(smaller: bool, mode: StackedPass, input: Tensor, other: Tensor) -> Tensor:
+    """The larger (or smaller) of two tensors: the midpoint chooses, entry by entry."""
     a, b = (mode.midpoint(x) if _floating(x) else x for x in (input, other))
     return torch.where(a <= b if smaller else a >= b, input, other)
 
 
-MIDPOINT_RULES.register(*_named("maximum fmax"))(partial(_larger, False))
-MIDPOINT_RULES.register(*_named("minimum fmin"))(partial(_larger, True))
+MIDPOINT_RULES.register(*_named("maximum fmax"))(partial(_larger_or_smaller, False))
+MIDPOINT_RULES.register(*_named("minimum fmin"))(partial(_larger_or_smaller, True))
 
 
-def _chosen(
+def _selected(
     function: Callable[..., Any], mode: StackedPass, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """max, min, sort, topk, … along a dimension: the midpoint chooses the entries."""
@@ -199,24 +200,24 @@ def _chosen(
     if isinstance(found, Tensor):  # over all entries: one number for the whole batch
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, Tensor):
-            return _larger(function in (torch.min, Tensor.min), mode, input, other)
+            return _larger_or_smaller(function in (torch.min, Tensor.min), mode, input, other)
         return function(input, *args, **kwargs)
     _, indices = found
-    dim = kwargs.get("dim", _position(function, args))
+    dim = kwargs.get("dim", _dim_argument(function, args))
     keep = indices if indices.dim() == input.dim() else indices.unsqueeze(dim)
     gathered = input.gather(dim, keep)
     gathered = gathered if keep is indices else gathered.squeeze(dim)
     return type(found)((gathered, indices))
 
 
-def _position(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+def _dim_argument(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Return ``dim`` from the positional arguments: topk and kthvalue take k before it."""
     place = 1 if function.__name__ in ("topk", "kthvalue") else 0
     return int(args[place]) if len(args) > place else -1
 
 
 for _function in _named("max min sort topk kthvalue cummax cummin median nanmedian"):
-    MIDPOINT_RULES.register(_function)(partial(_chosen, _function))
+    MIDPOINT_RULES.register(_function)(partial(_selected, _function))
 
 
 def _extreme(

@@ -26,7 +26,7 @@ class PlanChanged(Exception):
 
 @dataclass(frozen=True)
 class SitePlan:
-    """The position of the batch at a site."""
+    """Where a site has its batch dimension."""
 
     site: Site
     """The site in a plain pass, with B examples."""
@@ -52,7 +52,7 @@ class SitePlan:
         return self.repeats == 1 and shape[dim] == 1 < self.site.shape[dim]
 
     def placed(self, part: Tensor, rest: tuple[int, ...]) -> Tensor:
-        """Return noise (rows, entries) in the site's own shape."""
+        """Return noise of shape (rows, entries) in the site's own shape."""
         assert self.dim is not None
         noise = part.view(len(part), *rest)
         if self.repeats > 1:

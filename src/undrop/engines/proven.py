@@ -77,12 +77,12 @@ class TangentTrace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[str] = []
-        self.watching = True
+        self.checking = True
         self._marked: set[StorageWeakRef] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: with True, torch first loads its whole compiler (80 MB) in order to skip it."""
+        """Return False: to skip its compiler, torch would first load all of it (80 MB)."""
         return False
 
     def mark(self, tree: Any) -> None:
@@ -98,7 +98,7 @@ class TangentTrace(TorchDispatchMode):
     ) -> Any:
         """Run the op, and mark the results of marked tensors."""
         name = func.overloadpacket.__name__
-        touched = self.watching and name not in CONSTANT and self.touches((args, kwargs))
+        touched = self.checking and name not in CONSTANT and self.touches((args, kwargs))
         out = func(*args, **(kwargs or {}))
         if touched and name == "_local_scalar_dense":
             self.ops.append(_ITEM)
@@ -132,30 +132,30 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
 
 
 def _enclosing() -> str | None:
-    """Return what on the Python stack stops a tangent, whatever ops it runs; None if nothing does."""
+    """Return what on the Python stack stops a tangent, whichever ops it runs; None if nothing does."""
     if in_checkpoint():
         return _CHECKPOINTING
     function = enclosing_function()
     return None if function is None else f"{_FUNCTION} {function}"
 
 
-def _excused(trace: TangentTrace, function: Callable[..., Any], rule: Rule) -> Rule:
+def _unchecked(trace: TangentTrace, function: Callable[..., Any], rule: Rule) -> Rule:
     """Wrap the rule of a function so that the ops inside it are not checked."""
 
-    def watched(mode: Interception, *args: Any, **kwargs: Any) -> Any:
+    def unchecked(mode: Interception, *args: Any, **kwargs: Any) -> Any:
         touched = trace.touches((args, kwargs))
         if touched and function in BACKWARD:
             trace.ops.append(BACKWARD[function])
-        trace.watching = False
+        trace.checking = False
         try:
             out = rule(mode, *args, **kwargs)
         finally:
-            trace.watching = True
+            trace.checking = True
         if touched or mode.sites:
             trace.mark(out)
         return out
 
-    return watched
+    return unchecked
 
 
 def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
@@ -175,7 +175,7 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
             trace.ops.append(_CHECKPOINTING)
         return h
 
-    rules = {function: _excused(trace, function, rule) for function, rule in TANGENT_RULES.items()}
+    rules = {f: _unchecked(trace, f, rule) for f, rule in TANGENT_RULES.items()}
     with (
         RngSnapshot(model),
         torch.no_grad(),

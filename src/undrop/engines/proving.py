@@ -1,9 +1,10 @@
 """Prove that a model computes the same on a stacked batch as on a plain one.
 
-A proof tries candidates: the batch dimension, stacking at the first site or at the input, the order of
-flattened dimensions. A candidate is right if the stacked pass agrees row by row with plain passes: its
-rows without noise with the plain output, and its ± rows with two passes of these examples alone, under
-the same noise. If no candidate agrees, the examples interact, and the proof returns the reason.
+A candidate is a choice of the batch dimension, of where to stack (at the first site or at the input),
+and of the order of flattened dimensions. It is right if the stacked pass agrees row by row with plain
+passes: the rows without noise with the plain output, and the rows at ±ε₀ with two passes of only these
+examples under the same noise. If no candidate agrees, the examples interact, and the search raises
+``NotStackable`` with the reason.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from undrop.engines.base import Request
 from undrop.engines.layout import Rows
 from undrop.engines.plan import NotStackable, Plan, PlanChanged, SitePlan, map_dims
-from undrop.engines.trial import (
+from undrop.engines.proof_passes import (
+    CandidatePass,
     Failed,
     Reference,
-    Trial,
     batch_dims,
     buffers_of,
     close,
@@ -43,7 +44,7 @@ from undrop.intercept import (
 )
 from undrop.rng_snapshot import RngSnapshot
 
-NO_DROPOUT = "it meets no dropout"
+NO_DROPOUT = "it has no active dropout"
 _RUNTIME = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError)
 _ORDER = 2  # the seed for the order of the examples in a proof
 
@@ -74,7 +75,7 @@ class Prover:
     @contextmanager
     def running(self, mode: Interception) -> Iterator[None]:
         """Run a pass from the state in which all passes start, and restore the buffers."""
-        self.rng.restart()
+        self.rng.restore()
         device = next((t.device.type for t in tensors_in(self.batch.inputs)), "cpu")
         with keep_buffers(self.batch.model), torch.autocast(device, enabled=False), mode:
             yield
@@ -86,21 +87,21 @@ class Prover:
         A gate that is 0 hides the branch behind it: the output can be right and the gradient wrong.
         """
         generator = torch.Generator().manual_seed(0)
-        awake: dict[int, nn.Parameter] = {}
+        random: dict[int, nn.Parameter] = {}
         for p in self.batch.model.parameters():
             if p.requires_grad and p.is_floating_point() and not p.any():
                 fan_in = p.numel() // len(p) if p.dim() else 1
                 values = torch.randn(p.shape, generator=generator) / max(fan_in, 1) ** 0.5
-                awake[id(p)] = nn.Parameter(values.to(p))
+                random[id(p)] = nn.Parameter(values.to(p))
         places = [
             (module._parameters, name, p)
             for module in self.batch.model.modules()
             for name, p in module._parameters.items()
-            if id(p) in awake
+            if id(p) in random
         ]
         try:
             for parameters, name, old in places:
-                parameters[name] = awake[id(old)]
+                parameters[name] = random[id(old)]
             yield
         finally:
             for parameters, name, old in places:
@@ -133,11 +134,11 @@ class Prover:
                     "keep state in buffers."
                 )
 
-    def looked_up(self, last: Plan) -> Plan:
-        """Return the last plan with the sites for the new shapes, without a proof."""
+    def adapted(self, last: Plan) -> Plan:
+        """Return the last plan for the new shapes, without a proof."""
         rows = self._rows(last.dim)
         draft = self._draft(rows, last.dim, last.late, [s.time_major for s in last.sites])
-        plan, _ = self._trial(draft, rows, None)
+        plan, _ = self._run(draft, rows, None)
         return replace(plan, midpoints=last.midpoints)
 
     def proven_again(self, last: Plan) -> Plan | None:
@@ -172,8 +173,8 @@ class Prover:
             for time_major, late in product(orders, lates):
                 try:
                     plan = self._candidate(reference, dim, late, time_major)
-                except NotStackable as named:
-                    reason = str(named)
+                except NotStackable as error:
+                    reason = str(error)
                 except (Failed, PlanChanged, *_RUNTIME):
                     continue
                 else:
@@ -241,22 +242,22 @@ class Prover:
         return plan
 
     def _proven(self, draft: Plan, reference: Reference, *, midpoints: bool) -> Plan:
-        """Return the plan of a draft; raise ``Failed`` if its pass differs from the plain ones."""
-        plan, output = self._trial(draft, reference.rows, reference)
+        """Return the plan of a draft; raise ``Failed`` if its pass differs from plain passes."""
+        plan, output = self._run(draft, reference.rows, reference)
         reference.check(plan, output)
         fit = midpoints and self._midpoints_fit(plan, reference, output)
         return replace(plan, midpoints=fit)
 
     def _midpoints_fit(self, plan: Plan, reference: Reference, output: Any) -> bool:
-        """Return whether the midpoints are right: their decisions agree with those of the pass.
+        """Return whether a pass that decides at midpoints agrees with one that does not.
 
         At ε₀, midpoints change the output by O(ε₀) if a function has kinks, and by more if it jumps (a
         mask of the largest entries). At a tiny ε₀ jumps are rare, but a wrong midpoint stays wrong.
         """
 
         def run(midpoints: bool, scale: float = 1.0) -> Any:
-            there = replace(plan, midpoints=midpoints)
-            return self._trial(there, reference.rows, reference, scale)[1]
+            variant = replace(plan, midpoints=midpoints)
+            return self._run(variant, reference.rows, reference, scale)[1]
 
         def agree(one: Any, other: Any) -> bool:
             a, b = (logits_of(x).double() for x in (one, other))
@@ -268,15 +269,15 @@ class Prover:
         except (PlanChanged, NotStackable, *_RUNTIME):
             return False
 
-    def _trial(
+    def _run(
         self, draft: Plan, rows: Rows, reference: Reference | None, scale: float = 1.0
     ) -> tuple[Plan, Any]:
         """Run one stacked pass that finds the batch dimension of each site.
 
-        Its noise is that of the reference passes times ``scale``; without them it has none.
+        Its noise is that of the reference passes times ``scale``; without a reference it has none.
         """
         noise = None if reference is None else [scale * each for each in reference.noise]
-        mode = Trial(self.batch.model, draft, rows, noise)
+        mode = CandidatePass(self.batch.model, draft, rows, noise)
         inputs = self.batch.inputs
         if not draft.late:
             inputs = map_dims(rows.stacked, inputs, draft.input_dims)

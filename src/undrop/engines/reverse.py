@@ -148,31 +148,31 @@ TWICE_DIFFERENTIABLE: Mapping[Callable[..., Any], Rule] = {
 
 
 _log = logging.getLogger("undrop")
-_looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _STEP = {torch.float64: 1e-5, torch.float32: 1e-2}
 """ε, before it is divided by the largest σ."""
-_SHARE = {torch.float64: 0.01, torch.float32: 0.2}
-"""A relative difference larger than rounding and kinks cause."""
+_TOLERANCE = {torch.float64: 0.01, torch.float32: 0.2}
+"""A relative difference that is larger than rounding and kinks cause."""
 
 
-def look_for_blind_spots(request: Request, engine: str) -> None:
+def check_derivative(request: Request, engine: str) -> None:
     """Compare Σ_j σ_j η_j ∂ℓ/∂z_j with (ℓ(ε) - ℓ(-ε))/2ε once per model, and warn if they differ.
 
     They differ after ``detach()``, ``torch.no_grad()``, a gradient hook, or an autograd function whose
     backward is not its derivative.
     """
     model = request.batch.model
-    if model in _looked or request.loss.counts_calls or request.half_precision:
+    if model in _checked or request.loss.counts_calls or request.half_precision:
         return
-    _looked.add(model)
+    _checked.add(model)
     with torch.enable_grad():
         backward, forward, tolerance = _derivatives(request)
     if abs(backward - forward) > tolerance:
         _log.warning(
             "the %s engine misses a part of what dropout does in %s: along one draw of the noise the "
-            "loss changes at a rate of %.3g, and reverse mode says %.3g. Look for detach(), no_grad(), "
-            "a gradient hook or a custom autograd function, or use engine='auto'.",
+            "loss changes at a rate of %.3g, but reverse mode computes %.3g. Look for detach(), "
+            "no_grad(), a gradient hook or a custom autograd function, or use engine='auto'.",
             engine,
             type(model).__name__,
             forward,
@@ -181,14 +181,14 @@ def look_for_blind_spots(request: Request, engine: str) -> None:
 
 
 def _derivatives(request: Request) -> tuple[float, float, float]:
-    """Return ∂ℓ/∂ε by reverse mode and by differences, and by how much they may differ."""
+    """Return ∂ℓ/∂ε by reverse mode and by finite differences, and by how much they may differ."""
     model = bare(request.batch.model)  # DDP waits for the backward pass of every forward pass
     rng = RngSnapshot(model)
     draw = Draw("sign", request.draw.mask, request.draw.selection, Generators())
     request = replace(request, batch=request.batch._replace(model=model), draw=draw)
 
     def loss_under(mode: Interception) -> Tensor:
-        rng.restart()
+        rng.restore()
         with keep_buffers(model), mode:
             _, logits = request.run()
         with request.loss.undone():
@@ -199,17 +199,16 @@ def _derivatives(request: Request) -> tuple[float, float, float]:
     if not zeros.leaves or loss.dtype not in _STEP:
         return 0.0, 0.0, 0.0  # no site is chosen, or half precision
     changes = torch.cat([x.double().flatten() for x in _products(loss, zeros)])
-    wide = max(1.0, *(draw.scale(site) for site in zeros.sites))
-    step = _STEP[loss.dtype] / wide
+    step = _STEP[loss.dtype] / max(1.0, *(draw.scale(site) for site in zeros.sites))
     with torch.no_grad():
         up, down = (
             float(loss_under(Interception(model, ScaledNoise(draw, e)))) for e in (step, -step)
         )
-    rng.restart()
+    rng.restore()
     forward = (up - down) / (2 * step)
     rounding = 100 * torch.finfo(loss.dtype).eps * abs(float(loss.detach())) / step
     size = max(float(changes.norm()), abs(forward))  # the sum over signs may cancel
-    return float(changes.sum()), forward, _SHARE[loss.dtype] * size + rounding
+    return float(changes.sum()), forward, _TOLERANCE[loss.dtype] * size + rounding
 
 
 def _products(scalar: Tensor, action: ZeroLeaves, **options: Any) -> list[Tensor]:
@@ -222,10 +221,10 @@ def _products(scalar: Tensor, action: ZeroLeaves, **options: Any) -> list[Tensor
 
 
 class DoubleBackward(Engine):
-    """An engine whose total is differentiated through a gradient."""
+    """An engine whose total contains a gradient, so its backward pass differentiates twice."""
 
     def evaluate(self, request: Request) -> Evaluation:
-        """Return the weighted total; its backward pass is a double backward of the model."""
+        """Return the weighted sum of ℓ and both regularizers, ready for a double backward pass."""
         refuse_fraction(self, request)
         if is_sharded(request.batch.model):  # FSDP frees parameters before a second backward pass
             raise EngineError(
@@ -237,7 +236,7 @@ class DoubleBackward(Engine):
                 f"the {self.name} engine takes a loss of one output: use engine='antithetic' or "
                 "'tangent'."
             )
-        look_for_blind_spots(request, self.name)
+        check_derivative(request, self.name)
         action = ZeroLeaves(request.draw)
         with Interception(request.batch.model, action, TWICE_DIFFERENTIABLE):
             output, logits = request.run()
@@ -254,10 +253,10 @@ class DoubleBackward(Engine):
 class Reverse(DoubleBackward):
     """Algorithm 3 of the paper, for any mask structure.
 
-    With ŷ ~ p for every term and S = Σ ℓ_ŷ, the explicit part is Σ_j σ_j² (∂S/∂z_j)² / N: since the
-    gradients of different terms have zero mean and are independent, the square of their sum has the
-    right mean even if terms share an η. Its *value* is unbiased; its gradient is not, since the
-    sampling probabilities are not differentiated. The implicit part is Σ_j σ_j η_j ∂ℓ/∂z_j.
+    With ŷ ~ p for every term and S = Σ ℓ_ŷ, the explicit part is Σ_j σ_j² (∂S/∂z_j)² / N. The gradients
+    of different terms have zero mean and are independent, so the square of their sum has the right
+    mean even if terms share an η. The *value* is unbiased. Its gradient is not, because the sampling
+    probabilities are not differentiated. The implicit part is Σ_j σ_j η_j ∂ℓ/∂z_j.
     """
 
     name = "reverse"

@@ -26,7 +26,7 @@ from undrop.intercept.interception import outside_depth
 from undrop.intercept.random_values import MaskDraw
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read, run_layers
 
-_LOOKS = frozenset(("__get__", "__len__", "size", "dim", "numel"))
+_METADATA = frozenset(("__get__", "__len__", "size", "dim", "numel"))
 """Functions that only read a tensor's shape or type; they are not part of the trail."""
 
 
@@ -54,10 +54,10 @@ class StackedPass(Interception):
             self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> StackedPass:
-        """Begin."""
+        """Start to intercept."""
         self.entered += 1
         if any(s.site.kind == "module-drop" for s in self.plan.sites):
-            self.watch()
+            self.track_modules()
         TorchFunctionMode.__enter__(self)
         return self
 
@@ -66,10 +66,10 @@ class StackedPass(Interception):
     ) -> Any:
         """Call the rule of a function; split functions of block tensors into blocks."""
         rule = self._rules.get(func)
-        if not self._compiled and getattr(func, "__name__", "") not in _LOOKS:
+        if not self._compiled and getattr(func, "__name__", "") not in _METADATA:
             self.trail = hash((self.trail, func))
         if types or self._aliases:
-            found = self.followed(func, types, args, kwargs or {})
+            found = self.on_random_values(func, types, args, kwargs or {})
             if found is not NotImplemented:
                 return found
         if types and BlockTensor in types and func not in RECURRENT:
@@ -89,7 +89,7 @@ class StackedPass(Interception):
                 return func(*args, **(kwargs or {}))  # an autograd function has its own backward
         return rule(self, *args, **(kwargs or {}))
 
-    def resume(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of tensors as if the model had called it."""
         types = (BlockTensor,) if has_blocks((*args, *kwargs.values())) else ()
         return self.__torch_function__(func, types, args, kwargs)
@@ -103,30 +103,30 @@ class StackedPass(Interception):
         return None if self.plan.draws[index] is None else str(index)
 
     def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
-        """Raise ``PlanChanged``: the plain pass took this draw for a mask."""
+        """Raise ``PlanChanged``, because the draw was a mask in the plain pass."""
         raise PlanChanged
 
     def drops(self, key: str, rare: bool) -> bool:
         """Return whether a mask drops where it is 1, as the plan says."""
         return bool(self.plan.draws[int(key)])
 
-    def around(self, key: str) -> bool:
-        """Return whether the module that draws a random branch is blended, not the next one."""
+    def blends_enclosing(self, key: str) -> bool:
+        """Return whether a random branch blends the enclosing module, as the plan says."""
         return self.site().kind == "module-drop"
 
     def position(self) -> tuple[int, int]:
         """Return how many sites and draws the pass has reached."""
         return self.index, self.draw_index
 
-    def met_mask(self, key: str, draw: MaskDraw) -> None:
+    def note_mask(self, key: str, draw: MaskDraw) -> None:
         """Do nothing: only the plain pass records masks."""
 
-    def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
+    def site_options(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
         """Return nothing: the plan describes the site."""
         return {}
 
     def chance(self, p: Any) -> float | None:
-        """Return p as a number; if it is a tensor, from the plan."""
+        """Return p as a number; if it is a tensor, read the number from the plan."""
         if not isinstance(p, Tensor):
             return float(p)
         if self.index >= len(self.plan.sites):
@@ -176,7 +176,7 @@ class StackedPass(Interception):
         return h * factors
 
     def site(self, *args: Any, **kwargs: Any) -> Site:
-        """Return the next site, for rules that refuse it by name."""
+        """Return the next site, for rules that name it in an error message."""
         return self.plan.sites[min(self.index, len(self.plan.sites) - 1)].site
 
     def batch_dim(self, x: Tensor) -> int | None:
@@ -219,10 +219,10 @@ def run_stacked(
     noise: list[Any],
     inputs: Any,
 ) -> tuple[Any, int]:
-    """Run a model on a stacked batch; ``inputs`` are stacked already unless the plan is late.
+    """Run a model on a stacked batch; unless the plan is late, ``inputs`` are stacked.
 
-    It returns the model's output, and a hash of the functions that the model called (0 in compiled
-    code). If the pass does not use the sites that the plan lists, it raises ``PlanChanged``.
+    It returns the model's output and the trail of the pass (0 in compiled code). If the pass does not
+    use the sites that the plan lists, it raises ``PlanChanged``.
     """
     with StackedPass(model, plan, Rows.of_index(layout, index), noise) as mode:
         output = call(model, inputs)
@@ -283,12 +283,12 @@ _OWN_RULES: dict[Callable[..., Any], Rule] = {
 }
 
 
-_merged: dict[tuple[bool, int, int], dict[Callable[..., Any], Rule]] = {}
+_cached: dict[tuple[bool, int, int], dict[Callable[..., Any], Rule]] = {}
 
 
 def stacked_rules(midpoints: bool) -> dict[Callable[..., Any], Rule]:
     """Return the rules of a stacked pass, including those that users register."""
     key = (midpoints, len(MIDPOINT_RULES), len(SITE_RULES))
-    if key not in _merged:
-        _merged[key] = {**(MIDPOINT_RULES if midpoints else {}), **SITE_RULES, **_OWN_RULES}
-    return _merged[key]
+    if key not in _cached:
+        _cached[key] = {**(MIDPOINT_RULES if midpoints else {}), **SITE_RULES, **_OWN_RULES}
+    return _cached[key]

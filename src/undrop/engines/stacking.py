@@ -1,14 +1,14 @@
-"""The plan for each model on a stacked batch: found once, and proven again while the model trains.
+"""Find the plan of each model for stacked batches, and prove it again while the model trains.
 
 The size of a dimension alone does not tell whether it is the batch, so ``proving.py`` tries candidates
 and compares passes. A proof holds for the branch that the model took, for the shapes of the batch, and
 for the weights at that time. So a plan is proven again
 
 - for every new shape of the batch;
-- for every new sequence of torch functions that the model calls: it took another branch;
+- for every new sequence of torch functions that the model calls, because it took another branch;
 - at steps 16, 64 and 256, and every 1,024 steps: weights and buffers change, and examples that did not
   interact at first may do so later;
-- at every step as long as noise has no effect on the output: then every plan looks right.
+- at every step as long as noise has no effect on the output, because then every plan looks right.
 
 The steps are counted in this process, and a proof changes no generator, buffer or gradient. So a resumed
 run, which searches and proves again, computes the same bits if it finds the same plan.
@@ -32,8 +32,8 @@ from undrop.intercept import Statistics, bare, is_sharded, preserve_model
 from undrop.rng_snapshot import RngSnapshot
 
 _FULL_PROOFS = 4  # the first shapes get a full search, with a check of the model's randomness
-_EARLY, _EVERY = (16, 64, 256), 1024
-_BRANCHES = 64
+_EARLY, _EVERY = (16, 64, 256), 1024  # the steps of further proofs
+_BRANCHES = 64  # a model with more branches gets a proof only if their number is a power of 2
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Proof:
     plan: Plan | str
     """The plan, or why there is none."""
     trails: set[int] = field(default_factory=set)
-    """Hashes of the sequences of functions that the model has called."""
+    """The trails of the model's passes so far."""
     steps: int = 0
     no_effect: bool = False
     """Whether noise had no effect on the output."""
@@ -51,7 +51,7 @@ class Proof:
 
 @dataclass
 class Stacking:
-    """What undrop knows about one model."""
+    """What undrop knows about stacked passes of one model."""
 
     proofs: dict[tuple[Any, ...], Proof] = field(default_factory=dict)
     modes: tuple[bool, ...] = ()
@@ -95,8 +95,8 @@ def find_plan(request: Request, *, again: bool = False) -> tuple[Plan | None, st
 def plan_holds(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
     """Return whether the plan of a step is right for what the model did in that step.
 
-    ``trail`` is a hash of the functions that the model called, and ``rng`` the random state before the
-    step, for a model that draws random numbers.
+    ``trail`` is the trail of the step, and ``rng`` the random state before it, for a model that draws
+    random numbers.
     """
     model = request.batch.model
     proof = _KNOWN[model].proofs.get(request.plan_key)
@@ -118,7 +118,7 @@ def plan_holds(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
 
 
 class StateBeforeStep:
-    """The state of a model and its random numbers before a step, to be restored.
+    """The state of a model before a step, so that the step can be repeated.
 
     It saves only what a pass is known to change: running statistics, buffers that changed in a proof
     (all buffers, if noise had no effect there), and the random state if the model draws random numbers.
@@ -126,17 +126,17 @@ class StateBeforeStep:
 
     def __init__(self, model: nn.Module) -> None:
         known = _KNOWN.get(model, Stacking())
-        silent = any(proof.no_effect for proof in known.proofs.values())
+        no_effect = any(proof.no_effect for proof in known.proofs.values())
         inner = bare(model)
-        moving = inner.buffers() if silent else map(inner.get_buffer, known.moving)
+        moving = inner.buffers() if no_effect else map(inner.get_buffer, known.moving)
         self._buffers = Statistics(model, moving)
         self.rng = RngSnapshot(model) if known.draws else None
 
     def restore(self) -> None:
-        """Restore it."""
+        """Restore the state."""
         self._buffers.restore()
         if self.rng is not None:
-            self.rng.restart()
+            self.rng.restore()
 
 
 def _modes(model: nn.Module) -> tuple[bool, ...]:
@@ -145,11 +145,11 @@ def _modes(model: nn.Module) -> tuple[bool, ...]:
 
 @contextmanager
 def _preserved(request: Request, rng: RngSnapshot | None = None) -> Iterator[Request]:
-    """Yield the request for the model that DDP wraps, and leave no trace in it."""
+    """Yield the request for the model that DDP wraps, and restore that model afterwards."""
     model = bare(request.batch.model)
     with preserve_model(model), torch.no_grad():
         if rng is not None:
-            rng.restart()
+            rng.restore()
         yield replace(request, batch=request.batch._replace(model=model))
 
 
@@ -157,7 +157,7 @@ def _search(request: Request, known: Stacking) -> Proof:
     with _preserved(request) as inner:
         prover = Prover(inner)
         try:
-            plan = _found(prover, known)
+            plan = _proven_plan(prover, known)
         except NotStackable as reason:
             return Proof(str(reason))
         finally:
@@ -167,12 +167,12 @@ def _search(request: Request, known: Stacking) -> Proof:
     return Proof(plan, no_effect=prover.no_effect)
 
 
-def _found(prover: Prover, known: Stacking) -> Plan:
+def _proven_plan(prover: Prover, known: Stacking) -> Plan:
     """Return the last plan if it is right for the new shapes, else the first candidate that is."""
     last = known.last
     if last is not None and is_sharded(prover.batch.model):
         prover.run_plain(1)
-        return prover.looked_up(last)  # every process must run the same number of passes
+        return prover.adapted(last)  # every process must run the same number of passes
     if last is not None and known.proven >= _FULL_PROOFS:
         prover.run_plain(1)
         plan = prover.proven_again(last)
@@ -183,5 +183,5 @@ def _found(prover: Prover, known: Stacking) -> Plan:
         plan = prover.search(last, known.late)
     if not prover.no_effect:
         return plan
-    prover.run_plain()  # with the original weights: random ones may switch all units off
+    prover.run_plain()  # with the model's own weights: random ones may switch all units off
     return prover.search(plan, known.late)

@@ -58,14 +58,14 @@ def _run(request: Request) -> tuple[Any, Any]:
     try:
         return request.run()
     except NotImplementedError as error:
-        name, said = type(request.batch.model).__name__, str(error).strip().split("\n")[0]
+        name, reason = type(request.batch.model).__name__, str(error).strip().split("\n")[0]
         if in_checkpoint(error):  # torch 2.8 notices it before the interception does
             raise RecomputationError(
                 f"a part of {name} is under activation checkpointing, whose second run has no "
                 "forward mode: use engine='antithetic'."
             ) from error
         raise EngineError(
-            f"a part of {name} has no forward mode: use engine='antithetic' (torch says: {said})"
+            f"a part of {name} has no forward mode: use engine='antithetic' (torch says: {reason})"
         ) from error
 
 
@@ -89,10 +89,7 @@ _proven: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDiction
 
 
 def _check_proof(request: Request, trail: int) -> None:
-    """Probe the model once for every sequence of functions that it calls.
-
-    An ``EngineError`` names the first op that has no proven rule.
-    """
+    """Raise an ``EngineError`` for an op without a proven rule, once for each new trail."""
     model = request.batch.model
     if trail in _proven.get(model, ()):
         return
@@ -111,7 +108,7 @@ def _forward_mode() -> Iterator[None]:
     with _FORWARD_MODE:
         if forward._current_level >= 0:
             raise EngineError(
-                "forward mode is in use around this objective, and torch can't nest it: use "
+                "this objective is called inside forward mode, which torch can't nest: use "
                 "engine='antithetic'."
             )
         with forward.dual_level():

@@ -31,7 +31,7 @@ from undrop.intercept import (
     keep_statistics,
     logits_of,
     no_noise,
-    unwrapped,
+    uncompiled,
 )
 from undrop.losses import ModelLoss, Task
 from undrop.losses.model_loss import check_attention, check_same_loss, decoder_inputs, read_head
@@ -196,7 +196,7 @@ class UndropMixin(_Base):
             return None
 
         def own(model_or_stand_in: Any) -> Tensor:
-            with Interception(unwrapped(model), no_noise):
+            with Interception(uncompiled(model), no_noise):
                 found = compute(model_or_stand_in, dict(inputs), num_items_in_batch=count)
             loss: Tensor = found[0] if isinstance(found, tuple) else found
             return loss
@@ -226,7 +226,7 @@ class UndropMixin(_Base):
         """Prepare without noise: some trainers generate text and compute old log-probabilities here."""
         if not self.model.training:
             return super()._prepare_inputs(inputs)
-        with Interception(unwrapped(self.model), no_noise):
+        with Interception(uncompiled(self.model), no_noise):
             return super()._prepare_inputs(inputs)
 
     def _undrop_prepared(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
@@ -247,7 +247,7 @@ class UndropMixin(_Base):
     ) -> bool:
         """Return whether the task's loss is the Trainer's own; False if the batch has no targets."""
         bare = self.accelerator.unwrap_model(model)
-        quiet = Interception(unwrapped(model), no_noise)
+        quiet = Interception(uncompiled(model), no_noise)
         with torch.no_grad(), RngSnapshot(), keep_statistics(model), quiet, _kept(self):
             theirs = super().compute_loss(model, {**inputs, "labels": labels})
             logits = logits_of(call(model, decoder_inputs(bare, inputs, labels)))
@@ -298,7 +298,7 @@ class UndropMixin(_Base):
         if self.objective.needs_dropout:
             policy = self._undrop_policy_step
             asked = model if policy is None else policy.policy(model)
-            found = f"{len(self.objective.sites(unwrapped(asked), inputs))} sites"
+            found = f"{len(self.objective.sites(uncompiled(asked), inputs))} sites"
             if has_no_effect(step.parts):
                 found += ", no effect yet (LoRA starts with B = 0)"
         _log.warning(

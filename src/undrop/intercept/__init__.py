@@ -1,6 +1,10 @@
 """Find, name and control every dropout of any ``nn.Module``, without changes to the model."""
 
-from undrop.intercept import attention, functional, recurrent  # they register their rules
+from undrop.intercept import (
+    attention,
+    functional,
+    recurrent,
+)  # importing them registers their rules
 from undrop.intercept.discovery import (
     find_sites,
     follow_masks,
@@ -27,7 +31,7 @@ from undrop.intercept.running_statistics import (
 )
 from undrop.intercept.site import Selection, Site, Sites
 from undrop.intercept.unaccounted import Unaccounted
-from undrop.intercept.wrappers import bare, is_compiled, is_sharded, unwrapped
+from undrop.intercept.wrappers import bare, is_compiled, is_sharded, uncompiled
 from undrop.rng_snapshot import RngSnapshot
 
 __all__ = [
@@ -64,5 +68,5 @@ __all__ = [
     "register_site",
     "sites",
     "tensors_in",
-    "unwrapped",
+    "uncompiled",
 ]

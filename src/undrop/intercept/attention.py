@@ -1,4 +1,4 @@
-"""Dropout on attention probabilities, which torch hides inside its fused attention."""
+"""Dropout on attention probabilities, which torch's fused attention hides."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def written_out(
     call: AttentionCall,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Tensor:
-    """softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η) V: the mask inside torch's fused kernel is invisible."""
+    """(softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η)) V in plain operations: torch's fused kernel hides the mask."""
     call = spread(call)
     p = probabilities(call, softmax)
     if call.dropout_p > 0.0:
@@ -137,5 +137,5 @@ def flex_written_out(
     call: FlexCall,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Any:
-    """FlexAttention with noise in plain operations, for engines that no kernel supports."""
+    """FlexAttention with noise in plain operations, for engines that the kernel does not support."""
     return without_kernel(call, _factors(mode, call), softmax)

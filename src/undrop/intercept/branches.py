@@ -1,9 +1,10 @@
-"""LayerDrop: a layer that a random branch skips is run, and its output blended with its input.
+"""LayerDrop: run a layer that a random branch may skip, and blend its output with its input.
 
-A model asks ``if torch.rand([]) < p: continue``. It gets the answer that makes the layer run. The next
-module called is the layer: its output y becomes x + m·(y - x), with x its input and m the mask of the
-branch. Where that is not what the branch does, the module that asks is run a second time with the
-other answer, and its outputs y and z become z + m·(y - z).
+A model evaluates ``if torch.rand([]) < p: continue``, and the interception answers so that the layer
+runs. The next module that the model calls is the layer: its output y becomes x + m·(y - x), where x is
+its input and m is the mask of the branch. If the branch does something else, the enclosing module (the
+one that evaluates the branch) runs a second time with the other answer, and its two outputs y and z
+become z + m·(y - z).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from undrop.intercept.random_values import Mask
 
 
-class Watch:
-    """Sees every module that this thread calls, when it begins and when it ends.
+class ModuleTracker:
+    """Tracks which modules this thread is running.
 
-    It writes into torch's dictionaries of hooks, as ``register_module_forward_hook`` does:
-    torch.compile can't trace that function.
+    It writes into torch's dictionaries of hooks itself, because torch.compile can't trace
+    ``register_module_forward_hook``.
     """
 
     def __init__(self, mode: HandMasks) -> None:
@@ -36,7 +37,7 @@ class Watch:
         self.running: list[tuple[nn.Module, int]] = []
         """The running modules, innermost last, each with ``mode.functions`` as it was when it began."""
         self.blends: list[Blend] = []
-        """The branches whose module has not returned yet."""
+        """The branches whose modules have not returned yet."""
         compiled = torch.compiler.is_compiling()
         self._thread = None if compiled else threading.get_ident()
         self._key = -1 if compiled else -id(self)  # torch numbers hooks from 0
@@ -45,40 +46,40 @@ class Watch:
         torch_hooks._global_forward_hooks_with_kwargs[self._key] = True
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Stop tracking."""
         del torch_hooks._global_forward_pre_hooks[self._key]
         del torch_hooks._global_forward_hooks[self._key]
         del torch_hooks._global_forward_hooks_with_kwargs[self._key]
 
-    def waiting(self) -> Blend | None:
+    def pending(self) -> Blend | None:
         """Return the branch whose module has not been called yet."""
         return self.blends[-1] if self.blends and self.blends[-1].layer is None else None
 
-    def settle(self, end: bool = False) -> None:
-        """Raise ``NotAMask`` for a branch that no module follows; at the end, also for an open one."""
-        if self.waiting() or (end and self.blends):
+    def check(self, end: bool = False) -> None:
+        """Raise ``NotAMask`` for a branch that no module follows; at the end, for any that is left."""
+        if self.pending() or (end and self.blends):
             raise self.blends[-1].mask.refuse("a branch that no module follows", branch=True)
 
-    def _elsewhere(self) -> bool:
+    def _in_other_thread(self) -> bool:
         return self._thread is not None and self._thread != threading.get_ident()
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if self._elsewhere():
+        if self._in_other_thread():
             return
         self.running.append((module, self._mode.functions))
-        blend = self.waiting()
+        blend = self.pending()
         if blend is not None:
             if self._thread is not None:
                 blend.mask.mode.prepare_recomputation()
             blend.layer = module
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self._elsewhere():
+        if self._in_other_thread():
             return output
         while self.running and self.running.pop()[0] is not module:
             pass
         while self.blends and self.blends[-1].layer is module:
-            output = self.blends.pop().of(args, kwargs, output)
+            output = self.blends.pop().apply(args, kwargs, output)
         return output
 
 
@@ -91,7 +92,7 @@ class Blend:
     def __init__(self, mask: Mask, factor: Tensor, layer: nn.Module | None = None) -> None:
         self.mask, self.factor, self.layer = mask, factor, layer
 
-    def of(self, args: Any, kwargs: Any, output: Any) -> Any:
+    def apply(self, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the blended output of the module."""
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not inputs:
@@ -117,8 +118,8 @@ class Blend:
         return x + self.factor.reshape(()).to(y.dtype) * (y - x)
 
 
-class BlendAround(Blend):
-    """Blends the two outputs, one per branch, of the module that asks for the branch.
+class EnclosingBlend(Blend):
+    """Blends the two outputs, one for each answer, of the module that evaluates the branch.
 
     ``begun`` is how many functions the model had called when the module began.
     """
@@ -127,7 +128,7 @@ class BlendAround(Blend):
         super().__init__(mask, factor, layer)
         self._begun = begun
 
-    def of(self, args: Any, kwargs: Any, output: Any) -> Any:
+    def apply(self, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the blended output of the module."""
         module, mode = self.layer, self.mask.mode
         assert module is not None

@@ -17,7 +17,7 @@ from undrop.intercept.mask_proof import disproven
 from undrop.intercept.model_call import (
     NeedsGraph,
     call,
-    call_to_look,
+    call_noting_needs,
     logits_of,
     map_tensors,
     tensors_in,
@@ -26,22 +26,22 @@ from undrop.intercept.random_values import NotAMask
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.intercept.site import Site, Sites
 from undrop.intercept.unaccounted import Unaccounted, unaccounted
-from undrop.intercept.wrappers import bare, is_sharded, paths, unwrapped
+from undrop.intercept.wrappers import bare, is_sharded, paths, uncompiled
 from undrop.rng_snapshot import RngSnapshot, seed_current
 from undrop.torch_compat import eager
 
 _MOST_PASSES = 48  # to look for sites behind random branches
-_LOOKING = RLock()  # held while a model is not in the mode that its owner chose
+_SEARCHING = RLock()  # held while a search changes the mode of a model
 
 
 def sites(model: nn.Module, inputs: Any) -> Sites:
     """List every dropout that a forward pass of the model uses.
 
-    The model is run in train mode with its dropout switched off, once with gradients to see whose noise
-    reaches the output, and in eval mode to see which sites are active there. A model that makes random
-    masks by hand is run a few times more, to prove that they are masks. One that draws other random
-    numbers is run 4 to 50 times more, to see where, and which sites they hide. Its mode, its buffers and
-    the random state are restored. Dropouts with p = 0 are not sites.
+    The model runs in train mode with its dropout switched off, once more with gradients to see which
+    noise reaches the output, and in eval mode to see which sites are active there. A model that makes
+    masks by hand runs a few more times, to prove that they are masks. A model that draws other random
+    numbers runs 4 to 50 more times, to find where it draws them and which sites it sometimes skips. Its
+    mode, its buffers and the random state are restored. Dropouts with p = 0 are not sites.
 
     Args:
         model: any module.
@@ -58,12 +58,12 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
 
 def find_sites(model: nn.Module, inputs: Any, *, acts: bool = False) -> Sites:
-    """List the sites as ``sites`` does; with ``acts``, also find out whose noise reaches the output."""
-    model = unwrapped(model)
-    with eager(), _LOOKING, preserve_model(model):
+    """List the sites as ``sites`` does; with ``acts``, also find out which noise reaches the output."""
+    model = uncompiled(model)
+    with eager(), _SEARCHING, preserve_model(model):
         if not model.training:
             model.train()
-        mode, others = _look(model, inputs)
+        mode, others = _search(model, inputs)
         reached = acting(model, inputs) if acts else {}
         _put_into_eval_mode(model)
         active = {site.name for site in _run(model, inputs).sites}
@@ -83,11 +83,11 @@ def _put_into_eval_mode(model: nn.Module) -> None:
 
 def follow_masks(model: nn.Module, inputs: Any) -> None:
     """Find out which random draws of a model are masks, so that later passes know."""
-    with _LOOKING, preserve_model(model):
+    with _SEARCHING, preserve_model(model):
         _proven_pass(model, inputs)
 
 
-def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted]]:
+def _search(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted]]:
     """Run the model without noise, and list the random numbers that belong to no site."""
     first = _proven_pass(model, inputs)
     seed_current(0)
@@ -101,16 +101,16 @@ def _look(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted
     moved = before.moved()
     if not moved:
         return mode, []
-    before.restart()
+    before.restore()
     others = unaccounted(paths(model), lambda: _run(model, inputs), moved)
     _add_hidden_sites(model, inputs, mode)
     return mode, others
 
 
 def _add_hidden_sites(model: nn.Module, inputs: Any, mode: Interception) -> None:
-    """Add the sites that random branches have skipped, such as experts, from passes with noise.
+    """Run passes with noise, and add the sites that random branches had skipped, such as experts.
 
-    The more of them are found, the more passes in a row must find nothing new.
+    The search ends after some passes in a row without a new site; each site found makes it longer.
     """
     names = {site.name for site in mode.sites}
     hidden = quiet = 0
@@ -125,14 +125,14 @@ def _add_hidden_sites(model: nn.Module, inputs: Any, mode: Interception) -> None
 
 
 def _dropped(site: Site, h: Tensor) -> Tensor:
-    """Drop entries of h one by one: enough noise to take other branches."""
+    """Drop entries of h at random, so that a pass takes other branches."""
     return h * (torch.rand_like(h) >= site.p) / (1.0 - min(site.p, 0.9))
 
 
 def _proven_pass(
     model: nn.Module, inputs: Any, number: int = 0, action: SiteAction = no_noise
 ) -> Interception:
-    """Run the model until every random draw is proven to be a mask, or known not to be one."""
+    """Run the model until every random draw is either proven to be a mask or known not to be one."""
     seed_current(number)  # so the branches do not depend on the user's seed
     known = known_draws(model)
     while True:
@@ -146,7 +146,7 @@ def _proven_pass(
         if not bad:
             return mode
         for key in bad:
-            known.refused(key, mode.masks[key])
+            known.refuse(key, mode.masks[key])
 
 
 def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interception:
@@ -157,7 +157,7 @@ def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interc
         mode.batch = next((len(x) for x in tensors_in(inputs) if x.dim()), None)
         try:
             with mode:
-                call_to_look(model, inputs)
+                call_noting_needs(model, inputs)
             return mode
         except (NotAMask, NeedsGraph):
             continue
@@ -165,7 +165,7 @@ def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interc
             followed = [key for key, mask in mode.draws.items() if mask is not None]
             if isinstance(error, UndropError) or not followed:
                 raise
-            # Perhaps code that needs real tensors got a mask: draw real numbers there.
+            # Perhaps code that needs a real tensor got a mask: draw real numbers there.
             known_draws(model).others.add(followed[-1])
 
 
@@ -177,10 +177,10 @@ def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:
 
 
 def in_training(model: nn.Module) -> bool:
-    """Wait until no other thread looks for its sites; return whether the model is in train mode."""
+    """Return whether the model is in train mode, after waiting for a search in another thread."""
     if model.training:
         return True
-    with _LOOKING:
+    with _SEARCHING:
         return model.training
 
 
@@ -219,9 +219,9 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
 
 
 def acting(model: nn.Module, inputs: Any) -> dict[str, bool]:
-    """Return, by the name of each site, whether u ≠ 0: the derivative of vᵀF for a random v.
+    """Return for each site, by name, whether its u is not 0: whether vᵀF depends on its noise.
 
-    If the model can't be differentiated outside training, the result is empty: nothing is known.
+    v is random. If the model can't be differentiated here, the result is empty: nothing is known.
     """
     if is_sharded(model):
         return {}
@@ -253,7 +253,7 @@ def acting(model: nn.Module, inputs: Any) -> dict[str, bool]:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """Return a copy: dropout in place would make the caller's tensor a part of the graph."""
+    """Return a copy: in-place dropout would make the caller's tensor a part of the graph."""
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 

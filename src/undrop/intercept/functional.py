@@ -1,4 +1,4 @@
-"""The functions that drop, as sites: torch's, undrop's, the draws of hand-made masks, and your own."""
+"""Rules for the functions that drop: torch's, undrop's, your own, and draws of masks made by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,8 @@ aten: Any = torch.ops.aten
 def _noisy(mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **how: Any) -> Tensor:
     if not inplace:
         return mode.noisy(h, p, kind=kind, label=kind, **how)
-    # The caller may use h itself afterwards: like torch's own in-place dropout this writes into h.
-    # The clone keeps the old value for the derivative in η.
+    # The caller may use h itself afterwards, so this writes into h, as torch's in-place dropout does.
+    # The clone keeps the old value, which the derivative in η needs.
     return h.copy_(mode.noisy(h.clone(), p, kind=kind, label=kind, **how))
 
 
@@ -52,7 +52,7 @@ SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
 def _native_dropout(
     mode: Interception, input: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Any]:
-    """A mask made by hand, because the function also returns its mask, which the caller may use."""
+    """Treated as a mask made by hand, because the caller also gets the mask and may use it."""
     if train is False or not p:
         return mode.off(input, train), torch.ones_like(input, dtype=torch.bool)
     keep = mode.bernoulli(
@@ -77,10 +77,10 @@ def _feature_dropout(
     unbatched: int | None = None,
     train: bool | None = None,
 ) -> Tensor:
-    """One η per feature map: dimensions after the channel share it.
+    """One η per feature map: all dimensions after the channel share it.
 
-    Torch treats (C, L) in dropout1d and (C, D, H, W) in dropout3d as one example without a batch:
-    ``unbatched`` is that number of dimensions.
+    An input of ``unbatched`` dimensions is one example without a batch dimension: torch reads (C, L) in
+    dropout1d and (C, D, H, W) in dropout3d like this.
     """
     training = training if train is None else train
     if not training or not p:
@@ -134,11 +134,12 @@ def _alpha_dropout(
     )
 
 
-_NOT_OF_FULL = ("generator", "out", "requires_grad", "size", "names", "input")
+_NOT_FOR_FULL = ("generator", "out", "requires_grad", "size", "names", "input")
 
 
-def _filling(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in _NOT_OF_FULL}
+def _full_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of ``torch.rand`` that ``torch.full`` takes too."""
+    return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_FULL}
 
 
 @SITE_RULES.register(torch.rand)
@@ -146,13 +147,13 @@ def _rand(mode: Interception, *args: Any, **kwargs: Any) -> Any:
     size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
     if kwargs.get("out") is not None or kwargs.get("requires_grad"):
         return torch.rand(*args, **kwargs)
-    how = _filling(kwargs)
+    how = _full_options(kwargs)
     return mode.uniform(lambda k: torch.full(size, k, **how), lambda: torch.rand(*args, **kwargs))
 
 
 @SITE_RULES.register(torch.rand_like)
 def _rand_like(mode: Interception, input: Tensor, **kwargs: Any) -> Any:
-    how = _filling(kwargs)
+    how = _full_options(kwargs)
     return mode.uniform(
         lambda k: torch.full_like(input, k, **how), lambda: torch.rand_like(input, **kwargs)
     )
@@ -200,9 +201,6 @@ def _full_like(x: Tensor, k: float) -> Tensor:
     return torch.full_like(x, k, dtype=dtype, requires_grad=False)
 
 
-Target = TypeVar("Target")
-
-
 def register_site(
     target: Any = None,
     *,
@@ -210,13 +208,12 @@ def register_site(
     shared: Sequence[int] = (),
     kind: str = "dropout",
     mask: str = "independent",
-    per_example: bool = True,
 ) -> Any:
     """Declare that a function, or a module class, multiplies its input h by noise of mean 1.
 
-    undrop finds most masks by itself. This is for noise that it can't see: your own kernel, a mask from
-    NumPy. Use the function that is returned, or use this as a decorator; a class is changed in
-    place. Outside of undrop's passes, both do what they did before.
+    undrop finds most masks by itself. This is for noise that it can't see, such as your own kernel or a
+    mask from NumPy. Call the function that this returns, or use this as a decorator; a class is changed
+    in place. Outside of undrop's passes, both work as before.
 
     Args:
         target: a function whose first argument is h, or a subclass of ``nn.Module``.
@@ -225,7 +222,6 @@ def register_site(
         shared: the dimensions of h along which one entry of the noise is shared.
         kind: what the site is called in ``undrop.sites``.
         mask: the mask structure's name there.
-        per_example: False if all examples of a batch share the noise.
 
     Returns:
         The function or class to use.
@@ -234,10 +230,8 @@ def register_site(
         OptionError: if the target can't be called, or p names none of its arguments.
     """
     if target is None:
-        return functools.partial(
-            register_site, p=p, shared=shared, kind=kind, mask=mask, per_example=per_example
-        )
-    how = {"shared": shared, "kind": kind, "mask": mask, "per_example": per_example}
+        return functools.partial(register_site, p=p, shared=shared, kind=kind, mask=mask)
+    how = {"shared": shared, "kind": kind, "mask": mask}
     if isinstance(target, type) and issubclass(target, nn.Module):
         target.forward = _declared(target.forward, 1, p, how)
         return target
@@ -249,7 +243,7 @@ def register_site(
 
 
 def _compiled_mode() -> bool:
-    """Whether compiled code runs under a mode, which torch.compile forgets in has_torch_function."""
+    """Whether compiled code runs under a mode, which has_torch_function does not see there."""
     return torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled()
 
 

@@ -1,4 +1,4 @@
-"""The part of an interception that follows random masks which a model makes by hand."""
+"""The part of an interception that follows the masks that a model makes by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from undrop.intercept.branches import Blend, BlendAround, Watch
+from undrop.intercept.branches import Blend, EnclosingBlend, ModuleTracker
 from undrop.intercept.mask_functions import META
 from undrop.intercept.random_values import Mask, MaskDraw, RandomValue, Uniform, leaves_of, replaced
 from undrop.intercept.site import Site
@@ -29,13 +29,13 @@ class KnownDraws:
     """Draws that are not masks."""
     drops: dict[str, bool] = field(default_factory=dict)
     """Whether a mask drops where it is 1, if its uses show it."""
-    around: set[str] = field(default_factory=set)
-    """Random branches for which the module that draws them is blended, not the next module."""
-    turned: set[str] = field(default_factory=set)
+    blends_enclosing: set[str] = field(default_factory=set)
+    """Random branches that blend the outputs of the enclosing module, not those of the next module."""
+    reversed: set[str] = field(default_factory=set)
     """Branches that were tried with the less probable answer."""
 
     def learn(self, uses: Mapping[str, set[bool]], masks: Mapping[str, MaskDraw]) -> bool:
-        """Note which value of each mask drops; return whether one was mistaken for the other."""
+        """Note which value of each mask drops; return whether the assumption was wrong for any."""
         wrong = False
         for key, right in uses.items():
             if len(right) == 1 and key not in self.drops:
@@ -44,19 +44,19 @@ class KnownDraws:
                 wrong = wrong or not is_right
         return wrong
 
-    def refused(self, key: str, draw: MaskDraw | None = None) -> None:
+    def refuse(self, key: str, draw: MaskDraw | None = None) -> None:
         """Note that a draw is not a mask.
 
-        A branch is first tried with the other answer, and then by blending the module that asks.
+        A branch is first tried with the other answer, and then by blending the enclosing module.
         """
-        if draw is None or not draw.branch or key in self.around:
+        if draw is None or not draw.branch or key in self.blends_enclosing:
             self.others.add(key)
-        elif key not in self.turned:
-            self.turned.add(key)
+        elif key not in self.reversed:
+            self.reversed.add(key)
             self.drops[key] = not draw.flipped
         else:
             self.drops.pop(key)
-            self.around.add(key)
+            self.blends_enclosing.add(key)
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, KnownDraws] = weakref.WeakKeyDictionary()
@@ -67,8 +67,8 @@ def known_draws(model: nn.Module) -> KnownDraws:
     return _KNOWN.setdefault(bare(model), KnownDraws())
 
 
-Given: TypeAlias = Callable[[str, Callable[[float], Tensor]], Tensor | None]
-"""Returns the real numbers of a draw from its key and ``fill``, or None to leave it to the pass."""
+GivenNumbers: TypeAlias = Callable[[str, Callable[[float], Tensor]], Tensor | None]
+"""Returns the numbers of a draw from its key and ``fill``, or None if the pass shall draw them."""
 
 
 @dataclass
@@ -87,23 +87,24 @@ KINDS = {
     "drop-block": ("dropblock", "dropblock2d", "dropblockfast2d"),
     "zoneout": ("zoneout",),
 }
-"""The kind of a hand-made mask, by the ending of the name of the function or class that makes it."""
+"""The kind of a mask made by hand, by how the name of its function or class ends."""
 
 
 class HandMasks:
-    """Follows random values from their draw to their use; :class:`Interception` is one."""
+    """The part of :class:`Interception` that follows random values from their draw to their use."""
 
     gradients: bool
     """Whether the pass has gradients."""
-    given: Given | None = None
+    given: GivenNumbers | None = None
     aliased = False
-    """Whether the pass has used, under its own name, a tensor that was filled in place."""
+    """Whether the model has used a tensor that it had filled in place, not the function's result."""
     _aliases: dict[int, tuple[TensorWeakRef, RandomValue]] | None = None
     _branched: frozenset[str] = frozenset()
     _replay: Replay | None = None
-    _watch: Watch | None = None
+    _tracker: ModuleTracker | None = None
     uses: dict[str, set[bool]] | None = None
-    """For each mask, whether its uses agree with the value that is assumed to drop; None to skip it."""
+    """For each mask, whether its uses agree with the value that is assumed to drop; None if the pass
+    does not record it."""
     entered = 0
     """How many ``with`` blocks of this interception are open: some rules open another one."""
     functions = 0
@@ -116,17 +117,17 @@ class HandMasks:
     masks: dict[str, MaskDraw]
     """How draws became masks, by key."""
     batch: int | None = None
-    """The number of examples, if it is known; it names the structure of hand-made masks."""
+    """The number of examples, if it is known; :func:`structure` needs it."""
     _names: dict[int, str]
     _calls: Counter[str]
     _known: KnownDraws
-    resume: Callable[..., Any]
+    dispatch: Callable[..., Any]
     """Calls a function of tensors as if the model had called it."""
     noisy: Callable[..., Tensor]
     """Returns what the action makes of h."""
 
     def numbered(self, name: str) -> str:
-        """Return a name, numbered from its second occurrence in the pass on."""
+        """Return a name; add a number to it if the pass has used the name before."""
         self._calls[name] += 1
         count = self._calls[name]
         return name if count == 1 else f"{name}#{count}"
@@ -140,22 +141,22 @@ class HandMasks:
 
     def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
         """Record that a draw is not a mask, or that it decides another branch."""
-        self._known.refused(key, draw)
+        self._known.refuse(key, draw)
 
     def drops(self, key: str, rare: bool) -> bool:
-        """Return whether a mask drops where it is 1; if no use says so, whether 1 is the rarer value."""
+        """Return whether a mask drops where it is 1; if its uses do not show it, return ``rare``."""
         self.draws[key] = self._known.drops.get(key, rare)
         return bool(self.draws[key])
 
-    def around(self, key: str) -> bool:
-        """Return whether the module that draws a random branch is blended, not the next one."""
-        return key in self._known.around
+    def blends_enclosing(self, key: str) -> bool:
+        """Return whether a random branch blends the enclosing module, not the next one."""
+        return key in self._known.blends_enclosing
 
     def position(self) -> tuple[int, int]:
-        """Return how many sites and draws the pass has met."""
+        """Return how many sites and draws the pass has seen so far."""
         return len(self.sites), len(self.draws)
 
-    def met_mask(self, key: str, draw: MaskDraw) -> None:
+    def note_mask(self, key: str, draw: MaskDraw) -> None:
         """Note how a draw became a mask."""
         self.masks[key] = draw._replace(site=self.sites[-1].name)
 
@@ -168,14 +169,13 @@ class HandMasks:
         low, high = (float(x) for x in p.aminmax())
         return low if low == high else None
 
-    def described(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
+    def site_options(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
         """Return the kind, mask structure and label of a mask's site."""
-        words, per_example = structure(shape, self.batch)
-        kind = kind or self._hand_made_kind()
-        return {"kind": kind, "mask": words, "per_example": per_example, "label": kind}
+        kind = kind or self._kind_by_name()
+        return {"kind": kind, "mask": structure(shape, self.batch), "label": kind}
 
-    def _hand_made_kind(self) -> str:
-        """Return what the functions and modules that make a mask call it."""
+    def _kind_by_name(self) -> str:
+        """Return the kind of a mask from the names of the functions and modules that make it."""
         for frame in frames():
             owner = frame.f_locals.get("self")
             for name in (frame.f_code.co_name, type(owner).__name__):
@@ -196,7 +196,7 @@ class HandMasks:
         low: float = 0.0,
         high: float = 1.0,
     ) -> Any:
-        """Return uniform numbers that may become a mask; ``target`` holds them if drawn in place."""
+        """Return uniform numbers that may become a mask; ``target`` is filled by an in-place draw."""
         key, given = self._next(fill)
         if given is not None:
             given = given * (high - low) + low
@@ -208,10 +208,10 @@ class HandMasks:
         width = high - low
         value = Uniform(self, key, fill, lambda: (draw() - low) / width, width, low)  # type: ignore[arg-type]
         value.target = target
-        return self._known_as(target, value)
+        return self._alias(target, value)
 
     def _next(self, fill: Callable[[float], Tensor]) -> tuple[str | None, Tensor | None]:
-        """Return the key of the draw that happens now (None: no mask), and its numbers if given."""
+        """Return the key of the current draw, None if it is not a mask, and its numbers if given."""
         if self._replay is not None and not self._replay.begun:
             self._replay.begun = True
             return self._replay.key, None
@@ -236,7 +236,7 @@ class HandMasks:
         if key is None or chance is None:
             return draw()
         made = self.mask(key, fill, chance, dtype=dtype, threshold=None, below=True)
-        return made if target is None else self._known_as(target, made)
+        return made if target is None else self._alias(target, made)
 
     def mask(
         self,
@@ -249,7 +249,7 @@ class HandMasks:
         below: bool,
         moved: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Mask:
-        """Return the mask that is 1 with probability ``chance``: the site of h = keep·ones."""
+        """Return the mask that is 1 with probability ``chance``, a site with h = keep·ones."""
         flipped = self.drops(key, chance < 0.5 or (chance == 0.5 and below))
         draw = MaskDraw(threshold, below, flipped)
         p = round(chance if flipped else 1.0 - chance, 12)
@@ -257,19 +257,19 @@ class HandMasks:
         def make(kind: str | None) -> Tensor:
             h = fill(1.0 - p)
             with torch.set_grad_enabled(self.gradients or torch.is_grad_enabled()):
-                soft = self.noisy(h, p, **self.described(h.shape, kind))
-                met = draw._replace(single=h.numel() == 1, branch=kind is not None)
-                self.met_mask(key, met)
-                return moved(self.resume(torch.rsub, soft, 1.0) if flipped else soft)
+                soft = self.noisy(h, p, **self.site_options(h.shape, kind))
+                made = draw._replace(single=h.numel() == 1, branch=kind is not None)
+                self.note_mask(key, made)
+                return moved(self.dispatch(torch.rsub, soft, 1.0) if flipped else soft)
 
         like = moved(fill(0.0)) if dtype == torch.bool else None
-        made = Mask(self, key, make, dtype, draw, like=like)  # type: ignore[arg-type]
+        mask = Mask(self, key, make, dtype, draw, like=like)  # type: ignore[arg-type]
         if like is None or like.numel() != 1:
-            made.value()  # a single bool may be a branch, which has another kind
-        return made
+            mask.value()  # a single bool may be a branch, which has another kind
+        return mask
 
-    def _known_as(self, target: Tensor, value: RandomValue) -> RandomValue:
-        """Recognize a tensor that was filled in place even if the model uses it under its own name."""
+    def _alias(self, target: Tensor, value: RandomValue) -> RandomValue:
+        """Let ``target``, which was filled in place, stand for ``value`` wherever the model uses it."""
         if not torch.compiler.is_compiling():
             known = self._aliases or {}
             self._aliases = {k: v for k, v in known.items() if v[0]() is not None}
@@ -284,7 +284,7 @@ class HandMasks:
     def unaliased(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments with random values for tensors drawn in place; None if there are none."""
+        """Return the arguments with random values for tensors drawn in place; None if none is there."""
         aliases = self._aliases
         if aliases is None or func in META:
             return None
@@ -298,33 +298,36 @@ class HandMasks:
         self.aliased = True
         return replaced(args, look), replaced(kwargs, look)
 
-    def watch(self) -> Watch:
-        """Start to watch the modules that the pass calls."""
-        if self._watch is None:
-            self._watch = Watch(self)
-        return self._watch
+    def track_modules(self) -> ModuleTracker:
+        """Start to track the modules that the pass calls."""
+        if self._tracker is None:
+            self._tracker = ModuleTracker(self)
+        return self._tracker
 
     def branch(self, mask: Mask) -> bool:
-        """Answer ``if mask:`` so that the kept branch runs, and blend it with the other one."""
+        """Answer ``if mask:`` so that the branch without drop runs, and blend it with the other one."""
         if self._replay is not None and self._replay.key == mask.key:
             return not mask.keeps
         if mask.key not in self._branched:
-            watch = self.watch()
-            watch.settle()
-            around = self.around(mask.key)
-            value = mask.value("module-drop" if around else "layer-drop")
+            tracker = self.track_modules()
+            tracker.check()
+            enclosing = self.blends_enclosing(mask.key)
+            value = mask.value("module-drop" if enclosing else "layer-drop")
             if value.numel() != 1:
                 raise mask.refuse("a branch on many values")
-            factor = value if mask.keeps else self.resume(torch.rsub, value, 1.0)
+            factor = value if mask.keeps else self.dispatch(torch.rsub, value, 1.0)
             self._branched |= {mask.key}
-            blend = BlendAround(mask, factor, *watch.running[-1]) if around else Blend(mask, factor)
-            watch.blends.append(blend)
+            module = tracker.running[-1] if enclosing else None
+            tracker.blends.append(
+                Blend(mask, factor) if module is None else EnclosingBlend(mask, factor, *module)
+            )
         return mask.keeps
 
     def replayed(self, mask: Mask, run: Callable[[], H]) -> H:
-        """Return what a part of the pass returns with the answer that drops.
+        """Run a part of the pass again with the answer that drops, and return its output.
 
-        If that part has its own sites or draws, raise ``NotAMask``.
+        Raises:
+            NotAMask: if that part has its own sites or draws.
         """
         before = self.position()
         self._replay = replay = Replay(mask.key)
@@ -340,22 +343,22 @@ class HandMasks:
 SHARED = "shared by all examples"
 
 
-def structure(shape: Sequence[int], batch: int | None = None) -> tuple[str, bool]:
-    """Return which entries share a mask of that shape, in words, and whether each example has its own.
+def structure(shape: Sequence[int], batch: int | None = None) -> str:
+    """Return in words which entries share one value of a mask of that shape.
 
     ``batch`` is the number of examples, if it is known.
     """
     if tuple(shape) in ((), (1,)) or (batch != 1 and all(n == 1 for n in shape)):
-        return "per batch", False
+        return "per batch"
     if batch is not None and shape[0] % batch:
-        return SHARED, False
+        return SHARED
     own = [d for d in range(1, len(shape)) if shape[d] != 1]
     if len(shape) == 1 or len(own) == len(shape) - 1:
-        return "independent", True
+        return "independent"
     if not own:
-        return "per example", True
+        return "per example"
     if own == [1]:
-        return ("per token" if len(shape) == 3 else "per channel"), True
+        return "per token" if len(shape) == 3 else "per channel"
     if own == [len(shape) - 1]:
-        return "per feature", True
-    return "same for all channels", True
+        return "per feature"
+    return "same for all channels"

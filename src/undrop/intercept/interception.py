@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from undrop.errors import RecomputationError
 from undrop.intercept.branches import Blend
 from undrop.intercept.checkpointing import Region, enclosing_function, regions
-from undrop.intercept.hand_masks import KINDS, Given, HandMasks, known_draws
-from undrop.intercept.mask_functions import answer
+from undrop.intercept.hand_masks import KINDS, GivenNumbers, HandMasks, known_draws
+from undrop.intercept.mask_functions import evaluate
 from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
@@ -70,7 +70,7 @@ class outside_interception:
 
 
 _COND = torch.ops.higher_order.cond
-"""Not a key of the rules, because torch 2.8 could not compile their table."""
+"""It has no entry in the rules, because torch 2.8 could not compile a table with this key."""
 
 
 class Interception(HandMasks, TorchFunctionMode):
@@ -80,7 +80,7 @@ class Interception(HandMasks, TorchFunctionMode):
         model: the model that runs; its module paths name the sites.
         action: called with each site and its h.
         rules: an engine's rules for further functions.
-        given: returns the real numbers of random draws, for the proof of masks.
+        given: returns the numbers of random draws, to prove that they are masks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Interception(HandMasks, TorchFunctionMode):
         model: nn.Module,
         action: SiteAction,
         rules: Mapping[Callable[..., Any], Rule] | None = None,
-        given: Given | None = None,
+        given: GivenNumbers | None = None,
     ) -> None:
         TorchFunctionMode.__init__(self)
         self.action = action
@@ -109,23 +109,23 @@ class Interception(HandMasks, TorchFunctionMode):
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> Interception:
-        """Begin. Code in an ``outside_interception`` block is not affected."""
+        """Start to intercept, except in ``outside_interception`` blocks."""
         self._depth = outside_depth.value
         self.entered += 1
-        if self._known.around:
-            self.watch()
+        if self._known.blends_enclosing:
+            self.track_modules()
         super().__enter__()
         return self
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call the rule of an intercepted function, and any other function itself."""
+        """Call the rule of an intercepted function; call any other function as it is."""
         rule = self._rules.get(func)
         self.trail = hash((self.trail, func))
         self.functions += 1
         if types or self._aliases:
-            found = self.followed(func, types, args, kwargs or {})
+            found = self.on_random_values(func, types, args, kwargs or {})
             if found is not NotImplemented:
                 return found
         if func is _COND:
@@ -135,29 +135,29 @@ class Interception(HandMasks, TorchFunctionMode):
         self.prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
 
-    def followed(
+    def on_random_values(
         self,
         func: Callable[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Return what a function of random values becomes; NotImplemented if it takes none."""
+        """Evaluate a function of random values; return NotImplemented if no argument is one."""
         if Mask in types or Uniform in types:
-            return answer(self, func, args, kwargs)
+            return evaluate(self, func, args, kwargs)
         found = None if func in SITE_RULES else self.unaliased(func, args, kwargs)
-        return NotImplemented if found is None else answer(self, func, *found)
+        return NotImplemented if found is None else evaluate(self, func, *found)
 
     def __exit__(self, *error: Any) -> None:
-        """End."""
+        """Stop intercepting."""
         super().__exit__(*error)
         self.entered -= 1
-        if self._watch is not None and not self.entered:
-            self._watch.remove()
+        if self._tracker is not None and not self.entered:
+            self._tracker.remove()
             if error[0] is None:
-                self._watch.settle(end=True)
+                self._tracker.check(end=True)
 
-    def resume(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of tensors as if the model had called it."""
         self.functions -= 1  # the model did not call it
         return self.__torch_function__(func, (), args, kwargs)
@@ -184,12 +184,12 @@ class Interception(HandMasks, TorchFunctionMode):
                 "mode: use engine='antithetic'."
             )
         again, run = self._at_this_point(), region.recompute_fn
-        branch = None if self._watch is None else self._watch.waiting()
+        branch = None if self._tracker is None else self._tracker.pending()
 
         def run_again(*args: Any) -> None:
             with keep_statistics(self._model), again() as mode:
                 if branch is not None:
-                    mode.watch().blends.append(Blend(branch.mask, branch.factor))
+                    mode.track_modules().blends.append(Blend(branch.mask, branch.factor))
                 run(*args)
 
         region.recompute_fn = run_again
@@ -227,18 +227,17 @@ class Interception(HandMasks, TorchFunctionMode):
         kind: str,
         mask: str = "independent",
         shared: Sequence[int] = (),
-        per_example: bool = True,
         label: str | None = None,
     ) -> Site:
         """Record the site of the running module."""
         name, kind = self._name(kind, label)
         shape = tuple(shape)
-        site = Site(name, kind, float(p), mask, shape, mask_shape(shape, shared), per_example)
+        site = Site(name, kind, float(p), mask, shape, mask_shape(shape, shared))
         self.sites.append(site)
         return site
 
     def _name(self, kind: str, label: str | None) -> tuple[str, str]:
-        """Name the site after the running module; a dropout module needs no label after its path."""
+        """Return the name and kind of the running module's site; a dropout module needs no label."""
         module = running_module(self._names)
         named = kind in KINDS and type(module).__name__.lower().endswith(KINDS[kind])
         if named or isinstance(module, nn.modules.dropout._DropoutNd):

@@ -1,4 +1,4 @@
-"""What a function does with a random value: which steps lead to a mask, and which uses a mask has."""
+"""Functions of random values: those that make a mask of a draw, and those that use a mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Call(NamedTuple):
     kwargs: _Kwargs
 
     def leaves(self) -> list[Any]:
-        """Return the arguments, those within lists included."""
+        """Return the arguments, including those within lists."""
         return leaves_of((self.args, self.kwargs))
 
     def with_each(self, function: Callable[[Any], Any]) -> _Call:
@@ -79,7 +79,7 @@ _NAMES = {
         index_select gather index_add scatter_add cumprod prod einsum avg_pool1d avg_pool2d avg_pool3d
         linear conv1d conv2d conv3d interpolate softmax tanh sigmoid softplus""",
 }
-_LARGE = 1e3  # a value of this size in the place of dropped entries stands for minus infinity
+_LARGE = 1e3  # a value this large in place of dropped entries stands for minus infinity
 
 _OPERATION: dict[Callable[..., Any], tuple[str, bool]] = {}
 """The operation that a function performs, and whether it works in place."""
@@ -115,8 +115,8 @@ META = frozenset(
 """Functions that read the shape, the type or the device of a tensor, but not its values."""
 
 
-def answer(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Return what a function of random values becomes."""
+def evaluate(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Return the result of a function that has random values among its arguments."""
     operation, inplace = _OPERATION.get(func, ("", False))
     if operation == "meta":
         return func(args[0].like(), *args[1:], **kwargs)
@@ -129,7 +129,7 @@ def answer(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _K
         call = call.with_each(_drawn)
     mask = call.first_of(Mask)
     if mask is None:
-        return mode.resume(func, *call.args, **call.kwargs)
+        return mode.dispatch(func, *call.args, **call.kwargs)
     with mask.gradients():
         return _of_mask(mask, call)
 
@@ -217,7 +217,7 @@ def _of_mask(m: Mask, call: _Call) -> Any:
     if operation == "branch" and m.binary:
         return m.mode.branch(m)
     if operation == "move" and first and not inplace:
-        return m.derived(m.mode.resume(func, m.value(), *args[1:], **kwargs))
+        return m.derived(m.mode.dispatch(func, m.value(), *args[1:], **kwargs))
     if operation == "cast" and first:
         return _cast(m, call)
     if func in _POOLS and first and m.binary:
@@ -237,7 +237,7 @@ _ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "rdiv", "neg", "smo
 
 def _of_zeros_and_ones(m: Mask, operation: str, args: _Args) -> Any:
     """Return the mask that a logical function makes of zeros and ones."""
-    value, resume = m.value(), m.mode.resume
+    value, dispatch = m.value(), m.mode.dispatch
     other = args[1] if len(args) > 1 and args[0] is m else args[0] if len(args) > 1 else None
     opposite = operation == "not"
     number = other if isinstance(other, (int, float)) else None
@@ -253,16 +253,16 @@ def _of_zeros_and_ones(m: Mask, operation: str, args: _Args) -> Any:
         return m
     elif operation in ("and", "or") and isinstance(other, (Mask, Tensor)):
         b = other.value() if isinstance(other, Mask) else other.to(value.dtype)
-        both = resume(torch.mul, value, b)
+        both = dispatch(torch.mul, value, b)
         if operation == "and":
             return m.derived(both)
-        return m.derived(resume(torch.sub, resume(torch.add, value, b), both))
+        return m.derived(dispatch(torch.sub, dispatch(torch.add, value, b), both))
     elif operation != "not":
         return NotImplemented
     dtype = torch.bool if operation in ("eq", "ne", "lt", "gt") else m.dtype
     if not opposite:
         return m.derived(value, dtype)
-    made = m.derived(resume(torch.rsub, value, 1.0), dtype)
+    made = m.derived(dispatch(torch.rsub, value, 1.0), dtype)
     made.keeps = not m.keeps
     return made
 
@@ -279,7 +279,7 @@ def _cast(m: Mask, call: _Call) -> Any:
         raise m.refuse("a cast to whole numbers")
     how = {"dtype": found.dtype} if found.dtype.is_floating_point else {}
     if found.dtype != value.dtype or found.device != value.device:
-        value = m.mode.resume(Tensor.to, value, device=found.device, **how)
+        value = m.mode.dispatch(Tensor.to, value, device=found.device, **how)
     return m.derived(value, found.dtype)
 
 
@@ -298,18 +298,18 @@ def _any_in_window(
     if dilation not in (1, (1,) * dims, [1] * dims) or return_indices:
         raise m.refuse("max pooling with dilation or indices")
     sizes = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
-    resume = m.mode.resume
-    logs = resume(torch.log1p, resume(torch.neg, m.value()))
-    pooled = resume(average, logs, kernel_size, stride, padding, ceil_mode)
-    none = resume(torch.exp, resume(torch.mul, pooled, float(math.prod(sizes))))
-    return m.derived(resume(torch.rsub, none, 1.0))
+    dispatch = m.mode.dispatch
+    logs = dispatch(torch.log1p, dispatch(torch.neg, m.value()))
+    pooled = dispatch(average, logs, kernel_size, stride, padding, ceil_mode)
+    none = dispatch(torch.exp, dispatch(torch.mul, pooled, float(math.prod(sizes))))
+    return m.derived(dispatch(torch.rsub, none, 1.0))
 
 
 def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs) -> Any:
     """where(m, a, b) = b + m·(a - b), and the ways to write it."""
     if kwargs or len(args) != 3:
         raise m.refuse(operation)
-    resume = m.mode.resume
+    dispatch = m.mode.dispatch
     if operation == "where":
         condition, a, b = args
     else:
@@ -324,24 +324,24 @@ def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs
     value = m.value()
     if operation == "set":
         for _ in range(target.dim() - value.dim()):
-            value = resume(torch.unsqueeze, value, -1)
+            value = dispatch(torch.unsqueeze, value, -1)
     floating = next((x for x in (a, b) if isinstance(x, Tensor)), value)
     if not floating.is_floating_point():
         raise m.refuse("a choice between whole numbers")
-    value = resume(Tensor.to, value, dtype=floating.dtype)
+    value = dispatch(Tensor.to, value, dtype=floating.dtype)
     if isinstance(b, (int, float)) and b == 0:
-        out = resume(torch.mul, a, value)
+        out = dispatch(torch.mul, a, value)
     else:
         other = b.clone() if inplace or operation == "set" else b
-        step = resume(torch.sub, a, other) if isinstance(a, Tensor) or a else -other
-        out = resume(torch.add, other, resume(torch.mul, value, step))
+        step = dispatch(torch.sub, a, other) if isinstance(a, Tensor) or a else -other
+        out = dispatch(torch.add, other, dispatch(torch.mul, value, step))
     if inplace or operation == "set":
-        return resume(Tensor.copy_, target, out)
+        return dispatch(Tensor.copy_, target, out)
     return out
 
 
 def _note_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
-    """Note whether a choice of a where m is 1, and of b where m is 0, drops where m is 1 or 0."""
+    """Note whether a choice of a where m = 1 and b where m = 0 drops at m = 1 or at m = 0."""
     if operation != "where":
         m.used(drops=True)
     elif m.mode.uses is not None:
@@ -351,7 +351,7 @@ def _note_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
 
 
 def _computed(m: Mask, call: _Call) -> Any:
-    """Return a smooth function of the soft value: a mask again if all else is masks and constants."""
+    """Apply a smooth function to soft values; the result of masks and constants is a mask again."""
     func, operation, leaves = call.func, call.operation, call.leaves()
     floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
     dtype = floats[0].dtype if floats else torch.get_default_dtype()
@@ -360,7 +360,7 @@ def _computed(m: Mask, call: _Call) -> Any:
         if not isinstance(x, Mask):
             return x
         value = x.value()
-        return value if x.dtype.is_floating_point else m.mode.resume(Tensor.to, value, dtype)
+        return value if x.dtype.is_floating_point else m.mode.dispatch(Tensor.to, value, dtype)
 
     tracked = not any(isinstance(x, Tensor) for x in leaves)
     if isinstance(call.args[0], Mask) and func in _OUT_OF_PLACE:
@@ -371,7 +371,7 @@ def _computed(m: Mask, call: _Call) -> Any:
     if not tracked and operation in ("add", "sub", "rsub") and m.large:
         raise m.refuse("a sum in which it stands for minus infinity")
     given = call.with_each(soft)
-    out = m.mode.resume(func, *given.args, **given.kwargs)
+    out = m.mode.dispatch(func, *given.args, **given.kwargs)
     if not tracked:
         return out
     made = m.derived(out, out.dtype, binary=False)

@@ -1,7 +1,7 @@
 """Prove that a hand-made mask does what undrop assumes.
 
 Two passes must agree: one in which the model makes its masks from given numbers, and one in which the
-sites take the values of these masks. If it does not, the draws are not sites.
+sites take the values of these masks. If they differ, the draws are not sites.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def disproven(model: nn.Module, inputs: Any, masks: Mapping[str, MaskDraw]) -> s
 
 
 def _rounds(keys: list[str]) -> Iterator[set[str]]:
-    """Yield sets of single values that drop: of any two, each one drops once while the other keeps.
+    """Yield for each round the single-value masks that drop in it; the others keep.
 
-    What a skipped layer or a factor of 0 hides in one round shows up in another.
+    For any two of them there is a round in which the first drops and the second keeps, and one the
+    other way around. So what a skipped layer or a factor of 0 hides in one round shows up in another.
     """
     for bit in range(max(1, (len(keys) - 1).bit_length())):
         ones = {key for i, key in enumerate(keys) if i >> bit & 1}
@@ -52,11 +53,11 @@ def _agree(model: nn.Module, inputs: Any, numbers: _Numbers, soft: set[str]) -> 
     try:
         for at_sites in (set[str](), soft):
             numbers.at_sites = at_sites
-            rng.restart()
+            rng.restore()
             with torch.no_grad(), Interception(model, numbers, given=numbers.real):
                 outputs.append(call(model, inputs))
     finally:
-        rng.restart()
+        rng.restore()
     pairs = list(zip(*(list(tensors_in(out)) for out in outputs), strict=False))
     return all(_close(a, b) for a, b in pairs)
 
@@ -72,9 +73,9 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 class _Numbers:
-    """Masks of zeros and ones in about equal parts: the numbers they are made of, and the masks.
+    """Masks with about as many zeros as ones, and the random numbers that make them.
 
-    ``dropped`` are the masks of a single value that drop; the others keep.
+    Of the masks with a single value, those in ``dropped`` drop and the others keep.
     """
 
     def __init__(self, masks: Mapping[str, MaskDraw], dropped: set[str]) -> None:
@@ -97,7 +98,7 @@ class _Numbers:
         return self._drawn[key]
 
     def real(self, key: str, fill: Callable[[float], Tensor]) -> Tensor | None:
-        """Return the numbers of a draw that make its mask."""
+        """Return the random numbers from which the model makes the mask of a draw."""
         if key not in self._masks or key in self.at_sites:
             return None
         like, draw = fill(0.0), self._masks[key]
@@ -105,7 +106,7 @@ class _Numbers:
         return torch.where(ones, draw.number(True), draw.number(False)).to(like.dtype)
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """Return the mask at its own site, and h times a factor at others: none is overlooked."""
+        """Return the mask at its own site, and h times a factor elsewhere, so that every site counts."""
         key = self._keys.get(site.name)
         if key is None:
             return h * torch.linspace(0.5, 1.5, h.shape[-1] if h.dim() else 1).to(h)

@@ -1,7 +1,7 @@
 """Call a model on a batch, and find tensors in what it takes and returns, in containers of any class.
 
-Torch knows tuples, lists, dicts and the classes that were registered with it. An object of any other
-class holds what its attributes hold, or its items if it is some other mapping.
+Torch's trees have tuples, lists, dicts and registered classes as nodes. In an object of any other class,
+this module looks at the attributes, and at the items if it is a mapping.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def _places(x: Any) -> list[_Place]:
         return []
     slots = [name for c in type(x).__mro__ for name in _slots(c) if hasattr(x, name)]
     names = [*slots, *getattr(x, "__dict__", ())]
-    places = [_Place(getattr, object.__setattr__, name) for name in names]  # frozen ones as well
+    places = [
+        _Place(getattr, object.__setattr__, name) for name in names
+    ]  # object's setattr also writes to frozen dataclasses
     if isinstance(x, MutableMapping):
         places += [_Place(operator.getitem, operator.setitem, key) for key in x]
     return [p for p in places if any(isinstance(t, Tensor) for t in tree_leaves(p.read(x, p.name)))]
@@ -47,7 +49,7 @@ def _places(x: Any) -> list[_Place]:
 def _slots(c: type) -> tuple[str, ...]:
     slots = c.__dict__.get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name != "__dict__")  # whose names are looked up anyway
+    return tuple(name for name in names if name != "__dict__")  # its names are looked up separately
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -61,9 +63,9 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Return the tree with the function's result in the place of each tensor; objects are copied.
+    """Return the tree with each tensor replaced by the function's result; objects are copied.
 
-    The function also gets what stands in the tensor's place in ``others``, trees of the same structure.
+    The function also gets the values at the same place in ``others``, trees of the same structure.
     """
     if isinstance(tree, Tensor):
         return function(tree, *others)
@@ -100,7 +102,7 @@ class Batch(NamedTuple):
 
 
 def arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments of a model: a tuple or list holds the positional ones, a dict the others."""
+    """Return the positional arguments (from a tuple or list) and the keyword arguments (from a dict)."""
     if isinstance(inputs, Mapping):
         return (), inputs
     return (inputs if isinstance(inputs, (tuple, list)) else (inputs,)), {}
@@ -131,12 +133,12 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 class _Needs(NamedTuple):
-    """What the passes of an unusual model have to respect."""
+    """What an unusual model needs in every pass."""
 
     copies: bool
     """It changes its inputs in place: every pass gets a copy, so that all start from the same inputs."""
     graph: bool
-    """It needs gradients while it runs, since it returns a derivative or registers a hook."""
+    """It needs gradients while it runs, because it returns a derivative or registers a hook."""
 
 
 _needs: weakref.WeakKeyDictionary[nn.Module, _Needs] = weakref.WeakKeyDictionary()
@@ -146,8 +148,8 @@ class NeedsGraph(Exception):
     """The model needs gradients while it runs; the next call has them."""
 
 
-def call_to_look(model: nn.Module, inputs: Any) -> Any:
-    """Return ``model(inputs)`` without a graph, and note what later calls have to respect.
+def call_noting_needs(model: nn.Module, inputs: Any) -> Any:
+    """Return ``model(inputs)`` without a graph, and note what the model needs in later calls.
 
     It raises ``NeedsGraph`` at most once per model; the next call has a graph.
     """
@@ -158,8 +160,8 @@ def call_to_look(model: nn.Module, inputs: Any) -> Any:
         with torch.set_grad_enabled(graph):
             return _call(model, copies)
     except RuntimeError as error:
-        said = str(error)
-        if graph or not ("require" in said and "grad" in said):
+        message = str(error)
+        if graph or not ("require" in message and "grad" in message):
             raise
         graph = True
         raise NeedsGraph from error

@@ -1,10 +1,10 @@
-"""What a model holds while it makes a random mask by hand.
+"""The values that a model gets in place of random tensors while it makes a mask by hand.
 
-A mask of zeros and ones is a site: with keep probability k it is m = k·(1 + ε·σ·η) in the mask's own
-shape, whatever it is multiplied with and however it is scaled. A model makes one in steps, such as
-``(keep + torch.rand(shape)).floor_()`` or ``torch.rand(shape) < p``. Between the steps it holds a
-:class:`Uniform`, numbers that no code has read yet, and then a :class:`Mask`. Both answer as
-tensors do. A step that fits no mask gets real random numbers, and the draw is not a site.
+A mask of zeros and ones is a site. With keep probability k, its soft value is m = k·(1 + ε·σ·η) in the
+mask's own shape, whatever it is multiplied with and however it is scaled. A model makes a mask in steps,
+such as ``(keep + torch.rand(shape)).floor_()`` or ``torch.rand(shape) < p``. Between the steps it holds
+a :class:`Uniform`, whose numbers are not drawn yet, and at the end a :class:`Mask`. Both behave like
+tensors. A step that does not lead to a mask gets real random numbers, and then the draw is not a site.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NotAMask(UnsupportedDropoutError):
 
 
 class RandomValue:
-    """Stands for a random tensor in a pass; every function of it asks its interception."""
+    """Stands for a random tensor in a pass; its interception evaluates every function of it."""
 
     def __init__(self, mode: Interception, key: str) -> None:
         self.mode = mode
@@ -63,16 +63,16 @@ class RandomValue:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Answer if the interception itself is off, as within one of its rules."""
+        """Evaluate a function where the interception itself is off, as within one of its rules."""
         owner = next(x for x in leaves_of((args, kwargs or {})) if isinstance(x, RandomValue))
-        return owner.mode.followed(func, types, args, kwargs or {})
+        return owner.mode.on_random_values(func, types, args, kwargs or {})
 
     def like(self) -> Tensor:
         """Return a tensor of the same shape, type and device."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a tensor has under that name."""
+        """Return the attribute of a tensor like this one."""
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
         return getattr(self.like(), name)
@@ -116,7 +116,7 @@ class Uniform(RandomValue):
         self.target: Tensor | None = None
         """The tensor that was drawn in place."""
         self.became: Any = None
-        """What an in-place function has made of it."""
+        """The result of an in-place function of it."""
 
     def like(self) -> Tensor:
         """Return zeros of the same shape, or the numbers themselves once they are drawn."""
@@ -127,7 +127,7 @@ class Uniform(RandomValue):
     def moved(self, x: Tensor) -> Tensor:
         """Return x after the steps that the draw has gone through."""
         for function, args, kwargs in self.steps:
-            x = self.mode.resume(function, x, *args, **kwargs)
+            x = self.mode.dispatch(function, x, *args, **kwargs)
         return x
 
     def real(self) -> Tensor:
@@ -154,7 +154,7 @@ class Uniform(RandomValue):
         return made
 
     def split_at(self, value: float, below: bool) -> tuple[float, float, bool]:
-        """Return P(x < value) or P(x > value), and the same event for U: (P, threshold, below)."""
+        """Return P(x < value) or P(x > value), and the same event in terms of U: threshold, below."""
         threshold = (value - self.shift) / self.scale
         below = below if self.scale > 0.0 else not below
         share = min(max(threshold, 0.0), 1.0)
@@ -162,9 +162,9 @@ class Uniform(RandomValue):
 
 
 class Mask(RandomValue):
-    """A random mask m = k·(1 + ε·σ·η), or what a smooth function makes of masks alone.
+    """A random mask m = k·(1 + ε·σ·η), or a smooth function of masks alone.
 
-    ``make`` returns the soft value, when it is first needed; until then ``like`` has its shape and
+    ``make`` computes the soft value when it is first needed; until then, ``like`` has its shape and
     device. ``dtype`` is the type that the model sees, ``draw`` says how the draw became a mask, and
     ``binary`` whether the real mask is 0 or 1 everywhere.
     """
@@ -207,7 +207,7 @@ class Mask(RandomValue):
     def derived(
         self, value: Tensor, dtype: torch.dtype | None = None, binary: bool | None = None
     ) -> Mask:
-        """Return another mask that is made of this one."""
+        """Return a mask with another value that is computed from this one."""
         made = Mask(
             self.mode,
             self.key,
@@ -231,11 +231,11 @@ class Mask(RandomValue):
         return self
 
     def refuse(self, use: str, branch: bool = False) -> NotAMask:
-        """Return the error for a use that no mask has, and stop treating the draw as a site."""
+        """Return the error for a use that undrop can't follow, and stop treating the draw as a site."""
         self.mode.not_a_mask(self.key, self.draw._replace(branch=branch))
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't put noise in its "
-            "place: it is not a site from now on, so repeat the call."
+            "place: undrop no longer treats it as a site, so repeat the call."
         )
 
     def gradients(self) -> AbstractContextManager[Any]:
@@ -267,7 +267,7 @@ for _name in (
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Return what the arguments of a function hold, lists and dictionaries included."""
+    """Return the arguments of a function, including those within lists and dictionaries."""
     if isinstance(tree, (list, tuple)):
         return [leaf for each in tree for leaf in leaves_of(each)]
     if isinstance(tree, dict):

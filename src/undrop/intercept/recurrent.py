@@ -55,16 +55,16 @@ class RecurrentCall(NamedTuple):
         return self.x.shape[0 if self.batch_first else 1]
 
     def run(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run it in torch: the output and the final state.
+        """Run torch's function; return the output and the final state.
 
         Raises:
-            RuntimeError: if the state has another batch size than x. torch's functions do not check
-                that, and oneDNN then writes outside of its memory.
+            RuntimeError: if the batch sizes of the state and of x differ. torch's functions do not check
+                this, and oneDNN would write outside of its memory.
         """
         batch = self.batch_size
         if any(s.shape[1] != batch for s in self.state):
             raise RuntimeError(
-                f"a recurrent layer got {batch} examples and a state of another size"
+                f"a recurrent layer got {batch} examples and a state of another batch size"
             )
         state: Any = list(self.state) if self.function is torch.lstm else self.state[0]
         tail = (self.has_bias, self.layers, self.dropout, self.training, self.bidirectional)
@@ -78,7 +78,7 @@ class RecurrentCall(NamedTuple):
 
 
 RunLayer: TypeAlias = Callable[[RecurrentCall], tuple[Tensor, tuple[Tensor, ...]]]
-"""How one layer is run: its output and its final state."""
+"""Runs one layer; returns its output and its final state."""
 
 
 def read(function: Callable[..., Any], args: tuple[Any, ...]) -> RecurrentCall:

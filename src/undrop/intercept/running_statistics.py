@@ -15,9 +15,9 @@ _known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
-    """Return each normalization layer once; every step asks, so they are looked up once."""
+    """Return the normalization layers of a model; they are looked up once, since every step asks."""
     if model not in _known:
-        # recognized by its buffers: a layer in TorchScript has another class
+        # recognized by their buffers: a layer in TorchScript has another class
         norms = (m for m in model.modules() if "running_mean" in m._buffers)
         _known[model] = [weakref.ref(module) for module in norms]
     return [module for ref in _known[model] if (module := ref()) is not None]
@@ -31,7 +31,7 @@ class Statistics:
         self._saved = [(b, b.clone()) for b in (*own, *others)]
 
     def restore(self) -> None:
-        """Restore them."""
+        """Restore the saved values."""
         with torch.no_grad():
             for buffer, value in self._saved:
                 buffer.copy_(value)
@@ -40,8 +40,8 @@ class Statistics:
 def keep_statistics(model: nn.Module) -> AbstractContextManager[None]:
     """Make passes update copies of the running statistics, not the statistics themselves.
 
-    A step of several passes updates them once, in the pass outside this block. (Writing old values
-    back is not enough: the graph of the first pass holds the buffers.)
+    So a step of several passes updates them once, in the pass outside this block. (Restoring the old
+    values would not be enough: the graph of the first pass holds the buffers.)
     """
     return _copied_buffers(_norms(model))
 
@@ -55,7 +55,7 @@ def copied_buffers(model: nn.Module) -> Buffers:
 
 
 def keep_buffers(model: nn.Module, values: Buffers | None = None) -> AbstractContextManager[None]:
-    """The same for every buffer of the model; passes start from ``values`` if they are given."""
+    """Make passes update copies of all buffers, which start from ``values`` if they are given."""
     return _copied_buffers(list(model.modules()), values)
 
 

@@ -1,4 +1,4 @@
-"""The record of one noise site, the table of a model's sites, and how sites are chosen by name."""
+"""The record of one site, the table of a model's sites, and the selection of sites by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Site:
     """A place where a model multiplies an activation (or a weight) h by 1 + ε·σ·η."""
 
     name: str
-    """The path of the module that drops, with the number of the call from the second on (``#2``)."""
+    """The path of the module that drops; from its second call on with a number, such as ``#2``."""
     kind: str
     """dropout, dropout1d/2d/3d, attention, recurrent, locked, weight, embedding, or a model's own."""
     p: float
@@ -34,13 +34,12 @@ class Site:
     """The shape of h."""
     mask_shape: tuple[int, ...]
     """The shape of η; it broadcasts to h."""
-    per_example: bool = True
-    """False if all examples of a batch share the noise."""
+
     active_in_eval: bool = False
     """Whether the site drops in eval mode too (a common mistake with ``dropout_p``)."""
     acts: bool | None = field(default=None, compare=False)
-    """Whether its noise reaches the output, u ≠ 0; weights of 0, as in a new LoRA adapter, block it.
-    None if that is not known."""
+    """Whether its noise reaches the output, so u ≠ 0; weights of 0, as in a new LoRA adapter, block it.
+    None if this is not known."""
 
     @property
     def sigma(self) -> float:
@@ -97,7 +96,7 @@ class Sites(Sequence[Site]):
         return [asdict(site) for site in self]
 
     def table(self) -> list[tuple[str, ...]]:
-        """The headings, and a row of words for each site."""
+        """The headings, and a row of strings for each site."""
         rows: list[tuple[str, ...]] = [("name", "kind", "p", "mask", "shape", "in eval")]
         for site in self:
             shape = "×".join(map(str, site.shape))
@@ -110,7 +109,7 @@ class Sites(Sequence[Site]):
         return [(*row, word) for row, word in zip(rows, acts, strict=True)]
 
     def unaccounted_table(self) -> list[tuple[str, ...]]:
-        """The headings, and a row of words for random numbers that belong to no site."""
+        """The headings, and a row of strings for random numbers that belong to no site."""
         rows: list[tuple[str, ...]] = [("module", "draws with", "calls", "where")]
         rows += [
             (u.module or "(model)", u.function, str(u.calls), u.where) for u in self.unaccounted
@@ -118,7 +117,7 @@ class Sites(Sequence[Site]):
         return rows
 
     def __repr__(self) -> str:
-        """The table as text, and what belongs to no site in a second one."""
+        """The table as text, and a second one for the random numbers that belong to no site."""
         text = _as_text(self.table())
         if self.unaccounted:
             text += f"\n\n{UNACCOUNTED}\n{_as_text(self.unaccounted_table())}"
@@ -151,7 +150,7 @@ class Sites(Sequence[Site]):
         return Sites(flagged, self.unaccounted)
 
 
-UNACCOUNTED = "Random numbers that belong to no site; they are left as they are:"
+UNACCOUNTED = "Random numbers that belong to no site; undrop does not change them:"
 
 
 def _as_text(rows: list[tuple[str, ...]]) -> str:
@@ -165,8 +164,8 @@ class Selection:
     """Which sites carry noise, and how much: a weight on the variance σ² of each, by name pattern.
 
     Args:
-        patterns: None for every site; a pattern or a list of them (``"encoder.*"``) for those
-            alone; a mapping from pattern to weight. The last pattern that matches decides.
+        patterns: None for every site; a pattern or a list of patterns (``"encoder.*"``) for only the
+            sites that match; a mapping from pattern to weight. The last pattern that matches decides.
     """
 
     def __init__(self, patterns: str | Iterable[str] | Mapping[str, float] | None = None) -> None:

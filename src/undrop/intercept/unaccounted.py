@@ -1,4 +1,4 @@
-"""Random numbers that no site accounts for: which module draws them, with what, and on which line."""
+"""Random numbers that belong to no site: which module draws them, by which function, on which line."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _OURS = (f"{Path(__file__).parent.parent}{os.sep}", f"{Path(torch.__file__).pare
 
 
 class Unaccounted(NamedTuple):
-    """Random numbers in a training pass that no site accounts for."""
+    """Random numbers of a training pass that belong to no site."""
 
     module: str
     """The path of the module that draws them; "" for the model itself."""
     function: str
-    """What draws them."""
+    """The function or generator that draws them."""
     where: str
     """The file and line of the call."""
     calls: int
     """How often a pass draws them there."""
 
     def __str__(self) -> str:
-        """Name it in a sentence."""
+        """The function, the module and the line, for use in a sentence."""
         return f"{self.function} in {self.module or 'the model'!r}" + (
             f" at {self.where}" if self.where else ""
         )
@@ -50,7 +50,7 @@ def unaccounted(
     """Return the random numbers of a pass that belong to no site.
 
     ``names`` are the paths of the modules by id, ``run`` runs the model without noise, and ``moved``
-    are the generators that are known to draw (``RngSnapshot.moved``).
+    are the generators that drew in an earlier pass (``RngSnapshot.moved``).
     """
     found: list[Unaccounted] = []
     ops = RandomOps(names)
@@ -65,7 +65,7 @@ def unaccounted(
 
 
 class RandomOps(TorchDispatchMode):
-    """Notes every operation of a pass that draws random numbers, whatever code calls it."""
+    """Records every operation of a pass that draws random numbers, whatever code calls it."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class RandomOps(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: with True, torch first loads its whole compiler in order to skip it."""
+        """Return False: to skip its compiler, torch would first load all of it."""
         return False
 
     def __torch_dispatch__(
@@ -88,12 +88,12 @@ class RandomOps(TorchDispatchMode):
 
     @property
     def found(self) -> list[Unaccounted]:
-        """What was noted, in the order of the first calls."""
+        """The recorded operations, in the order of their first calls."""
         return [Unaccounted(*key, calls) for key, calls in self._calls.items()]
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the operation draws with these arguments: attention may have no dropout."""
+    """Return whether the operation draws with these arguments; attention without dropout does not."""
     schema = func._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs

@@ -1,4 +1,4 @@
-"""Wrappers around a model or its parts, and which module is running now."""
+"""Look inside the wrappers of a model, and find which module is running."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SEGMENTS = (
 """The names under which wrappers hold what they wrap."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def uncompiled(model: nn.Module) -> nn.Module:
     """The module inside ``torch.compile``: compiled code hides its dropout.
 
     Raises:
-        OptionError: for what is not a module, for ``nn.DataParallel``, whose threads no interception
+        OptionError: for anything but a module, for ``nn.DataParallel``, whose threads no interception
             reaches, and for a model in TorchScript, which runs no Python.
     """
     if not isinstance(model, nn.Module):
@@ -58,7 +58,7 @@ def _not_a_module(thing: object) -> str:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether the user compiled the model, by ``torch.compile`` or in place."""
+    """Return whether the user compiled the model, with ``torch.compile(model)`` or in place."""
     if "torch._dynamo" not in sys.modules or not isinstance(model, nn.Module):
         return False
     return "_orig_mod" in model._modules or any(
@@ -75,7 +75,7 @@ def _is_compiled_method(value: object) -> bool:
 
 
 def paths(model: nn.Module) -> dict[int, str]:
-    """The path of every module by its id, as if nothing were wrapped."""
+    """The path of every module by its id, without the names that wrappers add."""
     return {id(module): _without_wrappers(name) for name, module in bare(model).named_modules()}
 
 
@@ -88,7 +88,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def running_module(names: dict[int, str]) -> nn.Module | None:
-    """Return the innermost module whose method is on the Python stack, of those that have a name.
+    """Return the innermost of the named modules that have a method on the Python stack.
 
     Reading the stack needs no hooks on the model, so there is nothing to restore, and it works in
     every thread and under every function transform.
@@ -111,6 +111,6 @@ def is_sharded(model: nn.Module) -> bool:
     """Whether parameters of the model are sharded over processes by FSDP, of either version."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
-        return False  # nothing is sharded before it is imported
+        return False  # without this import, no model is sharded
     kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     return any(isinstance(module, kinds) for module in model.modules())

@@ -86,7 +86,6 @@ class WeightDrop(nn.Module):
                 training=self.training,
                 kind="weight",
                 mask="per weight",
-                per_example=False,
                 label=name,
             )
             del replica._parameters[name]
@@ -130,7 +129,6 @@ class EmbeddingDropout(nn.Module):
             training=self.training,
             kind="embedding",
             mask="per word",
-            per_example=False,
         )
         return embedded * scale[tokens]
 

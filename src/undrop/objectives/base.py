@@ -31,7 +31,7 @@ from undrop.intercept import (
     no_noise,
     outside_interception,
     tensors_in,
-    unwrapped,
+    uncompiled,
 )
 from undrop.losses import Coefficients, Loss, as_loss
 from undrop.objectives.checks import StepCheck, look_at_heads
@@ -120,9 +120,9 @@ class Objective(ABC):
         """
         # Another model's pass may call this, and compiled code would hide the dropout.
         with outside_interception(), eager():
-            bare = unwrapped(model)  # raises an error if it is not a module
+            inner = uncompiled(model)  # raises an error if it is not a module
             compiled = self._is_compiled(model)
-            batch = self.loss.prepare(bare, inputs, targets)._replace(compiled=compiled)
+            batch = self.loss.prepare(inner, inputs, targets)._replace(compiled=compiled)
             self._check(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)

@@ -162,7 +162,7 @@ class Jacobian(Objective):
         with Interception(batch.model, partial(shift, 1.0)):
             output = batch.forward()
         if rng.moved():
-            rng.restart()
+            rng.restore()
         with keep_buffers(batch.model, buffers), Interception(batch.model, partial(shift, -1.0)):
             other = batch.forward()
         plus, minus = logits_of(output), logits_of(other)

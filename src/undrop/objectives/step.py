@@ -114,7 +114,7 @@ class Step:
         """Add the gradient of ``scale · total`` to the parameters' ``.grad``; call it once."""
         if not self._held and self._later is None:
             raise StepError(
-                "this step has been differentiated already: call the objective again for a new step."
+                "this step has already been differentiated: call the objective again for a new step."
             )
         while self._held or self._next():
             evaluation = self._held.pop(0)

@@ -17,7 +17,7 @@ from undrop.diagnosis.measure.branches import Branches
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.generators import Generators
-from undrop.intercept import Selection, unwrapped
+from undrop.intercept import Selection, uncompiled
 from undrop.objectives import Analytic, Dropout, Objective, Step
 from undrop.options import as_float, check_int
 from undrop.report import Table
@@ -138,15 +138,15 @@ class Tuner:
         Returns:
             The ``figures()`` after a trial, else None.
         """
-        bare = unwrapped(model)
+        inner = uncompiled(model)
         if not self._sites:
-            self._begin(bare, inputs)
+            self._begin(inner, inputs)
         self.validation.compare(inputs, getattr(self.objective, "batch_dim", None) or 0)
         self.steps += 1
         self._rise()
         if -self.steps % self.interval >= STEPS:
             return None
-        weights = self.objective.trainable_parameters(bare)
+        weights = self.objective.trainable_parameters(inner)
         self._window.add(weights, inputs, targets)
         if self.steps % self.interval:
             return None

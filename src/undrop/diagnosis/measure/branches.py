@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from undrop.autodiff import gradients
 from undrop.errors import NonFiniteError
-from undrop.intercept import keep_buffers, no_noise, unwrapped
+from undrop.intercept import keep_buffers, no_noise, uncompiled
 from undrop.objectives import Objective
 from undrop.rng_snapshot import RngSnapshot, seed_current
 
@@ -28,7 +28,7 @@ Move = Callable[[list[Tensor]], None]
 
 def loss_without_noise(objective: Objective, model: nn.Module, inputs: Any, targets: Any) -> float:
     """The objective's loss on a batch, with every dropout off."""
-    batch = objective.loss.prepare(unwrapped(model), inputs, targets)
+    batch = objective.loss.prepare(uncompiled(model), inputs, targets)
     with torch.no_grad():
         return float(objective.forward_and_loss(batch, no_noise)[1])
 
@@ -82,7 +82,7 @@ class Branches(NamedTuple):
     def _unchanged(self) -> Iterator[None]:
         weights = [w.detach().clone() for w in self.weights]
         state = self.objective.state_dict()
-        with RngSnapshot(self.model), keep_buffers(unwrapped(self.model)):
+        with RngSnapshot(self.model), keep_buffers(uncompiled(self.model)):
             seed_current(self.seed)
             try:
                 yield

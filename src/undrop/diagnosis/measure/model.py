@@ -26,7 +26,7 @@ from undrop.intercept import (
     preserve_model,
     sites,
     tensors_in,
-    unwrapped,
+    uncompiled,
 )
 from undrop.losses import GivenLoss, Loss, as_loss
 from undrop.noise import draw as draw_noise
@@ -129,7 +129,7 @@ class MeasuredModel:
         loss: GivenLoss | Callable[[Tensor, Any], Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.model = unwrapped(model)
+        self.model = uncompiled(model)
         self._given_loss = as_loss(loss)
         self.batches = self.prepared(batches)
         if self.loss.whole_output:
@@ -198,7 +198,7 @@ class MeasuredModel:
 
         Random numbers that the model draws besides dropout are the same in every pass.
         """
-        self._rng.restart()
+        self._rng.restore()
         with keep_statistics(self.model), Interception(self.model, action, rules):
             logits = logits_of(call(self.model, batch.inputs))
         self.loss.check(logits, batch.targets)

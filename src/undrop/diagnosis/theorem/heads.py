@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from undrop.diagnosis.measure.model import collect
 from undrop.errors import OutputError
-from undrop.intercept import Interception, call, logits_of, no_noise, preserve_model, unwrapped
+from undrop.intercept import Interception, call, logits_of, no_noise, preserve_model, uncompiled
 
 
 class Head(NamedTuple):
@@ -40,7 +40,7 @@ def last_layer(
     Raises:
         OutputError: if the output is not that of a linear layer.
     """
-    model = unwrapped(model)
+    model = uncompiled(model)
     features, labels = [], []
     last: list[Any] = []
 

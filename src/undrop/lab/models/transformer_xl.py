@@ -141,9 +141,7 @@ class _PositionDropout(nn.Module):
         self.p = p
 
     def forward(self, encodings: Tensor) -> Tensor:
-        return structured_dropout(
-            encodings, self.p, training=self.training, kind="position", per_example=False
-        )
+        return structured_dropout(encodings, self.p, training=self.training, kind="position")
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -141,7 +141,7 @@ class Trainer:
     def _own_rng(self) -> Iterator[None]:
         """Use the run's own state of the random generators within the block."""
         with RngSnapshot():
-            self._rng.restart()
+            self._rng.restore()
             try:
                 yield
             finally:

@@ -27,7 +27,7 @@ class Failed(Exception):
     """The candidate is wrong."""
 
 
-class Trial(StackedPass):
+class CandidatePass(StackedPass):
     """A stacked pass that finds each site's batch dimension while it runs."""
 
     def __init__(
@@ -169,7 +169,7 @@ def dim_of(shape: torch.Size, dim: int, size: int) -> int | None:
 def grown(
     before: tuple[int, ...], after: torch.Size, layout: Layout, *, flattened: bool = False
 ) -> int | None:
-    """Return the dimension that grew from B to B + r entries; None if none did.
+    """Return the dimension that grew from the batch to the stacked batch; None if none did.
 
     If the shapes differ in another way, raise ``Failed``.
     """
@@ -196,7 +196,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _stored(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that a sparse tensor consists of; a dense tensor is returned as it is."""
+    """Return the dense tensors that a sparse tensor consists of; for a dense tensor, itself."""
     if x.layout is torch.strided:
         return (x,)
     if x.layout is torch.sparse_coo:

@@ -85,6 +85,34 @@ def test_a_model_trained_in_another_thread_is_not_affected(engine):
     assert torch.equal(beside, alone)
 
 
+class Beside(nn.Module):
+    """Another thread draws random numbers during every pass, once it is ``awake``."""
+
+    def __init__(self):
+        super().__init__()
+        self.awake, self.drawn = False, []
+
+    def forward(self, x):
+        if self.awake:
+            thread = Thread(target=lambda: self.drawn.append(torch.rand(()).item()))
+            thread.start()
+            thread.join()
+        return x
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_random_numbers_of_another_thread_do_not_repeat(engine):
+    """In 70 steps a plan is proven three times: at steps 1, 16 and 64."""
+    beside = Beside()
+    model, gradient = net().append(beside), with_objective(engine)
+    gradient(model)  # its first step finds the sites and restores the random state
+    beside.awake = True
+    torch.manual_seed(3)
+    train(model, gradient, 70)
+    torch.manual_seed(3)
+    assert beside.drawn == [torch.rand(()).item() for _ in beside.drawn]
+
+
 def test_objectives_in_several_threads_compute_the_same_bits_as_alone():
     alone = [train(net(), with_objective(engine)) for engine in ENGINES * 2]
     models = [net() for _ in alone]

@@ -54,11 +54,16 @@ class Prover:
 
     They run without autocast: whether examples interact does not depend on the precision, and in
     float32 it is easier to see.
+
+    Args:
+        request: what the engine is asked for.
+        draws: False for a model that is known to draw no random numbers: no generator is restored. If
+            it does draw, the passes differ and the proof fails.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, draws: bool = True) -> None:
         self.request, self.batch = request, request.batch
-        self.rng = RngSnapshot(self.batch.model)
+        self._rng = RngSnapshot(self.batch.model) if draws else None
         self.sites: list[Site] = []
         self.output: Any = None
         self.buffers: dict[str, Tensor] = {}
@@ -75,7 +80,8 @@ class Prover:
     @contextmanager
     def running(self, mode: Interception) -> Iterator[None]:
         """Run a pass from the state in which all passes start, and restore the buffers."""
-        self.rng.restore()
+        if self._rng is not None:
+            self._rng.restore()
         device = next((t.device.type for t in tensors_in(self.batch.inputs)), "cpu")
         with keep_buffers(self.batch.model), torch.autocast(device, enabled=False), mode:
             yield
@@ -116,7 +122,7 @@ class Prover:
             with self.running(mode):
                 outputs.append(self.batch.forward())
                 self.buffers = buffers_of(self.batch.model)
-                self.random = bool(self.rng.moved())
+                self.random = self._rng is not None and bool(self._rng.moved())
             self.sites, self.draws = mode.sites, tuple(mode.draws.values())
             self.aliased = mode.aliased
         self.output = outputs[-1]

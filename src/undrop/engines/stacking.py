@@ -96,7 +96,8 @@ def plan_holds(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
     """Return whether the plan of a step is right for what the model did in that step.
 
     ``trail`` is the trail of the step, and ``rng`` the random state before it, for a model that draws
-    random numbers.
+    random numbers. For any other model the proof leaves the random state alone: other threads may draw
+    from the same generators.
     """
     model = request.batch.model
     proof = _KNOWN[model].proofs.get(request.plan_key)
@@ -109,8 +110,10 @@ def plan_holds(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
     proof.trails.add(trail)
     if n == 1 or not (due or branch) or is_sharded(model):
         return True
-    with _preserved(request, rng) as inner:
-        prover = Prover(inner)
+    with _preserved(request, draws=rng is not None) as inner:
+        if rng is not None:
+            rng.restore()
+        prover = Prover(inner, draws=rng is not None)
         prover.run_plain(1)
         right = prover.proven_again(proof.plan) is not None
         proof.no_effect = prover.no_effect
@@ -144,12 +147,10 @@ def _modes(model: nn.Module) -> tuple[bool, ...]:
 
 
 @contextmanager
-def _preserved(request: Request, rng: RngSnapshot | None = None) -> Iterator[Request]:
+def _preserved(request: Request, *, draws: bool = True) -> Iterator[Request]:
     """Yield the request for the model that DDP wraps, and restore that model afterwards."""
     model = bare(request.batch.model)
-    with preserve_model(model), torch.no_grad():
-        if rng is not None:
-            rng.restore()
+    with preserve_model(model, draws=draws), torch.no_grad():
         yield replace(request, batch=request.batch._replace(model=model))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from threading import RLock
 from typing import Any
 
@@ -207,11 +207,11 @@ def _nothing_found(model: nn.Module, others: list[Unaccounted]) -> str:
 
 
 @contextmanager
-def preserve_model(model: nn.Module) -> Iterator[None]:
-    """Restore the mode of every module, all buffers and the global random state at the end."""
+def preserve_model(model: nn.Module, *, draws: bool = True) -> Iterator[None]:
+    """Restore the mode of every module, all buffers and, if the model ``draws``, the random state."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with keep_buffers(model), RngSnapshot(model):
+        with keep_buffers(model), RngSnapshot(model) if draws else nullcontext():
             yield
     finally:
         for module, training in modes:

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -101,6 +101,29 @@ def eager() -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()  # nothing has been compiled
     stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+Backend: TypeAlias = str | Callable[..., Any]
+"""What ``torch.compile`` takes as ``backend``."""
+
+
+def backend_of(function: Any) -> Backend:
+    """Return the backend with which ``torch.compile`` made a function.
+
+    For torch's own backend this is its name, without the options that the user gave it. It is also the
+    answer if this version of torch keeps the backend elsewhere.
+    """
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    found = dict(zip(code.co_freevars if code else (), cells, strict=False)).get("callback")
+    backend = None if found is None else found.cell_contents
+    for name in (
+        "_torchdynamo_orig_backend",
+        "_torchdynamo_orig_callable",
+    ):  # torch 2.8: the second
+        while hasattr(backend, name):
+            backend = getattr(backend, name)
+    own = callable(backend) and getattr(backend, "compiler_name", "") != "inductor"
+    return cast(Backend, backend) if own else "inductor"
 
 
 @contextlib.contextmanager

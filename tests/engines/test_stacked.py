@@ -1,7 +1,6 @@
 """One stacked pass: what it agrees with, when it is trusted, and what it costs."""
 
 import random
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -320,61 +319,81 @@ def net():
     )
 
 
-def wrapped(model):
-    return torch.compile(model)
+def wrapped(model, backend):
+    return torch.compile(model, backend=backend)
 
 
-def in_place(model):
-    model.compile()
+def in_place(model, backend):
+    model.compile(backend=backend)
     return model
 
 
-def a_part(model):
-    model[3] = torch.compile(model[3])
+def a_part(model, backend):
+    model[3] = torch.compile(model[3], backend=backend)
     return model
 
 
-def a_method(model):
-    model.forward = torch.compile(model.forward)
+def a_method(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend)
     return model
 
 
-def fresh_cache():
-    from torch._inductor.utils import fresh_cache
-
-    return fresh_cache()
+WAYS = pytest.mark.parametrize("how", [wrapped, in_place, a_part, a_method])
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fraction", [1.0, 0.25])
-@pytest.mark.parametrize("how", [wrapped, in_place, a_part, a_method])
-def test_a_compiled_model_has_the_gradients_of_the_eager_one(monkeypatch, how, fraction, backend):
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", partial(compiler, backend=backend))
+@WAYS
+def test_a_compiled_model_has_the_gradients_of_the_eager_one(how, fraction, backend):
     torch.manual_seed(1)
     x, y = torch.randn(16, 8), torch.randint(4, (16,))
     plain = net()
     wanted = gradients(plain, plain, x, y, fraction=fraction)
     under = net()
-    model = how(under)
+    model = how(under, backend)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # A new cache of kernels: torch's own takes those of a CPU with AVX-512 for one without it.
-    with fresh_cache() if backend == "inductor" else nullcontext():
-        found = gradients(model, under, x, y, fraction=fraction)
+    found = gradients(model, under, x, y, fraction=fraction)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_a_transformer_compiles_whole_and_once_per_shape(monkeypatch, caplog):
+@WAYS
+def test_the_stacked_pass_is_compiled_by_the_backend_that_the_user_chose(how):
+    graphs = []
+
+    def chosen(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    under = net()
+    gradients(how(under, chosen), under, torch.randn(16, 8), torch.randint(4, (16,)))
+    assert len(graphs) == 1
+
+
+class Disabled(nn.Sequential):
+    """A model that is not compiled, and says so."""
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_a_model_that_is_kept_from_torch_compile_is_not_compiled(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", None)
+    model = Disabled(*net())
+    gradients(model, model, torch.randn(16, 8), torch.randint(4, (16,)))
+    assert "torch.compile" not in caplog.text
+
+
+def test_a_transformer_compiles_whole_and_once_per_shape(caplog):
     """With attention, a separate head, time first and two lengths: one graph for each length."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
     def run(compiled, lengths):
         torch.manual_seed(0)
         under = GPT(20, size=8, layers=2, heads=2, context=8)
-        model = torch.compile(under) if compiled else under
+        model = torch.compile(under, backend="eager") if compiled else under
         generator = new_generator(1)
         objective = undrop.Analytic(loss=under.loss(), batch_dim=1, generator=generator)
         tokens = torch.randint(20, (9, 4), generator=new_generator(2))
@@ -405,15 +424,14 @@ class Unfollowed(nn.Module):
         return self.inner(x)
 
 
-def test_a_model_that_does_not_compile_whole_runs_eagerly_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+def test_a_model_that_does_not_compile_whole_runs_eagerly_and_says_so_once(caplog):
     torch.manual_seed(1)
     x, y = torch.randn(16, 8), torch.randint(4, (16,))
     wanted = gradients(*(2 * [net()]), x, y)
     torch.manual_seed(0)
     under = Unfollowed()
     torch._dynamo.reset()
-    found = gradients(torch.compile(under), under, x, y)
+    found = gradients(torch.compile(under, backend="eager"), under, x, y)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert caplog.text.count("undrop runs Unfollowed without torch.compile") == 1
 
@@ -423,15 +441,14 @@ def broken(graph, inputs):
 
 
 def test_a_model_that_the_backend_of_torch_compile_refuses_runs_eagerly_and_the_log_says_why(
-    monkeypatch, caplog
+    caplog,
 ):
     torch.manual_seed(1)
     x, y = torch.randn(16, 8), torch.randint(4, (16,))
     wanted = gradients(*(2 * [net()]), x, y)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
     under = net()
     torch._dynamo.reset()
-    found = gradients(torch.compile(under), under, x, y)
+    found = gradients(torch.compile(under, backend=broken), under, x, y)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     reason = "(no kernel for this CPU: 'vec' is not declared)."
     assert [line for line in caplog.messages if "undrop" in line] == [
@@ -439,11 +456,10 @@ def test_a_model_that_the_backend_of_torch_compile_refuses_runs_eagerly_and_the_
     ]
 
 
-def test_more_shapes_than_torch_compiles_run_eagerly_and_the_log_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+def test_more_shapes_than_torch_compiles_run_eagerly_and_the_log_says_so_once(caplog):
     torch._dynamo.reset()
     plain, under = net(), net()
-    model = torch.compile(under)
+    model = torch.compile(under, backend="eager")
     with torch._dynamo.config.patch(recompile_limit=2):
         for size in (8, 10, 12, 14):
             x, y = torch.randn(size, 8), torch.randint(4, (size,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -108,7 +109,9 @@ class Antithetic(Engine):
         inputs = batch.inputs
         if not plan.late:
             inputs = map_dims(rows.stacked, inputs, plan.input_dims)
-        run = compiled_pass(batch.model) if batch.compiled and not plan.aliased else run_stacked
+        run: Callable[..., Any] = run_stacked
+        if batch.backend is not None and not plan.aliased:
+            run = compiled_pass(batch.model, batch.backend)
         stacked, trail = run(batch.model, plan, layout, rows.index, noise, inputs)
         total, values = _combined(request, plan, rows, stacked, 0.5 / epsilon)
 

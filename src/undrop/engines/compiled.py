@@ -13,13 +13,13 @@ from torch import nn
 
 from undrop.engines.plan import NotStackable, PlanChanged
 from undrop.engines.stacked import run_stacked
-from undrop.torch_compat import compiled
+from undrop.torch_compat import Backend, compiled
 
 _log = logging.getLogger("undrop")
 _compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
-def compiled_pass(model: nn.Module) -> Callable[..., Any]:
+def compiled_pass(model: nn.Module, backend: Backend) -> Callable[..., Any]:
     """Return ``run_stacked``, compiled as one graph; if that fails, it runs eagerly and logs the reason.
 
     The interception is traced with the model, so the graph applies the noise. The noise is an input of
@@ -27,7 +27,7 @@ def compiled_pass(model: nn.Module) -> Callable[..., Any]:
     """
     if model not in _compiled:
         _compiled[model] = _guarded(
-            torch.compile(_copied(run_stacked), fullgraph=True, dynamic=False)
+            torch.compile(_copied(run_stacked), fullgraph=True, dynamic=False, backend=backend)
         )
     return _compiled[model]
 

@@ -36,7 +36,7 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
     if model in _measured or is_sharded(model) or request.half_precision:
         return
     _measured.add(model)
-    batch = request.batch._replace(compiled=False)
+    batch = request.batch._replace(backend=None)
     device = next((t.device for t in tensors_in(batch.inputs)), torch.device("cpu"))
     generator = request.draw.generator(device)
     state, weights = generator.get_state(), [p for p in model.parameters() if p.requires_grad]

@@ -31,7 +31,7 @@ from undrop.intercept.running_statistics import (
 )
 from undrop.intercept.site import Selection, Site, Sites
 from undrop.intercept.unaccounted import Unaccounted
-from undrop.intercept.wrappers import bare, is_compiled, is_sharded, uncompiled
+from undrop.intercept.wrappers import bare, chosen_backend, is_sharded, uncompiled
 from undrop.rng_snapshot import RngSnapshot
 
 __all__ = [
@@ -52,13 +52,13 @@ __all__ = [
     "attention",
     "bare",
     "call",
+    "chosen_backend",
     "copied_buffers",
     "find_sites",
     "follow_masks",
     "functional",
     "has_idle_dropout",
     "in_training",
-    "is_compiled",
     "is_sharded",
     "keep_buffers",
     "keep_statistics",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from undrop.errors import EngineError, OutputError
-from undrop.torch_compat import fresh_autocast_cache
+from undrop.torch_compat import Backend, fresh_autocast_cache
 
 _COND = "torch._higher_order_ops.cond"
 
@@ -91,8 +91,8 @@ class Batch(NamedTuple):
     model: nn.Module
     inputs: Any
     targets: Any
-    compiled: bool = False
-    """Whether the user compiled the model."""
+    backend: Backend | None = None
+    """The backend of ``torch.compile``, if the user compiled the model."""
     loss: Any = None
     """The loss of the outputs and the targets."""
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from undrop.errors import OptionError
+from undrop.torch_compat import Backend, backend_of
 
 _SEGMENTS = (
     *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
@@ -57,21 +58,25 @@ def _not_a_module(thing: object) -> str:
     return f"{type(thing).__name__}: wrap it in one"
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the user compiled the model, with ``torch.compile(model)`` or in place."""
+def chosen_backend(model: nn.Module) -> Backend | None:
+    """Return the backend with which the user compiled the model or a part of it; None without one.
+
+    The user calls ``torch.compile`` on a module or a method, or compiles a module in place.
+    """
     if "torch._dynamo" not in sys.modules or not isinstance(model, nn.Module):
-        return False
-    return "_orig_mod" in model._modules or any(
-        module._compiled_call_impl is not None
-        or "_orig_mod" in module._modules
-        or any(map(_is_compiled_method, vars(module).values()))
-        or _is_compiled_method(getattr(type(module), "forward", None))  # none in TorchScript
-        for module in model.modules()
-    )
+        return None
+    for module in model.modules():
+        own = getattr(type(module), "forward", None)  # none in TorchScript
+        for value in (*vars(module).values(), own):
+            if callable(value) and _is_compiled(value):
+                return backend_of(value)
+    return None
 
 
-def _is_compiled_method(value: object) -> bool:
-    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
+def _is_compiled(function: object) -> bool:
+    """Return whether ``torch.compile`` made a function; ``torch.compiler.disable`` marks it as well."""
+    marked = hasattr(function, "_torchdynamo_orig_callable")
+    return marked and not getattr(function, "_torchdynamo_disable", False)
 
 
 def paths(model: nn.Module) -> dict[int, str]:

@@ -22,11 +22,11 @@ from undrop.intercept import (
     SiteAction,
     Sites,
     Statistics,
+    chosen_backend,
     find_sites,
     follow_masks,
     has_idle_dropout,
     in_training,
-    is_compiled,
     keep_statistics,
     no_noise,
     outside_interception,
@@ -36,7 +36,7 @@ from undrop.intercept import (
 from undrop.losses import Coefficients, Loss, as_loss
 from undrop.objectives.checks import StepCheck, look_at_heads
 from undrop.objectives.step import AutocastState, Step
-from undrop.torch_compat import eager, portable_lstm, untraced
+from undrop.torch_compat import Backend, eager, portable_lstm, untraced
 
 _log = logging.getLogger("undrop")
 
@@ -78,12 +78,14 @@ class Objective(ABC):
         """Forget everything about the models seen so far."""
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
         self._followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._compiled: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._backends: weakref.WeakKeyDictionary[nn.Module, Backend | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._checks = StepCheck()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything except what is known about models, which another process finds again."""
-        known = ("_sites", "_followed", "_compiled", "_checks")
+        known = ("_sites", "_followed", "_backends", "_checks")
         return {k: v for k, v in self.__dict__.items() if k not in known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,8 +123,8 @@ class Objective(ABC):
         # Another model's pass may call this, and compiled code would hide the dropout.
         with outside_interception(), eager():
             inner = uncompiled(model)  # raises an error if it is not a module
-            compiled = self._is_compiled(model)
-            batch = self.loss.prepare(inner, inputs, targets)._replace(compiled=compiled)
+            backend = self._backend(model)
+            batch = self.loss.prepare(inner, inputs, targets)._replace(backend=backend)
             self._check(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)
@@ -215,15 +217,15 @@ class Objective(ABC):
             _say_unaccounted(model, found)
         return self._sites[model]
 
-    def _is_compiled(self, model: nn.Module) -> bool:
-        """Return whether the user compiled the model; looked up at steps 0, 1, 2, 4, 8, ….
+    def _backend(self, model: nn.Module) -> Backend | None:
+        """Return the backend if the user compiled the model; looked up at steps 0, 1, 2, 4, 8, ….
 
         The look-up visits every module. A model that is compiled between two look-ups runs uncompiled
         until the next one, with the same results.
         """
-        if model not in self._compiled or self.steps & (self.steps - 1) == 0:
-            self._compiled[model] = is_compiled(model)
-        return self._compiled[model]
+        if model not in self._backends or self.steps & (self.steps - 1) == 0:
+            self._backends[model] = chosen_backend(model)
+        return self._backends[model]
 
     def _check(self, batch: Batch) -> None:
         if not torch.is_grad_enabled():

@@ -93,7 +93,7 @@ class Dropout(Objective):
         """factor · ℓ(F(x; 1, η)) for a new mask."""
         noise = dropout_masks(self.generators) if self.own_masks else None
         found: Slots = {}
-        if self.site_p and noise is None and not batch.compiled:
+        if self.site_p and noise is None and batch.backend is None:
             found = slots(batch, list(self.site_p))
         if found:
             with with_p(batch.model, found, self.site_p):

@@ -61,7 +61,7 @@ def evaluated(model: nn.Module, loss: undrop.Loss, data: Data, part: str) -> flo
 
 
 def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any]) -> Run:
-    """One training; ``method`` returns a step's backward pass and what to report."""
+    """One training run; ``method`` returns a step's backward pass and what to report."""
     began = time.process_time()
     torch.manual_seed(1000 + seed)
     model = task.model(how.get("start", 0.5))
@@ -137,8 +137,8 @@ class Started(undrop.Tuner):
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         super()._begin(model, inputs)
         if self.start is not None:
-            self._logs |= dict.fromkeys(self.probabilities, log_odds(self.start))
-            self._apply(self._logs)
+            self._log_values |= dict.fromkeys(self.probabilities, log_odds(self.start))
+            self._apply(self._log_values)
 
 
 def tuned(kind: str, *, decay: bool = False, start: float | None = None, rate: float = 0.7):

@@ -243,7 +243,7 @@ def advice_outcomes(records: list[Run]) -> list[Run]:
 def advice(cases: list[Run]) -> list[str]:
     """How often the advice is right."""
     truth = [case["gain"] > 0.0 for case in cases]
-    given = [case["gain"] > 0.0 for case in cases if case["says"] == "helps"]
+    given = [case["gain"] > 0.0 for case in cases if case["evidence"] == "helps"]
     right = stats.binomtest(sum(given), max(len(given), 1)).proportion_ci(method="wilson")
     gaps = np.array([case["gap"]["value"] for case in cases])
     area = auc_interval(gaps, np.array(truth), [case["task"] for case in cases])
@@ -256,12 +256,12 @@ def advice(cases: list[Run]) -> list[str]:
 
 def advice_cases(cases: list[Run]) -> list[str]:
     """For each case what the advice says and what the search says."""
-    heads = ("task", "seed", "gap", "says", "none minus best of 6 p", "p = 0.1 minus best")
+    heads = ("task", "seed", "gap", "evidence", "none minus best of 6 p", "p = 0.1 minus best")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for case in cases:
         gap = f"{case['gap']['value']:+.2f} ± {case['gap']['stderr']:.2f}"
         lines.append(
-            f"| {case['task']} | {case['seed']} | {gap} | {case['says']} | {case['gain']:+.3f} | "
+            f"| {case['task']} | {case['seed']} | {gap} | {case['evidence']} | {case['gain']:+.3f} | "
             f"{case['usual']:+.3f} |"
         )
     return lines
@@ -365,7 +365,7 @@ def choice(folder: Path) -> list[str]:
         for kind, steps in product(("the run's optimizer, half its rate", "a new optimizer, its rate"),
                                    ("10", "20", "50", "100")):  # fmt: skip
             found = [r[kind][steps][site] for r in branches if (r["task"], r["p"]) == (task, p)]
-            scores[f"trainings of {steps} steps, {kind}"].append(float(np.mean(found)))
+            scores[f"runs of {steps} steps, {kind}"].append(float(np.mean(found)))
     lines = ["| score | AUC (95 %) | right sign |", "|---|---|---|"]
     truth = np.array(labels)
     for name, values in scores.items():

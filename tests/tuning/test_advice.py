@@ -1,4 +1,4 @@
-"""Advice before a training: a verdict with its figure, and where dropout helps now."""
+"""Advice before a training run: a verdict with its figure, and where dropout helps now."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ def advised(train, held, **options):
 def test_a_training_that_learns_noise_by_heart_is_one_that_dropout_will_help():
     """12 noisy rows determine 9 weights for each output."""
     advice = advised(batches(2, 1, rows=6, noise=2.0), batches(8, 2), steps=200)
-    assert advice.says == "helps"
+    assert advice.evidence == "helps"
     assert advice.gap.low > 0.0
     assert advice.verdict.startswith("Dropout will probably help: after 200 steps the validation")
     assert "Start at p = 0.1 (in 30 searches the best was 0.05 to 0.2)." in advice.verdict
@@ -48,7 +48,7 @@ def test_a_training_that_learns_noise_by_heart_is_one_that_dropout_will_help():
 
 def test_plenty_of_clean_data_gives_no_evidence_either_way_and_says_where_it_is_in_the_way():
     advice = advised(batches(100, 1), batches(8, 2), steps=100)
-    assert advice.says == "no evidence either way"
+    assert advice.evidence == "no evidence either way"
     assert advice.verdict.startswith(
         "No evidence either way: after 100 steps the validation loss is"
     )
@@ -58,7 +58,7 @@ def test_plenty_of_clean_data_gives_no_evidence_either_way_and_says_where_it_is_
     assert "every site" in rows
     assert "weight decay" in rows
     found = json.loads(json.dumps(advice.to_json()))
-    assert (found["steps"], found["p"], found["says"]) == (100, 0.1, advice.says)
+    assert (found["steps"], found["p"], found["evidence"]) == (100, 0.1, advice.evidence)
 
 
 def test_the_copy_trains_with_the_p_that_the_advice_names():

@@ -1,4 +1,4 @@
-"""A trial compares two trainings that differ in one thing, and restores all that it touched."""
+"""A trial compares two training runs that differ in one thing, and restores all that it touched."""
 
 import copy
 import math
@@ -11,7 +11,7 @@ from torch import nn
 import undrop
 from device import new_generator
 from undrop.diagnosis.measure.branches import Branches
-from undrop.tuning.trial import Window, compare
+from undrop.tuning.trial import RecentSteps, compare
 
 
 def linear(p=0.5):
@@ -59,7 +59,7 @@ def setting(objective, p, decay=0.0):
     return apply
 
 
-def test_the_difference_is_that_of_two_trainings_by_hand():
+def test_the_difference_is_that_of_two_runs_by_hand():
     """Plain sums in the order of the trial: equal but for the last places."""
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     found = trial_for(model, objective)(
@@ -68,13 +68,13 @@ def test_the_difference_is_that_of_two_trainings_by_hand():
     expected = by_hand(model, 0.1, 0.0) - by_hand(model, 0.3, 0.01)
     assert found.value == pytest.approx(expected, rel=1e-6)
     assert abs(found.value) > 1e-4
-    assert 0.0 < found.error < math.inf
+    assert 0.0 < found.stderr < math.inf
 
 
 def test_the_same_setting_twice_makes_no_difference():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     same = setting(objective, 0.3)
-    assert trial_for(model, objective)(same, same).benefit.z == 0.0
+    assert trial_for(model, objective)(same, same).benefit.value == 0.0
 
 
 def test_dropout_on_the_inputs_of_a_noiseless_teacher_is_in_the_way():
@@ -109,13 +109,13 @@ def test_a_model_overfits_if_its_validation_loss_is_clearly_above_its_training_l
 
 
 def test_lengths_are_those_of_the_moves_and_steps_without_one_do_not_count():
-    window, weight = Window(), torch.zeros(2, requires_grad=True)
+    recent, weight = RecentSteps(), torch.zeros(2, requires_grad=True)
     for shift in (0.0, 3.0, 0.0, 1.0):
         with torch.no_grad():
             weight += torch.tensor([shift, 0.0])
-        window.add([weight], None, None)
-    assert window.lengths.tolist() == [2.0]
-    again = Window()
-    again.load_state_dict(window.state_dict())
+        recent.add([weight], None, None)
+    assert recent.lengths.tolist() == [2.0]
+    again = RecentSteps()
+    again.load_state_dict(recent.state_dict())
     assert again.lengths.tolist() == [2.0]
-    assert Window().lengths is None
+    assert RecentSteps().lengths is None

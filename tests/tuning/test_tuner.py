@@ -12,7 +12,7 @@ from device import new_generator
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
-from undrop.tuning.history import Benefit, Entry, History
+from undrop.tuning.history import Entry, History
 from undrop.tuning.rule import LARGEST, SMALLEST, Pace, log_odds
 from undrop.tuning.trial import Outcome
 
@@ -127,7 +127,7 @@ def test_nothing_falls_below_its_start_while_the_model_overfits(monkeypatch):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
     tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
-    outcome = Outcome(Benefit(-1.0, 0.1), UNCLEAR)
+    outcome = Outcome(Estimate.of(-1.0, 0.1), UNCLEAR)
     monkeypatch.setattr("undrop.tuning.tuner.compare", lambda *_: outcome)
     train(tuner, model, optimizer, batches(8, seed=3))
     assert max(tuner.probabilities.values()) < 0.05
@@ -138,7 +138,7 @@ def test_nothing_falls_below_its_start_while_the_model_overfits(monkeypatch):
     train(resumed, model, optimizer, batches(2, seed=14))
     assert list(resumed.probabilities.values()) == [pytest.approx(0.1)] * 2
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(1e-2)
-    outcome = Outcome(Benefit(1.0, 0.1), ABOVE)
+    outcome = Outcome(Estimate.of(1.0, 0.1), ABOVE)
     train(resumed, model, optimizer, batches(4, seed=15))
     assert min(resumed.probabilities.values()) > 0.1
 
@@ -149,7 +149,7 @@ def test_weight_decay_falls_while_the_validation_loss_is_clearly_below_the_train
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
     tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
-    outcome, found = Outcome(Benefit(0.0, 0.1), UNCLEAR), []
+    outcome, found = Outcome(Estimate.of(0.0, 0.1), UNCLEAR), []
     monkeypatch.setattr("undrop.tuning.tuner.compare", lambda *_: outcome)
     for gap in (UNCLEAR, BELOW, BELOW, UNCLEAR, ABOVE):
         outcome = outcome._replace(gap=gap)
@@ -297,7 +297,7 @@ def test_a_model_whose_dropouts_all_have_p_0_is_refused():
 def test_a_state_of_something_else_is_refused():
     model, tuner = network(), tuner_for(undrop.Dropout(), interval=2)
     train(tuner, model, sgd(model), batches(4, seed=3))
-    with pytest.raises(DataError, match="it lacks generators, history, logs"):
+    with pytest.raises(DataError, match="it lacks generators, history, log_values"):
         tuner.load_state_dict({"steps": 1, "objective": {}})
     other = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.1))
     fresh = tuner_for(undrop.Dropout())
@@ -359,7 +359,7 @@ def test_the_table_writes_every_figure_of_a_column_in_the_same_way():
     for step, (tried, found) in enumerate(trials):
         history.entries.append(Entry(step, tried, found, values))
     assert history.table().text(80).splitlines() == [
-        "site                                      p           benefit  says",
+        "site                                      p           benefit  evidence",
         "every site                                   +0.5010 ± 0.0010  more helps",
         "weight decay (λ = 3e-05)                          -0.0031 ± ?  no evidence",
         "input                                 0.098       +0.0000 ± ?  no evidence",

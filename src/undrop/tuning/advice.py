@@ -46,8 +46,8 @@ class Advice:
     steps: int
 
     @property
-    def says(self) -> str:
-        """Whether dropout will help: it probably will if the short training already overfits."""
+    def evidence(self) -> str:
+        """Whether dropout will help: it probably will if the short training run already overfits."""
         return "helps" if self.gap.low > 0.0 else "no evidence either way"
 
     @property
@@ -55,7 +55,7 @@ class Advice:
         """One sentence on all sites."""
         after = f"after {self.steps} steps the validation loss is"
         start = f"start at p = {START:g} (in 30 searches the best was {BEST[0]:g} to {BEST[1]:g})"
-        if self.says == "helps":
+        if self.evidence == "helps":
             helps = f"Dropout will probably help: {after} {self.gap} above the training loss."
             return f"{helps} {start.capitalize()}."
         return (
@@ -80,7 +80,7 @@ class Advice:
         """Return plain values, for programs."""
         return {
             "verdict": self.verdict,
-            "says": self.says,
+            "evidence": self.evidence,
             "p": START,
             "steps": self.steps,
             "gap": as_json(self.gap),
@@ -89,9 +89,10 @@ class Advice:
 
 
 def _shown(found: Estimate) -> tuple[str, str, str]:
-    says = "no evidence" if found.includes_zero else "helps" if found.value > 0.0 else "in the way"
+    sign = "helps" if found.value > 0.0 else "in the way"
     error = "?" if found.stderr is None else f"{found.stderr:.4f}"
-    return f"{found.value:+.4f} ± {error}", "–" if found.z is None else f"{found.z:+.1f}", says
+    z = "–" if found.z is None else f"{found.z:+.1f}"
+    return f"{found.value:+.4f} ± {error}", z, "no evidence" if found.includes_zero else sign
 
 
 def advise_from(
@@ -141,7 +142,7 @@ def advise(
         model: a model with dropout wherever you consider it; it does not change.
         batches: training batches (inputs, targets), repeated as needed.
         validation: at least two batches that training does not see.
-        steps: how long to train: a small share of the planned training.
+        steps: how long to train: a small share of the planned run.
         objective: the objective to train with; by default dropout with cross-entropy.
         optimizer: makes the optimizer from the parameters; by default AdamW with lr = 1e-3.
     """

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError
 from undrop.report import Table
-from undrop.tuning.rule import CLEAR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,30 +36,11 @@ class Entry(NamedTuple):
     """p of every site after the trial, and λ under "weight decay" if it is tuned."""
 
 
-class Benefit(NamedTuple):
-    """A mean difference of validation losses and its standard error; positive if more helps."""
-
-    value: float
-    error: float
-
-    @classmethod
-    def of(cls, differences: Sequence[float]) -> Benefit:
-        """Return the mean of independent differences."""
-        n = len(differences)
-        error = stdev(differences) / math.sqrt(n) if n > 1 else math.inf
-        return cls(fmean(differences), error)
-
-    @property
-    def z(self) -> float:
-        """The mean divided by its standard error; 0 if the error is not known."""
-        return self.value / self.error if 0.0 < self.error < math.inf else 0.0
-
-    @property
-    def says(self) -> str:
-        """The evidence in words."""
-        if abs(self.z) < CLEAR:
-            return "no evidence"
-        return "more helps" if self.z > 0.0 else "less helps"
+def mean_difference(differences: Sequence[float]) -> Estimate:
+    """Return the mean of independent differences, with Student's interval."""
+    n = len(differences)
+    error = stdev(differences) / math.sqrt(n) if n > 1 else None
+    return Estimate.of(fmean(differences), error, n - 1.0)
 
 
 class History:
@@ -73,12 +54,12 @@ class History:
         """The values after the last trial."""
         return self.entries[-1].values if self.entries else {}
 
-    def benefits(self) -> dict[str, Benefit]:
+    def benefits(self) -> dict[str, Estimate]:
         """Return the benefit of each site, and of weight decay, in its last ten trials."""
         found: dict[str, list[float]] = {}
         for entry in self.entries:
             found.setdefault(entry.tried, []).append(entry.difference)
-        return {name: Benefit.of(differences[-RECENT:]) for name, differences in found.items()}
+        return {name: mean_difference(differences[-RECENT:]) for name, differences in found.items()}
 
     def path(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps and the values of one site, or of weight decay."""
@@ -92,7 +73,7 @@ class History:
             decay = f"{DECAY} (λ = {value:.2g})" if name == DECAY else None
             p = "" if value is None or decay else f"{value:.3f}"
             rows.append((decay or name, p, *(("", "") if found is None else _shown(found))))
-        return Table(("site", "p", "benefit", "says"), rows, numbers={"p", "benefit"})
+        return Table(("site", "p", "benefit", "evidence"), rows, numbers={"p", "benefit"})
 
     def figure(self) -> Figure:
         """Draw p of every site over the steps, and below it λ if weight decay is tuned.
@@ -138,6 +119,7 @@ class History:
         return [entry._asdict() for entry in self.entries]
 
 
-def _shown(found: Benefit) -> tuple[str, str]:
-    error = f"{found.error:.4f}" if math.isfinite(found.error) else "?"
-    return f"{found.value:+.4f} ± {error}", found.says
+def _shown(found: Estimate) -> tuple[str, str]:
+    error = "?" if found.stderr is None else f"{found.stderr:.4f}"
+    sign = "more helps" if found.value > 0.0 else "less helps"
+    return f"{found.value:+.4f} ± {error}", "no evidence" if found.includes_zero else sign

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from undrop.diagnosis.measure.branches import Branches, Losses
 from undrop.diagnosis.measure.estimates import Estimate
-from undrop.tuning.history import Benefit
+from undrop.tuning.history import mean_difference
 from undrop.tuning.rule import CLEAR
 
 
-class Window:
+class RecentSteps:
     """The last steps of the run: their batches, and how far each tensor moved in a step."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Window:
 class Outcome(NamedTuple):
     """The result of a trial."""
 
-    benefit: Benefit
+    benefit: Estimate
     """L_val with less minus L_val with more, over the validation batches: positive if more helps."""
     gap: Estimate
     """How far the validation loss is above the training loss."""
@@ -120,9 +120,9 @@ def compare(
     with_more, with_less = losses(more), losses(less)
     if with_more is None or with_less is None:
         lost = float(with_less is None) - float(with_more is None)
-        return Outcome(Benefit(lost, 1.0 / CLEAR), Estimate.of(math.nan, None))
+        return Outcome(Estimate.of(lost, 1.0 / CLEAR), Estimate.of(math.nan, None))
     pairs = zip(with_more.held, with_less.held, strict=True)
-    benefit = Benefit.of([b - a for a, b in pairs])
+    benefit = mean_difference([b - a for a, b in pairs])
     return Outcome(benefit, gap(with_less.held, with_less.trained))
 
 

@@ -23,7 +23,7 @@ from undrop.options import as_float, check_int
 from undrop.report import Table
 from undrop.tuning.history import DECAY, EVERY, Entry, History
 from undrop.tuning.rule import HIGHEST, LOWEST, START, Pace, log_odds, probability
-from undrop.tuning.trial import Window, compare
+from undrop.tuning.trial import RecentSteps, compare
 from undrop.tuning.validation import Validation, set_aside
 
 INTERVAL = 100
@@ -108,18 +108,20 @@ class Tuner:
         self.history = History()
         self.steps = 0
         self._generators = Generators(generator)
-        self._logs: dict[str, float] = {}  # log σ² of every site, log λ
+        self._log_values: dict[str, float] = {}  # log σ² of every site, log λ
         self._starts: dict[str, float] = {}  # the same, at the first trial
         self._paces: dict[str, Pace] = {}
         self._sites: list[str] = []
-        self._window = Window()
+        self._recent = RecentSteps()
         if optimizer is not None:
-            self._logs[DECAY] = self._starts[DECAY] = _log_decay(optimizer)
+            self._log_values[DECAY] = self._starts[DECAY] = _log_decay(optimizer)
 
     @property
     def probabilities(self) -> dict[str, float]:
         """The p of every site; empty before the first step."""
-        return {name: probability(value) for name, value in self._logs.items() if name != DECAY}
+        return {
+            name: probability(value) for name, value in self._log_values.items() if name != DECAY
+        }
 
     def step(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
         """Evaluate the objective on a batch, adjusting p first at every ``interval``-th call.
@@ -147,13 +149,13 @@ class Tuner:
         if -self.steps % self.interval >= STEPS:
             return None
         weights = self.objective.trainable_parameters(inner)
-        self._window.add(weights, inputs, targets)
+        self._recent.add(weights, inputs, targets)
         if self.steps % self.interval:
             return None
-        window, self._window = self._window, Window()
-        if window.lengths is None:
+        recent, self._recent = self._recent, RecentSteps()
+        if recent.lengths is None:
             return None
-        self._try(model, weights, window.lengths, window.batches[-STEPS:])
+        self._try(model, weights, recent.lengths, recent.batches[-STEPS:])
         return self.figures()
 
     def _rise(self) -> None:
@@ -165,7 +167,7 @@ class Tuner:
         last = min(self.interval, INTERVAL) - STEPS
         if self.steps <= last:
             by = math.log(self.steps / last)
-            self._apply({n: v if n == DECAY else v + by for n, v in self._logs.items()})
+            self._apply({n: v if n == DECAY else v + by for n, v in self._log_values.items()})
 
     def figures(self) -> dict[str, float]:
         """Return the newest ``p/SITE``, ``benefit/SITE`` and ``weight decay``, for a log."""
@@ -197,8 +199,8 @@ class Tuner:
         self._sites = chosen
         for name in chosen:
             self._starts[name] = log_odds(START)
-            self._logs.setdefault(name, self._starts[name])
-        self._apply(self._logs)
+            self._log_values.setdefault(name, self._starts[name])
+        self._apply(self._log_values)
 
     def _try(
         self,
@@ -217,11 +219,14 @@ class Tuner:
         try:
             found = compare(branches, lengths, more, less)
         finally:
-            self._apply(self._logs)
+            self._apply(self._log_values)
         pace = self._paces.setdefault(tried, Pace(self.rate))
-        self._logs = self._bounded(self._shifted(tried, pace.move(found.benefit.z)), found.gap)
-        self._apply(self._logs)
-        values = {n: math.exp(v) if n == DECAY else probability(v) for n, v in self._logs.items()}
+        by = pace.move(found.benefit.z or 0.0)
+        self._log_values = self._bounded(self._shifted(tried, by), found.gap)
+        self._apply(self._log_values)
+        values = {
+            n: math.exp(v) if n == DECAY else probability(v) for n, v in self._log_values.items()
+        }
         self.history.entries.append(Entry(self.steps, tried, found.benefit.value, values))
 
     def _next(self) -> str:
@@ -233,7 +238,7 @@ class Tuner:
 
     def _shifted(self, tried: str, by: float) -> dict[str, float]:
         names = self._sites if tried == EVERY else [tried]
-        return {n: value + by * (n in names) for n, value in self._logs.items()}
+        return {n: value + by * (n in names) for n, value in self._log_values.items()}
 
     def _bounded(self, logs: dict[str, float], gap: Estimate) -> dict[str, float]:
         """Return the values within their bounds, given how far L_val is above the training loss.
@@ -278,10 +283,10 @@ class Tuner:
         return {
             "steps": self.steps,
             "position": self.validation.position,
-            "logs": dict(self._logs),
+            "log_values": dict(self._log_values),
             "starts": dict(self._starts),
             "paces": {name: pace.state_dict() for name, pace in self._paces.items()},
-            "window": self._window.state_dict(),
+            "recent": self._recent.state_dict(),
             "history": [list(entry) for entry in self.history.entries],
             "generators": self._generators.state_dict(),
             "objective": self.objective.state_dict(),
@@ -296,17 +301,17 @@ class Tuner:
         """
         if missing := self.state_dict().keys() - state.keys():
             raise DataError(f"this is not a tuner's state: it lacks {', '.join(sorted(missing))}.")
-        if (DECAY in state["logs"]) != (self.optimizer is not None):
+        if (DECAY in state["log_values"]) != (self.optimizer is not None):
             had, has = ("tuned", "leaves") if self.optimizer is None else ("left", "tunes")
             raise DataError(
                 f"the saved run {had} weight decay and this tuner {has} it: pass optimizer= as before."
             )
         self.steps = int(state["steps"])
         self.validation.position = int(state["position"])
-        self._logs, self._starts = dict(state["logs"]), dict(state["starts"])
+        self._log_values, self._starts = dict(state["log_values"]), dict(state["starts"])
         self._paces = {name: Pace(**values) for name, values in state["paces"].items()}
-        self._window = Window()
-        self._window.load_state_dict(state["window"])
+        self._recent = RecentSteps()
+        self._recent.load_state_dict(state["recent"])
         self.history.entries = [Entry(*values) for values in state["history"]]
         self._generators.load_state_dict(state["generators"])
         self.objective.load_state_dict(state["objective"])

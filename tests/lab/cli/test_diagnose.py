@@ -325,14 +325,14 @@ def test_a_model_that_cannot_run_on_your_data_is_one_sentence(
     [
         (
             ("--model", "mine", "--data", "mine:batches"),
-            "transformer-xl, or give your own as MODULE:NAME or path/to/file.py:NAME.",
+            "transformer-xl, gpt, or give your own as MODULE:NAME or path/to/file.py:NAME.",
         ),
         (("--model", "gpt", "--data", "mine:batches"), "gpt is one of undrop's language models"),
         (
             ("mine:net",),
             "there is no run mine:net: give the folder of a run, or a model with --model",
         ),
-        (("mine:net", "--data", "mine:batches"), "give a model as --model mine:net, or leave out"),
+        (("mine:net", "--data", "mine:batches"), "write --model mine:net, or leave out"),
     ],
 )
 def test_a_name_given_to_the_wrong_option_names_the_right_option(
@@ -392,7 +392,7 @@ def test_diagnose_measures_benefit_and_compares_two_files(run, capsys, tmp_path)
 
 
 def test_a_command_without_a_model_asks_for_one(run, capsys, tmp_path):
-    assert "name what to look into: a RUN, or --model and --data." in refused(capsys, "diagnose")
+    assert "give a RUN, or --model and --data." in refused(capsys, "diagnose")
     assert "give either a RUN or --model, not both." in refused(
         capsys, "diagnose", run, "--model", "gpt"
     )

@@ -35,7 +35,7 @@ def test_help_lists_every_command_with_its_line(capsys):
     shown = capsys.readouterr().out
     for name in cli.commands():
         assert f" {name} " in shown
-    assert "List the corpora, download them, and look into them." in shown
+    assert "List corpora, download them, and show what is in them." in shown
 
 
 def test_undrop_without_arguments_shows_the_help(capsys):

@@ -53,7 +53,7 @@ def test_reproduce_runs_once_and_report_summarizes(here, capsys):
     record["config"]["train"]["colour"] = "red"
     (one.parent / "old.json").write_text(json.dumps(record))
     code, out, err = undrop(capsys, *words)
-    assert (code, err) == (0, "left out 1 record whose settings no longer exist.\n")
+    assert (code, err) == (0, "ignored 1 record with settings that no longer exist.\n")
     report = ["report", "results/smoke", "--experiment", "noise-put-back"]
     code, out, _ = undrop(capsys, *report)
     assert code == 0

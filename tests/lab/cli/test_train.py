@@ -152,7 +152,7 @@ def test_eval_explains_that_the_run_was_evaluated_on_parts_of_the_splits(text, c
     assert main(["eval", "r", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["valid"]["tokens"] == 72
-    assert "the run's own figures are of the first 20 tokens of each (data.eval_tokens)" in err
+    assert "the run's own are of the first 20 tokens of each (data.eval_tokens)" in err
     words[-1] = "data.eval_tokens=72"
     assert main(["train", *words, "--out", "s"]) == 0
     capsys.readouterr()
@@ -210,7 +210,7 @@ def test_demo_without_matplotlib_has_no_curves_and_says_so(text, capsys, monkeyp
     )
     assert main(["demo", "--out", "d", "--set", f"data.name={text}", *SMALL]) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last == "no curves: a figure needs matplotlib: pip install 'undrop[plot]'."
+    assert last == "no curves, because matplotlib is not installed: pip install 'undrop[plot]'."
 
 
 def test_ctrl_c_in_a_demo_says_that_it_cannot_be_resumed(text, capsys, monkeypatch):

@@ -52,7 +52,7 @@ def server(monkeypatch):
 
 
 def entry(*downloads):
-    return Entry("x", "made for the test", "none", FILES, downloads=downloads)
+    return Entry("x", "none", FILES, downloads=downloads)
 
 
 def archive(url, content):

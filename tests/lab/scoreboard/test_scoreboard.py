@@ -113,7 +113,7 @@ def test_an_option_that_the_scoreboard_does_not_have_is_refused(
     monkeypatch.setattr(boards, "run_board", None)  # calling it would fail
     words = ["reproduce", "scoreboard", "--data-dir", str(tmp_path), *options]
     assert cli.main(words) == 2
-    assert f"the scoreboard has no {options[0]}: leave it out." in capsys.readouterr().err
+    assert f"the scoreboard takes no {options[0]}: leave it out." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", sorted({method.kind for method in METHODS.values()}))

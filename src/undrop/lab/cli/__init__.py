@@ -52,12 +52,12 @@ GROUPS = {
     "Train": ("demo", "train", "watch", "runs", "plot", "eval", "generate"),
     "Look into dropout": ("sites", "diagnose", "advise", "check", "bound"),
     "Compare and reproduce": ("bench", "reproduce", "report"),
-    "See what there is": ("presets", "models", "objectives", "data"),
+    "List what is available": ("presets", "models", "objectives", "data"),
 }
 """The headings of ``undrop --help``; a command under none of them comes last, under "More"."""
 
 _COMPLETION = "_UNDROP_COMPLETE"
-_COMPLETED_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # of bash, of the other shells
+_COMPLETED_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # set by bash, set by the other shells
 
 
 def commands() -> dict[str, str]:
@@ -91,7 +91,7 @@ class _Grouped(TyperGroup):
 
 
 def app_for(loaded: Sequence[str]) -> typer.Typer:
-    """Return an app in which only the ``loaded`` commands are imported; the others are names."""
+    """Return an app that imports the ``loaded`` commands, and knows only names and help of the rest."""
     app = typer.Typer(
         name="undrop",
         cls=_Grouped,
@@ -122,7 +122,7 @@ def _add(app: typer.Typer, name: str) -> None:
 
 
 def _command(function: Callable[..., Answer | None]) -> Callable[..., None]:
-    """Return what typer calls: dataclass arguments become options, and the answer is printed."""
+    """Return the function for typer: it turns dataclasses into options and prints the answer."""
     signature = inspect.signature(function, eval_str=True)
     kinds = {name: p.annotation for name, p in signature.parameters.items()}
     groups = {
@@ -146,7 +146,7 @@ def _command(function: Callable[..., Answer | None]) -> Callable[..., None]:
             values[name] = kinds[name](**{field: values.pop(field) for field in types})
         answer = function(**values)
         if answer is not None:
-            answer.give(json=json)
+            answer.show(json=json)
 
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=flat, return_annotation=None
@@ -176,14 +176,14 @@ def _root(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks; so does UNDROP_DEBUG=1.")
+        bool, typer.Option("--debug", help="Show tracebacks, as UNDROP_DEBUG=1 does.")
     ] = False,
 ) -> None:
     """Take dropout apart: measure what it does to a model, and train without it."""
 
 
 def _command_in(words: Sequence[str]) -> list[str]:
-    """The command of a command line; the root's options take no values, so it is the first bare word."""
+    """The command in ``words``: the first without a dash, since undrop's own options take no values."""
     return [word for word in words if not word.startswith("-")][:1]
 
 
@@ -195,7 +195,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _main(words)
     finally:
         gc.enable()
-        if args is None:  # the process ends: leave the memory to the system
+        if args is None:  # the process ends, and the system frees the memory faster
             gc.freeze()
 
 

@@ -1,15 +1,14 @@
-"""The names that options take, read from the package's files without importing torch.
+"""The names that options take, each with the line that lists and shell completion show.
 
-A wrong name is then refused, and a name completed in a shell, in a fraction of a second. A test
-compares the names with the registries that the commands use.
+Nothing here imports torch, so a wrong name is refused, and a name completes, in a fraction of a second.
+A test compares these names with the registries.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,78 +22,87 @@ else:
 Names = Mapping[str, str]
 """Names, and one line about each."""
 
-_PACKAGE = Path(__file__).parents[2]
-_CLASS = re.compile(r'^(?:class|def) (\w+).*?:\n    """(.+?)(?:"""|$)', re.MULTILINE)
+MODELS = {
+    "awd-lstm": "LSTM layers with DropConnect and locked dropout (Merity et al. 2018)",
+    "qrnn": "Quasi-recurrent layers with the dropouts of AWD-LSTM (Bradbury et al. 2017)",
+    "transformer-xl": "A transformer that attends to earlier windows too (Dai et al. 2019)",
+    "gpt": "A causal transformer like GPT-2 (Radford et al. 2019)",
+}
+"""The language models."""
 
+OBJECTIVES = {
+    "none": "The loss alone, with every dropout of the model switched off",
+    "l2": "The loss plus weight · Σ ‖W‖² over all trainable parameters, without dropout",
+    "dropout": "Plain dropout; the option k averages the loss over k masks (Algorithm 1)",
+    "drop-k": "Dropout averaged over k = 8 masks",
+    "drop-k-resampled": "drop-k plus the noise that averaging removes, from fresh masks (Sec. 3.1)",
+    "drop-k-analytic": "drop-k plus the noise that averaging removes, as ξ_approx (Algorithm 4)",
+    "analytic": "R_approx and ξ_approx in place of dropout (Algorithm 2)",
+    "explicit": "R_approx alone in place of dropout",
+    "implicit": "ξ_approx alone in place of dropout",
+    "r-drop": "Dropout with two masks, plus the distance between their predictions "
+    "(Liang et al. 2021)",
+    "jacobian": "½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman et al. 2019)",
+    "sam": "Sharpness-aware minimization, on top of dropout (Foret et al. 2021)",
+    "weight-noise": "Noise on the weights in both directions, without dropout (Zhang et al. 2024)",
+    "early-dropout": "Dropout for the first `until` steps, and none after (Liu et al. 2023)",
+}
+"""The objectives."""
 
-@cache
-def _source(*parts: str) -> str:
-    """The text of a file, or of all files in a folder."""
-    path = _PACKAGE.joinpath(*parts)
-    files = sorted(path.glob("*.py")) if path.is_dir() else [path]
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+CORPORA = {
+    "pydocs": "The language reference that comes with Python; no download",
+    "ptb": "Penn Treebank: news, with a vocabulary of 10,000 words",
+    "wikitext-2": "720 good and featured articles of Wikipedia",
+    "wikitext-103": "28,595 good and featured articles of Wikipedia",
+}
+"""The named corpora."""
+
+BENCH_MODELS = {
+    "awd-lstm": "AWD-LSTM; the paper's size is its model for Penn Treebank",
+    "transformer": "A causal transformer; the paper's size has the widths of its Transformer-XL",
+    "mlp": "A classifier with two hidden layers",
+    "mlp-64": "A classifier with two hidden layers of 64 units, batch 32",
+    "mlp-256": "A classifier with two hidden layers of 256 units, batch 64",
+    "lstm-100": "The language model of the small reproduction: 2 × 100 units, 1,000 words",
+    "convnet": "Two convolutions with max pooling, and dropout before the last layer",
+    "gpt-128": "A causal transformer: 4 layers of 128 features, 2,000 words",
+    "gpt-256": "A causal transformer: 4 layers of 256 features, 2,000 words",
+    "gpt-128-compiled": "gpt-128 under torch.compile",
+    "gpt-256-compiled": "gpt-256 under torch.compile",
+}
+"""The models that ``undrop bench`` times."""
+
+BENCH_METHODS = {
+    "none": "The loss alone",
+    "dropout": "The baseline: a step of plain PyTorch with dropout, without undrop",
+    "drop8": "Dropout averaged over 8 masks",
+    "reverse-explicit": "The explicit part, by the reverse engine",
+    "reverse-both": "Both parts, by the reverse engine",
+    "tangent-both": "Both parts, by the tangent engine",
+    "antithetic-both": "Both parts, by the antithetic engine",
+    "antithetic-both-quarter": "Both parts, with noise on a quarter of the batch",
+    "antithetic-both-eighth": "Both parts, with noise on an eighth of the batch",
+}
+"""The methods that ``undrop bench`` times."""
+
+_PRESETS = Path(__file__).parents[2] / "presets"
 
 
 @cache
 def presets() -> Names:
     """Return the presets of ``undrop train``."""
-    files = {file.stem: file for file in (_PACKAGE / "presets").glob("*.toml")}
     return {
-        name: tomllib.loads(file.read_text(encoding="utf-8"))["description"]
-        for name, file in sorted(files.items())
+        file.stem: tomllib.loads(file.read_text(encoding="utf-8"))["description"]
+        for file in sorted(_PRESETS.glob("*.toml"))
     }
 
 
 @cache
-def corpora() -> Names:
-    """Return the named corpora."""
-    entries = r'Entry\(\s*name="([^"]+)",\s*about="([^"]+)"'
-    return dict(re.findall(entries, _source("lab", "corpora", "catalogue.py")))
-
-
-@cache
 def experiments() -> Names:
-    """Return the experiments of ``undrop reproduce``, in the paper's order."""
+    """Return the experiments of ``undrop reproduce``, the paper's first."""
     from undrop.lab.reproduce.tables import EXPERIMENTS, experiment
 
     return {name: experiment(name).title for name in EXPERIMENTS}
-
-
-def _registered(table: str, *places: tuple[str, ...]) -> Names:
-    """What a table registers, by a decorator or by ``TABLE.register("name")(partial(Class, …))``.
-
-    The line about an entry is the first line of the docstring of what it names, and its options.
-    """
-    text = "\n".join(_source(*place) for place in places)
-    lines = dict(_CLASS.findall(text))
-    what = r"(?:\n(?:class|def) (\w+)|\((?:partial\()?(?:\w+\.)?(\w+)((?:,\s*\w+=[^,()]+)*)\))"
-    found = re.findall(rf'\b{table}\.register\("([^"]+)"\){what}', text)
-    names: dict[str, str] = {}
-    first: dict[str, str] = {}
-    for name, decorated, called, options in found:
-        same = first.setdefault(decorated or called, name)
-        names[name] = _line(lines.get(decorated or called, ""), options, name, same)
-    return names
-
-
-def _line(text: str, options: str, name: str, same: str) -> str:
-    chosen = options.replace('"', "").strip(", ").replace(", ", " and ")
-    if name != same:  # a variant of an entry before it
-        return f"Like {same}, with {chosen}"
-    plain = text.rstrip(".").replace("``", "`")
-    return f"{plain} ({chosen})" if chosen else plain
-
-
-_COMPONENTS = ("lab", "train", "components.py")
-
-models = cache(partial(_registered, "MODELS", _COMPONENTS, ("lab", "models")))
-"""Return the language models."""
-objectives = cache(partial(_registered, "OBJECTIVES", _COMPONENTS, ("objectives",)))
-"""Return the objectives."""
-bench_subjects = cache(partial(_registered, "SUBJECTS", ("lab", "bench.py")))
-"""Return the models that ``undrop bench`` times."""
-bench_methods = cache(partial(_registered, "METHODS", ("lab", "bench.py")))
-"""Return the methods that ``undrop bench`` times."""
 
 
 def check_name(kind: str, name: str | None, names: Names, hint: str = "") -> None:
@@ -108,7 +116,7 @@ def check_name(kind: str, name: str | None, names: Names, hint: str = "") -> Non
 
 
 def check_corpus(name: str | None, data_dir: Path | None = None) -> None:
-    """Refuse what is neither the name of a corpus nor a path.
+    """Refuse a name that is neither a corpus nor a folder.
 
     Raises:
         UnknownNameError: with the nearest name and a list of all names.
@@ -117,33 +125,36 @@ def check_corpus(name: str | None, data_dir: Path | None = None) -> None:
         return
     if data_dir is None or not (data_dir / name).is_dir():
         hint = ", or give a folder with train, valid and test text files"
-        check_name("corpus", name, corpora(), hint)
+        check_name("corpus", name, CORPORA, hint)
 
 
 def named(
     kind: str,
-    names: Callable[[], Names],
+    names: Names | Callable[[], Names],
     unless: Callable[[str], bool] | None = None,
     hint: str = "",
 ) -> dict[str, Any]:
-    """Return settings of a typer option whose value is a name, or several.
+    """Return the arguments of a typer option whose value is one name or several.
 
-    In a shell the name completes; a wrong one is refused before anything is imported.
+    The shell completes the names. A wrong name is refused before anything is imported.
 
     Args:
-        kind: what the name names, for errors.
-        names: returns the names.
-        unless: whether a value is something else, such as a path, and not checked here.
-        hint: what else is accepted, as the end of a sentence.
+        kind: what the names stand for, in errors.
+        names: the names, or a function that reads them from files.
+        unless: tells whether a value is something other than a name, such as a path.
+        hint: what else the option accepts, as the end of the error.
     """
 
+    def known() -> Names:
+        return names() if callable(names) else names
+
     def complete(incomplete: str) -> list[tuple[str, str]]:
-        return [item for item in names().items() if item[0].startswith(incomplete)]
+        return [item for item in known().items() if item[0].startswith(incomplete)]
 
     def check(value: Any) -> Any:
         for name in value if isinstance(value, list | tuple) else [value]:
             if unless is None or name is None or not unless(name):
-                check_name(kind, name, names(), hint)
+                check_name(kind, name, known(), hint)
         return value
 
     return {"autocompletion": complete, "callback": check}

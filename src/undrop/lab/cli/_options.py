@@ -10,16 +10,16 @@ import typer
 
 from undrop.errors import OptionError
 from undrop.files import near_path
-from undrop.lab.cli._names import check_corpus, corpora, models, named
+from undrop.lab.cli._names import CORPORA, MODELS, check_corpus, named
 
 if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
 
 
-_OWN_PLACE = "MODULE:NAME or path/to/file.py:NAME"
+_IMPORT_PATH = "MODULE:NAME or path/to/file.py:NAME"
 
 
-def _is_own(text: str) -> bool:
+def _is_import_path(text: str) -> bool:
     """Whether a value is MODULE:NAME or FILE.py:NAME."""
     return ":" in text
 
@@ -31,7 +31,7 @@ RunFolderArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The fold
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other setting; repeatable."),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable."),
 ]
 Batches = Annotated[int, typer.Option(min=1, help="The largest number of batches to use.")]
 ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.")]
@@ -49,15 +49,15 @@ class SourceOptions:
         str | None,
         typer.Option(
             help="Instead of RUN: a new model, by a name listed by `undrop models`, or your own as "
-            f"{_OWN_PLACE}.",
-            **named("model", models, _is_own, f", or give your own as {_OWN_PLACE}"),
+            f"{_IMPORT_PATH}.",
+            **named("model", MODELS, _is_import_path, f", or give your own as {_IMPORT_PATH}"),
         ),
     ] = None
     data: Annotated[
         str | None,
         typer.Option(
-            help=f"For --model: a corpus, or your own (inputs, targets) pairs as {_OWN_PLACE}.",
-            autocompletion=named("corpus", corpora)["autocompletion"],
+            help=f"For --model: a corpus, or your own (inputs, targets) pairs as {_IMPORT_PATH}.",
+            autocompletion=named("corpus", CORPORA)["autocompletion"],
         ),
     ] = None
     loss: Annotated[
@@ -67,14 +67,14 @@ class SourceOptions:
     data_dir: DataDir = None
 
     def open(self, batches: int) -> Source:
-        """Open them.
+        """Return the model, the data and the loss.
 
         Raises:
             OptionError: if the options name no model, or two, or a run that does not exist.
         """
         if problem := self._problem():
             raise OptionError(problem)
-        if self.data is not None and not _is_own(self.data):
+        if self.data is not None and not _is_import_path(self.data):
             check_corpus(self.data, self.data_dir)
         from undrop.lab.cli import _sources
 
@@ -85,35 +85,37 @@ class SourceOptions:
         )
 
     def _problem(self) -> str:
-        """What is wrong with the options, and the way out; empty if nothing is."""
+        """What is wrong with the options, and the way out; empty if they are right."""
         run, model, data = self.run, self.model, self.data
         if run is not None and model is not None:
             return "give either a RUN or --model, not both."
         if run is not None and data is not None:
             return (
-                f"--data is for --model, and {run} is taken for a run: give a model as --model {run}, "
+                f"--data is for --model, but {run} is read as the folder of a run: write --model {run}, "
                 "or leave out --data."
             )
         if run is not None and not run.exists():
-            near = near_path(run)
+            near = near_path(run, "*/")
             guess = f"did you mean {near}? Or give" if near else "give"
             return (
                 f"there is no run {run}: {guess} the folder of a run, or a model with --model and its "
                 "data with --data."
             )
         if run is None and model is None:
-            return "name what to look into: a RUN, or --model and --data."
+            return "give a RUN, or --model and --data."
         if model is not None and data is None:
             return (
                 f"--model {model} needs data to run on: add --data with a name listed by "
-                f"`undrop data list`, or with your own (inputs, targets) pairs as {_OWN_PLACE}."
+                f"`undrop data list`, or with your own (inputs, targets) pairs as {_IMPORT_PATH}."
             )
-        if model is not None and data is not None and _is_own(model) > _is_own(data):
+        if model is None or data is None:
+            return ""
+        if _is_import_path(model) and not _is_import_path(data):
             return (
-                f"your own model needs your own data: give both as {_OWN_PLACE}, got {model!r} and "
+                f"your own model needs your own data: give both as {_IMPORT_PATH}, got {model!r} and "
                 f"{data!r}."
             )
-        if model is not None and data is not None and _is_own(model) < _is_own(data):
+        if _is_import_path(data) and not _is_import_path(model):
             return (
                 f"{model} is one of undrop's language models, which read a corpus: give the name or "
                 f"the folder of a corpus as --data, got {data!r}."

@@ -1,4 +1,4 @@
-"""What commands print, where they may write, and how errors look: one sentence, an exit code."""
+"""What commands print, where they can write, and how they report errors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def check_outputs(
     """Refuse a path that can't be written, before any work is done.
 
     Args:
-        files: paths to write to; None is one that was not asked for.
-        pictures: paths of figures, whose suffix must name a kind of picture.
+        files: paths to write to; None stands for an option that was not given.
+        pictures: paths of figures, whose suffix must be a picture format.
         pages: paths of HTML pages with figures.
 
     Raises:
         RunError: if a file can't be written there.
-        OptionError: if a suffix names no kind of picture.
+        OptionError: if a suffix is not a picture format.
         MissingExtraError: if there are pictures or pages and matplotlib is not installed.
     """
     from undrop.files import check_writable
@@ -47,14 +47,14 @@ def check_outputs(
 
 
 class Answer:
-    """What a command prints on stdout, and the files that it writes then.
+    """What a command prints on stdout, and the files that it then writes.
 
     A command that returns an answer has the option ``--json``.
 
     Args:
         value: what ``--json`` prints.
-        parts: the tables and texts that are printed otherwise.
-        files: paths, each with the function that writes it; None is a path that was not asked for.
+        parts: the tables and texts that are printed without ``--json``.
+        files: paths, each with the function that writes it; None stands for an option not given.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Answer:
         rows = [{"name": name, "about": line} for name, line in names.items()]
         return cls(rows, Table(("name", "what it is"), list(names.items())))
 
-    def give(self, *, json: bool) -> None:
-        """Print the answer and write its files; each is named on stderr."""
+    def show(self, *, json: bool) -> None:
+        """Print the answer, write its files, and name each file on stderr."""
         if json:
             typer.echo(dumps(as_json(self._value), indent=2, ensure_ascii=False))
         else:
@@ -85,7 +85,7 @@ class Answer:
 
 
 def _print(part: Table | str) -> None:
-    """Print text, broken between words on a terminal, or a table with bold headings."""
+    """Print a text, wrapped to the terminal's width, or a table with bold headings."""
     if isinstance(part, str):
         typer.echo("\n".join(wrap(part, terminal_width())))
         return
@@ -107,10 +107,10 @@ def working(what: str) -> Iterator[None]:
 
 
 BAD_INPUT = 2
-"""The exit code for everything that the user can fix."""
+"""The exit code of errors that the user can fix."""
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C by the convention of shells: 128 + SIGINT."""
+"""The exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 
 _LABEL = "error:"
 
@@ -119,7 +119,7 @@ _USAGE_ERROR: type[BaseException] = typer.BadParameter.__mro__[2]
 
 
 def report_error(error: BaseException, command: str, *, debug: bool) -> int:
-    """Print what went wrong on stderr and return the exit code; a bug is raised again.
+    """Print what went wrong on stderr and return the exit code; raise a bug again.
 
     Args:
         error: what the command raised.
@@ -143,7 +143,7 @@ def report_error(error: BaseException, command: str, *, debug: bool) -> int:
 
 
 def _say(text: str) -> None:
-    """Print on stderr, broken between words on a terminal, where the label of an error is red."""
+    """Print on stderr; on a terminal, wrap the text and color the label of an error red."""
     if sys.stderr.isatty():
         text = "\n".join(wrap(text, terminal_width(sys.stderr)))
         if text.startswith(_LABEL) and not os.environ.get("NO_COLOR"):
@@ -152,7 +152,7 @@ def _say(text: str) -> None:
 
 
 def _sentence(error: BaseException, command: str) -> str | None:
-    """One sentence for the error; empty if it has been printed already, None for a bug."""
+    """One sentence for the error; empty if there is nothing left to print, None for a bug."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted."
     if isinstance(error, _USAGE_ERROR):
@@ -173,7 +173,7 @@ def _usage_sentence(error: BaseException, command: str) -> str:
         message = f"No such option {error.option_name}. Did you mean {' or '.join(near)}?"  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else command
-    message = message.partition(", unable to parse")[0]  # it repeats what was said before
+    message = message.partition(", unable to parse")[0]  # the rest repeats the same in other words
     message = message.replace("Input should be", "it must be")
     stop = "" if message[-1] in ".?!" else "."
     return f"{message}{stop} See `{path} --help`."

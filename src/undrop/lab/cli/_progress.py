@@ -1,4 +1,4 @@
-"""How training and campaigns look while they run: a bar on a terminal, lines everywhere else."""
+"""The progress of training and of campaigns: a bar on a terminal, lines everywhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from undrop.lab.reproduce.worklist import PlannedRun
 from undrop.lab.train.callbacks import Callback, RunInfo
 from undrop.report import Bar, Progress, duration
 
-_SMOOTH = 0.95  # of the parts that are shown
+_SMOOTH = 0.95  # the weight of earlier steps in the parts on the bar
 _REFRESH = 0.1  # seconds
 
 
@@ -25,7 +25,7 @@ def progress_reporter() -> Callback:
 class TrainingProgress(Callback):
     """A bar with the speed, the time left and the objective's parts; a line for every epoch.
 
-    Without a terminal there is a line for every record.
+    Without a terminal, a line for every record.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -49,7 +49,7 @@ class TrainingProgress(Callback):
         self._bar = self._progress.bar()
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
-        """Move the bar, ten times a second at most."""
+        """Move the bar, at most ten times a second."""
         self._tokens += tokens
         for name, value in parts.items():
             self._parts[name] = _SMOOTH * self._parts.get(name, value) + (1 - _SMOOTH) * value
@@ -64,7 +64,7 @@ class TrainingProgress(Callback):
         self._shown, self._tokens = now, 0
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Print a line of the metrics; under a bar only the ends of epochs and what was watched."""
+        """Print a record of the metrics; next to a bar, only epochs and measurements of a watcher."""
         head = f"epoch {record['epoch']}/{self._epochs}  step {record['step']}"
         if record["kind"] == "epoch":
             seconds = duration(record["time"]["seconds"])
@@ -76,7 +76,7 @@ class TrainingProgress(Callback):
             self._progress.print("  ".join([head, *_parts(record), speed]))
 
     def say(self, text: str) -> None:
-        """Print a remark."""
+        """Print a message."""
         self._progress.print(text)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class DemoProgress(Callback):
         self._done, self._parts, self._valid = 0.0, [""], "…"
 
     def begin(self, info: RunInfo) -> None:
-        """Note the number of epochs."""
+        """Remember the number of epochs."""
         self._epochs = info.epochs
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
@@ -142,7 +142,7 @@ class CampaignProgress(Listener):
         self._bar.show(status.seconds_done / whole, self._left(status), title=title)
 
     def ended(self, run: PlannedRun, record: Record) -> None:
-        """Print the result of a run, and, without a bar, how far along the campaign is."""
+        """Print the result of a run; without a bar, also the progress of the campaign."""
         line = (
             f"{run.title}: best validation {record.best_valid_ppl:.2f} (epoch {record.best_epoch}), "
             f"{duration(record.seconds)}"

@@ -1,4 +1,4 @@
-"""Open a model, batches and a loss for a command, from a run or from names."""
+"""Load the model, the batches and the loss of a command, from a run or by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Source:
 
     @contextmanager
     def explain_own_errors(self) -> Iterator[None]:
-        """Say in one sentence that your own model fails on the first batch even without undrop."""
+        """If the user's own model fails even without undrop, say so in one sentence."""
         try:
             yield
         except UndropError:
@@ -74,7 +74,7 @@ def windows(
     """Yield windows of text, spread evenly over a split, each with the state of the one before it.
 
     Args:
-        model: reads the window before, in eval mode.
+        model: computes the state of a window from the one before it, in eval mode.
         tokens: the split.
         config: the settings that cut the text into windows.
         count: the number of windows; a short split has fewer.
@@ -105,7 +105,7 @@ def _state_after(model: LanguageModel, tokens: Tensor) -> State:
 
 
 def from_run(path: str | Path, *, data_dir: str | Path | None = None, batches: int = 16) -> Source:
-    """Open a trained run with its own training text."""
+    """Load a trained run with its own training text."""
     run = open_run(path, data_dir=data_dir)
     return _of_language_model(run.model, run.corpus, run.config, batches, run)
 
@@ -113,7 +113,7 @@ def from_run(path: str | Path, *, data_dir: str | Path | None = None, batches: i
 def from_names(
     model: str, data: str, loss: str | None, data_dir: str | Path | None, batches: int
 ) -> Source:
-    """Open a model and data by name: undrop's own, or your own as MODULE:NAME or FILE.py:NAME.
+    """Load a model and data by name: undrop's own, or your own as MODULE:NAME or FILE.py:NAME.
 
     Args:
         model: a language model such as ``awd-lstm``, newly initialized; or your own module, or a
@@ -145,7 +145,9 @@ def from_names(
 def _of_language_model(
     model: LanguageModel, corpus: Corpus, config: Config, batches: int, run: Run | None = None
 ) -> Source:
-    trained = None if run is None else clipped_optimizer(list(model.parameters()), config.optimizer)
+    optimizer = (
+        None if run is None else clipped_optimizer(list(model.parameters()), config.optimizer)
+    )
     return Source(
         model,
         windows(model, corpus.train, config, batches),
@@ -154,7 +156,7 @@ def _of_language_model(
         batch_dim=1,
         validation=windows(model, corpus.valid, config, batches),
         run=run,
-        optimizer=trained,
+        optimizer=optimizer,
     )
 
 
@@ -195,9 +197,7 @@ def _file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(
-        path.stem, module
-    )  # so that a model in it can be pickled and a dataclass defined
+    sys.modules.setdefault(path.stem, module)  # pickle and dataclasses look the module up here
     spec.loader.exec_module(module)
     return module
 
@@ -226,7 +226,7 @@ def _explain(name: str, what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         message = " ".join(str(error).split()).rstrip(".")
-        if not isinstance(error, ImportError):  # whose message says what it is
+        if not isinstance(error, ImportError):  # its message needs no more detail
             message = f"{type(error).__name__}: {message}; --debug shows where"
         stop = "" if message.endswith("?") else "."
         raise OptionError(f"{name} can't be {what}: {message}{stop}") from error

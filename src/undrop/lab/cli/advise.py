@@ -1,4 +1,4 @@
-"""Train for a short while and say whether dropout helps, where, and which p to start from."""
+"""Train for a short while, then say whether and where dropout helps, and which p to start from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def advise(
         float, typer.Option(help="The share of the planned steps to train for.")
     ] = 0.1,
 ) -> Answer:
-    """Train for a share of the planned steps, and print the advice on stdout."""
+    """Train for a share of the planned steps, and print the advice on stdout.
+
+    The advice has a table of all sites, and a verdict in one sentence.
+    """
     if not 0.0 < share <= 1.0:
         raise OptionError(f"--share must lie in (0, 1], got {share}.")
     advice = _advice(options.config(tune=True), share)
@@ -53,11 +56,11 @@ def _advice(config: Config, share: float) -> Advice:
 
 
 def _shortened(config: Config, share: float) -> Config:
-    """The same training, for a share of its steps and long enough to measure."""
+    """The config of the same run with a share of its steps, but enough steps to measure."""
     data, train = config.data, config.train
     text = (1.0 - train.tune) * len(config.load_corpus().train)
     per_epoch = text / (data.batch_size * data.length)
     steps = max(round(share * (train.max_steps or train.epochs * per_epoch)), _SHORTEST)
-    epochs = math.ceil(1.1 * steps / per_epoch) + 1  # enough: the number of steps ends the training
+    epochs = math.ceil(1.1 * steps / per_epoch) + 1  # more than enough: max_steps ends the run
     limits = {"max_steps": steps, "epochs": epochs, "patience": None}
     return config.model_copy(update={"train": train.model_copy(update=limits)})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import bench_methods, bench_subjects, check_name, named
+from undrop.lab.cli._names import BENCH_METHODS, BENCH_MODELS, check_name, named
 from undrop.lab.cli._output import check_outputs
 from undrop.report import Progress, Table, as_json
 
@@ -24,12 +24,12 @@ _SIZES = {"small": "seconds on a laptop", "paper": "the sizes of the paper"}
 def bench(
     model: Annotated[
         str,
-        typer.Option(help="The model to time.", **named("bench model", bench_subjects)),
+        typer.Option(help="The model to time.", **named("bench model", BENCH_MODELS)),
     ] = "awd-lstm",
     size: Annotated[
-        str, typer.Option(help="small or paper.", **named("bench size", lambda: _SIZES))
+        str, typer.Option(help="small or paper.", **named("bench size", _SIZES))
     ] = "small",
-    rounds: Annotated[int, typer.Option(help="How often each method is timed.", min=1)] = 10,
+    rounds: Annotated[int, typer.Option(help="How many times to time each method.", min=1)] = 10,
     methods: Annotated[
         str, typer.Option(help="Methods, separated by commas; all by default.")
     ] = "",
@@ -37,14 +37,14 @@ def bench(
     save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios: png, pdf or svg.")] = None,
     threads: Annotated[
-        int, typer.Option(help="The number of torch threads; 0 leaves it as it is.", min=0)
+        int, typer.Option(help="The number of torch threads; 0 keeps torch's default.", min=0)
     ] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto for the fastest.")] = "cpu",
 ) -> Answer:
-    """Time the forward and backward pass of one step by each method, taking turns in one process."""
+    """Time the forward and backward pass of a step with each method, in turn, in one process."""
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     for name in chosen:
-        check_name("bench method", name, bench_methods())
+        check_name("bench method", name, BENCH_METHODS)
     check_outputs(files=[save], pictures=[plot])
     import torch
 
@@ -61,7 +61,8 @@ def bench(
     for row in rows:
         if memory and row.peak_mb is None:
             typer.echo(
-                f"{row.name}: no peak memory: its process died, perhaps out of memory.", err=True
+                f"{row.name}: no peak memory, because its process died, perhaps out of memory.",
+                err=True,
             )
     files = (
         (save, lambda path: write_json(path, as_json(figures))),

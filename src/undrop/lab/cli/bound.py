@@ -1,4 +1,4 @@
-"""Evaluate the paper's generalization bound on the last layer of runs, and the measured gap."""
+"""Compare the paper's generalization bound on the last layer of runs with the measured gap."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def bound(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The folders of runs.")],
     batches: Annotated[
-        int, typer.Option(min=1, help="Windows of text to read from each split.")
+        int, typer.Option(min=1, help="The number of windows to read from each split.")
     ] = 20,
     truncation: Annotated[
         float | None,
-        typer.Option(help="B, the value at which the loss is cut off.", show_default="log(words)"),
+        typer.Option(help="B, the largest value of the truncated loss.", show_default="log(words)"),
     ] = None,
-    delta: Annotated[float, typer.Option(help="The bound fails with this probability.")] = 0.05,
+    delta: Annotated[float, typer.Option(help="The probability that the bound fails.")] = 0.05,
     data_dir: DataDir = None,
 ) -> Answer:
     """Evaluate the bounds of Theorems 4.1 and B.1 for every run, side by side."""

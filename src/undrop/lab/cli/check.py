@@ -1,4 +1,4 @@
-"""Compare the analytic terms with Monte Carlo on a batch, to see whether p is too large for them."""
+"""Compare an objective's analytic terms with dropout itself, to see whether p is too large for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import named, objectives
+from undrop.lab.cli._names import OBJECTIVES, named
 from undrop.lab.cli._options import ShowProgress, SourceOptions
 
 if TYPE_CHECKING:
@@ -23,13 +23,15 @@ def check(
         typer.Option(
             help="An objective with analytic terms.",
             show_default="the run's own, or analytic",
-            **named("objective", objectives),
+            **named("objective", OBJECTIVES),
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="The time to spend.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(help="The time to spend: more time gives smaller errors.")
+    ] = 10.0,
     progress: ShowProgress = True,
 ) -> Answer:
-    """Compare an objective's analytic terms with dropout itself on the first batch."""
+    """Compare the analytic terms with a Monte Carlo estimate over dropout masks, on the first batch."""
     source = options.open(1)
     import undrop
     from undrop.diagnosis.measure.model import collect

@@ -1,4 +1,4 @@
-"""List the corpora, download them, and look into them."""
+"""List corpora, download them, and show what is in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import check_corpus, corpora, named
+from undrop.lab.cli._names import CORPORA, check_corpus, named
 from undrop.lab.cli._options import DataDir
 from undrop.report import Table
 
@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from undrop.lab.corpora import Corpus
 
 CacheDir = Annotated[
-    Path | None, typer.Option(help="The folder that keeps corpora.", show_default="UNDROP_CACHE")
+    Path | None,
+    typer.Option(
+        help="The folder for downloaded and encoded corpora.",
+        show_default="$UNDROP_CACHE, or the user's cache",
+    ),
 ]
-_COMPLETE = named("corpus", corpora)["autocompletion"]
+_COMPLETE = named("corpus", CORPORA)["autocompletion"]
 
 
 @COMMANDS.register("data list")
@@ -30,8 +34,8 @@ def list_corpora(cache_dir: CacheDir = None) -> Answer:
     rows: list[dict[str, Any]] = [
         {
             "name": entry.name,
-            "about": entry.about,
-            "licence": entry.licence,
+            "about": CORPORA[entry.name],
+            "license": entry.license,
             "tokens": dict(entry.tokens) or None,
             "vocabulary": entry.vocabulary,
             "here": is_local(entry, cache_dir),
@@ -44,12 +48,12 @@ def list_corpora(cache_dir: CacheDir = None) -> Answer:
             _number((row["tokens"] or {}).get("train")),
             _number(row["vocabulary"]),
             "yes" if row["here"] else "no",
-            row["licence"],
+            row["license"],
             row["about"],
         ]
         for row in rows
     ]
-    heads = ("name", "training tokens", "words", "here", "licence", "what it is")
+    heads = ("name", "training tokens", "words", "local", "license", "what it is")
     return Answer(rows, Table(heads, cells, numbers=heads[1:3]))
 
 
@@ -64,7 +68,7 @@ def get_corpora(
     data_dir: DataDir = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Download corpora that are not on this machine, and encode them."""
+    """Encode corpora, and download those that are not on this machine."""
     for name in names:
         check_corpus(name, data_dir)  # before any of them is downloaded
     from undrop.lab.corpora import load
@@ -82,12 +86,15 @@ def describe_corpus(
     ],
     data_dir: DataDir = None,
     limit_tokens: Annotated[
-        int | None, typer.Option(help="Use only this many training tokens, and their words.")
+        int | None, typer.Option(help="Use only this many training tokens, with their vocabulary.")
     ] = None,
     fraction: Annotated[
-        float, typer.Option(help="Use only this part of the training tokens, but all words.")
+        float,
+        typer.Option(help="Use this share of the training tokens, with the vocabulary of all."),
     ] = 1.0,
-    max_vocab: Annotated[int | None, typer.Option(help="The largest number of words.")] = None,
+    max_vocab: Annotated[
+        int | None, typer.Option(help="The largest size of the vocabulary.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the encoded files with their checksums.")
     ] = False,
@@ -138,8 +145,8 @@ def _check(corpus: Corpus) -> None:
 
     if bad := damaged(corpus.folder):
         raise DataError(
-            f"{', '.join(bad)} in {corpus.folder} changed after being written: delete that folder, "
-            "and the corpus is encoded again."
+            f"{', '.join(bad)} in {corpus.folder} changed after being written: delete that folder "
+            "to encode the corpus again."
         )
 
 

@@ -1,4 +1,4 @@
-"""Train without regularization, with dropout and with Analytic, side by side; no download."""
+"""Compare training without regularization, with dropout and with Analytic; needs no download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from undrop.lab.train import Config, Summary
 
 METHODS = {"none": "no regularization", "dropout": "dropout", "analytic": "Analytic, no dropout"}
-_NO_CURVES = "a figure needs matplotlib: pip install 'undrop[plot]'."
+_NO_CURVES = "no curves, because matplotlib is not installed: pip install 'undrop[plot]'."
 _STOPPED = (
     "stopped: a demo can't be resumed; its runs are in {folder}. `undrop demo` starts a new one."
 )
@@ -29,14 +29,14 @@ def demo(
         Path | None,
         typer.Option(help="A new folder for the runs and the figure.", show_default="temporary"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of all three.")] = 1,
+    seed: Annotated[int, typer.Option(help="The seed of all three runs.")] = 1,
     settings: Settings = None,
 ) -> Answer:
-    """Train one small LSTM in three ways, from the same weights, on the same windows of text.
+    """Train a small LSTM in three ways, from the same weights and on the same text.
 
     The text is Python's own language reference, which comes with Python.
     """
-    folder = _new(out)
+    folder = _new_folder(out)
     from undrop.lab.train import configure
 
     configs = {
@@ -47,11 +47,11 @@ def demo(
     }
     rows = _rows(_train(configs, folder))
     picture = _draw(folder)
-    curves = f"curves: {picture}" if picture else f"no curves: {_NO_CURVES}"
+    curves = f"curves: {picture}" if picture else _NO_CURVES
     return Answer({"rows": rows, "picture": picture, "out": folder}, _table(rows), curves)
 
 
-def _new(out: Path | None) -> Path:
+def _new_folder(out: Path | None) -> Path:
     from undrop.errors import RunError
 
     if out is None:
@@ -68,12 +68,12 @@ def _train(configs: Mapping[str, Config], folder: Path) -> dict[str, Summary]:
     from undrop.report import Progress
 
     with Progress(keep=True) as progress:
-        progress.print("The same LSTM, weights and windows three times; one epoch of each in turn.")
+        progress.print("Training the same LSTM in three ways, one epoch of each in turn.")
         width = max(map(len, METHODS.values()))
         lines = {name: DemoProgress(progress, METHODS[name], width) for name in METHODS}
         try:
             return train_interleaved(configs, out=folder, callbacks=lines)
-        except StoppedError:  # whose text says how to resume one of the three
+        except StoppedError:  # its text says how to resume one of the three runs
             raise StoppedError(_STOPPED.format(folder=folder)) from None
 
 
@@ -109,7 +109,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _draw(folder: Path) -> Path | None:
-    """Draw the curves and return where they are; None without matplotlib."""
+    """Draw the curves and return the path of the figure; None without matplotlib."""
     from undrop.errors import MissingExtraError
     from undrop.lab.train import RunFolder
     from undrop.lab.train.runs import curves

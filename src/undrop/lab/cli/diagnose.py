@@ -1,4 +1,4 @@
-"""Measure what dropout does in a model, site by site, and what to do about it."""
+"""Measure what dropout does in a model, site by site, and advise what to change."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ WithBenefit = Annotated[
 LearningRate = Annotated[
     float | None,
     typer.Option(
-        help="The learning rate of the steps that the benefit compares.",
+        help="The learning rate of the steps that measure the benefit.",
         show_default="the run's, or 0.001",
     ),
 ]
 WeightDecay = Annotated[
     float | None,
     typer.Option(
-        help="The weight decay whose benefit is measured too.",
-        show_default="1 % off the weights in 20 steps",
+        help="Measure the benefit of this weight decay too.",
+        show_default="one that shrinks the weights by 1 % in 20 steps",
     ),
 ]
 Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
         metavar="BEFORE AFTER",
-        help="Measure nothing: compare two files that --save wrote.",
+        help="Compare two files written by --save, without measuring.",
         show_default=False,
     ),
 ]
@@ -65,7 +65,7 @@ def diagnose(
     seed: Annotated[int, typer.Option(help="The seed of the masks.")] = 0,
     save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plots: png, pdf or svg.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one HTML page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     compare: Compare = None,
     progress: ShowProgress = True,
 ) -> Answer:

@@ -26,17 +26,22 @@ def evaluate(
         typer.Option(
             help="train, valid or test; repeatable.",
             show_default="valid and test",
-            **named("split", lambda: _SPLITS),
+            **named("split", _SPLITS),
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Streams; 1 gives every word its whole context.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="The number of parallel streams; with 1, every word sees the whole text before it.",
+            show_default="the run's",
+        ),
     ] = None,
     data_dir: DataDir = None,
 ) -> Answer:
-    """Evaluate on whole splits, without noise, with the state carried from window to window.
+    """Evaluate whole splits, without noise; the state carries over from window to window.
 
-    The run itself may have been evaluated on the first data.eval_tokens of each split only.
+    The run's own perplexities are of the first data.eval_tokens tokens of each split, if that is set.
     """
     from undrop.lab.train.runs import open_run
 
@@ -45,7 +50,7 @@ def evaluate(
     first = opened.config.data.eval_tokens
     if first is not None and any(r["tokens"] > first for r in results.values()):
         typer.echo(
-            f"These are whole splits; the run's own figures are of the first {first:,} tokens of "
+            f"These figures are of whole splits; the run's own are of the first {first:,} tokens of "
             "each (data.eval_tokens), so they differ.",
             err=True,
         )

@@ -17,10 +17,14 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Words to start with.")] = "",
     words: Annotated[int, typer.Option(min=0, help="The number of words to sample.")] = 100,
     temperature: Annotated[
-        float, typer.Option(help="Below 1 is safer, above 1 wilder; 0 takes the likeliest word.")
+        float,
+        typer.Option(
+            help="Below 1 favors likely words, above 1 gives more variety; 0 always takes the most "
+            "likely word."
+        ),
     ] = 1.0,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Sample from the K likeliest words only.")
+        int | None, typer.Option(min=1, help="Sample only from the K most likely words.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the samples.")] = 1,
     data_dir: DataDir = None,

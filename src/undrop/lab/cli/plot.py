@@ -1,4 +1,4 @@
-"""Draw the curves of runs."""
+"""Plot runs over their epochs: perplexities, losses, and the parts of the objective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plot(
     ] = "valid_ppl",
     out: Annotated[Path, typer.Option(help="The figure: png, pdf or svg.")] = Path("curves.png"),
 ) -> None:
-    """Draw a value by epoch, one curve per run, each with its own dash and marker."""
+    """Plot a value over the epochs, with one curve for each run."""
     from undrop.lab.train import RunFolder
     from undrop.lab.train.runs import curves
 

@@ -26,7 +26,7 @@ def report(
         typer.Option(
             help="smoke, small, medium or paper.",
             show_default="the folder's name",
-            **named("scale", lambda: SCALES),
+            **named("scale", SCALES),
         ),
     ] = None,
     experiment: Annotated[

@@ -1,4 +1,4 @@
-"""Run the paper's experiments: only what is missing; stop and resume at any time."""
+"""Run the paper's experiments that have no results yet; stop and resume at any time."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ def reproduce(
     experiments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Names of experiments, or scoreboard alone.",
+            help="Names of experiments, or only `scoreboard`.",
             show_default="all at this scale",
             **named("experiment", lambda: {**experiment_names(), SCOREBOARD: "today's tasks"}),
         ),
     ] = None,
     scale: Annotated[
-        str, typer.Option(help="smoke, small, medium or paper.", **named("scale", lambda: SCALES))
+        str, typer.Option(help="smoke, small, medium or paper.", **named("scale", SCALES))
     ] = "small",
     seeds: Annotated[int, typer.Option(min=1, help="The number of seeds, which are 1, 2, …")] = 3,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, with one thread each.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="The number of runs at a time, with one thread each.")
+    ] = 1,
     executor: Annotated[
         str,
-        typer.Option(help="local, or ray for a cluster.", **named("executor", lambda: _EXECUTORS)),
+        typer.Option(help="local, or ray for a cluster.", **named("executor", _EXECUTORS)),
     ] = "local",
     results: Annotated[
-        Path | None, typer.Option(help="The folder of the records.", show_default="results/SCALE")
+        Path | None, typer.Option(help="The folder for the results.", show_default="results/SCALE")
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Read corpora from this folder; do not download them.")
@@ -57,10 +59,10 @@ def reproduce(
         bool, typer.Option("--dry-run", help="Only show the missing runs and their time.")
     ] = False,
     step_costs: Annotated[
-        bool, typer.Option("--step-costs", help="Only measure what a step of each method costs.")
+        bool, typer.Option("--step-costs", help="Only measure the time of a step of each method.")
     ] = False,
 ) -> None:
-    """Run the experiments that have no record yet, and save every record when its run ends."""
+    """Do the runs that have no record yet, and save each record when its run ends."""
     from undrop.lab.reproduce.records import Records
     from undrop.lab.reproduce.worklist import Worklist
 
@@ -73,7 +75,7 @@ def reproduce(
     worklist = Worklist(experiments or experiments_at(scale), scale, seeds, source)
     folder = results or RESULTS / scale
     if dry_run:
-        _show(worklist, Records(folder / "records"))
+        _show_missing(worklist, Records(folder / "records"))
     elif step_costs:
         _measure_step_costs(worklist, source)
     else:
@@ -91,7 +93,7 @@ def _run(worklist: Worklist, folder: Path, executor: str, jobs: int) -> None:
             campaign = Campaign(worklist, folder, EXECUTORS[executor](jobs), listener)
             if stale := len(campaign.records.stale):
                 records = "record" if stale == 1 else "records"
-                progress.print(f"left out {stale} {records} whose settings no longer exist.")
+                progress.print(f"ignored {stale} {records} with settings that no longer exist.")
             errors = campaign.run()
     except (StoppedError, KeyboardInterrupt):
         typer.echo("stopped: the same command resumes here.", err=True)
@@ -106,11 +108,11 @@ def _run(worklist: Worklist, folder: Path, executor: str, jobs: int) -> None:
 def _scoreboard(
     folder: Path, data_dir: Path | None, seeds: int, jobs: int, others: Mapping[str, bool]
 ) -> None:
-    """Run the scoreboard; refuse ``others``, the options that it does not have, if they are given."""
+    """Run the scoreboard; refuse ``others``, the options that it does not take, if they are given."""
     from undrop.lab.scoreboard.board import run_board
 
     for option in (name for name, is_given in others.items() if is_given):
-        raise OptionError(f"the scoreboard has no {option}: leave it out.")
+        raise OptionError(f"the scoreboard takes no {option}: leave it out.")
     if data_dir is None:
         raise OptionError(
             "the scoreboard needs --data-dir: a folder with ptb, wikitext-2, tinyshakespeare and "
@@ -144,7 +146,7 @@ def _measure_step_costs(worklist: Worklist, data_dir: str | None) -> None:
             typer.echo(f"{name} = {cost:.2f}")
 
 
-def _show(worklist: Worklist, records: Records) -> None:
+def _show_missing(worklist: Worklist, records: Records) -> None:
     missing = worklist.missing(records)
     estimates = worklist.estimates(missing, records)
     rows = [[run.title, f"{run.cost:g}", duration(estimates[run.key])] for run in missing]

@@ -13,11 +13,11 @@ from undrop.report import Table, duration
 
 @COMMANDS.register("runs")
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="A folder of runs, at any depth.")] = Path("runs"),
 ) -> Answer:
-    """List every run below a folder with its perplexities, the best first.
+    """List every run in a folder with its perplexities, the best first.
 
-    A run that has not finished has its state on a second line.
+    A second line shows the status of a run that is not finished.
     """
     from undrop.lab.train.runs import find_runs, row
 

@@ -1,4 +1,4 @@
-"""Train a language model with any objective; stop it and resume it with --resume."""
+"""Train a language model with any objective; --resume continues a run that was stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import check_corpus, corpora, models, named, objectives, presets
+from undrop.lab.cli._names import CORPORA, MODELS, OBJECTIVES, check_corpus, named, presets
 from undrop.lab.cli._options import DataDir, Settings
 from undrop.report import duration
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from undrop.lab.train import Callback, Config
     from undrop.tuning import Tuner
 
-SHARE = 0.05
+TUNE_SHARE = 0.05
 """The share of the training text that ``--tune`` sets aside."""
 RUNS = Path("runs")
-"""Where runs go without --out."""
+"""The folder of runs without ``--out``."""
 _YOUR_OWN = "; train your own in your own loop with undrop.Analytic()"
 
 Out = Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/…")]
@@ -41,49 +41,50 @@ class TrainingOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="A name listed by `undrop models`.", **named("model", models, hint=_YOUR_OWN)
+            help="A name listed by `undrop models`.",
+            **named("model", MODELS, hint=_YOUR_OWN),
         ),
     ] = None
     data: Annotated[
         str | None,
         typer.Option(
-            help="A name listed by `undrop data list`, or a folder with train, valid and test texts.",
-            autocompletion=named("corpus", corpora)["autocompletion"],
+            help="A name listed by `undrop data list`, or a folder with train, valid and test files.",
+            autocompletion=named("corpus", CORPORA)["autocompletion"],
         ),
     ] = None
     objective: Annotated[
         str | None,
         typer.Option(
-            help="A name listed by `undrop objectives`.", **named("objective", objectives)
+            help="A name listed by `undrop objectives`.", **named("objective", OBJECTIVES)
         ),
     ] = None
     data_dir: DataDir = None
-    seed: Annotated[int | None, typer.Option(help="The seed of everything that is random.")] = None
+    seed: Annotated[int | None, typer.Option(help="The seed of all random numbers.")] = None
     settings: Settings = None
 
     def config(
         self, out: Path | None = None, resume: bool = False, *, tune: bool = False
     ) -> Config:
-        """Return the config; with ``resume``, that of the run with the given options."""
+        """Return the config; with ``resume``, that of the run in ``out``, changed by the options."""
         check_corpus(self.data, self.data_dir)
         chosen: dict[str, dict[str, Any]] = {
             "model": {"name": self.model},
             "data": {"name": self.data, "dir": self.data_dir and str(self.data_dir.absolute())},
             "objective": {"name": self.objective},
-            "train": {"seed": self.seed, "tune": SHARE if tune else None},
+            "train": {"seed": self.seed, "tune": TUNE_SHARE if tune else None},
         }
         settings: dict[str, Any] = {
             section: {key: value for key, value in values.items() if value is not None}
             for section, values in chosen.items()
         }
-        unnamed = self.preset is None and not settings["model"] and not settings["data"]
-        if unnamed and not (resume and out is not None):
+        nothing_named = self.preset is None and not settings["model"] and not settings["data"]
+        if nothing_named and not (resume and out is not None):
             raise _nothing_to_train(out, resume)
         from undrop.lab.train import RunFolder, configure, merge
 
         if self.preset is None and resume and out is not None and RunFolder(out).holds_run():
             settings = merge(RunFolder(out).read_config(), settings)
-        elif unnamed:
+        elif nothing_named:
             raise _nothing_to_train(out, resume)
         return configure(self.preset, settings, self.settings or [])
 
@@ -102,7 +103,7 @@ def train(
         typer.Option(
             "--callback",
             metavar="MODULE:NAME",
-            help="Your own callback, as module:name or path/to/file.py:name; repeatable.",
+            help="Your own callback as MODULE:NAME or path/to/file.py:NAME; repeatable.",
         ),
     ] = None,
 ) -> Answer | None:
@@ -126,7 +127,7 @@ def _callback(name: str) -> Callback:
 
 
 def start(config: Config, out: Path | None, resume: bool, *callbacks: Callback) -> Answer | None:
-    """Train with a config, and return the summary, in the main process."""
+    """Train with a config and return the summary; None in any process but the main one."""
     from undrop.lab.cli import _progress
     from undrop.lab.train import run
     from undrop.lab.train.environment import is_main
@@ -147,7 +148,7 @@ def start(config: Config, out: Path | None, resume: bool, *callbacks: Callback) 
 
 
 def _tuned(tuner: Tuner, out: Path) -> str:
-    """What was tuned, with p over the steps as a figure where matplotlib is installed."""
+    """The tuned p as a table, and, if matplotlib is installed, as a figure over the steps."""
     from undrop.errors import MissingExtraError
 
     text = f"\n{tuner.table().text()}"
@@ -172,7 +173,7 @@ def _nothing_to_train(out: Path | None, resume: bool) -> Exception:
 
 
 def _name(config: Config) -> str:
-    """The name of a run's folder by default: what it trains, how, and the seed."""
+    """The default name of a run's folder: what it trains, the objective and the seed."""
     corpus = Path(config.data.name).name
     base = Path(config.preset or f"{config.model.name}-{corpus}").name.removesuffix(".toml")
     return f"{base}-{config.objective.name}-{config.train.seed}"

@@ -1,4 +1,4 @@
-"""Train as `undrop train` does, and record what dropout does meanwhile."""
+"""Train like `undrop train`, and record what dropout does during the run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ def watch(
     out: Out = None,
     resume: Resume = False,
     interval: Annotated[
-        int, typer.Option(min=1, help="Steps between two measurements; 200 costs 1 to 3 %.")
+        int,
+        typer.Option(
+            min=1, help="Steps between measurements, which take 1 to 3 % of the time at 200."
+        ),
     ] = 200,
     implicit: Annotated[
-        bool, typer.Option(help="Measure the gradient noise too, which costs the most.")
+        bool, typer.Option(help="Measure the gradient noise too, which takes most of that time.")
     ] = True,
 ) -> Answer | None:
     """Add ½E[uᵀHu], each site's share and ‖ξ_approx‖ to metrics.jsonl, as lines of kind "watch".
 
-    With --set train.loggers=tensorboard they go to TensorBoard too. The training itself is bit for
-    bit the same as without the measurements.
+    With --set train.loggers=tensorboard they go to TensorBoard too. The run is bit for bit the same
+    as without the measurements.
     """
     config = options.config(out, resume)
     from undrop.diagnosis import Watcher

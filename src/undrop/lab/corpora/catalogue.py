@@ -36,8 +36,7 @@ class Entry:
     """A named corpus."""
 
     name: str
-    about: str  # one line that describes it
-    licence: str
+    license: str
     files: Mapping[str, str]  # the name of each split's text file
     downloads: tuple[tuple[Mirror, ...], ...] = ()  # the mirrors of each file or archive, in order
     tokens: Mapping[str, int] = field(default_factory=dict)  # of each split, one <eos> per line
@@ -88,14 +87,12 @@ def _wikitext(archive: str, checksum: str, *more: Mirror) -> tuple[Mirror, ...]:
 for _entry in (
     Entry(
         name="pydocs",
-        about="The running Python's own language reference; no download.",
-        licence="PSF-2.0",
+        license="PSF-2.0",
         files={split: f"{split}.txt" for split in SPLITS},
     ),
     Entry(
         name="ptb",
-        about="Penn Treebank: news, with a vocabulary of 10,000 words.",
-        licence="LDC",
+        license="LDC",
         files={split: f"ptb.{split}.txt" for split in SPLITS},
         downloads=tuple(_ptb(split) for split in SPLITS),
         tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
@@ -104,8 +101,7 @@ for _entry in (
     ),
     Entry(
         name="wikitext-2",
-        about="720 good Wikipedia articles.",
-        licence="CC BY-SA 3.0",
+        license="CC BY-SA 3.0",
         files=_WIKITEXT_FILES,
         downloads=(_wikitext("wikitext-2-v1.zip", _WIKITEXT_2_ZIP),),
         tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
@@ -117,8 +113,7 @@ for _entry in (
     ),
     Entry(
         name="wikitext-103",
-        about="28,595 good Wikipedia articles.",
-        licence="CC BY-SA 3.0",
+        license="CC BY-SA 3.0",
         files=_WIKITEXT_FILES,
         downloads=(
             _wikitext(

@@ -27,7 +27,7 @@ demo: $(STAMP)  ## No regularization, dropout and Analytic side by side
 test: $(STAMP)  ## The test suite (minutes)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
 
-test-slow: $(STAMP)  ## Everything, with many draws and long trainings
+test-slow: $(STAMP)  ## All tests, with many draws and long training runs
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # What an older CPU has no kernel for, or rounds in another way.
@@ -39,7 +39,7 @@ MATHS := $(addprefix tests/,test_noise.py engines/test_exact.py engines/test_rev
 	engines/test_stacked.py engines/test_fraction.py losses kernels nn objectives diagnosis/test_explicit.py)
 
 # A stand-in for a GPU, which needs g++: no operation may mix its tensors with those of the CPU.
-test-device: $(STAMP)  ## The maths tests on a device that is not the CPU
+test-device: $(STAMP)  ## The math tests on a device that is not the CPU
 	UNDROP_TEST_DEVICE=$(or $(DEVICE),stand_in) $(BIN)/python -m pytest -m "not slow" $(MATHS)
 
 verify: $(STAMP)  ## What works on this machine and its GPU: verify.json and verify.html (minutes)

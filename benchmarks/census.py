@@ -9,10 +9,10 @@ dropping function of PyG. Each is built at a tiny size without a download and ru
 all its drop probabilities at 0.1. Every draw of the pass must belong to a site, or be named in the
 second table of ``undrop.sites``. Two checks look for what is missed:
 
-- by place: each module that draws in the plain pass has as many sites and named draws there;
-- by effect: without noise, and with the named draws held still, two passes with different seeds of
-  torch, NumPy and Python return the same numbers. Constant parameters are made random first, so that
-  no branch is closed.
+- by place: each module that draws in the plain pass has as many sites and named draws;
+- by effect: two passes with different seeds of torch, NumPy and Python return the same numbers, if the
+  noise is off and the named draws are the same in both. Constant parameters are made random first,
+  because a factor of 0 would hide a draw.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def seed(number: int) -> None:
 
 
 def open_branches(model: nn.Module) -> None:
-    """Make constant parameters random: behind a factor of 0 no draw has an effect."""
+    """Make constant parameters random, because a factor of 0 hides the effect of a draw."""
     with torch.no_grad():
         for value in model.parameters():
             if value.is_floating_point() and value.numel() > 1:
@@ -87,7 +87,7 @@ def plain_draws(built: Built) -> list[Unaccounted]:
 
 
 class AlsoDropping(nn.Module):
-    """A model with a dropout of no effect: ``undrop.sites`` lists named draws beside sites alone."""
+    """A model plus a dropout without effect, since ``undrop.sites`` refuses a model without sites."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class AlsoDropping(nn.Module):
 
 
 def found_sites(built: Built) -> Sites:
-    """The sites of a model and what belongs to none, also if it has no site."""
+    """The sites of a model, and the draws that belong to none, even if it has no site."""
     try:
         return undrop.sites(built.model, built.inputs)
     except NoDropoutError:
@@ -112,7 +112,7 @@ def found_sites(built: Built) -> Sites:
 
 
 def unread_draws(built: Built) -> Counter[str]:
-    """How many numbers each module draws that nothing reads, by its path."""
+    """The number of draws of each module, by its path, that no code reads."""
     read: set[str] = set()
     draw = Uniform.real
 
@@ -131,7 +131,7 @@ def unread_draws(built: Built) -> Counter[str]:
 def missed_by_place(
     draws: list[Unaccounted], found: Sites, model: nn.Module, unread: Counter[str]
 ) -> dict[str, int]:
-    """How many draws of each module neither a site nor the second table accounts for."""
+    """The number of draws of each module that are neither sites nor named."""
     modules = set(paths(model).values())
     known = Counter(unread)
     for site in found:
@@ -147,8 +147,8 @@ def missed_by_place(
     return {path: n - known[path] for path, n in drawn.items() if n > known[path]}
 
 
-class Holding(TorchDispatchMode):
-    """Gives the named operations the same numbers in every pass, and no other."""
+class SameDraws(TorchDispatchMode):
+    """Gives the named operations the same random numbers in every pass; the others stay random."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Holding(TorchDispatchMode):
 
 
 def quiet_pass(built: Built, number: int, named: set[str]) -> list[Tensor]:
-    """The output without noise, from a seed, with the named draws held still."""
+    """The output without noise, for a seed, with the same named draws for every seed."""
     mode = Interception(built.model, no_noise)
     mode.batch = next((len(x) for x in tensors_in(built.inputs) if x.dim()), None)
     seed(number)
@@ -178,13 +178,13 @@ def quiet_pass(built: Built, number: int, named: set[str]) -> list[Tensor]:
         random.seed(1)
     if "NumPy's random" in named:
         np.random.seed(1)
-    with preserve_model(built.model), torch.no_grad(), Holding(named), mode:
+    with preserve_model(built.model), torch.no_grad(), SameDraws(named), mode:
         output = call(built.model, built.inputs)
     return [x.detach().clone() for x in tensors_in(output) if isinstance(x, Tensor)]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether two outputs are equal, NaN to NaN."""
+    """Whether two outputs are equal; NaN equals NaN."""
     return len(a) == len(b) and all(
         x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
         for x, y in zip(a, b, strict=True)
@@ -192,7 +192,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def examined(library: str, family: str) -> dict[str, Any]:
-    """One family of the census."""
+    """Build a family, count its draws, and return its row of the census."""
     seed(0)
     try:
         built = LIBRARIES[library][1](family)
@@ -228,7 +228,7 @@ def place(where: str) -> str:
 
 
 def in_child(library: str, family: str) -> dict[str, Any]:
-    """Examine a family in a separate process, within a limit of processor time."""
+    """Examine a family in a separate process, with limits on processor time and memory."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -255,14 +255,14 @@ def in_child(library: str, family: str) -> dict[str, Any]:
 
 
 def rows() -> dict[tuple[str, str], dict[str, Any]]:
-    """The results so far; the last of a family counts."""
+    """The results so far; the last line of a family counts."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     found = [json.loads(line) for line in lines]
     return {(row["library"], row["family"]): row for row in found}
 
 
 def census(libraries: list[str], again: list[str], part: tuple[int, int], minutes: float) -> None:
-    """Examine what has no result yet."""
+    """Examine the families that have no result yet."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     end = time.monotonic() + 60 * minutes

@@ -58,7 +58,7 @@ def run(built: Built) -> Any:
 
 
 def not_too_big(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model unless it has too many parameters, which is found out without memory."""
+    """Return the model unless it has too many parameters; they are counted on the meta device."""
     try:
         with torch.device("meta"):
             count = sum(p.numel() for p in make().parameters())

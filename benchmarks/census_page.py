@@ -1,4 +1,4 @@
-"""Write the page of the census."""
+"""Write docs/census.md from the results of the census."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def summary(rows: list[Row], totals: dict[str, int]) -> list[str]:
 
 
 def missed(row: Row) -> int:
-    """How many draws of a family nothing accounts for."""
+    """The number of draws of a family that are neither sites nor named."""
     return sum(row["missed"].values())
 
 
@@ -107,7 +107,7 @@ def verdict(rows: list[Row], ran: list[Row]) -> list[str]:
 
 
 def kinds(ran: list[Row]) -> list[str]:
-    """How many sites and families there are of each kind."""
+    """The number of sites of each kind, and of families that have them."""
     sites: Counter[str] = Counter()
     for row in ran:
         sites.update(row["kinds"])

@@ -1,11 +1,11 @@
-"""What of dropout's explicit effect helps: its positive semi-definite part, or all of it?
+"""Which part of dropout's explicit effect helps: the positive semi-definite part, or all of it?
 
     python benchmarks/explicit_parts.py --data FOLDER [--seeds 5] [--records FILE] [--write]
 
-On every task of the scoreboard, with the p that dropout chose there, it measures how R_drop splits into
-½E[uᵀHu] (which R_approx keeps), ½E[Dℓ·∂²F/∂ε²] (which it leaves out, and which can be negative) and
-the rest. Then it trains without noise on ℓ plus the first part, on ℓ plus the first two, and on the mean
-loss over 8 masks, which has them all. ``--write`` puts the table into docs/reproducing.md.
+For every task of the scoreboard, with the best p for dropout there, it measures the parts of R_drop:
+½E[uᵀHu], which R_approx keeps; ½E[Dℓ·∂²F/∂ε²], which it leaves out and which can be negative; and the
+rest. Then it trains without noise on ℓ plus the first part, on ℓ plus the first two parts, and on the
+mean loss over 8 masks, which has all parts. ``--write`` puts the table into docs/reproducing.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ METHODS = ("dropout", "quadratic", "second order", "all")
 
 
 class SecondOrder(Objective):
-    """ℓ + ½·d²ℓ/dε², by a difference of three passes with the same η: both second-order terms."""
+    """ℓ + ½·d²ℓ/dε², both second-order terms, from the losses of three passes with the same η."""
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield ℓ₀ + (ℓ₊ + ℓ₋ - 2ℓ₀)/2ε²."""
@@ -124,7 +124,7 @@ def read(records: Path) -> list[dict[str, Any]]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The shares of R_drop, and what training on less or more of it changes."""
+    """The shares of the parts of R_drop, and the change of the test loss if training keeps only some."""
     lines = [
         "| task | ½E[uᵀHu] | curvature | rest | ½E[uᵀHu] alone | with the curvature | all, 8 masks |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -145,7 +145,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def _share(records: list[dict[str, Any]], part: str, seeds: list[int]) -> str:
-    """A part as a share of R_drop, which is a ratio of means over seeds."""
+    """A part as a share of R_drop: the ratio of their means over seeds."""
     runs = [r for r in records if r["method"] == "dropout" and r["seed"] in seeds]
     return f"{sum(r[part] for r in runs) / sum(r['r_drop'] for r in runs):.0%}".replace("%", " %")
 

@@ -26,13 +26,13 @@ from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import detach
 from undrop.lab.train import Config, RunFolder, configure
 from undrop.lab.train.environment import Interrupts, World
-from undrop.lab.train.session import open_session
+from undrop.lab.train.session import _open_trainer
 
 Seconds = tuple[float, float]  # of wall-clock time, of CPU time
 
 
 def timed(work: Callable[[], object]) -> Seconds:
-    """Return how long some work takes."""
+    """Return the time that some work takes."""
     clock, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - clock, time.process_time() - cpu
@@ -62,7 +62,7 @@ def bare_epoch(config: Config) -> Callable[[], None]:
 
 
 def text(folder: Path) -> None:
-    """Write 30,000 words of the embedded corpus to train on, and a few to evaluate on."""
+    """Write 30,000 words of the corpus pydocs to train on, and a few to evaluate on."""
     corpus = corpora.load("pydocs")
     words = corpus.vocabulary.decode(corpus.train[:30_000])
     lines = " ".join(words).replace(f" {corpora.EOS} ", "\n")
@@ -76,13 +76,13 @@ def measure(name: str, repeats: int, folder: Path) -> dict[str, object]:
     config = configure("demo", settings, [f"train.epochs={repeats + 1}", "train.threads=1"])
     bare, ratios = bare_epoch(config), []
     run = RunFolder(folder / name)
-    with open_session(config, run, False, [], World(), Interrupts()) as session:
-        timed(bare), timed(session.trainer.advance)  # warm both up
+    with _open_trainer(config, run, [], False, World(), Interrupts()) as trainer:
+        timed(bare), timed(trainer.advance)  # warm both up
         for _ in range(repeats):
-            alone, looped = timed(bare), timed(session.trainer.advance)
+            alone, looped = timed(bare), timed(trainer.advance)
             ratios.append([ours / theirs for ours, theirs in zip(looped, alone, strict=True)])
     by_clock, of_cpu = (statistics.median(kind) for kind in zip(*ratios, strict=True))
-    per_step = 1e3 * alone[1] / session.trainer.step * session.trainer.epoch
+    per_step = 1e3 * alone[1] / trainer.step * trainer.epoch
     return {"objective": name, "clock": by_clock, "cpu": of_cpu, "bare_cpu_ms_per_step": per_step}
 
 

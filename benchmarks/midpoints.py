@@ -2,8 +2,9 @@
 
 By default the rows +ε₀ and -ε₀ of a stacked pass take the branch of their midpoint at every kink, so
 that the gradient equals the tangent engine's. With plain ±ε₀ each row takes its own branch, and u also
-contains its jumps at the kinks, smoothed over ε₀. This script trains the same network both ways on 300
-handwritten digits with the same seeds, and prints the test loss and error with paired differences.
+contains the changes of slope at the kinks, smoothed over ε₀. This script trains the same network both
+ways on 300 handwritten digits with the same seeds, and prints the test loss and error with paired
+differences.
 
     python benchmarks/midpoints.py
 """

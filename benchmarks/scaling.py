@@ -9,7 +9,8 @@ For each engine it measures, relative to a plain dropout step with the same fuse
 - the peak of the memory that torch allocates within a step, including gradients;
 - processor time on one thread, in turns, so that other work on the machine affects all alike.
 
-Only the last depends on the machine. It prints the page's table and writes docs/figures/scaling.json.
+Only the last depends on the machine. The script prints the table of the page and writes
+docs/figures/scaling.json.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Held:
         self.storages: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor, and keep it, so that its address is not used again."""
+        """Count a tensor, and keep it, so that no other tensor gets its address."""
         if tensor._is_zerotensor():  # a zero tangent takes no memory
             return tensor
         storage = tensor.untyped_storage()
@@ -112,14 +113,14 @@ def counted(model: nn.Module, step: Step) -> Figures:
 
 
 class Flops(TorchDispatchMode):
-    """Counts arithmetic by torch's formulas. Torch's own counter puts hooks on the model as well."""
+    """Counts FLOPs by torch's formulas, without the hooks on modules that torch's own counter needs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Call the function, and add what it takes."""
+        """Call the function, and add its FLOPs."""
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:

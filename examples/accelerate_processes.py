@@ -1,4 +1,4 @@
-"""Accelerate on several processes: your loop, with accelerator.backward on the step's total.
+"""Accelerate with several processes: your own loop, and accelerator.backward on the step's total.
 
 pip install '.[transformers]'
 torchrun --standalone --nproc-per-node 2 examples/accelerate_processes.py
@@ -17,7 +17,7 @@ import undrop
 
 
 def data(n, seed):
-    """Which of four numbers is the largest, seen through noise and beside 26 others?"""
+    """The class is the largest of the first four inputs, up to noise; the other 26 are irrelevant."""
     torch.manual_seed(seed)
     x = torch.randn(n, 30)
     return TensorDataset(x, (x[:, :4] + 0.5 * torch.randn(n, 4)).argmax(-1))
@@ -60,4 +60,4 @@ def main():
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # otherwise a thread of gloo that holds a tensor would abort Python at its end
+    os._exit(0)  # a thread of gloo that still holds a tensor would abort Python when it shuts down

@@ -47,17 +47,17 @@ def main():
     generator = torch.Generator().manual_seed(dist.get_rank())  # each process has its own data
     for index in range(steps):
         tokens = torch.randint(50, (16, 12), generator=generator)
-        step = objective(model, tokens, tokens.flip(1))  # learn to read backwards
+        step = objective(model, tokens, tokens.flip(1))  # learn to reverse a sequence
         step.backward()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and (index % 10 == 0 or index == steps - 1):
             print(f"step {index:3}", *(f"{k} {v:+.4f}" for k, v in step.parts.items()))
-    dist.barrier()  # otherwise threads of gloo that hold tensors would abort Python at its end
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # otherwise a thread of gloo that holds a tensor would abort Python at its end
+    os._exit(0)  # a thread of gloo that still holds a tensor would abort Python when it shuts down

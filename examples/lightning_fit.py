@@ -15,7 +15,7 @@ from undrop.integrations.lightning import UndropCallback
 
 
 def data(n, seed):
-    """Which of four numbers is the largest, seen through noise and beside 26 others?"""
+    """The class is the largest of the first four inputs, up to noise; the other 26 are irrelevant."""
     torch.manual_seed(seed)
     x = torch.randn(n, 30)
     return TensorDataset(x, (x[:, :4] + 0.5 * torch.randn(n, 4)).argmax(-1))

@@ -1,4 +1,4 @@
-"""Your own loop: a net without dropout, with dropout, and with undrop's Analytic instead of dropout.
+"""Your own loop: train a net without dropout, with dropout, and with Analytic in place of dropout.
 
 python examples/plain_loop.py
 """
@@ -13,7 +13,7 @@ import undrop
 
 
 def data(n, seed):
-    """Which of four numbers is the largest, seen through noise and beside 26 others?"""
+    """The class is the largest of the first four inputs, up to noise; the other 26 are irrelevant."""
     torch.manual_seed(seed)
     x = torch.randn(n, 30)
     return x, (x[:, :4] + 0.5 * torch.randn(n, 4)).argmax(-1)

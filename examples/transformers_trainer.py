@@ -1,4 +1,4 @@
-"""Transformers' Trainer: a small GPT-2 (random weights, no download) reads Python's documentation.
+"""The Trainer of Transformers: train a small GPT-2 on Python's documentation, without a download.
 
 pip install '.[transformers]' && python examples/transformers_trainer.py
 """
@@ -17,13 +17,13 @@ LENGTH = 64
 
 
 def windows(start, count):
-    """Windows of bytes. The labels are the bytes themselves, which the model shifts."""
+    """Windows of bytes. The labels are the same bytes, because the model shifts them itself."""
     text = " ".join(topics[name] for name in sorted(topics)).encode()
     read = torch.tensor(list(text[start : start + count * LENGTH])).view(count, LENGTH)
     return [{"input_ids": row, "labels": row} for row in read]
 
 
-def trained(objective, steps, folder):
+def train(objective, steps, folder):
     transformers.set_seed(0)
     size = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 4}
     drop = {"embd_pdrop": 0.2, "resid_pdrop": 0.2, "attn_pdrop": 0.2}
@@ -51,7 +51,7 @@ def main():
     print(f"{'objective':16} {'eval loss':>9}   train loss, explicit and implicit part")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):
         with tempfile.TemporaryDirectory() as folder:
-            logged, loss = trained(objective(), options.steps, folder)
+            logged, loss = train(objective(), options.steps, folder)
         parts = (logged.get(f"undrop/{part}", 0.0) for part in ("loss", "explicit", "implicit"))
         print(f"{objective.__name__:16} {loss:9.3f}   {', '.join(f'{part:.3f}' for part in parts)}")
 

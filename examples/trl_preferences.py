@@ -1,8 +1,8 @@
-"""TRL's DPOTrainer: a tiny model (random weights, no download) prefers answers that repeat words.
+"""TRL's DPOTrainer: a tiny model learns to prefer answers that repeat words, without a download.
 
 pip install '.[transformers,zoo]' && python examples/trl_preferences.py
 
-These trainers switch dropout off to make log-probabilities reproducible. `Analytic` keeps them so.
+TRL switches dropout off, so that log-probabilities are reproducible. With `Analytic` they still are.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def pairs(count, seed):
     return datasets.Dataset.from_list(rows)
 
 
-def trained(objective, steps, seed, folder):
+def train(objective, steps, seed, folder):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<pad>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     names = {"tokenizer_object": words, "pad_token": "<pad>", "eos_token": "<eos>"}
@@ -73,7 +73,7 @@ def main():
         found = []
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as folder:
-                found.append(trained(objective(), options.steps, seed, folder))
+                found.append(train(objective(), options.steps, seed, folder))
         row = "".join(f"{run['eval_loss']:8.3f}" for run in found)
         names = ("eval_loss", "eval_rewards/accuracies")
         loss, accuracy = (statistics.mean(run[name] for run in found) for name in names)

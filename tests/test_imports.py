@@ -104,7 +104,7 @@ def test_importing_undrop_brings_none_of_the_extras():
 
 
 @pytest.mark.parametrize("engine", ["auto", "tangent"])
-def test_a_step_does_not_load_torch_s_compiler(engine):
+def test_a_step_does_not_load_torchs_compiler(engine):
     step = (
         "import sys, torch, undrop\n"
         "net = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(3, 2))\n"

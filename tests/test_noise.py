@@ -42,7 +42,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_dropped_entry_is_zero_in_every_precision(dtype):
-    """1 + σ·η is 0 to the bit where it drops, and 1/(1 - q) to the rounding of σ·η elsewhere."""
+    """1 + σ·η is exactly 0 where it drops, and 1/(1 - q) to the rounding of σ·η elsewhere."""
     for q in (k / 100 for k in range(1, 100)):
         noise = draw("dropout", (500,), q, scale=sigma(q), like=torch.empty(0, dtype=dtype))
         h = torch.rand(500, dtype=torch.float64).to(dtype) + 0.5

@@ -1,4 +1,4 @@
-"""The benefit of a site against trainings by hand, in float64."""
+"""The benefit of a site against hand-written training loops, in float64."""
 
 import copy
 import math
@@ -138,7 +138,7 @@ def fitted(model, batches, steps=300):
 
 
 def test_dropout_on_a_noiseless_teachers_inputs_is_in_the_way():
-    """It shrinks weights that are right."""
+    """Dropout shrinks weights that are already right."""
     train, held = [teacher(s) for s in range(6)], [teacher(s) for s in range(10, 14)]
     model = fitted(linear(), train)
     found = diagnosed(model, train, held, learning_rate=0.01)
@@ -153,7 +153,7 @@ def test_dropout_on_a_noiseless_teachers_inputs_is_in_the_way():
     assert "It is in the way: after 20 steps without it" in found.conclusion
 
 
-def test_dropout_and_weight_decay_help_a_model_that_has_learnt_noise():
+def test_dropout_and_weight_decay_help_a_model_that_has_learned_noise():
     """10 noisy rows determine 9 weights, which shrinking improves."""
     train, held = [teacher(0, 10, noise=4.0)], [teacher(s, 64) for s in range(10, 14)]
     model = fitted(linear(0.3), train, 3000)

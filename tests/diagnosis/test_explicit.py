@@ -17,7 +17,7 @@ from undrop.diagnosis.measure.timing import Budget
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.4, 0.9])
 def test_a_mask_drops_to_zero_in_every_precision(p, dtype):
-    """σ·η is -1 to the bit, at p itself and at a multiple of it."""
+    """σ·η is exactly -1, at p itself and at a multiple of it."""
     model = nn.Sequential(nn.Linear(2, 90), nn.Dropout(p), nn.Linear(90, 2))
     subject = MeasuredModel(model, collect([(torch.randn(5, 2), torch.zeros(5).long())], 1))
     like = torch.zeros(5, 90, dtype=dtype)
@@ -49,7 +49,7 @@ def test_the_standard_error_is_the_spread_between_repeated_studies():
         values.append(found.parts.r_drop.value)
         errors.append(found.parts.r_drop.stderr)
     spread = torch.tensor(values).std().item()
-    # the spread of 16 has itself a relative error of 18 %
+    # the spread of 16 values has a relative error of 18 % itself
     assert 0.5 < spread / torch.tensor(errors).mean().item() < 1.6
 
 

@@ -71,7 +71,7 @@ def test_models_of_many_kinds_are_diagnosed(make):
     assert found.implicit.trace_dropout.value > 0.0
     ratio = found.implicit.analytic_ratio
     assert 0.3 < ratio.value < 3.0
-    # a newly initialised model is nearly linear in its noise: second order is nearly all
+    # a newly initialized model is nearly linear in its noise: second order is nearly all
     parts = explicit.parts
     second = parts.half_quadratic.value + parts.curvature.value
     assert abs(parts.rest.value) <= 0.5 * abs(second) + 4 * parts.rest.stderr

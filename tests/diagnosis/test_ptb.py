@@ -33,7 +33,7 @@ def test_most_of_dropout_is_quadratic_in_a_trained_lstm(ptb, tmp_path):
     explicit = found.explicit
     print(found)
     assert explicit.parts.r_drop.low > 0.0
-    assert explicit.quadratic_share.low > 0.8  # as the paper has it
+    assert explicit.quadratic_share.low > 0.8  # as in the paper
     assert explicit.second_order_share.low > 0.9
     assert explicit.quadratic_share.stderr < 0.05
     assert found.implicit.cosine.low > 0.9

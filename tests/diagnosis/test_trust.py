@@ -1,4 +1,4 @@
-"""Figures that could be wrong in silence: exactness, mixing examples, random numbers, time."""
+"""Figures that could be silently wrong: exactness, mixing examples, random numbers, time."""
 
 import random
 import time
@@ -50,7 +50,7 @@ class OwnRandomness(nn.Module):
         return self.b(self.drop(torch.tanh(self.a(x)) * self.own()))
 
 
-def test_random_numbers_of_numpy_and_python_are_held_still():
+def test_random_numbers_of_numpy_and_python_are_the_same_in_every_pass():
     """If the numbers differed between passes, R_drop would be about 1."""
     sources = {
         "numpy": lambda: float(np.random.rand()) * 3.0,
@@ -80,7 +80,7 @@ def test_a_loss_that_draws_random_numbers_is_refused():
         undrop.diagnose(model, [batch()], loss=varying, progress=False)
 
 
-def test_random_numbers_that_cant_be_held_still_are_refused():
+def test_random_numbers_that_differ_between_passes_are_refused():
     count = iter(range(10**6))
     model = OwnRandomness(lambda: float(next(count))).double()
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Figures during training: unbiased, and training stays the same."""
+"""The figures of a watcher are unbiased, and training stays the same."""
 
 import pytest
 import torch
@@ -65,8 +65,8 @@ def test_an_observation_depends_only_on_seed_and_step():
     assert first != second
 
 
-def test_watching_leaves_training_the_same_to_the_bit():
-    """The same training with and without a watcher ends in the same bits."""
+def test_training_is_bit_for_bit_the_same_with_a_watcher():
+    """The same steps with and without a watcher lead to bit for bit the same weights."""
 
     def trained(watch):
         made = problem("batch_norm")

@@ -9,7 +9,7 @@ FOUND = (2305, 3392, 3635, 3901, 5933)
 
 
 @pytest.mark.parametrize("seed", [*range(50), *FOUND])
-def test_no_engine_is_wrong_in_silence_on_a_random_model(seed):
+def test_no_engine_is_silently_wrong_on_a_random_model(seed):
     report = examine(seed)
     assert not wrong(report), report["model"]
     assert "right" in report["found"].values()

@@ -142,7 +142,7 @@ def test_a_stacked_pass_is_proven_for_every_shape():
 
 
 def in_pairs(net, h):
-    """Each example sees its neighbour, as two views of one thing do."""
+    """Each example sees its neighbor, as two views of one thing do."""
     pairs = h.view(-1, 2, 3)
     return (pairs + pairs.mean(1, keepdim=True)).flatten(0, 1)
 

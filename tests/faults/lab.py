@@ -1,4 +1,4 @@
-"""A tiny run, its bits without a fault, and processes that a fault can hit."""
+"""A tiny run, its result without a fault, and processes that a fault can hit."""
 
 import contextlib
 import multiprocessing
@@ -43,7 +43,7 @@ def stoppable_work(*arguments: Any) -> None:
 
 
 class Lab:
-    """Everything a fault needs: a config, folders, and the bits to end with.
+    """Everything a fault needs: a config, folders, and the result to end with.
 
     Args:
         folder: the folder for all files.

@@ -1,4 +1,4 @@
-"""A run of 100,000 steps that is killed many times and ends with the bits of an undisturbed run."""
+"""A run of 100,000 steps that is killed many times and ends bit for bit like an undisturbed run."""
 
 import signal
 from pathlib import Path

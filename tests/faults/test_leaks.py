@@ -1,4 +1,4 @@
-"""Flat memory over many steps, and the same bits from the same seed, here and in another process."""
+"""Memory does not grow, and one seed gives bit for bit one result, here and in another process."""
 
 import gc
 import hashlib
@@ -71,13 +71,13 @@ def test_memory_does_not_grow_over_steps(name):
 
 
 def digest(name):
-    """The bits of the weights after twenty steps."""
+    """A hash of the weights after twenty steps."""
     *_, model = steps_of(OBJECTIVES[name](), 20)
     weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
     return hashlib.sha256(weights).hexdigest()
 
 
-def test_the_same_seed_gives_the_same_bits_in_every_process():
+def test_the_same_seed_gives_bit_for_bit_the_same_weights_in_every_process():
     here = [digest(name) for name in OBJECTIVES]
     assert [digest(name) for name in OBJECTIVES] == here
     assert len(set(here)) > 5  # the objectives do differ

@@ -158,7 +158,7 @@ def tuned_module() -> Tuned:
     )
 
 
-def test_a_tuner_is_logged_and_resumes_to_the_bit_in_lightning(tmp_path):
+def test_a_tuner_is_logged_and_resumes_bit_for_bit_in_lightning(tmp_path):
     whole = tuned_module()
     fit = trainer(max_steps=8)
     fit.fit(whole, loader())

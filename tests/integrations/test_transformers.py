@@ -1,4 +1,4 @@
-"""UndropTrainer: real trainings of one-layer models, a few steps each."""
+"""UndropTrainer: real training runs of one-layer models, a few steps each."""
 
 import copy
 import json
@@ -64,7 +64,7 @@ def seeded(**options) -> undrop.Analytic:
 
 
 def trained(folder, family="gpt2", objective=None, model=None, data=None, cls=UndropTrainer, **how):
-    """A trainer after its training; the model is the same for the same family."""
+    """A trainer after training; the model is the same for the same family."""
     family = FAMILIES[family]
     trainer = cls(
         family.model() if model is None else model,
@@ -377,7 +377,7 @@ def tuned(folder, steps, resume=None, **how):
     return trainer
 
 
-def test_p_is_tuned_on_other_examples_logged_and_resumed_to_the_bit(tmp_path):
+def test_p_is_tuned_on_other_examples_logged_and_resumed_bit_for_bit(tmp_path):
     torch.manual_seed(5)
     whole = tuned(tmp_path / "whole", 205, save_strategy="steps", save_steps=95)
     assert [e.step for e in whole.tuner.history.entries] == [100, 200]
@@ -432,7 +432,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_the_loss_type_of_trl_is_never_replaced_in_silence(tmp_path, loss_type):
+def test_the_loss_type_of_trl_is_never_silently_replaced(tmp_path, loss_type):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
 

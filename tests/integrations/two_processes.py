@@ -63,7 +63,7 @@ class ByHand(nn.Module):
 
 
 class LayerDrop(nn.Module):
-    """A layer that is skipped."""
+    """A layer that is skipped at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class LayerDrop(nn.Module):
 
 
 class ModuleDropout(LayerDrop):
-    """Something that is added or not."""
+    """A module whose output is added or not, at random."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -237,4 +237,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # a thread of gloo that holds a tensor when Python ends would abort it
+    os._exit(0)  # a thread of gloo that still holds a tensor would abort Python when it shuts down

@@ -93,4 +93,4 @@ if __name__ == "__main__":
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # a thread of gloo that holds a tensor when Python ends would abort it
+    os._exit(0)  # a thread of gloo that still holds a tensor would abort Python when it shuts down

@@ -113,7 +113,7 @@ def test_random_numbers_of_another_thread_do_not_repeat(engine):
     assert beside.drawn == [torch.rand(()).item() for _ in beside.drawn]
 
 
-def test_objectives_in_several_threads_compute_the_same_bits_as_alone():
+def test_objectives_in_several_threads_compute_bit_for_bit_the_same_as_alone():
     alone = [train(net(), with_objective(engine)) for engine in ENGINES * 2]
     models = [net() for _ in alone]
     works = [

@@ -114,7 +114,7 @@ def test_the_log_sum_exp_is_computed_without_noise(kernel_gradients):
         assert aux.max_scores is None
 
 
-def test_a_negative_factor_is_never_used_in_silence():
+def test_a_negative_factor_is_never_silently_used():
     call = made()
     factors = FACTORS["signs"](call.shape)
     factors[0, 0, 0, 0] = -0.5

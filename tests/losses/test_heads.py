@@ -93,7 +93,7 @@ def test_a_plain_loop_takes_token_ids_alone():
     assert step.parts["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_labels_that_are_shifted_already_are_refused():
+def test_labels_that_are_already_shifted_are_refused():
     model, ids = FAMILIES["gpt2"].model(), words(3)
     shifted = torch.cat((ids[:, 1:], torch.full((3, 1), -100)), 1)
     with pytest.raises(

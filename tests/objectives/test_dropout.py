@@ -133,7 +133,7 @@ def test_dropout_masks_are_as_declared_whatever_the_analytic_noise_is():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.4, 0.9])
 def test_dropped_entries_are_zero_in_every_precision(p, dtype):
-    """As of torch's own dropout: either 0 to the bit, or scaled up."""
+    """As of torch's own dropout: either exactly 0, or scaled up."""
     model = nn.Sequential(nn.Linear(3, 64), nn.Dropout(p)).to(dtype)
     x = torch.randn(8, 3, generator=new_generator(0)).to(dtype)
     drop = undrop.Dropout(loss=undrop.MSE(), generator=new_generator(0))

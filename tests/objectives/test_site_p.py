@@ -142,7 +142,7 @@ def test_activation_checkpointing_runs_again_with_the_same_p():
     torch.testing.assert_close(gradient(checkpointed, x, y), gradient(plain, x, y))
 
 
-def test_activation_checkpointing_that_begins_during_a_training_is_refused():
+def test_activation_checkpointing_that_begins_during_training_is_refused():
     x, y = region_batch()
     model = Region(checkpointed=False)
     gradient(model, x, y)
@@ -152,7 +152,7 @@ def test_activation_checkpointing_that_begins_during_a_training_is_refused():
     assert model.drop.p == 0.5
 
 
-def test_a_module_that_is_replaced_during_a_training_is_looked_at_again():
+def test_a_module_that_is_replaced_during_training_is_examined_again():
     x, y = region_batch()
     model = Region(checkpointed=False)
     expected = gradient(model, x, y).clone()

@@ -1,1 +1,1 @@
-"""What works on this machine: the maths tests, a short bench and a short training, in one report."""
+"""What works on this machine: the math tests, a short bench and a short training run, in one report."""

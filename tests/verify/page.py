@@ -6,7 +6,7 @@ from typing import Any
 from undrop.report import Table, duration, html
 
 TITLES = {
-    "maths": "The maths tests",
+    "maths": "The math tests",
     "bench": "The time of a step",
     "training": "A short training",
 }

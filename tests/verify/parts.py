@@ -61,7 +61,7 @@ class Recorder:
     """A plugin of pytest that counts, and keeps what failed."""
 
     def __init__(self, progress: Progress) -> None:
-        self.bar = progress.bar("maths tests")
+        self.bar = progress.bar("math tests")
         self.wanted = 0
         self.counts: Counter[str] = Counter()
         self.files: dict[str, Counter[str]] = {}

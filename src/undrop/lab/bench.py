@@ -1,7 +1,7 @@
 """The cost of a training step with each method, as a ratio to dropout's step in the same process.
 
 To time another model, add a function that returns a :class:`Subject`; to time another method, add one
-that turns a subject into a step.
+that turns a subject into a step. ``lab/cli/_names.py`` has a line about each.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def convnet(size: str) -> Subject:
 
 
 def gpt(size: str, width: int, compiled: bool = False) -> Subject:
-    """A causal transformer of 4 layers, 2,000 words, batch 8; if compiled, so is its dropout step."""
+    """A causal transformer of 4 layers, 2,000 words, batch 8; ``compiled`` compiles the baseline too."""
     model = GPT(2_000, size=width, layers=4, heads=4, context=128)
     return _language_model(model, length=128, batch=8, words=2_000, compiled=compiled)
 
@@ -206,7 +206,7 @@ _LEAST = 0.02  # seconds to measure at once; shorter steps are repeated
 
 @dataclass(frozen=True)
 class MethodTime:
-    """What one method costs."""
+    """The time and memory of one method."""
 
     name: str
     ratio: float  # the median over rounds of its time divided by dropout's in the same round
@@ -239,7 +239,7 @@ def bench(
     Args:
         model: a name of ``SUBJECTS``.
         size: "small" or "paper".
-        rounds: how often each method is timed, after one round to warm up.
+        rounds: how many times each method is timed, after one round to warm up.
         names: the methods; the baseline "dropout" is always one of them.
         memory: whether to measure peak memory, in one more process for each method.
         device: where to run; on a GPU a time includes waiting for the step to finish.
@@ -252,7 +252,7 @@ def bench(
     names = list(dict.fromkeys([BASELINE, *names]))
     methods = {name: METHODS[name] for name in names}
     peaks: dict[str, float | None] = dict.fromkeys(names)
-    for name in names if memory else ():  # first, while this process is small itself
+    for name in names if memory else ():  # first, while this process is still small
         peaks[name] = _peak(model, size, name, device)
         tick(name)
     what = subject(model, size, device)
@@ -314,7 +314,7 @@ def _synchronized(step: Callable[[], None], device: str) -> Callable[[], None]:
 
 
 def _peak(model: str, size: str, name: str, device: str) -> float | None:
-    """The peak memory of two steps in a new process, in MB; None if it died or can't measure it."""
+    """The peak memory of two steps in a new process, in MB; None if the process can't measure it."""
     if device != "cpu" and not hasattr(torch.get_device_module(device), "max_memory_allocated"):
         return None
     context = multiprocessing.get_context("spawn")

@@ -6,7 +6,7 @@ from undrop.lab.cli import main
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(tmp_path, monkeypatch):
+def _own_cache_and_a_wide_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "300")
 

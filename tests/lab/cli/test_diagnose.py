@@ -72,7 +72,7 @@ def test_watching_adds_lines_to_the_metrics(run):
         assert record["xi_norm"] > 0.0
 
 
-def test_watching_does_not_change_the_training(run, text, tmp_path):
+def test_watching_does_not_change_the_run(run, text, tmp_path):
     words = ["train", "--model", "awd-lstm", "--data", str(text), "--out", str(tmp_path / "run")]
     assert cli.main([*words, *TINY]) == 0
     watched, alone = (

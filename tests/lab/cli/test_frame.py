@@ -175,15 +175,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("no_color", "colour"), [(None, True), ("", True), ("1", False)])
-def test_an_error_is_red_on_a_terminal_without_no_color(monkeypatch, failing, no_color, colour):
+@pytest.mark.parametrize(("no_color", "colored"), [(None, True), ("", True), ("1", False)])
+def test_an_error_is_red_on_a_terminal_without_no_color(monkeypatch, failing, no_color, colored):
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     assert failing(DataError("it is not there."))(["data", "info", "pydocs"]) == 2
-    assert ("\x1b[" in terminal.getvalue()) == colour
+    assert ("\x1b[" in terminal.getvalue()) == colored
     assert terminal.getvalue().endswith(" it is not there.\n")
 
 

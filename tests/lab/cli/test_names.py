@@ -93,7 +93,7 @@ def seconds_and_output(words, **environment):
 
 
 def check_fast(words, **environment):
-    """Repeat until one run is fast enough, since others use the machine too; torch is never loaded."""
+    """Check that torch is never loaded, and repeat until one run is fast: the machine may be busy."""
     times = []
     for _ in range(5):
         seconds, out, err = seconds_and_output(words, **environment)

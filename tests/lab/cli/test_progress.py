@@ -1,4 +1,4 @@
-"""How training and campaigns look while they run."""
+"""The progress of training and of campaigns: bars on a terminal, lines elsewhere."""
 
 import io
 
@@ -66,7 +66,7 @@ def report(reporter):
     reporter.close()
 
 
-def test_without_a_terminal_every_record_of_a_training_is_a_line():
+def test_without_a_terminal_every_record_of_a_run_is_a_line():
     where = console(terminal=False)
     report(TrainingProgress(Progress(console=where)))
     shown = where.file.getvalue()

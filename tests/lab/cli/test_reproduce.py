@@ -50,7 +50,7 @@ def test_reproduce_runs_once_and_report_summarizes(here, capsys):
     assert (code, err) == (0, "")
     one = next((here / "results/smoke/records").iterdir())
     record = json.loads(one.read_text())
-    record["config"]["train"]["colour"] = "red"
+    record["config"]["train"]["color"] = "red"
     (one.parent / "old.json").write_text(json.dumps(record))
     code, out, err = undrop(capsys, *words)
     assert (code, err) == (0, "ignored 1 record with settings that no longer exist.\n")

@@ -78,7 +78,7 @@ def test_resume_needs_no_other_option_and_can_add_epochs(trained, capsys):
         (["eval", "none"], "none holds no run: it has no config.json."),
         (["generate", "none"], "none holds no run"),
         (["plot", "none"], "none holds no run"),
-        (["runs", "none"], "there is no folder none: name one that holds runs"),
+        (["runs", "none"], "there is no folder none: give a folder of runs"),
         (["demo", "--out", "tales"], "tales is not empty: give --out a new folder."),
     ],
 )
@@ -114,11 +114,11 @@ def test_runs_lists_the_best_first_and_names_unreadable_runs(trained, text, caps
     assert "not a JSON file" in rows[2]["status"]
     assert main(["runs", str(text.parent)]) == 0
     out = capsys.readouterr().out
-    assert "finished" not in out  # only what has not finished has its state beside it
+    assert "finished" not in out  # only a run that is not finished shows its status
     assert "not a JSON file" in out
 
 
-def test_eval_agrees_with_the_summary_of_the_training(trained, capsys):
+def test_eval_agrees_with_the_summary_of_the_run(trained, capsys):
     assert main(["eval", trained, "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
     summary = RunFolder(trained).read_summary()

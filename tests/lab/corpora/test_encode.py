@@ -103,7 +103,7 @@ def test_a_failed_encoding_leaves_no_files_behind(write, cache):
     assert names(cache / "encoded") == []
 
 
-def test_leftovers_of_a_killed_process_are_removed_but_not_the_work_of_a_living_one(cache):
+def test_leftovers_of_a_killed_process_are_removed_but_not_the_files_of_a_running_one(cache):
     def die(folder):
         (folder / "half.bin").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What every language model must do, over one table of small ones."""
+"""What every language model must do, tested on small ones."""
 
 import copy
 
@@ -69,7 +69,7 @@ def test_outputs_and_states_have_the_documented_shapes(model, tokens):
 def test_logits_equal_the_head_applied_to_the_features(model, tokens):
     model.eval()
     features, _ = model(tokens, logits=False)
-    torch.testing.assert_close(model.head(features, model.table()), model(tokens)[0])
+    torch.testing.assert_close(model.head(features, model.shared_embedding()), model(tokens)[0])
 
 
 def test_eval_is_deterministic_and_training_is_not(model, tokens):
@@ -223,7 +223,5 @@ def test_a_language_model_names_invalid_tokens(model, bad, message):
 
 def test_a_state_of_another_batch_size_is_refused(stateful, tokens):
     _, state = stateful(tokens)
-    with pytest.raises(
-        OptionError, match=r"as many texts as tokens does, 2, got 3: pass state=None"
-    ):
+    with pytest.raises(OptionError, match=r"the batch size of tokens, 2, got 3: pass state=None"):
         stateful(tokens[:, :2], state)

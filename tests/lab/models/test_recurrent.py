@@ -35,9 +35,9 @@ def test_a_tied_model_has_one_word_matrix(kind):
     assert model.layers[-1](torch.zeros(2, 1, 10), None)[0].shape[-1] == 6
     features = torch.eye(6)[None]
     with torch.no_grad():
-        model.table().weight.mul_(2)
-        logits = model.head(features, model.table())
-    torch.testing.assert_close(logits[0].T, model.table().weight.detach())
+        model.shared_embedding().weight.mul_(2)
+        logits = model.head(features, model.shared_embedding())
+    torch.testing.assert_close(logits[0].T, model.shared_embedding().weight.detach())
 
 
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
@@ -84,8 +84,8 @@ def test_locked_masks_are_constant_within_a_window(kind):
         ({"hidden_dropout": float("nan")}, r"hidden_dropout must lie in \[0, 1\), got nan"),
         ({"output_dropout": 2}, r"output_dropout must lie in \[0, 1\), got 2"),
         ({"weight_dropout": 1.5}, r"weight_dropout must lie in \[0, 1\), got 1\.5"),
-        ({"cutoffs": [20, 10]}, r"cutoffs must be .* within 1 … 29, got \[20, 10\]"),
-        ({"cutoffs": [30]}, r"cutoffs must be .* within 1 … 29, got \[30\]"),
+        ({"cutoffs": [20, 10]}, r"cutoffs must be .* from 1 to 29, got \[20, 10\]"),
+        ({"cutoffs": [30]}, r"cutoffs must be .* from 1 to 29, got \[30\]"),
         ({"cutoffs": [10], "tied": False}, r"tied must be True .*\(cutoffs=\[10\]\)"),
     ],
 )

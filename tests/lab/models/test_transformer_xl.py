@@ -20,7 +20,7 @@ def encoding(k, size):
 
 
 def literal_attention(layer, x, memory, u, v):
-    """The definition, one text, head, query and key at a time."""
+    """The definition, in a loop over texts, heads, queries and keys."""
     steps, batch, size = x.shape
     past, width = len(memory), size // layer.heads
     w_k, w_v = layer.key_value.weight.chunk(2)
@@ -76,7 +76,7 @@ def test_transformer_xl_has_the_papers_parameter_count():
     assert sum(p.numel() for p in model.parameters()) == 151_107_538
 
 
-def test_memory_holds_the_last_steps_of_each_layer_s_input():
+def test_memory_holds_the_last_steps_of_each_layers_input():
     torch.manual_seed(0)
     model = TransformerXL(30, **SMALL, memory=5).double().eval()
     tokens = torch.randint(30, (9, 2))
@@ -135,7 +135,7 @@ def test_position_noise_is_shared_by_the_batch():
         ({"inner_size": 0}, "inner_size must be a whole number of at least 1, got 0"),
         ({"layers": 0}, "layers must be a whole number of at least 1, got 0"),
         ({"cutoffs": (), "shrink": 2}, "shrink must be 1 without cutoffs, got 2"),
-        ({"cutoffs": [20_000]}, r"cutoffs must be .* within 1 … 29, got \[20000\]"),
+        ({"cutoffs": [20_000]}, r"cutoffs must be .* from 1 to 29, got \[20000\]"),
     ],
 )
 def test_invalid_options_of_transformer_xl_are_named(option, message):

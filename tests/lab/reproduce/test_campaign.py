@@ -13,7 +13,7 @@ from undrop.lab.reproduce.worker import commit, execute
 from undrop.lab.reproduce.worklist import Worklist
 
 
-class Heard(Listener):
+class RecordingListener(Listener):
     def __init__(self):
         self.states, self.done, self.errors = [], [], []
 
@@ -28,7 +28,7 @@ class Heard(Listener):
 
 
 def campaign(folder, names, seeds=1, executor=None):
-    heard = Heard()
+    heard = RecordingListener()
     worklist = Worklist(names, "smoke", seeds)
     return Campaign(worklist, folder, executor or InProcess(1), heard), heard
 

@@ -56,7 +56,7 @@ def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_p
 
 @pytest.mark.parametrize("ends", ["stopped", "done", "idle"])
 def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
-    """During a training, at the end of one, or between two."""
+    """During a run, at the end of one, or between two."""
     working = tmp_path / "working"
 
     def work(run, scratch):

@@ -66,7 +66,7 @@ def test_a_setting_that_was_added_later_does_not_orphan_a_record(tmp_path, run):
 
 def test_a_record_with_a_removed_setting_is_stale(tmp_path, run):
     before = json.loads(fake_record(run, [2.0]).model_dump_json())
-    before["config"]["objective"]["colour"] = "red"
+    before["config"]["objective"]["color"] = "red"
     (tmp_path / "old.json").write_text(json.dumps(before))
     records = Records(tmp_path)
     assert len(records) == 0

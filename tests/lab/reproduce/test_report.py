@@ -85,7 +85,7 @@ def test_the_markdown_report_has_the_numbers_of_the_page(report):
     assert "| Drop₃₂ | not run yet |  | 0 |  |" in text
     tried = len(tables.method("l2").variants())
     assert f"ℓ₂ (tuned) (weight = 3e-06, best of {tried})" in text
-    assert "![How much the second order explains](figures/taylor.png)" in text
+    assert "![How much of dropout's explicit effect is second order](figures/taylor.png)" in text
     page = (report / "report.html").read_text()
     assert "70.95 – 71.45" in page
     assert "not run yet" in page

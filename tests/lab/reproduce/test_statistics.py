@@ -42,7 +42,7 @@ def test_the_interval_of_one_value_is_that_value():
     assert mean_interval([3.0]) == Interval(3.0, 3.0, 3.0, 1)
 
 
-def test_the_seeds_that_decide_do_so_with_a_chance_of_80_percent():
+def test_the_computed_number_of_seeds_decides_with_a_probability_of_80_percent():
     measured = Interval(math.exp(0.5), 0.0, 9.0, 3, spread=1.0)
     n = seeds_needed(measured, above=1.0, below=math.inf)
     assert n == 34  # what tables of power give for half a standard deviation
@@ -51,7 +51,7 @@ def test_the_seeds_that_decide_do_so_with_a_chance_of_80_percent():
     assert decided == pytest.approx(0.8, abs=4 * math.sqrt(0.8 * 0.2 / 2000))
 
 
-def test_the_seeds_that_decide_are_unknown_without_a_spread_or_a_distance():
+def test_the_number_of_seeds_to_decide_is_unknown_without_a_spread_or_a_distance():
     assert seeds_needed(Interval(2.0, 2.0, 2.0, 1), 1.0, math.inf) is None
     assert seeds_needed(Interval(1.0, 0.5, 2.0, 3, 0.5), 1.0, math.inf) is None
     assert seeds_needed(Interval(1.0 + 1e-9, 0.5, 2.0, 3, 0.5), 1.0, math.inf) is None

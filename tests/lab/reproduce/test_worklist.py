@@ -22,12 +22,12 @@ def test_experiments_share_their_runs(records):
     assert len({run.key for run in together}) == len(together)
 
 
-def test_a_plan_lists_the_cheapest_runs_first(records):
+def test_a_worklist_lists_the_cheapest_runs_first(records):
     costs = [run.cost for run in Worklist(["averaging-noise"], "smoke", 3).needed(records)]
     assert costs == sorted(costs)
 
 
-def test_a_plan_is_missing_only_runs_without_a_record(records, worklist):
+def test_a_worklist_is_missing_only_runs_without_a_record(records, worklist):
     run = worklist.needed(records)[0]
     records.add(fake_record(run, [2.0]))
     assert run.key not in {missing.key for missing in worklist.missing(records)}

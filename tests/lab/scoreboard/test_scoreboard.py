@@ -11,7 +11,7 @@ from undrop.lab.scoreboard import board as boards
 from undrop.lab.scoreboard import data
 from undrop.lab.scoreboard.board import METHODS, Board, Spec, execute, run_board
 from undrop.lab.scoreboard.report import difference, write_board
-from undrop.lab.scoreboard.tasks import GCN, TASKS, Adapted, ResidualNet
+from undrop.lab.scoreboard.tasks import GCN, TASKS, AdaptedGPT, ResidualNet
 
 TASK = "table-digits"
 
@@ -193,7 +193,7 @@ def test_lora_begins_at_the_pretrained_model_and_trains_only_its_adapters(tmp_pa
     folder.mkdir()
     text = " ".join(f"w{(i * i) % 997}" for i in range(110_000))
     (folder / "wiki.train.tokens").write_text(text)
-    model = Adapted(tmp_path, 0.1)
+    model = AdaptedGPT(tmp_path, 0.1)
     assert all("up" in n or "down" in n for n, p in model.named_parameters() if p.requires_grad)
     tokens = torch.randint(1_000, (8, 2))
     torch.testing.assert_close(model.train()(tokens), model.eval()(tokens))  # up starts at zero

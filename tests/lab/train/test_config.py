@@ -18,7 +18,7 @@ def test_component_options_default_to_the_constructors():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             {"optimizer": {"lrr": 1}},
@@ -57,8 +57,8 @@ def test_component_options_default_to_the_constructors():
         ({"train": {"threads": 10**6}}, "train.threads must be less than or equal to 1024"),
     ],
 )
-def test_an_invalid_setting_is_named_with_its_value_and_range(settings, told):
-    with pytest.raises(ConfigError, match=told):
+def test_an_invalid_setting_is_named_with_its_value_and_range(settings, message):
+    with pytest.raises(ConfigError, match=message):
         Config.parse(settings)
 
 

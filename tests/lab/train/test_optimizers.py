@@ -81,7 +81,7 @@ def test_averaging_starts_at_the_non_monotonic_trigger_and_is_a_plain_mean():
     assert weights[0].item() == 4.0
 
 
-def test_a_resumed_stepper_gives_the_same_bits():
+def test_a_resumed_stepper_is_bit_for_bit_the_same():
     def run(split):
         weights = parameters([1.0, 2.0])
         step = stepper(weights, name="asgd", lr=0.1, momentum=0.9, patience=1)

@@ -78,7 +78,7 @@ def test_torchrun_matches_one_process_and_resumes(launch, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_processes_resume_to_the_same_bits(launch, tiny, tmp_path):
+def test_several_processes_resume_bit_for_bit(launch, tiny, tmp_path):
     config = tiny(objective={"name": "analytic"}, train={"epochs": 2})
     for extra in (
         ["--out", tmp_path / "whole"],
@@ -91,7 +91,7 @@ def test_several_processes_resume_to_the_same_bits(launch, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_worker_and_the_run_ends_with_the_same_bits(
+def test_torchrun_restarts_a_killed_worker_and_the_run_is_bit_for_bit_the_same(
     launch, tiny, tmp_path
 ):
     config = tiny(objective={"name": "analytic"}, train={"epochs": 4, "checkpoint_every": 3})

@@ -57,7 +57,7 @@ def kill_again_and_again(config, out, kills, seed):
     ],
     ids=["analytic-asgd", "dropout-adam"],
 )
-def test_a_run_killed_at_any_moment_ends_with_the_same_bits(tiny, tmp_path, sections, kills):
+def test_a_run_killed_at_any_moment_is_bit_for_bit_the_same(tiny, tmp_path, sections, kills):
     config = tiny(**sections)
     train.run(config, out=tmp_path / "whole")
     hits = kill_again_and_again(config, tmp_path / "killed", kills, seed=3)

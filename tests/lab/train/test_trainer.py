@@ -105,7 +105,7 @@ def test_a_logged_loss_is_the_mean_over_tokens(tiny, tmp_path):
     assert epoch["loss"] == pytest.approx(plain, rel=0.02)  # the last window is shorter
 
 
-def test_equal_seeds_give_equal_bits_and_different_seeds_do_not(tiny, tmp_path):
+def test_runs_are_bit_for_bit_the_same_for_equal_seeds_only(tiny, tmp_path):
     def weights(seed, name):
         train.run(tiny(train={"seed": seed, "epochs": 1}), out=tmp_path / name)
         return RunFolder(tmp_path / name).read_best()
@@ -204,7 +204,7 @@ def test_a_signal_during_evaluation_resumes_at_the_evaluation(tiny, tmp_path, mo
     assert summary.model_dump(exclude={"seconds"}) == whole.model_dump(exclude={"seconds"})
 
 
-def test_a_damaged_checkpoint_is_named_and_the_run_ends_with_the_same_bits(tiny, tmp_path):
+def test_a_damaged_checkpoint_is_named_and_the_run_is_bit_for_bit_the_same(tiny, tmp_path):
     whole = train.run(tiny(), out=tmp_path / "whole")
     out = tmp_path / "a"
     with pytest.raises(StoppedError):
@@ -270,7 +270,7 @@ def test_a_run_without_its_config_is_neither_overwritten_nor_resumed(tiny, tmp_p
         train.run(tiny(), out=tmp_path / "a", resume=True)
 
 
-def test_interleaved_runs_have_the_bits_that_they_have_alone(tiny, tmp_path):
+def test_interleaved_runs_are_bit_for_bit_the_same_as_alone(tiny, tmp_path):
     configs = {name: tiny(objective={"name": name}) for name in ("dropout", "analytic")}
     configs["dropout"] = tiny(objective={"name": "dropout"}, train={"epochs": 3})
     together = train.train_interleaved(configs, out=tmp_path / "together")
@@ -314,7 +314,7 @@ def test_resuming_on_another_text_is_refused(tiny, tmp_path, text):
     original = changed.read_text()
     changed.write_text(original + "a few new words\n")
     try:
-        with pytest.raises(RunError, match="was started on a different text from this"):
+        with pytest.raises(RunError, match="is not the one that the run was started on"):
             train.run(tiny(), out=tmp_path / "a", resume=True)
     finally:
         changed.write_text(original)

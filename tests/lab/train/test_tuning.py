@@ -1,4 +1,4 @@
-"""A run that tunes p: what it sets aside, what it records, and that it resumes to the bit."""
+"""A run that tunes p: what it sets aside, what it records, and that it resumes bit for bit."""
 
 import json
 from importlib.util import find_spec
@@ -59,7 +59,7 @@ def test_a_tuned_run_never_trains_on_what_it_tunes_on(text, tmp_path):
     ]
 
 
-def test_a_tuned_run_resumes_to_the_bit(text, tmp_path):
+def test_a_tuned_run_resumes_bit_for_bit(text, tmp_path):
     config = tiny_config(text, train={"tune": 0.2, "epochs": 3})
     train.run(config, out=tmp_path / "whole")
 

@@ -93,7 +93,7 @@ def presets() -> Names:
     """Return the presets of ``undrop train``."""
     return {
         file.stem: tomllib.loads(file.read_text(encoding="utf-8"))["description"]
-        for file in sorted(_PRESETS.glob("*.toml"))
+        for file in sorted(_PRESETS.glob("*.toml"), key=lambda file: file.stem)
     }
 
 

@@ -41,7 +41,7 @@ def evaluate(
 ) -> Answer:
     """Evaluate whole splits, without noise; the state carries over from window to window.
 
-    The run's own perplexities are of the first data.eval_tokens tokens of each split, if that is set.
+    If data.eval_tokens is set, the run's own perplexities are of that many tokens of each split.
     """
     from undrop.lab.train.runs import open_run
 

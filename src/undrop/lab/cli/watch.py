@@ -18,7 +18,7 @@ def watch(
     interval: Annotated[
         int,
         typer.Option(
-            min=1, help="Steps between measurements, which take 1 to 3 % of the time at 200."
+            min=1, help="Steps between two measurements; at 200 they take 1 to 3 % of the time."
         ),
     ] = 200,
     implicit: Annotated[

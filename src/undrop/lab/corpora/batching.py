@@ -41,11 +41,11 @@ class TrainingWindows:
     Each loop ``for window in windows`` runs to the end of an epoch; the next one starts at the
     beginning. The tokens that do not fill the streams evenly (fewer than B) are dropped. A window has
     the length ``bptt``, or with a ``generator`` a random one as in AWD-LSTM: N(bptt, 5²), with
-    probability 5 % N(bptt/2, 5²), rounded down, and at least 5. The last window of an epoch has the
+    probability 5 % N(bptt/2, 5²), rounded down, and at least 5. The last window of an epoch takes the
     rest.
 
-    ``state_dict`` holds the position and the generator's state. Loaded between any two windows, the
-    epoch continues with exactly the same windows.
+    ``state_dict`` holds the position and the generator's state. If it is saved between two windows and
+    loaded later, the epoch continues with exactly the same windows.
 
     Args:
         tokens: a split's tokens.
@@ -79,7 +79,7 @@ class TrainingWindows:
         self.bptt = bptt
         self._generator = generator
         self.position = 0
-        """The number of steps of the epoch that are complete."""
+        """The number of steps of the epoch so far."""
 
     @property
     def steps(self) -> int:
@@ -132,8 +132,8 @@ class TrainingWindows:
 def evaluation_windows(tokens: Tokens, batch_size: int, bptt: int) -> Iterator[Window]:
     """Yield the windows of a whole split: every token but the first is a target exactly once.
 
-    The streams have the same length; the end of the last one is filled with targets of
-    :data:`IGNORED`, so weight each window's mean by the number of its other targets.
+    The streams have the same length. Targets of :data:`IGNORED` fill the end of the last stream, so
+    weight the mean loss of a window by the number of its other targets.
 
     Args:
         tokens: a split's tokens.

@@ -1,4 +1,4 @@
-"""The cache of texts and encoded corpora; a folder in it is complete or absent."""
+"""The cache of texts and encoded corpora. A folder in it is complete, or it does not exist."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _hidden(folder: Path, suffix: str) -> Path:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove the temporary folders that no living process fills."""
+    """Remove the temporary folders that no running process is filling."""
     for leftover in parent.glob(f".*{TEMPORARY}"):
         with file_lock(leftover.with_suffix(".lock"), timeout=0.0) as free:
             if free:

@@ -188,7 +188,7 @@ def _download(mirror: Mirror, folder: Path) -> Path:
     """Download the file of one mirror and verify its checksum.
 
     Raises:
-        DataError: what the mirror did, to follow its name in a sentence.
+        DataError: with a text that continues the mirror's name, such as "could not be reached".
     """
     import pooch
     import requests
@@ -282,7 +282,7 @@ _UNDERLINE = re.compile(r"\s*([^\w\s])\1{2,}\s*")
 
 
 def pydocs(cache: Path) -> dict[str, Path]:
-    """Return the text files of the corpus, after writing them to the cache if necessary."""
+    """Return the text files of the corpus pydocs; write them to the cache first if necessary."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -308,10 +308,10 @@ def pydocs_text(topics: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the lines of each split: one paragraph per line, lower-case words and punctuation.
 
     Each topic belongs to one split, with about 80, 10 and 10 percent of the words in the three; the
-    choice depends only on the topics. Topics repeat each other's paragraphs. A topic that consists
-    mostly of repeated ones goes to the training split, and the validation and test splits drop theirs,
-    so that nothing in them occurs in training. Words with fewer than 3 occurrences in the training
-    split are ``<unk>``.
+    choice depends only on the topics. Some paragraphs occur in several topics. A topic that consists
+    mostly of such paragraphs goes to the training split, and the other two splits leave them out, so
+    that no paragraph of theirs occurs in training. Words with fewer than 3 occurrences in the
+    training split become ``<unk>``.
     """
     paragraphs = {name: _paragraphs(text) for name, text in topics.items()}
     shared = Counter(p for topic in paragraphs.values() for p in set(topic))
@@ -338,7 +338,7 @@ def _paragraphs(text: str) -> list[Paragraph]:
 def _assign(
     paragraphs: Mapping[str, Sequence[Paragraph]], own: Mapping[str, Sequence[Paragraph]]
 ) -> dict[str, str]:
-    """Assign topics in a random but fixed order, each to the split that is furthest below its share."""
+    """Assign each topic to the split furthest below its share, in a fixed pseudo-random order."""
     size = {name: sum(map(len, topic)) for name, topic in paragraphs.items()}
     kept = {name: sum(map(len, topic)) for name, topic in own.items()}
     repeated = {name for name in size if 2 * kept[name] < size[name]}

@@ -236,9 +236,9 @@ def load(
     """Load a corpus; download and encode it first if necessary.
 
     Tokens are words, with one ``<eos>`` per line. The vocabulary is that of the training split, most
-    frequent word first; other words become ``<unk>``. If the training split has no ``<unk>`` but the
-    other splits need one, it is added. It is untrained then, which costs perplexity; ``max_vocab``
-    trains it on the rarest words instead.
+    frequent word first; other words become ``<unk>``. If only the other splits need an ``<unk>``, it
+    is added to the vocabulary but never trained, which raises the perplexity. With ``max_vocab``, it
+    stands for the rarest words of the training split and is trained on them.
 
     Args:
         name_or_path: a name of :data:`~undrop.lab.corpora.CATALOGUE`, or a folder with the three splits
@@ -247,8 +247,8 @@ def load(
             instead of downloading it.
         limit_tokens: use only the first ``limit_tokens`` tokens of the training split, and their
             vocabulary. The other splits keep their length.
-        fraction: use only the first part of the training tokens, with the vocabulary of all of them;
-            the paper's down-sampled setting is 0.2.
+        fraction: use only this share of the training tokens, from the start, with the vocabulary of all
+            of them; 0.2 in the paper's down-sampled setting.
         max_vocab: the largest size of the vocabulary, ``<eos>`` and ``<unk>`` included.
         cache_dir: the folder for downloaded and encoded files.
         download: whether to download the corpus if it is missing.
@@ -275,14 +275,14 @@ def load(
 
 
 def find(name_or_path: StrPath, data_dir: Path | None = None) -> Entry | Path:
-    """Return the catalogue's entry of a name, or else the folder of that path.
+    """Return the entry of the catalogue with that name, or else the folder at that path.
 
     Args:
         name_or_path: as for :func:`load`.
         data_dir: a folder that may contain it.
 
     Raises:
-        UnknownNameError: if the name is neither.
+        UnknownNameError: if there is neither.
     """
     entry = CATALOGUE.find(str(name_or_path))
     if entry is not None:

@@ -47,8 +47,8 @@ class Vocabulary:
     A word's number is its rank, as an adaptive softmax needs it.
 
     Args:
-        words: the words, or a file of one word per line. The file is read when a word is first needed:
-            hundreds of thousands of words take longer than everything else when a corpus is opened.
+        words: the words, or a file of one word per line. The file is read when a word is first needed,
+            because that takes longer than everything else when a large corpus is opened.
         size: the number of words in the file.
     """
 
@@ -92,7 +92,7 @@ class Vocabulary:
             words = ()
         if len(words) != self._size:
             raise DataError(
-                f"{self._source} was changed; it should have {self._size} words: delete "
+                f"{self._source} was changed, it should have {self._size} words: delete "
                 f"{self._source.parent} to encode the corpus again."
             )
         return words
@@ -104,7 +104,7 @@ class Vocabulary:
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """The number of each word; any other word has the number of ``<unk>``, if there is one."""
+        """The number of each word; any other word gets the number of ``<unk>``, if there is one."""
         return _Index(self.words)
 
     @cached_property
@@ -227,7 +227,7 @@ def words(path: Path, limit: int | None = None) -> Iterator[list[str]]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """Read the file in pieces that end between words; the last one ends a line."""
+    """Read the file in pieces that end between words; the last one ends with a line break."""
     position = 0
     for piece in _pieces(path):
         try:

@@ -33,12 +33,12 @@ class ConvNet(nn.Module):
     Each side of an image must have at least 2 ** stages pixels.
 
     Args:
-        channels: the images' channels.
+        channels: the number of channels of an image.
         classes: the number of classes.
-        widths: the feature maps of each stage.
+        widths: the number of feature maps of each stage.
         feature_dropout: the probability of dropping a feature map.
-        output_dropout: the probability of dropping a feature of the linear classifier.
-        batch_norm: whether each stage normalizes its batch (Ioffe & Szegedy 2015).
+        output_dropout: the probability of dropping an input of the linear classifier.
+        batch_norm: whether each stage has batch normalization (Ioffe & Szegedy 2015).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MLP(nn.Module):
     """Linear layers with ReLU and dropout between them (Srivastava et al. 2014).
 
     Args:
-        sizes: the number of inputs, of each hidden layer's units, and of outputs.
+        sizes: the number of inputs, of units in each hidden layer, and of outputs.
         dropout: the probability of dropping a hidden unit.
         input_dropout: the probability of dropping an input.
     """

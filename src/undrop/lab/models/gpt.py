@@ -73,8 +73,8 @@ class GPT(LanguageModel):
         layers: the number of layers.
         heads: the number of attention heads, which divides the size.
         context: the longest window.
-        dropout: the probability of dropping an embedded word's feature, or one of a block's output.
-        attention_dropout: … to drop an attention probability.
+        dropout: the probability of dropping a feature of an embedded word or of a block's output.
+        attention_dropout: the probability of dropping an attention probability.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class GPT(LanguageModel):
             x = layer(x)
         return self.norm(x), ()
 
-    def table(self) -> nn.Embedding:
+    def shared_embedding(self) -> nn.Embedding:
         """The words' embedding."""
         return self.embedding
 
     def _initialize(self) -> None:
         """Draw normal weights with standard deviation 0.02.
 
-        It is smaller for the 2 · layers outputs that add up in the residual.
+        It is smaller for the 2 · layers outputs that are added to the residual stream.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):

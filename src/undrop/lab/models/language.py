@@ -1,4 +1,4 @@
-"""What all language models share: their state, their output layer, how to call them, their loss."""
+"""What all language models share: the state, the output layer, the call and the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State: TypeAlias = tuple[Any, ...]
 
 
 def detach(state: State) -> State:
-    """Return the same values without their history: truncates back-propagation between two windows."""
+    """Return the same values without their graph, which truncates back-propagation between windows."""
     detached: State = tree_map_only(Tensor, Tensor.detach, state)
     return detached
 
@@ -67,7 +67,7 @@ class LinearHead(nn.Module):
 class LanguageModel(nn.Module, ABC):
     """A model of the next word, called on windows of text with the time first.
 
-    A subclass computes features of tokens, and returns the embedding that the head may share.
+    A subclass computes the features of tokens, and has the embedding that a tied head shares.
 
     Args:
         vocab_size: the number of words.
@@ -104,7 +104,7 @@ class LanguageModel(nn.Module, ABC):
         """Features (T, B, d) of tokens (T, B), and the state after the last of them."""
 
     @abstractmethod
-    def table(self) -> Any:
+    def shared_embedding(self) -> Any:
         """The embedding that a tied head shares."""
 
     def forward(
@@ -115,7 +115,7 @@ class LanguageModel(nn.Module, ABC):
         Args:
             tokens: word numbers (T, B), time first.
             state: what the call on the previous window returned; None at the beginning of a text. It
-                has a history: see :func:`detach`.
+                keeps its graph unless you :func:`detach` it.
             logits: whether to return logits (T, B, V), or else the features (T, B, d) that
                 :meth:`loss` takes, which never holds all logits at once.
 
@@ -124,12 +124,12 @@ class LanguageModel(nn.Module, ABC):
         """
         _check(tokens, state)
         features, state = self.features(tokens, state)
-        return (self.head(features, self.table()) if logits else features), state
+        return (self.head(features, self.shared_embedding()) if logits else features), state
 
     def loss(self, *, label_smoothing: float = 0.0) -> Loss:
         """The mean cross-entropy over (T, B) targets, as a loss that takes the features.
 
-        It holds this model's parameters themselves: make it once and use it at every step.
+        It refers to the parameters of this model, so one loss serves all steps.
 
         Raises:
             OptionError: if the model's head has no label smoothing.
@@ -140,7 +140,7 @@ class LanguageModel(nn.Module, ABC):
                 "model.cutoffs = [], or train.label_smoothing = 0."
             )
         smoothed = {"label_smoothing": label_smoothing} if label_smoothing else {}
-        loss: Loss = self.head.loss(self.table(), **smoothed)
+        loss: Loss = self.head.loss(self.shared_embedding(), **smoothed)
         return loss
 
 
@@ -157,6 +157,6 @@ def _check(tokens: Tensor, state: State | None) -> None:
     for tensor in tree_leaves(state or ()):
         if tensor.shape[1] != tokens.shape[1]:
             raise OptionError(
-                f"state must hold as many texts as tokens does, {tokens.shape[1]}, got "
+                f"state must have the batch size of tokens, {tokens.shape[1]}, got "
                 f"{tensor.shape[1]}: pass state=None to start a new text."
             )

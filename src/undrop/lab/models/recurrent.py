@@ -1,4 +1,4 @@
-"""AWD language models: dropouts around a stack of recurrent layers, AWD-LSTM and QRNN."""
+"""AWD-LSTM and QRNN: language models with recurrent layers and dropout around each of them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class RecurrentLM(LanguageModel):
         tied: whether the head uses the embedding's matrix.
         cutoffs: the first word of each tail of an adaptive softmax; none for a plain one.
         embedding_dropout: the probability of dropping a word of the vocabulary for a whole batch.
-        input_dropout: … to drop a feature of the embedded words, for a whole window.
-        hidden_dropout: … to drop a feature between two layers, for a whole window.
-        output_dropout: … to drop a feature of the last layer, for a whole window.
-        weight_dropout: … to drop a weight within a layer, for a whole window and batch.
+        input_dropout: … of dropping a feature of the embedded words, for a whole window.
+        hidden_dropout: … of dropping a feature between two layers, for a whole window.
+        output_dropout: … of dropping a feature of the last layer, for a whole window.
+        weight_dropout: … of dropping a weight within a layer, for a whole window and batch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RecurrentLM(LanguageModel):
             x, after = dropout(x), (*after, new)
         return x, after
 
-    def table(self) -> nn.Embedding | AdaptiveEmbedding:
+    def shared_embedding(self) -> nn.Embedding | AdaptiveEmbedding:
         """The embedding, without its dropout."""
         return self.embedding.embedding
 
@@ -105,7 +105,7 @@ def _embedding(
 
 @MODELS.register("awd-lstm")
 class AWDLSTM(RecurrentLM):
-    """LSTM layers with DropConnect on their hidden-to-hidden weights and locked dropout between.
+    """LSTM layers with DropConnect on hidden-to-hidden weights, and locked dropout between layers.
 
     Merity, Keskar & Socher 2018, "Regularizing and optimizing LSTM language models". The arguments are
     those of :class:`RecurrentLM`. The defaults are the model of Wei, Kakade & Ma 2020 on Penn Treebank
@@ -115,7 +115,7 @@ class AWDLSTM(RecurrentLM):
     """
 
     def layer(self, index: int, inputs: int, outputs: int, weight_dropout: float) -> nn.Module:
-        """Make one nn.LSTM, a fused kernel; the model's own dropout runs between the layers."""
+        """Make an ``nn.LSTM`` of one layer, so that the model's own dropout runs between layers."""
         return WeightDrop(nn.LSTM(inputs, outputs), ["weight_hh_l0"], weight_dropout)
 
 
@@ -124,8 +124,8 @@ def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
 
     Two steps make one: c_{2k+1} = (a_{2k+1} a_{2k}) c_{2k-1} + (a_{2k+1} b_{2k} + b_{2k+1}). That
     recurrence of half the length gives the odd steps, and one more step from each gives the even
-    ones: about 3T multiplications, where the loop has T. Without divisions, gates near 0 or 1 lose no
-    precision; products and sums alone can be differentiated in any mode and order.
+    ones: about 3T multiplications, where a loop has T. There are no divisions, so gates near 0 or 1
+    lose no precision, and torch differentiates products and sums in any mode and to any order.
 
     Args:
         a: the factors (T, …), T ≥ 1.
@@ -149,7 +149,7 @@ def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor, half: int) -> tuple[Tensor, ...]:
-    """The even and the odd steps, without a last one that has no partner."""
+    """The even and the odd steps; the last step is left out if their number is odd."""
     paired = x if len(x) == 2 * half else x[: 2 * half]  # no slice, no copy in the backward pass
     return paired.view(half, 2, *x.shape[1:]).unbind(1)
 
@@ -161,7 +161,8 @@ class QRNNLayer(nn.Module):
 
         c_t = σ(f_t) c_{t-1} + (1 - σ(f_t)) tanh(z_t),   h_t = σ(o_t) c_t.
 
-    The state is ``(c,)``, or ``(c, x)`` for a window of 2, of the last step, each (1, B, size).
+    The state has the values at the last step: ``(c,)``, or ``(c, x)`` for a window of 2, each
+    (1, B, size).
 
     Args:
         input_size: the size of x.
@@ -200,7 +201,7 @@ class QRNNLayer(nn.Module):
 
 @MODELS.register("qrnn")
 class QRNN(RecurrentLM):
-    """AWD-LSTM's dropouts around quasi-recurrent layers.
+    """Quasi-recurrent layers with the dropouts of AWD-LSTM.
 
     Bradbury et al. 2017, "Quasi-recurrent neural networks", as in Merity, Keskar & Socher 2018, "An
     analysis of neural language modeling at multiple scales": DropConnect is on all weights of a

@@ -33,8 +33,8 @@ def _relative_shift(scores: Tensor) -> Tensor:
     """Turn scores (…, T, K) by distance into scores by key.
 
     Column m has distance K-1-m, and query i is at distance i + K-T - j from key j. So entry (i, j) of
-    the result is scores[i, j + T-1-i]: each row moves one place less to the left than the row above it.
-    Adding one column and reading the memory with the old row length does exactly that, without
+    the result is scores[i, j + T-1-i]: each row moves to the left by one place less than the row above.
+    Adding one column and viewing the memory with the old row length does exactly that, without
     indexing. Entries of keys after the query, j > i + K-T, are not used.
     """
     *batch, queries, keys = scores.shape
@@ -73,7 +73,7 @@ class RelativeAttention(nn.Module):
 
         Args:
             x: the window (T, B, d).
-            memory: what came before it (M, B, d).
+            memory: the steps before it (M, B, d).
             encodings: R of the distances T+M-1, …, 0, as (T+M, d).
             u: the bias of queries for content (H, d_head).
             v: the bias of queries for position (H, d_head).
@@ -149,7 +149,7 @@ class _PositionDropout(nn.Module):
 
 @MODELS.register("transformer-xl")
 class TransformerXL(LanguageModel):
-    """A transformer that remembers its own activations in earlier windows.
+    """A transformer that also attends to its own activations in earlier windows.
 
     Dai et al. 2019, "Transformer-XL: attentive language models beyond a fixed-length context"; the
     defaults are its base model on WikiText-103, which needs a vocabulary of more than 200,000 words.
@@ -158,20 +158,20 @@ class TransformerXL(LanguageModel):
     shortlist has no projection of its own, unlike in that paper.
 
     The state is one memory (M, B, d) for each layer: its inputs at the last M ≤ ``memory`` steps.
-    ``model.memory`` may be set to another length at any time.
+    You can set ``model.memory`` to another length at any time.
 
     Args:
-        vocab_size: the number of words, sorted by falling frequency.
+        vocab_size: the number of words, which are sorted with the most frequent first.
         size: the number of features d.
         inner_size: the number of hidden units of the feed-forward blocks.
         layers: the number of layers.
         heads: the number of attention heads, which divides the size.
-        memory: how many steps are remembered.
+        memory: the number of earlier steps to attend to.
         cutoffs: the first word of each tail of the adaptive softmax; none for a plain one.
         shrink: the factor by which the embeddings of each tail are shorter than those of the one before.
-        dropout: the probability of dropping an embedded word's feature, one of a position's encoding,
-            a hidden unit of a feed-forward block, or a feature of a block's output or the last one.
-        attention_dropout: … to drop an attention probability.
+        dropout: the probability of dropping a feature of an embedded word, of a position's encoding or
+            of a block's output, or a hidden unit of a feed-forward block.
+        attention_dropout: the probability of dropping an attention probability.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class TransformerXL(LanguageModel):
             x = layer(x, memory, encodings, self.content_bias, self.position_bias)
         return self.output_dropout(x), after
 
-    def table(self) -> nn.Embedding | AdaptiveEmbedding:
+    def shared_embedding(self) -> nn.Embedding | AdaptiveEmbedding:
         """The words' embedding."""
         return self.embedding
 

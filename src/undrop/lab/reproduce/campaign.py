@@ -139,7 +139,7 @@ def _pool_of_one() -> ProcessPoolExecutor:
 
 
 def _end_with_parent() -> None:
-    """Send this process a signal when its parent ends: nothing else would stop it."""
+    """Send this process SIGTERM when its parent ends, because nothing else would stop it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -172,8 +172,8 @@ class RayCluster(Executor):
             raise MissingExtraError("the executor 'ray'", "ray", "ray") from error
         ours = not self._ray.is_initialized()
         if ours:
-            room = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": self.jobs}
-            self._ray.init(include_dashboard=False, log_to_driver=False, **room)
+            resources = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": self.jobs}
+            self._ray.init(include_dashboard=False, log_to_driver=False, **resources)
         try:
             self._gpus = self._ray.cluster_resources().get("GPU", 0) > 0
             yield
@@ -203,7 +203,7 @@ class Status:
     """The progress of a campaign; seconds are estimates, on one core."""
 
     total: int  # runs, including those of earlier campaigns
-    done: int  # of them, runs that have a record
+    done: int  # how many of them have a record
     seconds_done: float  # of the work that this process did
     seconds_left: float
 
@@ -242,7 +242,7 @@ class Campaign:
             StoppedError: if a signal asked to stop; the next call resumes the unfinished runs.
         """
         for run in self.worklist.needed(self.records):
-            if self.records.get(run.key) is not None:  # a kill came before its folder was removed
+            if self.records.get(run.key) is not None:  # a killed campaign did not remove its folder
                 self._remove(run)
         while runs := [r for r in self.worklist.missing(self.records) if r.key not in self._failed]:
             self._run_all(runs)

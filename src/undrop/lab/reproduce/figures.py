@@ -30,7 +30,7 @@ def draw(section: Section, results: Results) -> Figure | None:
         return figure
 
 
-_WORDS = {
+_SYMBOLS = {
     "R̃_approx": r"$\tilde{R}_\mathrm{approx}$",
     "R_approx": r"$R_\mathrm{approx}$",
     "R_drop": r"$R_\mathrm{drop}$",
@@ -44,8 +44,8 @@ _WORDS = {
 
 def mathtext(label: str) -> str:
     """Return a label with its symbols as mathtext."""
-    for word, symbol in _WORDS.items():
-        label = label.replace(word, symbol)
+    for plain, symbol in _SYMBOLS.items():
+        label = label.replace(plain, symbol)
     return label
 
 
@@ -98,7 +98,7 @@ _AXES = {
 
 
 def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
-    """A line for each method, the mean over seeds, with a band from the least to the greatest."""
+    """A line for each method, the mean over seeds, in a band from the smallest to the largest value."""
     ends = []
     for index, row in enumerate(section.rows):
         curves = [record.curve for record in results.of(row.cell).values()]
@@ -128,7 +128,7 @@ def _count_epochs(axes: Axes) -> None:
 
 
 def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
-    """Black for plain dropout, gray for none; the others from a color map that prints in gray."""
+    """Black for plain dropout, gray for none; a color map that prints well in gray for the others."""
     import matplotlib as mpl
 
     fixed = {"drop-1": "black", "none": "#999999"}

@@ -29,7 +29,7 @@ class Curve(BaseModel):
     step: list[int] = []
     valid_ppl: list[float] = []
     train_ppl: list[float | None] = []  # without noise
-    seconds: list[float] = []  # since the start: of the processor on a CPU, of the clock elsewhere
+    seconds: list[float] = []  # since the start: processor time on a CPU, wall-clock time elsewhere
     evaluation: list[float] = Field([], validation_alias=AliasChoices("evaluation", "judging"))
     """Seconds of each epoch that went into evaluation."""
 

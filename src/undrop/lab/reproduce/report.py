@@ -67,7 +67,7 @@ class Content:
 
 
 def compose(results: Results, scale: str) -> Content:
-    """Return the content of the report on some results."""
+    """Return the content of a report."""
     sections = tuple(_section(experiment, results) for experiment in results.worklist.experiments)
     every = tuple(verdict for section in sections for verdict in section.verdicts)
     used = _used(results)
@@ -314,8 +314,6 @@ def _claim(verdict: Verdict) -> str:
     lines = [verdict.claim, verdict.measured, verdict.reason and f"Likely: {verdict.reason}"]
     return "\n".join(line for line in lines if line)
 
-
-__all__ = ["write_report"]
 
 _FORMATS = ("png", "pdf")
 

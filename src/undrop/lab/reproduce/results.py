@@ -16,12 +16,15 @@ from undrop.registry import Registry
 LEVEL = 0.95
 POWER = 0.8
 """The probability of a decision that :func:`seeds_needed` aims at."""
-_MOST = 10_000
+_MOST = 10_000  # seeds that :func:`seeds_needed` considers
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate, its interval over ``seeds`` values, and their standard deviation (of logarithms)."""
+    """An estimate, its interval, the number of seeds, and the standard deviation over seeds.
+
+    For a geometric mean, ``spread`` is the standard deviation of the logarithms.
+    """
 
     estimate: float
     low: float
@@ -91,7 +94,7 @@ def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
 
 
 def _counts() -> list[int]:
-    """Every number up to 100, then in steps of 2 %."""
+    """Every number from 2 to 100, then steps of 2 %."""
     counts = list(range(2, 101))
     while counts[-1] < _MOST:
         counts.append(math.ceil(counts[-1] * 1.02))
@@ -102,7 +105,7 @@ def paired_ratio(
     over: Iterable[Mapping[int, float]], under: Iterable[Mapping[int, float]]
 ) -> Interval | None:
     """Return Π over / Π under, paired by seed; None if they share no seed."""
-    over, under = list(over), list(under)
+    over, under = list(over), list(under)  # both are read twice
     seeds = set.intersection(*(set(values) for values in [*over, *under]))
     if not seeds:
         return None
@@ -127,7 +130,7 @@ class Measure:
     label: str
     digits: int
     of: Callable[[Record, Record], float]  # of a record and the reference's with the same seed
-    compares: bool = False  # whether it looks at the reference's record
+    compares: bool = False  # whether it uses the reference's record
 
 
 MEASURES: Registry[str, Measure] = Registry("measure")
@@ -211,7 +214,7 @@ class Verdict:
     experiment: str  # the experiment that tests it
     verdict: str  # HOLDS, DOES_NOT_HOLD, UNDECIDED or NOT_RUN
     seeds: int
-    estimate: float | None  # the ratio that the claim is about; None if nothing was run
+    estimate: float | None  # the ratio that the claim is about; None without runs
     low: float | None  # of its 95 % interval
     high: float | None
     paper: float | None  # the same ratio in the paper, if the paper has the numbers

@@ -43,7 +43,7 @@ EXPERIMENTS = (
     "ptb-whole",
 )
 """All experiments; the paper's come first, in its order."""
-_MEASURE = "best_valid_ppl"  # of experiments, claims and the paper's tables that name no other
+_MEASURE = "best_valid_ppl"  # the default of experiments, claims and the paper's tables
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Method:
     """One way to train."""
 
     name: str  # in methods.toml
-    settings: Mapping[str, Any]  # that it changes
+    settings: Mapping[str, Any]  # what it changes in the config of a setting
     label: str  # in figures and tables
     cost: float  # of a step, in steps of plain dropout: an estimate
     tune: Sequence[Mapping[str, Any]] = ()  # variants to try; the best on the first seed is used
     search: bool = False
-    """Whether every seed tries all variants. With a limit of time (:attr:`Setting.time`) the variants
-    share the time of one run."""
+    """Whether every seed tries all variants. With a time limit (:attr:`Setting.time`) the variants share
+    the time of one run."""
 
     def variants(self) -> list[dict[str, Any]]:
         """Return the settings of every variant; there is one unless the method is tuned."""
@@ -66,7 +66,7 @@ class Method:
         return [merge(self.settings, values) for values in self.tune or ({},)]
 
 
-_OF_METHOD = {field.name for field in fields(Method)} - {"name", "settings"}
+_METHOD_KEYS = {field.name for field in fields(Method)} - {"name", "settings"}
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class Setting:
     settings: Mapping[str, Any]  # sections of a training config
     probe: str | None = None  # the name of a measurement on the trained model
     time: float | None = None  # the time limit, in plain dropout runs; None limits epochs instead
-    base: str = ""  # the setting with the same steps: step_costs.toml has their costs
+    base: str = ""  # the setting whose steps cost the same, by its name in step_costs.toml
 
     def epochs(self, method: Method) -> int:
-        """Return the number of epochs of a method's run; with a limit of time, those that fit."""
+        """Return the number of epochs of a method's run; with a time limit, as many as fit."""
         epochs: int = self.settings["train"]["epochs"]
         if self.time is None:
             return epochs
@@ -153,8 +153,8 @@ def method(name: str) -> Method:
     table = _table("methods.toml")
     if name not in table:
         raise UnknownNameError("method", name, table)
-    own = {key: value for key, value in table[name].items() if key in _OF_METHOD}
-    settings = {key: value for key, value in table[name].items() if key not in _OF_METHOD}
+    own = {key: value for key, value in table[name].items() if key in _METHOD_KEYS}
+    settings = {key: value for key, value in table[name].items() if key not in _METHOD_KEYS}
     return Method(name, settings=settings, **own)
 
 
@@ -209,7 +209,7 @@ def experiments_at(scale: str) -> list[str]:
 
 
 def _claim(values: Mapping[str, Any], default: str) -> Claim:
-    """A claim as the files write it; a method's name alone is the method on the ``default`` setting."""
+    """Return the claim in a table of a file; a method without a setting is on the ``default`` one."""
     if not {"above", "below", "within"} & values.keys():
         raise OptionError(f"the claim {values['sentence']!r} has no above, below or within.")
     values = dict(values)

@@ -1,4 +1,4 @@
-"""The worker: executes one run, probes the trained model, and returns the record; or it times steps."""
+"""Execute one run (train, probe the trained model, return the record), or time the steps of methods."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _TIMES = "times.json"
 
 
 def single_threaded() -> None:
-    """Use one thread, so that a machine can do as many runs as it has cores."""
+    """Use one thread, so that a machine can do as many runs at a time as it has cores."""
     torch.set_num_threads(1)
 
 
@@ -119,7 +119,7 @@ class Stopwatch(Callback):
         return self._clock() - self._start
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
-        """Note the time: after the last step of an epoch comes its evaluation."""
+        """Remember the time; the evaluation comes after the last step of an epoch."""
         self._trained = self._clock()
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -219,7 +219,7 @@ def measure_step_costs(
         setting: what to train.
         methods: the methods to time.
         data_dir: the folder to read the corpus from instead of downloading it.
-        epochs: how many epochs to count, after two to warm up.
+        epochs: how many epochs to time, after two to warm up.
     """
     timed = {m.name: m for m in (tables.method(REFERENCE), *methods)}
     data = setting.settings["data"]
@@ -254,7 +254,7 @@ class _EpochTimes(Callback):
         self._last = 0.0
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
-        """Note the time."""
+        """Remember the time of the first and the last step."""
         self._last = time.perf_counter()
         self._first = self._last if self._first is None else self._first
 

@@ -1,4 +1,4 @@
-"""The runs that experiments need; experiments share runs, and tuning comes first."""
+"""The runs that experiments need. Experiments share runs, and tuning runs come first."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Worklist:
             self.cells[name] = Cell(*made, range(1, seeds + 1), overlay)
 
     def needed(self, records: Records) -> list[PlannedRun]:
-        """Return every run that is known now, each once, the cheapest first."""
+        """Return every run that is known so far, each once, the cheapest first."""
         runs: dict[str, PlannedRun] = {}
         for cell in self.cells.values():
             for run in cell.needed(records):
@@ -144,7 +144,7 @@ class Worklist:
         return [(cell, count) for cell, count in counted if count]
 
     def estimates(self, runs: Iterable[PlannedRun], records: Records) -> dict[str, float]:
-        """Return seconds on one core by key, from the setting's records or else from its table."""
+        """Return seconds on one core by key, from the setting's records or else from settings.toml."""
         names = {cell.setting.name for cell in self.cells.values()}
         paces = {name: self._pace(name, records) for name in names}
         return {run.key: paces[run.setting] * run.cost for run in runs}

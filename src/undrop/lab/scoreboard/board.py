@@ -52,7 +52,7 @@ class Spec:
 
 
 def execute(spec: Spec, root: str) -> dict[str, Any]:
-    """Train, and return the record: losses at the epoch with the best validation, and seconds."""
+    """Train, and return the record: losses at the epoch with the best validation loss, and seconds."""
     single_threaded()
     task = TASKS[spec.task]
     data = task.data(Path(root), spec.seed)
@@ -122,7 +122,7 @@ def _logits(output: Any) -> Tensor:
 
 def _step(spec: Spec, task: Task, data: Data) -> Step:
     loss = task.loss()
-    if spec.kind in ("none", "dropout"):  # PyTorch's own step, which others are compared with
+    if spec.kind in ("none", "dropout"):  # plain PyTorch, the baseline
         return lambda model, inputs, targets: loss.value(_logits(model(inputs)), targets)
     if spec.kind == "tuner":
         shuffled = torch.Generator().manual_seed(spec.seed)
@@ -202,7 +202,7 @@ class Board:
         return min(tries, key=lambda s: float(self.records[s.key]["validation"]))
 
     def chosen(self, name: str, *, timed: bool) -> Spec | None:
-        """Return the run that the search chose; if ``timed``, with the epochs of dropout's time."""
+        """Return the run that the search chose; if ``timed``, with epochs that fit dropout's time."""
         _, best = self._search(METHODS[name])
         cost = self.cost(name)
         if best is None or not timed:

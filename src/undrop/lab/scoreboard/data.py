@@ -70,7 +70,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _of_seed(load: Callable[Concatenate[Path, int, P], Data]) -> Callable[P, Load]:
-    """Split the arguments of a function: the corpora's folder and the seed come in a second call."""
+    """Turn ``load(root, seed, *args)`` into ``load(*args)``, which returns ``(root, seed) -> Data``."""
 
     @wraps(load)
     def with_options(*args: P.args, **options: P.kwargs) -> Load:
@@ -108,14 +108,14 @@ def words(
     sizes: Sizes,
     vocabulary: int,
     steps: int,
-    common_from: str | None = None,
+    vocabulary_from: str | None = None,
 ) -> Data:
     """A different piece of a corpus for each seed.
 
-    The vocabulary is that of the training part, or of the file ``common_from``.
+    The vocabulary is that of the training part, or of the file ``vocabulary_from``.
     """
     piece = _piece(_words(root / file), sizes, seed)
-    known = piece[: sizes[0]] if common_from is None else _words(root / common_from)
+    known = piece[: sizes[0]] if vocabulary_from is None else _words(root / vocabulary_from)
     common = Counter(known).most_common(vocabulary - 1)  # any other word is 0
     index = {word: number for number, (word, _) in enumerate(common, 1)}
     return _text([index.get(word, 0) for word in piece], sizes, steps)
@@ -138,7 +138,7 @@ def split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
 
 @_of_seed
 def fashion(root: Path, seed: int, sizes: Sizes) -> Data:
-    """Images of Fashion-MNIST at 14 × 14, drawn for a seed."""
+    """Images of Fashion-MNIST at 14 × 14, drawn at random by the seed."""
     images, labels = (
         np.frombuffer(gzip.decompress(_bytes(root / "fashion-mnist" / file)), np.uint8, offset=head)
         for file, head in (("train-images-idx3-ubyte.gz", 16), ("train-labels-idx1-ubyte.gz", 8))
@@ -152,7 +152,7 @@ def fashion(root: Path, seed: int, sizes: Sizes) -> Data:
 
 @_of_seed
 def table(root: Path, seed: int, name: str, sizes: Sizes, *, regression: bool = False) -> Data:
-    """A table of scikit-learn, shuffled for a seed."""
+    """A dataset of scikit-learn, shuffled by the seed."""
     from sklearn import datasets
 
     x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
@@ -168,10 +168,10 @@ def table(root: Path, seed: int, name: str, sizes: Sizes, *, regression: bool = 
 
 @_of_seed
 def graph(root: Path, seed: int, nodes: int, classes: int, features: int, sizes: Sizes) -> Data:
-    """A graph of communities, drawn for a seed.
+    """A random graph of communities, drawn by the seed.
 
     The first ``nodes`` columns of an input row are the node's row of the normalized adjacency matrix;
-    the others are its features, the direction of its class plus noise.
+    the others are its features, the center of its class plus noise.
     """
     g = torch.Generator().manual_seed(seed)
     labels = torch.randint(classes, (nodes,), generator=g)
@@ -180,8 +180,8 @@ def graph(root: Path, seed: int, nodes: int, classes: int, features: int, sizes:
     edges = (torch.rand(nodes, nodes, generator=g) < chance).float().triu(1)
     adjacency = edges + edges.t() + torch.eye(nodes)
     scale = adjacency.sum(1).rsqrt()
-    centres = torch.randn(classes, features, generator=g)
-    x = 0.35 * centres[labels] + torch.randn(nodes, features, generator=g)
+    centers = torch.randn(classes, features, generator=g)
+    x = 0.35 * centers[labels] + torch.randn(nodes, features, generator=g)
     inputs = torch.cat([scale[:, None] * adjacency * scale[None, :], x], 1)
     parts = torch.randperm(nodes, generator=g)[: sum(sizes)].split(list(sizes))
     targets = [torch.full_like(labels, -100) for _ in parts]

@@ -72,7 +72,7 @@ class GCN(nn.Module):
 
 
 class _LoRA(nn.Module):
-    """A frozen linear layer plus a trained layer of low rank with dropout on its input."""
+    """A frozen linear layer plus a trainable low-rank layer with dropout on its input."""
 
     def __init__(self, base: nn.Linear, rank: int, p: float) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def _pretrained(root: Path) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-class Adapted(nn.Module):
+class AdaptedGPT(nn.Module):
     """A GPT trained on WikiText-2, with LoRA adapters (Hu et al. 2022)."""
 
     def __init__(self, root: Path, p: float, rank: int = 8) -> None:
@@ -141,7 +141,7 @@ class Task:
 
     label: str  # in the report
     data: data.Load
-    model: Callable[[Path, float], nn.Module]  # with a dropout probability, given that folder
+    model: Callable[[Path, float], nn.Module]  # from the corpora's folder and p
     batch: int
     epochs: int  # of plain dropout
     lr: float  # the learning rate at the start
@@ -215,7 +215,7 @@ TASKS.register("lora")(
     Task(
         "LoRA on GPT, WikiText-2 to Penn Treebank",
         data.words("ptb/ptb.train.txt", (6_000, 4_000, 8_000), VOCABULARY, 32, _WIKITEXT),
-        Adapted,
+        AdaptedGPT,
         batch=10,
         epochs=20,
         lr=3e-3,

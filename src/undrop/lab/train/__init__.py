@@ -1,4 +1,4 @@
-"""Training language models: one config in, one run's folder out, resumable at any moment.
+"""Train language models: a config describes a run, a folder holds it, and it resumes at any time.
 
 >>> from undrop.lab import train
 >>> config = train.configure("ptb-lstm-tiny", {"data": {"dir": "data"}}, ["train.epochs=1"])

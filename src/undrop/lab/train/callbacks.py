@@ -53,8 +53,8 @@ class RunInfo:
 class Callback:
     """Follows a run. Override the methods you need; they do nothing by default.
 
-    With several processes only the main one calls them. A random number that a callback draws does not
-    change the run.
+    With several processes only the main one calls them. A callback can draw random numbers without
+    changing the run.
     """
 
     kind = "callback"
@@ -171,7 +171,7 @@ class CSVLogger(Logger):
         """Append a row."""
         kind, row = record["kind"], dict(_flat(record))
         if not row.keys() <= set(self._columns.get(kind, ())):
-            self._rewrite(kind)  # with the new columns; the record is in the metrics already
+            self._rewrite(kind)  # with the new columns; metrics.jsonl already has the record
             return
         path = self._path(kind)
         with naming_disk_errors(path), path.open("a", newline="", encoding="utf-8") as file:
@@ -206,7 +206,7 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
 
     def begin(self, info: RunInfo) -> None:
-        """Open the writer; it drops what was logged after the checkpoint of a resumed run."""
+        """Open the writer, and delete what was logged after the checkpoint of a resumed run."""
         path = str(self.folder.path / "tensorboard")
         self._writer = self._new_writer(path, purge_step=info.step + 1)
 

@@ -46,14 +46,14 @@ OBJECTIVES.register("weight-noise")(objectives.WeightNoise)
 OBJECTIVES.register("early-dropout")(objectives.EarlyDropout)
 
 _SUPPLIED = {"vocab_size", "generator", "loss", "batch_dim"}
-"""Arguments that the trainer passes itself, so they are not options."""
+"""Arguments that the trainer passes itself. They are not options."""
 
 _TYPES: dict[str, Any] = {
     "engine": str,
     "strength": float,
     "sites": str | list[str] | dict[str, float] | None,
 }
-"""The types, in a config, of options that accept values in Python that JSON can't express."""
+"""The types that a config accepts for options with Python types that JSON can't express."""
 
 _SHOULD = "Input should be "
 _LONGEST = 60  # characters of a value in an error message
@@ -94,7 +94,7 @@ class Component(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_options(cls, values: Any) -> Any:
-        """Add the defaults of all options."""
+        """Check the options, and add the defaults of the others."""
         if not isinstance(values, Mapping):
             return values
         kind, name = cls.registry.kind, values.get("name", cls.model_fields["name"].default)
@@ -124,7 +124,7 @@ class Component(BaseModel):
 
 @cache
 def _options(factory: Callable[..., Any]) -> type[BaseModel]:
-    """The options of a constructor as a pydantic model, which takes milliseconds to make."""
+    """The options of a constructor as a pydantic model, cached since it takes milliseconds to make."""
     target = factory.func if isinstance(factory, partial) else factory
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
     fields: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def as_config_error(
     first = error.errors(include_url=False, include_context=False)[0]
     path = [*within, *map(str, first["loc"])]
     name, text = ".".join(path), first["msg"].removeprefix("Value error, ")
-    text = text.partition(", unable to parse")[0]  # it repeats what was said before
+    text = text.partition(", unable to parse")[0]  # the rest repeats the same in other words
     if first["type"] == "extra_forbidden":
         return _unknown(path, known(path[:-1]))
     if first["type"] == "missing":

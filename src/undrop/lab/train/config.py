@@ -1,4 +1,4 @@
-"""Every setting of a training run: presets and overrides, checked before anything is done."""
+"""The settings of a training run: presets and overrides, checked before the run starts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DataConfig(_Section):
     eval_batch_size: _Count = 10
     eval_tokens: _Count | None = None  # evaluate on the first tokens of each split; unset is all
     length: _Count = 70  # steps of back-propagation through time
-    variable_length: bool = False  # draw the length for each batch, and scale the step by it
+    variable_length: bool = False  # draw a length for each batch, and scale the learning rate by it
 
 
 class OptimizerConfig(_Section):
@@ -134,7 +134,7 @@ class TrainConfig(_Section):
 
 
 class Config(_Section):
-    """One training run. Equal configs give equal bits on the same machine."""
+    """Every setting of a training run. On one machine, equal configs give bit for bit equal runs."""
 
     preset: str | None = None  # the preset that the settings are based on
     model: ModelConfig = ModelConfig()
@@ -170,7 +170,7 @@ class Config(_Section):
             del values["train"][unused]
         for newer in ("tune", "label_smoothing"):
             if not values["train"][newer]:
-                del values["train"][newer]  # hash as before this setting existed
+                del values["train"][newer]  # keep the hash of configs from before this setting
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def load_corpus(self) -> Corpus:

@@ -194,7 +194,7 @@ class World:
 
 
 def is_main() -> bool:
-    """Return whether this process writes and prints; works before joining and after leaving, too."""
+    """Return whether this process writes and prints; unlike ``World.is_main``, at any time."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -227,8 +227,8 @@ def new_prefix_store(store: Store, rank: int, size: int, wait: timedelta | None 
 
     ``torchrun`` keeps one store across restarts, and a process that finds the address of a killed
     process in it waits for that process (pytorch issue 135712). So the main process picks a new random
-    name, and every other process requests it with a random token of its own, which no earlier start
-    can have answered.
+    name, and every other process requests it with its own random token, which nothing in the store
+    from an earlier start can answer.
 
     Args:
         store: the store of ``torchrun``.
@@ -237,7 +237,7 @@ def new_prefix_store(store: Store, rank: int, size: int, wait: timedelta | None 
         wait: how long to wait for the others; by default torch's own timeout.
 
     Raises:
-        TimeoutError: in the main process, if a process did not ask in time.
+        TimeoutError: in the main process, if a process did not request the name in time.
         torch.distributed.DistStoreError: in another process, if the main process did not answer.
     """
     from torch.distributed.distributed_c10d import PrefixStore, default_pg_timeout
@@ -288,7 +288,7 @@ class _ObjectiveModule(nn.Module):
 
 
 class Gradient:
-    """Computes the gradient of a step, averaged over all processes, into ``.grad``.
+    """Computes the gradient of a step, averaged over all processes, and stores it in ``.grad``.
 
     With several processes the step is one forward and one backward of DDP, which holds the graphs of
     all its samples at once. A single process holds one graph at a time.

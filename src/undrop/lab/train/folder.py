@@ -1,8 +1,8 @@
-"""A run's folder: its files, its checkpoints, the lock that one process at a time holds.
+"""A run's folder: its files, its checkpoints, and a lock that one process can hold.
 
 A checkpoint of step 1200 is two files. ``step-00001200.json`` names
-``step-00001200.<token>.safetensors`` and its SHA-256; it is written last, and its rename is the
-moment from which the checkpoint exists. A kill before that leaves the earlier checkpoints unchanged.
+``step-00001200.<token>.safetensors`` and its SHA-256. It is written last, under a temporary name, and
+the checkpoint exists as soon as it is renamed. A kill before that leaves earlier checkpoints unchanged.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Checkpoints:
         return path
 
     def _delete_old(self) -> None:
-        """Delete what the kept checkpoints do not need, leftovers of a kill included."""
+        """Delete what the kept checkpoints do not need, including leftovers of a killed process."""
         kept = [self.path(step) for step in self.steps()[-self.keep :]]
         needed = {path.name for path in kept} | {read_json(path)["tensors"] for path in kept}
-        # A checkpoint loses its JSON before its tensors.
+        # The JSON goes before the tensors that it names, so no checkpoint is ever incomplete.
         for path in sorted(self.folder.glob("step-*"), key=lambda p: (p.suffix != ".json", p.name)):
             if path.name not in needed and path.suffix != _REFUSED:
                 path.unlink(missing_ok=True)
@@ -245,7 +245,7 @@ class RunFolder:
         try:
             with file_lock(self._lock, timeout=_LOCK_WAIT) as free:
                 return None if free else self._holder_pid()
-        except OSError:  # a disk that can't be written to has no process that trains on it
+        except OSError:  # no process can train on a disk that can't be written to
             return None
 
     def _holder_pid(self) -> str:
@@ -311,7 +311,7 @@ class MetricsFile:
             file.truncate(length)
 
     def read(self) -> list[dict[str, Any]]:
-        """Read all records, without a last line that a kill cut short.
+        """Read all records, except a last line that a kill cut short.
 
         Raises:
             RunError: if the file holds anything but JSON objects.

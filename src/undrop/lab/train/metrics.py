@@ -103,7 +103,7 @@ class Means:
 
 
 class Clock:
-    """Seconds of work, summed over all processes that worked on a run one after the other."""
+    """Seconds of work on a run, summed over the processes that resumed it one after the other."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -92,8 +92,8 @@ def find_runs(root: str | Path) -> Iterator[RunFolder]:
     root = Path(root)
     if not root.is_dir():
         raise RunError(
-            f"there is no folder {root}: name one that holds runs; `undrop train` makes runs/ where "
-            "it is started."
+            f"there is no folder {root}: give a folder of runs; by default, `undrop train` writes to "
+            "runs/ in the current folder."
         )
     for config in sorted(root.rglob("config.json")):
         yield RunFolder(config.parent)
@@ -197,7 +197,7 @@ def curves(
         value: a key of the epoch records.
 
     Raises:
-        OptionError: if there is no such value, or the suffix names no kind of picture.
+        OptionError: if there is no such value, or the suffix is not a picture format.
         RunError: if no epoch has the value.
         MissingExtraError: if matplotlib is not installed.
     """

@@ -74,8 +74,8 @@ def run(
     Args:
         config: every setting; optional with ``resume``.
         out: the run's folder, which is created.
-        resume: continue the run in that folder from its last checkpoint, with the same bits as if it
-            had never stopped. If there is none yet, start it.
+        resume: continue the run in that folder from its last checkpoint, bit for bit as if it had never
+            stopped. If there is no run yet, start one.
         callbacks: follow the run, in addition to the loggers that the config names.
 
     Raises:
@@ -97,8 +97,8 @@ def train_interleaved(
 ) -> dict[str, Summary]:
     """Train several runs in this process, one epoch of each in turn.
 
-    Each run is bit for bit what it would be alone. Its seconds count only its own epochs, so the runs
-    can be compared under the same load of the machine.
+    Each run is bit for bit what it would be alone. Its seconds count only its own epochs, so the times
+    of the runs can be compared: other work on the machine slows all of them down alike.
 
     Args:
         configs: the runs by name; each name is also the name of the run's folder in ``out``.
@@ -236,7 +236,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resume(trainer: Trainer) -> bool:
-    """Load the newest intact checkpoint and cut the metrics to match; False if the run is new."""
+    """Load the newest intact checkpoint and truncate the metrics to match; False if the run is new."""
     world, folder = trainer.world, trainer.folder
     found = folder.checkpoints.newest(trainer.say) if world.is_main else None
     step = world.from_main(-1 if found is None else found[0])

@@ -111,7 +111,7 @@ class Trainer:
         return "patience" if self.epoch - self.best["epoch"] >= train.patience else None
 
     def progress(self, position: int | None = None) -> RunProgress:
-        """Return how far along the run is, at a position of the current epoch (by default, now)."""
+        """Return the progress of the run at a position in the epoch, by default the current one."""
         train = self.config.train
         position = self._windows.position if position is None else position
         epoch = self.epoch + position / self._windows.steps
@@ -204,7 +204,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _explain_failures(self, where: str, streams: int, length: int) -> Iterator[None]:
-        """Add to an error where it happened, and the last good checkpoint."""
+        """Add to an error's message where it happened, and the last good checkpoint."""
         try:
             yield
         except NonFiniteError as error:
@@ -335,13 +335,13 @@ class Trainer:
         """
         if state["vocabulary"] != self.corpus.vocabulary.sha256:
             raise RunError(
-                f"the run was started on a different text from this {self.corpus.name}: restore the "
-                "text, or choose another --out."
+                f"the text of {self.corpus.name} is not the one that the run was started on: restore "
+                "that text, or choose another --out."
             )
         if len(state["ranks"]) != self.world.size:
             raise RunError(
                 f"the run was started with {len(state['ranks'])} processes and can't be resumed "
-                f"exactly with {self.world.size}: start {len(state['ranks'])}."
+                f"exactly with {self.world.size}: start {len(state['ranks'])} processes."
             )
         own = state["ranks"][self.world.rank]
         self.step, self.epoch, self._trained = state["step"], state["epoch"], state["trained"]

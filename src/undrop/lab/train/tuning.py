@@ -26,7 +26,7 @@ class KeepTuner(Callback):
     """Keeps the tuner of a run (its history has the results), the model and the last batches.
 
     Args:
-        interval: the steps between trials; None leaves them as they are.
+        interval: the steps between trials; None keeps the tuner's.
     """
 
     def __init__(self, interval: int | None = None) -> None:
@@ -36,7 +36,7 @@ class KeepTuner(Callback):
         self.interval = interval
 
     def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> None:
-        """Keep them."""
+        """Keep the tuner, the model and the batch, and set the interval."""
         self.tuner, self.model = trainer.tuner, trainer.model
         self.batches.append((inputs, targets))
         if self.tuner is not None and self.interval is not None:
@@ -48,10 +48,11 @@ def tuner_for(
 ) -> tuple[Tuner | None, Tokens]:
     """Return the tuner that the config asks for, if any, and the text that is left to train on.
 
-    The last ``train.tune`` of the text is cut into windows of the training's shape.
+    The last part of the text, a share of ``train.tune``, is cut into windows of the same shape as in
+    training.
 
     Raises:
-        ConfigError: with several processes, each of which would tune for itself.
+        ConfigError: with several processes, because each would tune on its own.
         DataError: if the share makes fewer than two batches.
     """
     share, data = config.train.tune, config.data

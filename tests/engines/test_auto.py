@@ -78,6 +78,18 @@ def through_a_view(h):
     return F.glu(view.view_as(h))
 
 
+@torch.jit.script
+def doubled(h: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(2.0 * h)
+
+
+class Twice(nn.Module):
+    """The same as a module."""
+
+    def forward(self, h):
+        return torch.tanh(2.0 * h)
+
+
 BLOCKED = {
     "aten::glu": F.glu,
     "aten::_fft_r2c": lambda h: torch.fft.rfft(h).abs(),
@@ -87,6 +99,8 @@ BLOCKED = {
     "the autograd function Doubled": Doubled.apply,
     "the autograd function OldStyle": OldStyle.apply,
     "the autograd function UnderAutocast": UnderAutocast.apply,
+    "code in TorchScript": doubled,
+    "code in TorchScript after a call": torch.jit.script(Twice()),
 }
 FREE = {
     "activations": lambda h: F.gelu(h).tanh(),
@@ -145,6 +159,32 @@ def test_auto_takes_the_tangent_engine_where_examples_interact(caplog):
     assert caplog.messages == [
         "undrop uses the tangent engine for Mixed, since its examples interact."
     ]
+
+
+class Called(nn.Module):
+    """A function or a module, as a layer."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, h):
+        return self.way(h)
+
+
+@pytest.mark.parametrize("way", [doubled, torch.jit.script(Twice())], ids=["function", "module"])
+def test_the_tangent_is_not_lost_in_torchscript(way):
+    """Torch drops the tangent from the second call with gradients on."""
+    found = []
+    for part in (Twice(), way):
+        torch.manual_seed(0)
+        model = Mixed(nn.Linear(4, 6), nn.Dropout(0.3), Called(part), nn.Linear(6, 3)).double()
+        x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+        for _ in range(3):
+            model(x).sum().backward()
+        objective = undrop.Analytic(generator=torch.Generator().manual_seed(1))
+        found.append([objective(model, x, y).parts["explicit"] for _ in range(4)])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", BLOCKED)

@@ -65,7 +65,8 @@ CONSTANT = frozenset(_FILLED.split())
 _CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent passes through it either
 _FUNCTION = "the autograd function"  # its own rule for the tangent, if it has one, is not proven
 _ITEM = "Tensor.item"  # a plain number has no tangent
-_NO_OPS = (_CHECKPOINTING, _FUNCTION, _ITEM, *BACKWARD.values())
+_SCRIPT = "code in TorchScript"  # torch drops the tangent from its second call on
+_NO_OPS = (_CHECKPOINTING, _FUNCTION, _ITEM, _SCRIPT, *BACKWARD.values())
 
 
 class TangentTrace(TorchDispatchMode):
@@ -78,6 +79,8 @@ class TangentTrace(TorchDispatchMode):
         super().__init__()
         self.ops: list[str] = []
         self.checking = True
+        self.scripted: Callable[[], bool] = lambda: False
+        """Whether the op that runs now comes from TorchScript."""
         self._marked: set[StorageWeakRef] = set()
 
     @classmethod
@@ -103,7 +106,8 @@ class TangentTrace(TorchDispatchMode):
         if touched and name == "_local_scalar_dense":
             self.ops.append(_ITEM)
         elif touched and _storages(out):
-            self.ops.append(_enclosing() or _variant(func, args))
+            named = _enclosing() or _variant(func, args)
+            self.ops.append(_SCRIPT if self.scripted() else named)
             self.mark(out)
         return out
 
@@ -158,6 +162,21 @@ def _unchecked(trace: TangentTrace, function: Callable[..., Any], rule: Rule) ->
     return unchecked
 
 
+class _Counting(Interception):
+    """Knows whether a torch function runs. TorchScript runs its ops without one."""
+
+    running = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.running += 1
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self.running -= 1
+
+
 def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
     """Return the first op that the tangent reaches and that is not proven; None if all are.
 
@@ -181,8 +200,9 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
         torch.no_grad(),
         keep_buffers(model),
         trace,
-        Interception(model, mark, rules),
+        (mode := _Counting(model, mark, rules)),
     ):
+        trace.scripted = lambda: not mode.running
         try:
             call(model, inputs)
         except NotImplementedError:  # a tensor without storage, as inside torch.vmap

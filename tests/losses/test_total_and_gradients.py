@@ -6,7 +6,7 @@ from torch import nn
 
 import undrop
 from device import new_generator
-from undrop.engines.antithetic import _Known
+from undrop.engines.antithetic import _WithGradient
 from undrop.engines.layout import Layout, Rows
 from undrop.losses import Coefficients, CrossEntropy, Derivatives
 
@@ -62,7 +62,7 @@ def test_a_scaled_gradient_in_half_precision_does_not_underflow():
     gradient = Rows(Layout.of(1, 1.0, False, False), None).joined(
         x.detach(), 2.0 * tiny, 0.0 * tiny, 0, 1.0
     )
-    (_Known.apply(x, torch.zeros(()), gradient) * 2.0**20).backward()
+    (_WithGradient.apply(x, torch.zeros(()), gradient) * 2.0**20).backward()
     assert x.grad.dtype == torch.float16
     torch.testing.assert_close(
         x.grad.float(), torch.full((2, 3), 1e-9 * 2.0**20), rtol=1e-3, atol=0

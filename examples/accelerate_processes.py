@@ -29,7 +29,7 @@ def train(accelerator, objective, epochs):
     net = nn.Sequential(*hidden, nn.Dropout(0.5), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    accelerator.register_for_checkpointing(objective)  # so that save_state saves its noise
+    accelerator.register_for_checkpointing(objective)  # save_state saves its generators too
     for _ in range(epochs):
         for x, y in loader:
             step = objective(model, x, y)

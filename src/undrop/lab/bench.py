@@ -119,7 +119,7 @@ def mlp(size: str) -> Subject:
 
 
 def small_mlp(size: str, inputs: int, width: int, batch: int) -> Subject:
-    """A classifier so small that the number of calls is most of a step's cost."""
+    """A classifier so small that most of a step's time goes into calls, not into arithmetic."""
     return _classifier(MLP((inputs, width, width, 10), dropout=0.2), torch.randn(batch, inputs))
 
 
@@ -201,7 +201,7 @@ METHODS.register("antithetic-both-quarter")(partial(analytic, engine="antithetic
 METHODS.register("antithetic-both-eighth")(partial(analytic, engine="antithetic", fraction=0.125))
 
 
-_LEAST = 0.02  # seconds to measure at once; shorter steps are repeated
+_LEAST = 0.02  # seconds of one measurement; shorter steps are repeated
 
 
 @dataclass(frozen=True)

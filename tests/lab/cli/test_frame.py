@@ -154,7 +154,7 @@ def test_the_script_and_python_m_print_the_version(capsys):
             ["bench", "--threads", "-1"],
             "Invalid value for '--threads': it must be greater than or equal to 0. See `undrop",
         ),
-        (["train", "--model", "mine:net"], "in your own loop with undrop.Analytic()."),
+        (["train", "--model", "mine:net"], "use undrop.Analytic() in your own loop."),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_with_a_way_out(capsys, words, sentence):
@@ -215,7 +215,10 @@ def test_an_environment_variable_shows_the_traceback(capsys, failing, monkeypatc
 
 def test_an_os_error_is_one_sentence(capsys, failing):
     assert failing(PermissionError(13, "Permission denied", "a/b"))(["data", "info", "pydocs"]) == 2
-    assert capsys.readouterr().err == "error: the system refused a/b: permission denied.\n"
+    assert (
+        capsys.readouterr().err
+        == "error: the operating system reports an error for a/b: permission denied.\n"
+    )
 
 
 def test_ctrl_c_exits_with_130(capsys, failing):

@@ -52,7 +52,10 @@ def test_component_options_default_to_the_constructors():
             {"model": {"hidden_size": 10**30}},
             "model.hidden_size must be a smaller number, got 10000",
         ),
-        ({"model": {"hidden_size": 10**5000}}, r"smaller number, got a number of thousands of dig"),
+        (
+            {"model": {"hidden_size": 10**5000}},
+            r"smaller number, got a number with thousands of dig",
+        ),
         ({"model": {"hidden_size": "9" * 5000}}, r"hidden_size must be .*, got '9{59}…\.$"),
         ({"train": {"threads": 10**6}}, "train.threads must be less than or equal to 1024"),
     ],

@@ -91,7 +91,7 @@ class _Grouped(TyperGroup):
 
 
 def app_for(loaded: Sequence[str]) -> typer.Typer:
-    """Return an app that imports the ``loaded`` commands, and knows only names and help of the rest."""
+    """Return an app that imports only the ``loaded`` commands; the others have just a name and help."""
     app = typer.Typer(
         name="undrop",
         cls=_Grouped,

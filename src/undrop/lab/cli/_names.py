@@ -1,7 +1,7 @@
-"""The names that options take, each with the line that lists and shell completion show.
+"""The names that options accept, with one line about each, for lists and shell completion.
 
-Nothing here imports torch, so a wrong name is refused, and a name completes, in a fraction of a second.
-A test compares these names with the registries.
+Nothing here imports torch, so undrop refuses a wrong name, and completes a name in the shell, in a
+fraction of a second. A test compares these names with the registries.
 """
 
 from __future__ import annotations

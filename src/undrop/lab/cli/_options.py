@@ -39,7 +39,7 @@ ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """The model and the data that a command looks into."""
+    """The model and the data that a command examines."""
 
     run: Annotated[
         Path | None,
@@ -48,7 +48,7 @@ class SourceOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="Instead of RUN: a new model, by a name listed by `undrop models`, or your own as "
+            help="Instead of RUN: a new model, by its name in `undrop models`, or your own as "
             f"{_IMPORT_PATH}.",
             **named("model", MODELS, _is_import_path, f", or give your own as {_IMPORT_PATH}"),
         ),

@@ -119,7 +119,7 @@ _USAGE_ERROR: type[BaseException] = typer.BadParameter.__mro__[2]
 
 
 def report_error(error: BaseException, command: str, *, debug: bool) -> int:
-    """Print what went wrong on stderr and return the exit code; raise a bug again.
+    """Print what went wrong on stderr and return the exit code; a bug is raised as it is.
 
     Args:
         error: what the command raised.
@@ -160,8 +160,8 @@ def _sentence(error: BaseException, command: str) -> str | None:
     if isinstance(error, UndropError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        where = f" {error.filename}" if error.filename is not None else ""
-        return f"the system refused{where}: {error.strerror.lower()}."
+        where = f" for {error.filename}" if error.filename is not None else ""
+        return f"the operating system reports an error{where}: {error.strerror.lower()}."
     return None
 
 

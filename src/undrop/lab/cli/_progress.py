@@ -85,7 +85,7 @@ class TrainingProgress(Callback):
 
 
 class DemoProgress(Callback):
-    """One run among several: a bar for each on a terminal, a line for every epoch elsewhere."""
+    """The progress of one of several runs: a bar on a terminal, a line for every epoch elsewhere."""
 
     def __init__(self, progress: Progress, title: str, width: int) -> None:
         self._progress, self._title = progress, title

@@ -161,7 +161,7 @@ def _of_language_model(
 
 
 def _look_up(name: str) -> Any:
-    """Import what MODULE:NAME or FILE.py:NAME names."""
+    """Import the object that MODULE:NAME or FILE.py:NAME names."""
     place, _, attribute = name.rpartition(":")
     with _explain(name, "imported"):
         module = _file(Path(place)) if place.endswith(".py") else _module(place)
@@ -209,7 +209,7 @@ def _import_from(folder: Path) -> None:
 
 
 def load_own(name: str) -> Any:
-    """Return what MODULE:NAME or FILE.py:NAME names; a function is called."""
+    """Return the object that MODULE:NAME or FILE.py:NAME names, or what it returns if callable."""
     found = _look_up(name)
     if isinstance(found, nn.Module) or not callable(found):
         return found

@@ -47,7 +47,7 @@ def _advice(config: Config, share: float) -> Advice:
     with tempfile.TemporaryDirectory() as folder:
         short = _shortened(config, share)
         assert short.train.max_steps is not None
-        kept = KeepTuner(short.train.max_steps + 1)  # no trial
+        kept = KeepTuner(short.train.max_steps + 1)  # later than the last step: no trial
         run(short, out=Path(folder) / "run", callbacks=[progress_reporter(), kept])
     assert kept.tuner is not None
     assert kept.model is not None

@@ -29,7 +29,7 @@ def bench(
     size: Annotated[
         str, typer.Option(help="small or paper.", **named("bench size", _SIZES))
     ] = "small",
-    rounds: Annotated[int, typer.Option(help="How many times to time each method.", min=1)] = 10,
+    rounds: Annotated[int, typer.Option(help="The number of times each method runs.", min=1)] = 10,
     methods: Annotated[
         str, typer.Option(help="Methods, separated by commas; all by default.")
     ] = "",

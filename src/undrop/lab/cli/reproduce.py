@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SCOREBOARD = "scoreboard"
 RESULTS = Path("results")
-"""Where results go without --results."""
+"""The folder of results without ``--results``."""
 
 _EXECUTORS = {"local": "processes on this machine", "ray": "a Ray cluster"}
 

@@ -21,7 +21,7 @@ TUNE_SHARE = 0.05
 """The share of the training text that ``--tune`` sets aside."""
 RUNS = Path("runs")
 """The folder of runs without ``--out``."""
-_YOUR_OWN = "; train your own in your own loop with undrop.Analytic()"
+_YOUR_OWN = "; to train your own model, use undrop.Analytic() in your own loop"
 
 Out = Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/…")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")]

@@ -18,7 +18,7 @@ from undrop.errors import OptionError
 from undrop.lab.corpora.corpus import Tokens
 
 IGNORED = -100
-"""The target of a position that does not count; the default of torch's losses."""
+"""The target of a position that does not count, which torch's losses ignore by default."""
 
 _HALF = 0.05  # the probability of a window of half the length
 _SPREAD = 5.0  # the standard deviation of its length
@@ -39,10 +39,10 @@ class TrainingWindows:
     """Epochs of windows over B contiguous streams; the position can be saved and restored.
 
     Each loop ``for window in windows`` runs to the end of an epoch; the next one starts at the
-    beginning. The tokens that do not fill the streams evenly (fewer than B) are dropped. A window has
-    the length ``bptt``, or with a ``generator`` a random one as in AWD-LSTM: N(bptt, 5²), with
-    probability 5 % N(bptt/2, 5²), rounded down, and at least 5. The last window of an epoch takes the
-    rest.
+    beginning. The tokens that do not fill the streams evenly (fewer than B) are left out. A window has
+    the length ``bptt``, or with a ``generator`` a random length as in AWD-LSTM: drawn from
+    N(bptt, 5²), or with a probability of 5 % from N(bptt/2, 5²), rounded down, and at least 5. The
+    last window of an epoch takes the rest.
 
     ``state_dict`` holds the position and the generator's state. If it is saved between two windows and
     loaded later, the epoch continues with exactly the same windows.

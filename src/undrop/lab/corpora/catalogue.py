@@ -28,7 +28,7 @@ class Mirror:
     """One place to download a file from."""
 
     url: str
-    checksum: str  # algorithm:digest of the file there
+    checksum: str  # of the file, as algorithm:digest
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def pydocs(cache: Path) -> dict[str, Path]:
     except ImportError as error:
         raise DataError(
             "this Python has no pydoc_data.topics, the text of the pydocs corpus: use another "
-            "corpus, or a complete Python."
+            "corpus, or a complete installation of Python."
         ) from error
     digest = hashlib.sha256(repr(sorted(topics.items())).encode()).hexdigest()
     folder = cache / "text" / f"pydocs-{digest[:16]}"

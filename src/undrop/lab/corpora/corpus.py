@@ -48,7 +48,7 @@ class Header(_Stored):
 
     name: str
     format: Literal[1] = 1  # the version of the format
-    dtype: Literal["uint16", "int32"]  # of the tokens, little-endian: uint16 if it is large enough
+    dtype: Literal["uint16", "int32"]  # of the tokens, little-endian: uint16 if the vocabulary fits
     vocabulary: PositiveInt  # the number of words
     vocabulary_sha256: str  # of the words in their order
     limit_tokens: int | None  # the limit on training tokens, if any
@@ -64,7 +64,7 @@ def encode(
     limit_tokens: int | None = None,
     max_vocab: int | None = None,
 ) -> Path:
-    """Encode the text files of a corpus into a folder of the cache, unless it exists; return it.
+    """Encode the text files of a corpus into a folder of the cache, unless it exists; return the folder.
 
     The folder's name depends on the files (their paths, lengths and modification times) and on the
     options: another text or option gives another folder. Memory holds a few megabytes of text and the
@@ -243,7 +243,7 @@ def load(
     Args:
         name_or_path: a name of :data:`~undrop.lab.corpora.CATALOGUE`, or a folder with the three splits
             as text files.
-        data_dir: read a named corpus from this folder, or from its subfolder of the corpus's name,
+        data_dir: read a named corpus from this folder, or from its subfolder with the corpus's name,
             instead of downloading it.
         limit_tokens: use only the first ``limit_tokens`` tokens of the training split, and their
             vocabulary. The other splits keep their length.

@@ -11,7 +11,7 @@ from undrop.options import check_int, check_probability
 
 
 class _Attention(nn.Module):
-    """Causal self-attention with PyTorch's fused kernel, which also drops probabilities."""
+    """Causal self-attention with PyTorch's fused kernel, including the dropout of probabilities."""
 
     def __init__(self, size: int, heads: int, *, dropout: float, attention_dropout: float) -> None:
         super().__init__()

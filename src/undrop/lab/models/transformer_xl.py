@@ -155,7 +155,7 @@ class TransformerXL(LanguageModel):
     defaults are its base model on WikiText-103, which needs a vocabulary of more than 200,000 words.
     Norms follow the blocks, u and v are shared by all layers, and the adaptive softmax uses the rows
     and projections of the adaptive embedding. With ``shrink`` > 1 (4 in the large model) the
-    shortlist has no projection of its own, unlike in that paper.
+    shortlist has no projection, unlike in that paper.
 
     The state is one memory (M, B, d) for each layer: its inputs at the last M ≤ ``memory`` steps.
     You can set ``model.memory`` to another length at any time.

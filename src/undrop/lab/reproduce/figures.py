@@ -1,4 +1,4 @@
-"""Figures in the paper's style: perplexity by epoch with a band over seeds, or methods compared."""
+"""Figures in the paper's style: perplexity over epochs with a band over seeds, or one dot per method."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _validation(section: Section, results: Results) -> Figure:
 
 
 def _differences(axes: Axes, section: Section, results: Results) -> None:
-    """Each method's validation perplexity in percent of plain dropout's, seed by seed."""
+    """How far each method's validation perplexity is above plain dropout's, in percent, seed by seed."""
     for index, row in enumerate(section.rows):
         pairs = list(results.pairs(row.cell).values())
         if row.method == REFERENCE or not pairs:
@@ -102,7 +102,9 @@ def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
     ends = []
     for index, row in enumerate(section.rows):
         curves = [record.curve for record in results.of(row.cell).values()]
-        length = min((len(curve.epoch) for curve in curves), default=0)  # of the shortest
+        length = min(
+            (len(curve.epoch) for curve in curves), default=0
+        )  # that of the shortest curve
         ys = np.asarray([getattr(curve, y)[:length] for curve in curves], dtype=float)
         if not curves or np.isnan(ys).any():
             continue

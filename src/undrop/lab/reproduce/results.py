@@ -125,7 +125,7 @@ QUALITY = 1.01
 
 @dataclass(frozen=True)
 class Measure:
-    """A positive number of a record, such as its best perplexity."""
+    """A positive number that is computed from a record, such as its best perplexity."""
 
     label: str
     digits: int

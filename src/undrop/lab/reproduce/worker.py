@@ -30,7 +30,7 @@ from undrop.lab.train.runs import Run, open_run
 from undrop.registry import Registry
 
 PROBES: Registry[str, Callable[[Run], dict[str, float]]] = Registry("probe")
-"""The probes by the name that a setting gives."""
+"""The probes by name; a setting names at most one."""
 
 _MASKS = 8
 _WINDOWS = 40
@@ -197,7 +197,7 @@ def epochs_done(scratch: Path) -> int:
     return len(read_json(path)) if path.exists() else 0
 
 
-_STEPS = 25  # of an epoch, if the setting limits its text
+_STEPS = 25  # the length of an epoch, if the setting limits its text
 _EPOCHS = 8
 _WARMUP = 2  # epochs that are not counted: engines run their checks in the first steps
 

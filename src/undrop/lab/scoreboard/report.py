@@ -21,12 +21,13 @@ _REFERENCE = "dropout"
 _HOW = """
 Every number is a test loss (nats, or squared error) at the epoch with the best validation loss. p \
 and the weight decay of each method are chosen on the validation part of seed 0, which is not \
-reported. A difference is to tuned dropout on the same seed; below 0 is better. Its interval is \
-Student's, widened so that all intervals of this page hold together with 95 % (Bonferroni). Equal \
-time: a method whose step takes longer than dropout's trains for fewer epochs, by the processor \
-seconds of the search, with the same cosine schedule to zero. The tuner has no search: its one run \
-is compared with the best run of dropout. ε₀ is the size of the noise from which the engine \
-computes u, 0.05 by default: a larger one measures more of the function than its derivative."""
+reported. A difference is a method's loss minus that of tuned dropout on the same seed; below 0 is \
+better. Its interval is Student's, widened so that all intervals of this page hold together with \
+95 % (Bonferroni). At equal time, a method whose step takes longer than dropout's (in processor \
+seconds, measured in the search) trains for fewer epochs, with the same cosine schedule to zero. The \
+tuner has no search: its one run is compared with the best run of dropout. ε₀ is the size of the \
+noise from which the engine computes u, 0.05 by default: with a larger one, u also contains higher \
+orders of the noise."""
 
 
 def write_board(folder: Path, out: Path, seeds: int | None = None) -> Path:

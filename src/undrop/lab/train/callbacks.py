@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts about a run before its first step."""
+    """What is known about a run before its first step."""
 
     name: str
     model: str

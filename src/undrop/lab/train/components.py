@@ -167,7 +167,7 @@ def _shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 

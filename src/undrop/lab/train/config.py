@@ -63,7 +63,7 @@ class DataConfig(_Section):
     max_vocab: _Count | None = None  # rarer words become <unk>
     batch_size: _Count = 20  # streams, over all processes
     eval_batch_size: _Count = 10
-    eval_tokens: _Count | None = None  # evaluate on the first tokens of each split; unset is all
+    eval_tokens: _Count | None = None  # evaluate on the first tokens of each split; unset: on all
     length: _Count = 70  # steps of back-propagation through time
     variable_length: bool = False  # draw a length for each batch, and scale the learning rate by it
 
@@ -88,7 +88,7 @@ class ScheduleConfig(_Section):
     warmup: Annotated[int, Field(ge=0)] = 0  # steps of linear increase at the start
     milestones: tuple[_NonNegative, ...] = ()  # for step: epochs after which the rate drops
     factor: _Share = 0.1  # for step: the factor at each milestone
-    floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # for cosine: the share left at the end
+    floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # for cosine: the factor at the end
 
 
 class TrainConfig(_Section):
@@ -100,7 +100,7 @@ class TrainConfig(_Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
     precision: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # unset leaves torch's number
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # unset: torch's default
     log_every: _Count = 50  # steps between two records of the metrics
     checkpoint_every: _Count = 500  # steps between two checkpoints; each epoch ends with one, too
     test: Literal["epoch", "end"] = "epoch"  # "end": once, with the weights of the best epoch

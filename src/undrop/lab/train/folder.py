@@ -258,7 +258,7 @@ class RunFolder:
         """Check that a new run can start here.
 
         Raises:
-            RunError: naming the process that trains here, or else the run that is here.
+            RunError: naming the process that trains here, or if a run was started here.
         """
         if (holder := self.holder()) is not None:
             raise self._in_use(holder)

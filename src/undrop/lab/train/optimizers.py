@@ -15,7 +15,7 @@ from undrop.lab.train.config import OptimizerConfig, ScheduleConfig
 
 
 class RunProgress(NamedTuple):
-    """How far along a run is, in each of the units that a schedule can count in."""
+    """The progress of a run, in each of the units that a schedule can use."""
 
     step: int  # optimizer steps taken
     epoch: float  # epochs completed, with the fraction of the current one

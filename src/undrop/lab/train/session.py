@@ -1,4 +1,4 @@
-"""``run``: a run from its first step, or from its last checkpoint, to its summary."""
+"""Train a run from its first step, or from its last checkpoint, to its summary."""
 
 from __future__ import annotations
 

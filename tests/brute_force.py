@@ -63,8 +63,8 @@ def _lstm(w: Parameters, z: Noise, x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
 
 
 def _transformer(w: Parameters, z: Noise, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def gram(h):
 net("eigenvalues", lambda s, x: s.b(torch.linalg.eigvalsh(gram(s.hidden(x)))))
 net("Cholesky factors", lambda s, x: s.b(torch.linalg.cholesky(gram(s.hidden(x)))[:, -1]))
 net(
-    "distances to centres",
+    "distances to centers",
     lambda s, x: -torch.cdist(s.hidden(x), s.c.weight),
     c=lambda: nn.Linear(8, 3),
 )

@@ -128,7 +128,7 @@ def pooling_with_random_windows():
     )
 
 
-def _centred(h):
+def _centered(h):
     return h - h.mean(0)
 
 
@@ -139,7 +139,7 @@ net(
 )
 net(
     "p = 0.999999 and examples that interact",
-    lambda s, x: s.b(torch.tanh(_centred(s.large(s.a(x))))),
+    lambda s, x: s.b(torch.tanh(_centered(s.large(s.a(x))))),
     large=lambda: nn.Dropout(0.999999),
 )
 

@@ -94,7 +94,7 @@ class Averaged(nn.Module):
 
 
 class Paired(nn.Module):
-    """Each example sees its neighbour; one without a neighbour sees itself."""
+    """Each example sees its neighbor; one without a neighbor sees itself."""
 
     def __init__(self, dim):
         super().__init__()
@@ -270,13 +270,13 @@ class _First(nn.Module):
 
 def _loss(rng: random.Random, shape: tuple[int, ...]) -> tuple[Loss, Tensor]:
     kind = rng.choice(
-        ["classes", "weighted", "sum", "mse", "bce", "smooth", "smoothed", "closure", "neighbours"]
+        ["classes", "weighted", "sum", "mse", "bce", "smooth", "smoothed", "closure", "neighbors"]
     )
     if kind == "closure":
         weights = torch.rand(shape, dtype=D)
         return as_loss(lambda f, y: _weighted(f, y, weights)), torch.randn(shape, dtype=D)
-    if kind == "neighbours":
-        return as_loss(_neighbours), torch.randn(shape, dtype=D)
+    if kind == "neighbors":
+        return as_loss(_neighbors), torch.randn(shape, dtype=D)
     if kind == "smoothed" and shape[-1] > 1:
         return CrossEntropy(label_smoothing=0.2), torch.randint(shape[-1], shape[:-1])
     if shape[-1] > 1 and kind in ("classes", "weighted", "sum"):
@@ -299,7 +299,7 @@ def _weighted(f: Tensor, y: Tensor, weights: Tensor) -> Tensor:
     return (kept * (f - y).square().add(1).log()).mean()
 
 
-def _neighbours(f: Tensor, y: Tensor) -> Tensor:
+def _neighbors(f: Tensor, y: Tensor) -> Tensor:
     """Examples and steps next to each other have a term in common."""
     rows = f.flatten(0, -2)
     return F.mse_loss(f, y) + (rows[1:] * rows[:-1]).tanh().mean()

@@ -100,8 +100,8 @@ def joint_batch_norm():
 
     def forward(x, z):
         h = a(x) * (1 + z.view(3, 3))
-        centred = h - h.mean(0)
-        h = centred / (centred.square().mean(0) + norm.eps).sqrt()
+        centered = h - h.mean(0)
+        h = centered / (centered.square().mean(0) + norm.eps).sqrt()
         return c(torch.tanh(h * norm.weight + norm.bias))
 
     x = torch.randn(3, 2).double()

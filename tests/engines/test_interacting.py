@@ -59,7 +59,7 @@ class AcrossExamples(nn.Module):
 INTERACTING = {
     "contrastive": lambda: classify(Clip(), 6, 4, classes=6),
     "graph": lambda: classify(Graph(), 6, 4),
-    "centred": lambda: classify(
+    "centered": lambda: classify(
         Centred(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)), 6, 4
     ),
     "attention across examples": lambda: classify(AcrossExamples(), 6, 4),
@@ -107,7 +107,7 @@ def test_if_examples_interact_gradients_under_bfloat16_autocast_stay_close(name,
 
 
 def test_the_reason_for_two_passes_is_logged_once_per_model(caplog):
-    p = INTERACTING["centred"]()
+    p = INTERACTING["centered"]()
     with caplog.at_level(logging.INFO, "undrop"):
         for engine in ("auto", "antithetic") * 2:
             undrop.Analytic(engine=engine)(p.model, p.inputs, p.targets)

@@ -63,13 +63,13 @@ def assert_right(p, engine, seed=1):
     assert relative(gradient(found.total, p.model), expected) < 1e-4
 
 
-def centred(h):
+def centered(h):
     return h - h.mean(0)
 
 
 BRANCHES = {
-    "an attribute": lambda net, h: centred(h) if net.mixes else h,
-    "the data": lambda net, h: centred(h) if h.detach().abs().max() > 10 else h,
+    "an attribute": lambda net, h: centered(h) if net.mixes else h,
+    "the data": lambda net, h: centered(h) if h.detach().abs().max() > 10 else h,
 }
 
 
@@ -102,7 +102,7 @@ def test_another_branch_of_independent_examples_stays_one_pass():
 
 def test_a_random_branch_is_proven_with_the_same_random_numbers():
     """One of two layers, chosen by Python's generator: every step is right, for either layer."""
-    p = problem(lambda net, h: centred(h) if random.random() < 0.3 else h)
+    p = problem(lambda net, h: centered(h) if random.random() < 0.3 else h)
     random.seed(1)
     engines = []
     for seed in range(8):
@@ -134,7 +134,7 @@ def test_examples_that_begin_to_interact_are_found():
 
 def test_a_stacked_pass_is_proven_for_every_shape():
     """Nine examples interact, others do not."""
-    p = problem(lambda net, h: centred(h) if len(h) in (9, 18) else h)
+    p = problem(lambda net, h: centered(h) if len(h) in (9, 18) else h)
     for batch in (4, 5, 6, 7, 8, 10, 11, 9):
         q = problem(p.model.way, batch)
         q = Problem(p.model, q.inputs, q.targets, q.loss)
@@ -233,7 +233,7 @@ def test_spectral_norm_has_one_weight_in_all_passes_of_a_step(norm, fraction):
 
 class Mixed(nn.Sequential):
     def forward(self, x):
-        return centred(super().forward(x))
+        return centered(super().forward(x))
 
 
 GENERATOR = np.random.default_rng(0)

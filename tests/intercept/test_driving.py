@@ -189,8 +189,8 @@ def assert_same_law(ours, theirs):
 
     ours, theirs = ours.flatten(1), theirs.flatten(1)
     compare(ours, theirs)
-    centred = ((x - x.mean(0))[:, :15] for x in (ours, theirs))
-    compare(*(x.unsqueeze(1) * x.unsqueeze(2) for x in centred))
+    centered = ((x - x.mean(0))[:, :15] for x in (ours, theirs))
+    compare(*(x.unsqueeze(1) * x.unsqueeze(2) for x in centered))
 
 
 @pytest.mark.parametrize("name", VECTORISED)

@@ -137,7 +137,7 @@ def test_a_state_in_the_output_is_not_a_head(caplog):
 WEIGHTS = torch.linspace(0.1, 2.0, 8, dtype=D)
 IN_ORDER = {
     "weights in a closure": lambda f, y: (F.cross_entropy(f, y, reduction="none") * WEIGHTS).mean(),
-    "neighbours": lambda f, y: F.cross_entropy(f, y) + (f[1:] - f[:-1]).square().mean(),
+    "neighbors": lambda f, y: F.cross_entropy(f, y) + (f[1:] - f[:-1]).square().mean(),
     "targets in the loss": lambda f, y: F.cross_entropy(f @ f.T, torch.arange(len(f))),
 }
 

@@ -68,7 +68,7 @@ def _classes(labels: Tensor) -> Tensor:
 @HEADS.register("ForCausalLMLoss")
 def _language_model(model: Any, labels: Tensor, smoothing: float) -> Task:
     loss = CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing)
-    # The decoder of an encoder-decoder reads labels that are shifted already.
+    # The decoder of an encoder-decoder reads labels that are already shifted.
     return Task(loss, _same if model.config.is_encoder_decoder else _next_token)
 
 
@@ -231,7 +231,7 @@ class ModelLoss(GivenLoss):
 
         Raises:
             OptionError: if the model's own loss is unknown, or differs on the first batch.
-            TargetError: if there are no labels, or they are shifted already.
+            TargetError: if there are no labels, or they are already shifted.
         """
         inputs, targets = labels_apart(inputs, targets)
         inner = bare(model)

@@ -187,14 +187,14 @@ def measure_benefit(
     measured once in any case. ``probabilities`` are p by site; None takes what the model declares.
     """
     p = {s.name: s.p for s in measured.sites} if probabilities is None else dict(probabilities)
-    study = _Study(measured, batches, validation, training, loss, p)
+    study = _BenefitStudy(measured, batches, validation, training, loss, p)
     while study.repeats < repeats and not (study.repeats and study.late(budget)):
         study.repeat(budget)
     return study.result()
 
 
-class _Study:
-    """Differences of validation losses, by repeat and by what was left out."""
+class _BenefitStudy:
+    """Collects differences of validation losses, by repeat and by what was left out."""
 
     def __init__(
         self,

@@ -222,8 +222,8 @@ def _spreads(batches: Sequence[BatchMoments]) -> list[_Spread]:
     """The covariance from the batches' means, and from the masks within each batch."""
     found, n, weights = [], len(batches), _weights(batches)
     if n > 1:
-        centred = np.stack([batch.mean for batch in batches]) - _mean(batches)
-        between = n / (n - 1) * np.einsum("k,ki,kj->ij", weights**2, centred, centred)
+        centered = np.stack([batch.mean for batch in batches]) - _mean(batches)
+        between = n / (n - 1) * np.einsum("k,ki,kj->ij", weights**2, centered, centered)
         found.append(_Spread(between, lambda c: n - 1.0))
     if all(batch.size > 1 for batch in batches):
         parts = [w**2 * b.covariance / b.size for w, b in zip(weights, batches, strict=True)]

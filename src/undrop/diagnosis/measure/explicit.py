@@ -189,11 +189,11 @@ def measure_explicit(
 
     At least two masks of the first batch are drawn. ``names`` are those of the classes.
     """
-    return _Study(measured, names).run(budget, draws)
+    return _ExplicitStudy(measured, names).run(budget, draws)
 
 
-class _Study:
-    """Samples over masks, and the result from them."""
+class _ExplicitStudy:
+    """Collects samples over masks, and computes the result."""
 
     def __init__(self, measured: MeasuredModel, names: Sequence[str] | None = None) -> None:
         self.measured, self.expander = measured, Expander(measured)

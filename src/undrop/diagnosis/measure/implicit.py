@@ -174,14 +174,14 @@ def measure_implicit(
 
     At least four samples are drawn.
     """
-    study = _Study(measured)
+    study = _NoiseStudy(measured)
     study.between_batches(budget)
     study.within_batches(budget, draws)
     return study.result()
 
 
-class _Study:
-    """Samples as they come: traces of all of them, sketches of some."""
+class _NoiseStudy:
+    """Collects samples of the gradient noise: the trace of each, and a sketch of some."""
 
     def __init__(self, measured: MeasuredModel) -> None:
         self.measured = measured

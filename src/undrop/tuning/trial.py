@@ -1,6 +1,10 @@
 """A trial of a tuner: it repeats the last steps of the run in two branches.
 
-It needs no optimizer: each tensor moves along its gradient as far as a step of the run moved it.
+It needs no optimizer: each tensor moves along its gradient, in the first step as far as a step of the
+run moved it. The steps then fall linearly to 0, as a learning rate does at the end of a run. With
+steps of one length, the weights of a branch bounce around those that it learns. If the steps are large,
+this changes the validation loss by more than noise does, and a trial would compare where its branches
+happen to be after their last steps.
 """
 
 from __future__ import annotations
@@ -99,20 +103,22 @@ def compare(
 
     Args:
         branches: what both train on.
-        lengths: how far each tensor moves in one step.
+        lengths: how far each tensor moves in the first step.
         more: sets up the objective for one branch, and returns the share of each tensor that weight
-            decay removes in a step.
+            decay removes in the first step.
         less: does the same for the other branch.
     """
 
     def losses(setting: Callable[[], list[float]]) -> Losses | None:
-        decays = setting()
+        decays, n = setting(), len(branches.batches)
+        factors = iter([1.0 - k / n for k in range(n)])
 
         def move(gradients: list[Tensor]) -> None:
+            factor = next(factors)
             norms = _norms(gradients).clamp_min(torch.finfo(torch.float32).tiny)
             if any(decays):
-                torch._foreach_mul_(branches.weights, [1.0 - decay for decay in decays])
-            torch._foreach_mul_(gradients, (lengths / norms).tolist())
+                torch._foreach_mul_(branches.weights, [1.0 - factor * decay for decay in decays])
+            torch._foreach_mul_(gradients, (factor * lengths / norms).tolist())
             torch._foreach_sub_(branches.weights, gradients)
 
         return branches.losses(move)

@@ -92,7 +92,7 @@ def test_rows_shrink_and_the_first_table_picks_the_tails():
         ({"cutoffs": [5, 40]}, r"got \[5, 40\]"),
         ({"cutoffs": [2.5]}, r"got \[2\.5\]"),
         ({"cutoffs": [5], "shrink": 0}, "shrink must be a whole number of at least 1, got 0"),
-        ({"cutoffs": [5, 9], "shrink": 3}, "shrink must leave 2 tails some of 8 features, got 3"),
+        ({"cutoffs": [5, 9], "shrink": 3}, "shrink = 3 leaves none of 8 features for tail 2"),
     ],
 )
 def test_the_adaptive_softmax_names_bad_options(options, message):

@@ -147,7 +147,7 @@ def test_activation_checkpointing_that_begins_during_training_is_refused():
     model = Region(checkpointed=False)
     gradient(model, x, y)
     model.checkpointed = True
-    with pytest.raises(RecomputationError, match="switched on during the training"):
+    with pytest.raises(RecomputationError, match="switched on during training"):
         gradient(model, x, y)
     assert model.drop.p == 0.5
 

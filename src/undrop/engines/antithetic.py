@@ -178,7 +178,7 @@ def _loss_arguments(
     def tangent(x: Tensor, dim: int) -> Tensor:
         return rows.output_and_tangent(x, dim, factor)[1] if x.is_floating_point() else x
 
-    tree = loss.sees(stacked)
+    tree = loss.select(stacked)
     if isinstance(tree, Tensor):
         f, u = rows.output_and_tangent(tree, dims[0] or 0, factor)
     else:
@@ -213,7 +213,7 @@ def _one_node(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float, c: Coefficients
 ) -> tuple[Tensor, WeightedParts] | None:
     """Compute the same with one autograd node; None if the loss has no closed-form gradient here."""
-    x = request.loss.sees(stacked)
+    x = request.loss.select(stacked)
     targets = map_dims(rows.ordered, request.batch.targets, plan.target_dims)
     dim = plan.logits_dim
 

@@ -74,7 +74,7 @@ class Request:
         output = self.batch.forward()
         if not self.draw.reached_site:
             raise NoDropoutError(no_active_dropout(self.batch.model))
-        seen = self.loss.sees(output)
+        seen = self.loss.select(output)
         self.loss.check(seen, self.batch.targets)
         return output, seen
 

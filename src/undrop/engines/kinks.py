@@ -44,7 +44,7 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
     def gradient(coefficients: Coefficients, factor: float) -> Tensor:
         generator.set_state(state)
         part = replace(request, batch=batch, coefficients=coefficients)
-        with preserve_model(model), request.loss.undone():
+        with preserve_model(model), request.loss.keep_state():
             found = gradients(run(part, factor=factor)[0].total, weights)
         return torch.cat([g.flatten() for g in found]) if found else torch.zeros(1)
 

@@ -191,7 +191,7 @@ def _derivatives(request: Request) -> tuple[float, float, float]:
         rng.restore()
         with keep_buffers(model), mode:
             _, logits = request.run()
-        with request.loss.undone():
+        with request.loss.keep_state():
             return request.loss.value(logits, request.batch.targets)
 
     zeros = ZeroLeaves(draw)
@@ -309,7 +309,7 @@ class Exact(DoubleBackward):
             jacobian = torch.stack([x.flatten() for x in columns])  # (outputs, entries of η)
             for column in jacobian.unbind(1):
                 u = column.view_as(logits) * request.draw.scale(site)
-                with request.loss.undone():  # every column sees the same loss
+                with request.loss.keep_state():  # every column sees the same loss
                     parts = request.loss.derivatives(logits, u, request.batch.targets, request.form)
                 explicit = explicit + parts.quadratic
         return explicit

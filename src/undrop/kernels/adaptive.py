@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.kernels.output_layers import Output, Parameters, softmax_terms
+from undrop.kernels.output_layers import OutputLayer, Parameters, softmax_terms
 from undrop.kernels.softmax import Derivatives, OutputRows, SoftmaxOptions, working_dtype
 
 
@@ -37,10 +37,11 @@ class Layer(NamedTuple):
         return F.linear(features, self.weight, self.bias)
 
 
-class AdaptiveOutput(Output):
-    """-log p(y | f) with a head, the layer of the shortlist and of one more class for each tail.
+class AdaptiveOutput(OutputLayer):
+    """The adaptive softmax of features f with its loss -log p(y | f).
 
-    ``cutoffs`` are the first words of the tails.
+    The head's classes are the words of the shortlist and one class for each tail. ``cutoffs`` are the
+    first words of the tails.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class AdaptiveOutput(Output):
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> Derivatives:
-        """Return the head's terms for all rows that count, plus each tail's for rows that need it.
+        """Return the terms of the head for all rows that count, plus those of each tail.
 
-        With a tangent, each tail needs all rows; without one, only the rows of its own words.
+        With a tangent, a tail computes all rows; without one, only the rows of its own words.
         """
         kept = (rows.weight > 0).nonzero().squeeze(-1)
         if len(kept) < len(rows.weight):
@@ -80,17 +81,17 @@ class AdaptiveOutput(Output):
             if df is None:
                 which = own.nonzero().squeeze(-1)
                 f_own, y, w = (x.index_select(0, which) for x in (f, within, weight))
-                mine = softmax_terms(*_logits(tail, f_own, None), y, options)
-                loss = loss + w @ mine[0]
+                terms = softmax_terms(*_logits(tail, f_own, None), y, options)
+                loss = loss + w @ terms.loss
                 continue
-            mine = softmax_terms(*_logits(tail, f, df), within, options)
-            loss = loss + (weight * own) @ mine[0]
-            quadratic = quadratic + (weight * shares[:, number]) @ mine[1]
-            directional = directional + (weight * own) @ mine[2]
+            terms = softmax_terms(*_logits(tail, f, df), within, options)
+            loss = loss + (weight * own) @ terms.loss
+            quadratic = quadratic + (weight * shares[:, number]) @ terms.quadratic
+            directional = directional + (weight * own) @ terms.directional
         return Derivatives(loss, quadratic, directional)
 
     def members(self, target: Tensor, words: range) -> Tensor:
-        """Return which targets are in a tail; those beyond the vocabulary go to the last, and fail."""
+        """Return which targets are in a tail; the last tail also gets those beyond the vocabulary."""
         last = words.stop == self.words
         return target >= words.start if last else (target >= words.start) & (target < words.stop)
 

@@ -1,7 +1,7 @@
 """FlexAttention with dropout on its probabilities, which torch's own does not have.
 
-Dropout multiplies the attention probabilities p by factors m = 1 + ε·σ·η. A kernel never shows p, but
-with scores s and lse = log Σ exp(s) it gives the same result:
+Dropout multiplies the attention probabilities p by factors m = 1 + ε·σ·η. Torch's kernel does not
+return p. But with scores s and lse = log Σ exp(s), two calls of it give the same result:
 
     Σ_k p_k m_k v_k = exp(lse′ - lse) · flex_attention(score_mod = s + log m),   lse′ = log Σ m exp(s).
 
@@ -67,8 +67,8 @@ def flex_attention(
 ) -> Any:
     """``torch.nn.attention.flex_attention.flex_attention`` with ``dropout_p``, as in torch's SDPA.
 
-    Under undrop's objectives, ``dropout_p`` makes an attention site. Otherwise it drops, in eval mode
-    too, so pass ``self.p if self.training else 0.0``. The log-sum-exp, if you ask for it, is computed
+    Under undrop's objectives, ``dropout_p`` makes an attention site. Elsewhere it drops, in eval mode
+    too, so pass ``self.p if self.training else 0.0``. The log-sum-exp, if it is requested, is computed
     without dropout.
 
     The noise takes memory: one number per query and key. On the CPU, torch's kernels have no gradient,
@@ -132,7 +132,7 @@ def without_kernel(
     factors: Tensor | None,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Any:
-    """Use plain operations, which every engine differentiates; torch does the same without a kernel."""
+    """Use plain operations, which every engine can differentiate, as torch does without a kernel."""
     groups = call.query.shape[1] // call.key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (call.key, call.value))
     scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale
@@ -140,7 +140,9 @@ def without_kernel(
     scores = _modified(call, (call.query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale)
     with torch.no_grad():
         empty = (scores.detach() == -math.inf).all(-1, keepdim=True)
-    filled = scores.masked_fill(empty, 0.0)  # if no key is allowed: a row of -inf would make NaN
+    filled = scores.masked_fill(
+        empty, 0.0
+    )  # a row of -inf, where no key is allowed, would make NaN
     p = softmax(filled, -1).masked_fill(empty, 0.0)
     if factors is not None:
         p = p * factors
@@ -152,7 +154,7 @@ def without_kernel(
 
 
 def _modified(call: FlexCall, scores: Tensor) -> Tensor:
-    """Return the scores after ``score_mod``, -inf where ``block_mask`` excludes them."""
+    """Return the scores after ``score_mod``, with -inf where ``block_mask`` excludes a key."""
     if call.score_mod is None and call.block_mask is None:
         return scores
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -186,7 +188,7 @@ def _takes_aux() -> bool:
 
 
 def _kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[Any, Any, Any]:
-    """Return torch's output, and the log-sum-exp and the largest scores if the call requests them."""
+    """Return torch's output, and if the call requests them, the log-sum-exp and the largest scores."""
     from torch.nn.attention import flex_attention as module
 
     attention: Any = module.flex_attention
@@ -196,9 +198,9 @@ def _kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[An
     if not _takes_aux():
         found = attention(*arguments, return_lse=noisy or call.return_lse, **options)
         return (*found, None) if isinstance(found, tuple) else (found, None, None)
-    asked = call.return_aux
-    lse = noisy or call.return_lse or (asked is not None and asked.lse)
-    largest = asked is not None and asked.max_scores
+    requested = call.return_aux
+    lse = noisy or call.return_lse or (requested is not None and requested.lse)
+    largest = requested is not None and requested.max_scores
     if not lse and not largest:
         return attention(*arguments, **options), None, None
     request = module.AuxRequest(lse=lse, max_scores=largest)
@@ -211,6 +213,6 @@ def _result(call: FlexCall, out: Tensor, lse: Tensor | None, largest: Tensor | N
     if call.return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        asked = call.return_aux
-        return out, AuxOutput(lse if asked.lse else None, largest if asked.max_scores else None)
+        wants = call.return_aux
+        return out, AuxOutput(lse if wants.lse else None, largest if wants.max_scores else None)
     return (out, lse) if call.return_lse else out

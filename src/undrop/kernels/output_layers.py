@@ -1,9 +1,9 @@
 """Output layers with their softmax cross-entropy, along a tangent, for a chunk of rows at a time.
 
-Memory never holds more than one chunk of logits. For each chunk, the layer computes the logits, forms
-the gradients of the total in them by the closed forms of ``softmax.py``, and multiplies these back:
-three GEMMs, over the rows of the features f and of their tangent ḟ together. Rows without a tangent
-cost as much as the loss alone.
+Memory never holds more than one chunk of logits. A *sweep* goes through all chunks once. For each chunk
+it computes the logits, forms the gradients of the total in them by the closed forms of ``softmax.py``,
+and multiplies these back: three matrix products, over the rows of the features f and of their tangent ḟ
+together. Rows without a tangent cost as much as the loss alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from undrop.kernels.softmax import (
     OutputRows,
     RowTerms,
     SoftmaxOptions,
-    Work,
+    WorkBuffers,
     expected,
     row_weights,
     sweep,
@@ -35,7 +35,7 @@ from undrop.kernels.softmax import (
     working_dtype,
 )
 
-_CHUNK_ELEMENTS = 1 << 22  # logits of a chunk: enough rows for GEMMs at full speed
+_CHUNK_ELEMENTS = 1 << 22  # logits in a chunk: enough rows for matrix products at full speed
 _LEAST_ROWS = 64
 
 Parameters = Sequence[Tensor | None]
@@ -43,7 +43,7 @@ Needs = Sequence[bool]
 """Which gradients to compute: in the features, in the tangent, and in each parameter."""
 
 
-class Swept(NamedTuple):
+class SweepResult(NamedTuple):
     """The result of a sweep over all rows."""
 
     means: Tensor  # of ℓ, uᵀHu and ∂ℓ/∂ε, (3,)
@@ -57,16 +57,16 @@ def row_chunks(rows: int, classes: int, chunk: int | None) -> list[slice]:
     return [slice(rows * n // pieces, rows * (n + 1) // pieces) for n in range(pieces)]
 
 
-class Output(ABC):
+class OutputLayer(ABC):
     """An output layer with its loss.
 
-    A subclass computes the terms of some rows in plain operations; ``sweep`` then differentiates
-    them chunk by chunk. A subclass that knows the gradients overrides ``sweep``.
+    A subclass computes the terms of some rows in plain operations, and ``sweep`` differentiates them
+    chunk by chunk. A subclass with closed forms of the gradients overrides ``sweep``.
     """
 
     parameters: Parameters
     chunk: int | None = None  # rows at a time; None chooses by the number of classes
-    classes: int  # of its largest softmax
+    classes: int  # the number of classes of its largest softmax
     words: int  # the number of classes that a target can have
     width: int  # the number of features
 
@@ -81,7 +81,7 @@ class Output(ABC):
 
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
-    ) -> Swept:
+    ) -> SweepResult:
         """Return the means and, if the options have coefficients, the gradients that are needed."""
         c = options.coefficients
         needs = needs if c is not None else [False] * len(needs)
@@ -102,7 +102,7 @@ class Output(ABC):
                 leaves = [inputs[i] for i in used]
                 for i, gradient in zip(used, gradients(total, leaves), strict=True):
                     to[i][places[i]] += gradient  # type: ignore[index]
-        return Swept(means, to)
+        return SweepResult(means, to)
 
     def _chunks(self, rows: OutputRows) -> list[slice]:
         """Return chunks of the rows without a tangent, then of the rows with one."""
@@ -120,7 +120,7 @@ class Output(ABC):
         return torch.stack([rows.weight.new_zeros(3), *terms]).sum(0)
 
     def loss(self, features: Tensor, target: Tensor, options: SoftmaxOptions) -> Tensor:
-        """Return the mean of ℓ over the targets that count (0 if none does); twice differentiable."""
+        """Return the mean of ℓ over the targets that count, 0 if none does; twice differentiable."""
         options = options._replace(coefficients=Coefficients(1.0, 0.0, 0.0))
         mean: Tensor = self._apply(_Combined, features, None, target, options)[0]
         return mean
@@ -128,7 +128,7 @@ class Output(ABC):
     def derivatives(
         self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
     ) -> Derivatives:
-        """Return the means of ℓ, the quadratic form and ∂ℓ/∂ε along the tangent u of the last rows."""
+        """Return the means of ℓ, the quadratic form and ∂ℓ/∂ε, along u, the tangent of the last rows."""
         return Derivatives(*self._apply(_Derivatives, features, u, target, options))
 
     def combined(
@@ -144,7 +144,7 @@ class Output(ABC):
     def _apply(
         self, function: Any, features: Tensor, u: Tensor | None, target: Tensor, options: Any
     ) -> Any:
-        """Call one of the functions below, with all tensors in the type of the matrix products."""
+        """Call an autograd function of this module, with all tensors in the type of matrix products."""
         dtype, width = self._dtype(features), features.shape[-1]
         flat = target.reshape(-1).long()
         weights = row_weights(flat, options.ignore_index, working_dtype(dtype))
@@ -203,7 +203,7 @@ class _RowTerms(torch.autograd.Function):
     def forward(
         ctx: Any, z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        work = Work(u, z, torch.empty_like(z))
+        work = WorkBuffers(u, z, torch.empty_like(z))
         terms = tangent_rows(z, u, target, options, work)
         ctx.save_for_backward(target, *work, *terms)
         ctx.options = options
@@ -214,11 +214,11 @@ class _RowTerms(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, None, None]:
         target, v, pv, p, *terms = ctx.saved_tensors
         c = Coefficients(*(g.unsqueeze(-1) for g in incoming))
-        tangent_gradients_(Work(v, pv, p), RowTerms(*terms), target, ctx.options, c)
+        tangent_gradients_(WorkBuffers(v, pv, p), RowTerms(*terms), target, ctx.options, c)
         return v, pv, None, None
 
 
-class Logits(Output):
+class Logits(OutputLayer):
     """Cross-entropy on logits: an output layer without parameters."""
 
     parameters = ()
@@ -235,14 +235,14 @@ class Logits(Output):
 
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
-    ) -> Swept:
+    ) -> SweepResult:
         """Compute the sweep by the closed forms."""
         if options.coefficients is None or not any(needs):
-            return Swept(sweep(rows, options, None, None), [None, None])
-        return Swept(*sweep_with_gradients(rows, options))
+            return SweepResult(sweep(rows, options, None, None), [None, None])
+        return SweepResult(*sweep_with_gradients(rows, options))
 
 
-class LinearOutput(Output):
+class LinearOutput(OutputLayer):
     """Cross-entropy on ``W f + b``; the parameters are W (classes, features) and b (classes,)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
@@ -262,7 +262,7 @@ class LinearOutput(Output):
 
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
-    ) -> Swept:
+    ) -> SweepResult:
         """Sweep chunk by chunk; the gradients overwrite the logits."""
         weight, bias = parameters
         assert weight is not None
@@ -276,7 +276,9 @@ class LinearOutput(Output):
             stack = some.features
             if some.tangent is not None:
                 stack = torch.cat((stack, some.tangent))
-            if buffer.numel() < len(stack) * len(weight):  # fresh pages cost as much as a pass
+            if buffer.numel() < len(stack) * len(
+                weight
+            ):  # new memory costs as much as a pass over it
                 buffer = weight.new_empty(len(stack) * len(weight))
             out = buffer[: len(stack) * len(weight)].view(len(stack), len(weight))
             z = torch.mm(stack, weight.t(), out=out).to(dtype)
@@ -289,7 +291,7 @@ class LinearOutput(Output):
             means += sweep(logits, options, times, places)
             if c is not None:
                 _multiply_back(z, weight, some, to, (part, rows.of_tangent(part)))
-        return Swept(means, to)
+        return SweepResult(means, to)
 
 
 def _multiply_back(
@@ -328,7 +330,7 @@ class _Derivatives(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        output: Output,
+        output: OutputLayer,
         options: SoftmaxOptions,
         target: Tensor,
         weight: Tensor,
@@ -357,7 +359,7 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        output: Output,
+        output: OutputLayer,
         options: SoftmaxOptions,
         target: Tensor,
         weight: Tensor,
@@ -366,8 +368,8 @@ class _Combined(torch.autograd.Function):
         ctx.output, ctx.options, c = output, options, options.coefficients
         assert c is not None
         rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
-        asked = options if any(needs) else options._replace(coefficients=None)
-        means, gradients = output.sweep(rows, inputs[2:], asked, needs)
+        used = options if any(needs) else options._replace(coefficients=None)
+        means, gradients = output.sweep(rows, inputs[2:], used, needs)
         ctx.mark_non_differentiable(means)
         ctx.save_for_backward(target, weight, *inputs, *gradients)
         return c.total(means), means
@@ -379,7 +381,7 @@ class _Combined(torch.autograd.Function):
         if not torch.is_grad_enabled():
             scaled = (None if x is None else (x * g).to(inputs[0].dtype) for x in formed)
             return None, None, None, None, *scaled
-        # A second derivative is needed.
+        # The graph of this backward pass is needed, for a second derivative.
         rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
         plain = ctx.options._replace(coefficients=None)
         means = ctx.output.plain_means(rows, inputs[2:], plain)

@@ -9,8 +9,8 @@ For the total ``c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε`` the gradients are
 Each row has a weight: 1/N for a target that counts, 0 for an ignored one. No value is read from the
 device, so a step on a GPU never waits. Rows without a tangent have only the loss.
 
-The rows are processed in blocks that stay in the cache, because reading and writing memory, above all
-fresh pages, takes most of the time.
+The rows are processed in blocks that stay in the cache, because access to memory, above all to newly
+allocated memory, takes most of the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 1 << 17  # of one buffer: all buffers of a block fit into the cache of a core
+_BLOCK_ELEMENTS = 1 << 17  # in one buffer, so that all buffers of a block fit into a core's cache
 
 Weight = float | Tensor  # a number, a 0-d tensor, or a column with one entry for each row
 
@@ -30,7 +30,7 @@ class Derivatives(NamedTuple):
     """A loss along the output tangent u = ∂F/∂ε: of each row, or as means over the loss's terms."""
 
     loss: Tensor  # ℓ(F)
-    quadratic: Tensor  # uᵀHu, or the form asked for
+    quadratic: Tensor  # uᵀHu, or the requested form
     directional: Tensor  # ∂ℓ/∂ε = Dℓ[F]·u
 
 
@@ -97,7 +97,7 @@ class RowTerms(NamedTuple):
         return RowTerms(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
-class Work(NamedTuple):
+class WorkBuffers(NamedTuple):
     """Buffers (rows, classes) for v, p v and p; the first two become d/dz and d/du."""
 
     v: Tensor
@@ -106,15 +106,15 @@ class Work(NamedTuple):
 
 
 class GradientBuffers(NamedTuple):
-    """Buffers for gradients; ``moved`` may share memory with u, ``tangent`` and ``plain`` with z."""
+    """Buffers for gradients; ``dz_tangent`` may share memory with u, the other two with z."""
 
-    plain: Tensor  # d/dz of the rows without a tangent
-    moved: Tensor  # d/dz of the others
-    tangent: Tensor  # d/du
+    dz_plain: Tensor  # d/dz of the rows without a tangent
+    dz_tangent: Tensor  # d/dz of the rows with a tangent
+    du: Tensor  # d/du
 
 
 def row_blocks(rows: int, classes: int) -> list[slice]:
-    """Cut rows into blocks whose buffers stay in cache."""
+    """Cut rows into blocks whose buffers stay in the cache."""
     most = max(1, _BLOCK_ELEMENTS // max(classes, 1))
     return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
 
@@ -168,7 +168,7 @@ def loss_rows(
 
 
 def tangent_rows(
-    z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions, work: Work
+    z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions, work: WorkBuffers
 ) -> RowTerms:
     """Return the terms of each row of logits z along their tangent u, and fill the buffers.
 
@@ -185,7 +185,7 @@ def tangent_rows(
 
 
 def tangent_gradients_(
-    work: Work, terms: RowTerms, target: Tensor, options: SoftmaxOptions, c: Coefficients
+    work: WorkBuffers, terms: RowTerms, target: Tensor, options: SoftmaxOptions, c: Coefficients
 ) -> None:
     """Replace ``work.v`` by d/dz and ``work.pv`` by d/du of the total with the coefficients c."""
     v, pv, p = work
@@ -216,7 +216,7 @@ class OutputRows(NamedTuple):
         return len(self.target) - (0 if self.tangent is None else len(self.tangent))
 
     def of_tangent(self, which: slice) -> slice:
-        """Return the place of some rows in the tangent."""
+        """Return the slice of the tangent for a slice of the rows."""
         return slice(max(which.start - self.plain, 0), max(which.stop - self.plain, 0))
 
     def part(self, which: slice) -> OutputRows:
@@ -226,7 +226,7 @@ class OutputRows(NamedTuple):
         return OutputRows(self.features[which], tangent, self.target[which], self.weight[which])
 
     def blocks(self) -> list[tuple[slice, slice | None]]:
-        """Return blocks of rows, each with its place in the tangent, or None if they have none."""
+        """Return blocks of rows, each with its slice of the tangent; None for rows without a tangent."""
         plain, classes = self.plain, self.features.shape[-1]
         without = [(rows, None) for rows in row_blocks(plain, classes)]
         moved = row_blocks(len(self.target) - plain, classes)
@@ -236,7 +236,7 @@ class OutputRows(NamedTuple):
 def sweep(
     rows: OutputRows, options: SoftmaxOptions, c: Coefficients | None, to: GradientBuffers | None
 ) -> Tensor:
-    """Return the means of the three terms of logits z along u; write the gradients in both into ``to``.
+    """Return the means of the three terms of logits z along u; write the gradients in z and u to ``to``.
 
     ``c`` holds the coefficients of each row; if it is None, no gradient is computed.
     """
@@ -248,12 +248,12 @@ def sweep(
         p, *rest = (buffer[: block.stop - block.start] for buffer in buffers)
         z, target = z_all[block], rows.target[block]
         if of_u is None or u_all is None:
-            dz = rest[0] if to is None else to.plain[block]
+            dz = rest[0] if to is None else to.dz_plain[block]
             weight = None if c is None else c.part(block).loss
             terms = loss_rows(z, target, options.smoothing, dz, weight)
         else:
-            dz, du = rest if to is None else (to.moved[of_u], to.tangent[of_u])
-            work = Work(dz, du, p)
+            dz, du = rest if to is None else (to.dz_tangent[of_u], to.du[of_u])
+            work = WorkBuffers(dz, du, p)
             terms = tangent_rows(z, u_all[of_u], target, options, work)
             if c is not None:
                 tangent_gradients_(work, terms, target, options, c.part(block))
@@ -261,13 +261,13 @@ def sweep(
     return RowTerms.joined(parts).sums(rows.weight) if parts else z_all.new_zeros(3)
 
 
-_FEW = 1 << 15  # logits up to which the number of calls dominates the cost
+_FEW = 1 << 15  # with at most this many logits, the number of calls dominates the cost
 
 
-def _at_once(
+def _few_logits(
     z: Tensor, u: Tensor, target: Tensor, c: Any
 ) -> tuple[Derivatives, tuple[Tensor, Tensor]]:
-    """Compute what ``sweep`` does for the Hessian in as few calls as possible; used for few logits.
+    """Compute the same as ``sweep``, for the Hessian and few logits, in as few calls as possible.
 
     The coefficients c are numbers, u belongs to the last rows, and all N rows count, each with the
     weight w = 1/N.
@@ -304,7 +304,7 @@ def sweep_with_gradients(
 
 
 def _no_target_is(value: int, target: Tensor) -> bool:
-    """Return whether no target has this value; False if that is not known, as on a GPU."""
+    """Return whether no target has this value; False if this is not known, as on a GPU."""
     if type(target) is not Tensor or target.device.type != "cpu" or not 0 < len(target) <= _FEW:
         return False
     values = target.numpy()  # host memory: no operation of torch
@@ -318,7 +318,7 @@ def cross_entropy_and_gradients(
 
     The means are over the targets (...) that are not ignored (0 if all are). The logits are
     (..., classes), and u is the tangent of all rows or only of the last ones; it is 0 for the others.
-    Nothing has a graph.
+    No result has a graph.
     """
     c, dtype, classes = options.coefficients, working_dtype(logits.dtype), logits.shape[-1]
     assert c is not None
@@ -330,7 +330,7 @@ def cross_entropy_and_gradients(
     few = few and not any(isinstance(each, Tensor) for each in c)
     means: Means
     if few and _no_target_is(options.ignore_index, target):
-        means, (dz, du) = _at_once(z, tangent, target, c)
+        means, (dz, du) = _few_logits(z, tangent, target, c)
     else:
         weighted = row_weights(target, options.ignore_index, dtype)
         means, (dz, du) = sweep_with_gradients(OutputRows(z, tangent, *weighted), options)

@@ -30,9 +30,9 @@ class ByClass(NamedTuple):
     """One number per class, summed over the terms of the loss, in float64."""
 
     quadratic: Tensor
-    """The part of uᵀHu."""
+    """The part of uᵀHu that belongs to each class."""
     diagonal: Tensor
-    """The part of tr H."""
+    """The part of tr H that belongs to each class."""
 
 
 @torch.no_grad()
@@ -66,11 +66,11 @@ ONES = Coefficients(1.0, 1.0, 1.0)
 
 
 def precise(x: Tensor) -> Tensor:
-    """Return half precision as float32: sums and means over terms need it."""
+    """Convert half precision to float32, which sums and means over terms need."""
     return x.to(working_dtype(x.dtype))
 
 
-def number(n: int, like: Tensor) -> Tensor:
+def count_tensor(n: int, like: Tensor) -> Tensor:
     """Return a count of terms, at least 1, as a 0-d tensor of a type that can represent it."""
     return torch.full((), max(n, 1), dtype=working_dtype(like.dtype), device=like.device)
 
@@ -99,7 +99,7 @@ class TotalAndGradients(NamedTuple):
 
 
 class GivenLoss(ABC):
-    """What a user passes as a loss: it turns a batch into inputs, targets and the loss of both."""
+    """A loss as a user passes it: it turns a batch into inputs, targets and the loss for them."""
 
     def parameters(self) -> Sequence[Tensor]:
         """The weights in the loss, such as those of an output layer; the model may share them."""
@@ -107,11 +107,11 @@ class GivenLoss(ABC):
 
     @abstractmethod
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Batch:
-        """Return a batch with its loss, as the loss takes it; raise a ``DataError`` if it is empty."""
+        """Return the batch in the form that the loss takes; raise a ``DataError`` if it is empty."""
 
 
-def labels_apart(inputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Return inputs and targets; without targets, a dict of inputs has them as ``labels``.
+def split_labels(inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Return inputs and targets; if there are no targets, take ``labels`` from a dict of inputs.
 
     A batch whose first tensors are empty raises a ``DataError``.
     """
@@ -145,23 +145,23 @@ class Loss(GivenLoss):
     in_any_order: bool = False
     """Whether the loss stays the same if examples and targets are permuted alike."""
     forms_gradients: bool = False
-    """Whether ``total_and_gradients`` may have an answer, which saves the engine a part of the graph.
+    """Whether the loss has ``total_and_gradients``, which saves the engine a part of the graph.
 
-    The loss then receives one tensor, and stays the same if examples and targets are permuted.
+    Such a loss receives one tensor, and stays the same if examples and targets are permuted alike.
     """
     counts_calls: bool = False
-    """Whether a call leaves a trace, such as a trainer's metrics: undrop then calls it once per step."""
+    """Whether calls have side effects, such as a trainer's metrics: then a step calls the loss once."""
 
-    def sees(self, output: Any) -> Any:
-        """Return what the loss receives of all that the model returns."""
+    def select(self, output: Any) -> Any:
+        """Return the part of the model's output that the loss receives."""
         return output if self.whole_output else logits_of(output)
 
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Batch:
-        """The batch with this loss."""
-        return Batch(model, *labels_apart(inputs, targets), loss=self)
+        """Return the batch with this loss."""
+        return Batch(model, *split_labels(inputs, targets), loss=self)
 
-    def undone(self) -> AbstractContextManager[None]:
-        """Return a context that restores the random numbers and the buffers of the loss at its end."""
+    def keep_state(self) -> AbstractContextManager[None]:
+        """Return a context that restores the random state and the buffers of the loss at its end."""
         return nullcontext()
 
     @abstractmethod
@@ -174,7 +174,7 @@ class Loss(GivenLoss):
 
     @contextmanager
     def explaining_errors(self, output: Tensor, target: Tensor) -> Iterator[None]:
-        """Turn torch's error about an index out of range into the ``TargetError`` that names it."""
+        """Turn torch's error about an index out of range into a ``TargetError`` that names the index."""
         try:
             yield
         except (IndexError, RuntimeError):
@@ -264,7 +264,7 @@ class Loss(GivenLoss):
     ) -> TotalAndGradients | None:
         """Return the total of ``combined`` and its gradients; None if autograd must compute them.
 
-        For a loss with ``forms_gradients``.
+        Only a loss with ``forms_gradients`` has it.
         """
         return None
 
@@ -275,7 +275,7 @@ class Loss(GivenLoss):
     def sampled(
         self, output: Tensor, target: Tensor, form: str, generator: torch.Generator | None
     ) -> Tensor:
-        """A scalar S, in general random, with E[∇S ∇Sᵀ] = Σ_terms H (or the form asked for).
+        """A scalar S, in general random, with E[∇S ∇Sᵀ] = Σ_terms H (or the requested form).
 
         For "hessian" S = Σ ℓ_ŷ with labels drawn from the model, ŷ ~ p (the paper's Algorithm 3;
         the sampling probabilities are not differentiated); for "identity" S = ⟨v, F⟩ with random
@@ -299,7 +299,7 @@ class Loss(GivenLoss):
 
 
 class ClosedForm(Loss):
-    """A loss with formulas that skip the entries without u: see ``_derivatives_of_part``."""
+    """A loss whose formulas skip the entries without u, in ``_derivatives_of_part``."""
 
     in_any_order = True
 

@@ -21,7 +21,7 @@ from undrop.losses.targets import not_ignored
 
 
 class CrossEntropy(SoftmaxLoss):
-    """ℓ = -log softmax(F)_y, for logits F and class indices y in the shape of F without its classes.
+    """ℓ = -log softmax(F)_y, for logits F and class indices y (the shape of F without its classes).
 
     With p = softmax(F) and v = u - Σ_k p_k u_k the quadratic form is uᵀHu = Σ p v², and
     ∂ℓ/∂ε = Σ p u - u_y. The mean is over targets other than ``ignore_index``.
@@ -99,7 +99,7 @@ class CrossEntropy(SoftmaxLoss):
         in_place = self.classes_last(output) is output and (u.shape == output.shape or dim == 0)
         if form == "loss-jacobian" or not in_place:
             return None
-        try:  # a small network would notice the cost of explaining_errors
+        try:  # the context explaining_errors would slow down small networks
             total, means, gradients = cross_entropy_and_gradients(
                 output, u, target.long(), self._options(form, coefficients)
             )

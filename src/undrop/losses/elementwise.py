@@ -14,16 +14,16 @@ from undrop.losses.base import (
     CONVERTERS,
     ByClass,
     ClosedForm,
+    count_tensor,
     is_plain_mean,
     last_entries,
-    number,
     precise,
 )
 from undrop.losses.targets import check_like_output, check_range
 
 
 class Elementwise(ClosedForm):
-    """A mean over all elements, so that the Hessian is diagonal. A subclass knows ∂ℓ/∂F and ∂²ℓ/∂F²."""
+    """A mean over all elements, so H is diagonal. A subclass computes ∂ℓ/∂F and ∂²ℓ/∂F²."""
 
     @abstractmethod
     def slope_and_curvature(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ class Elementwise(ClosedForm):
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """The number of elements."""
-        return number(output.numel(), output)
+        return count_tensor(output.numel(), output)
 
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
@@ -49,7 +49,7 @@ class Elementwise(ClosedForm):
 
     @torch.no_grad()
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
-        """Each feature of the output counts as a class; None if there is one feature."""
+        """The sums with each feature of the output as a class; None if there is only one feature."""
         if u.dim() < 2:
             return None
         _, curvature = self.slope_and_curvature(output.double(), target)

@@ -18,13 +18,13 @@ from undrop.intercept import SITE_RULES
 from undrop.intercept.model_call import map_tensors, tensors_in
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.kernels.softmax import Coefficients, Derivatives
-from undrop.losses.base import Loss, number, padded, precise
+from undrop.losses.base import Loss, count_tensor, padded, precise
 from undrop.rng_snapshot import RngSnapshot
 
 _log = logging.getLogger("undrop")
 
 STEP, STEP_DOUBLE = 0.1, 0.01
-"""s in ℓ(F ± s·u), for float32 and for float64: where truncation, O(s²), meets rounding, O(1/s²)."""
+"""s in ℓ(F ± s·u), for float32 and float64: a compromise of truncation, O(s²), and rounding, O(1/s²)."""
 
 
 class _Flat(NamedTuple):
@@ -40,11 +40,11 @@ class _Flat(NamedTuple):
         pairs: list[tuple[Tensor, Tensor]] = []
         map_tensors(lambda x, t: pairs.append((x, t)) if x.is_floating_point() else x, output, u)
 
-        def made(tensors: Sequence[Tensor]) -> Any:
+        def rebuilt(tensors: Sequence[Tensor]) -> Any:
             given = iter(tensors)
             return map_tensors(lambda x: next(given) if x.is_floating_point() else x, output)
 
-        return cls([x for x, _ in pairs], [t for _, t in pairs], made)
+        return cls([x for x, _ in pairs], [t for _, t in pairs], rebuilt)
 
     def along(self, vectors: Sequence[Tensor]) -> Tensor:
         """⟨vectors, u⟩."""
@@ -56,9 +56,9 @@ class Generic(Loss):
     """Wraps ``function(output, target) -> scalar``, a mean over the rows of the output.
 
     uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice. If torch
-    can't differentiate the function twice, it comes from differences, (ℓ(F + su) - 2ℓ(F) +
-    ℓ(F - su))/s², and ∂ℓ/∂ε from (ℓ(F + su) - ℓ(F - su))/2s. For a piecewise linear loss (hinge,
-    margin ranking, pinball) uᵀHu is 0, so it has no explicit regularizer.
+    can't differentiate the function twice, finite differences replace it: (ℓ(F + su) - 2ℓ(F) +
+    ℓ(F - su))/s², and (ℓ(F + su) - ℓ(F - su))/2s for ∂ℓ/∂ε. For a piecewise linear loss (hinge, margin
+    ranking, pinball) uᵀHu is 0, so it has no explicit regularizer.
 
     Args:
         function: the loss.
@@ -70,19 +70,20 @@ class Generic(Loss):
         self, function: Callable[[Any, Any], Tensor], *, whole_output: bool | None = None
     ) -> None:
         self.function = function
-        asked = getattr(function, "whole_output", False) if whole_output is None else whole_output
-        self.whole_output = bool(asked)
+        if whole_output is None:
+            whole_output = bool(getattr(function, "whole_output", False))
+        self.whole_output = whole_output
         self._second = ""  # how to differentiate twice: "reverse mode", "differences" or "zero"
-        self._looked = False
-        self._without_dropout: set[bool] = set()  # the modes in which it was seen to have none
+        self._curvature_checked = False
+        self._without_dropout: set[bool] = set()  # values of ``training`` for which it used none
 
     def parameters(self) -> Sequence[Tensor]:
         """The parameters of the function, if it is a module."""
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Restore random numbers and the function's buffers at the end of the block."""
+    def keep_state(self) -> Iterator[None]:
+        """Restore the random state and the function's buffers at the end of the block."""
         module = self.function if isinstance(self.function, nn.Module) else nn.Module()
         with RngSnapshot(module), keep_buffers(module):
             yield
@@ -94,7 +95,7 @@ class Generic(Loss):
         """The rows of the (first) output (…, features), which the function averages over."""
         first = next(x for x in tensors_in(output) if x.is_floating_point())
         rows = first.numel() // first.shape[-1] if first.dim() > 1 else first.numel()
-        return number(rows, first)
+        return count_tensor(rows, first)
 
     def value(self, output: Any, target: Any) -> Tensor:
         """The value of the function, which must be one number; the function must not use dropout."""
@@ -122,9 +123,9 @@ class Generic(Loss):
             else "it receives the `logits` or the first tensor that the model returns; set "
             "whole_output = True on it to receive everything"
         )
-        said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         return TargetError(
-            f"the loss {_name(self.function)} raised {type(error).__name__} ({said}) for "
+            f"the loss {_name(self.function)} raised {type(error).__name__} ({reason}) for "
             f"{_described(output)} and a target that is {_described(target)}: {receives}."
         )
 
@@ -147,7 +148,7 @@ class Generic(Loss):
         return total, parts._replace(quadratic=torch.zeros_like(parts.quadratic))
 
     def _derivatives(self, output: Any, u: Any, target: Any, form: str) -> Derivatives:
-        if not any(x.requires_grad for x in tensors_in(output)):  # numbers without a graph
+        if not any(x.requires_grad for x in tensors_in(output)):
             free = map_tensors(_as_leaf, output)
             with torch.enable_grad():
                 parts = self._derivatives(free, u, target, form)
@@ -155,12 +156,13 @@ class Generic(Loss):
         flat = _Flat.of(output, u)
         if not self._second:
             self._second = self._choose(flat, target)
-        by = self._differences if self._second == "differences" else self._by_reverse_mode
-        found = by(flat, target, form)
+        by_differences = self._second == "differences"
+        method = self._by_differences if by_differences else self._by_reverse_mode
+        found = method(flat, target, form)
         if form == "identity":
             return found._replace(quadratic=flat.along(flat.u) / self.count(output, target))
-        if not self._looked:
-            self._looked = True
+        if not self._curvature_checked:
+            self._curvature_checked = True
             self._warn_of_no_curvature(found.quadratic, flat.u)
         return found
 
@@ -183,28 +185,27 @@ class Generic(Loss):
         second = gradients(flat.along(gradient), copies, create_graph=True)
         return Derivatives(loss, flat.along(second), directional)
 
-    def _differences(self, flat: _Flat, target: Any, form: str) -> Derivatives:
+    def _by_differences(self, flat: _Flat, target: Any, form: str) -> Derivatives:
         s = STEP_DOUBLE if all(x.dtype == torch.float64 for x in flat.tensors) else STEP
 
-        def moved(by: float) -> Tensor:
+        def loss_at(s: float) -> Tensor:
             pairs = zip(flat.tensors, flat.u, strict=True)
-            there = [precise(x) + by * precise(u) for x, u in pairs]
-            return self.value(flat.output(there), target)
+            return self.value(flat.output([precise(x) + s * precise(u) for x, u in pairs]), target)
 
-        with self.undone():
-            plus = moved(s)
-        with self.undone():
-            minus = moved(-s)
-        here = moved(0.0)
-        second = (plus - 2.0 * here + minus) / s**2
-        return Derivatives(here, second, (plus - minus) / (2.0 * s))
+        with self.keep_state():
+            plus = loss_at(s)
+        with self.keep_state():
+            minus = loss_at(-s)
+        loss = loss_at(0.0)
+        second = (plus - 2.0 * loss + minus) / s**2
+        return Derivatives(loss, second, (plus - minus) / (2.0 * s))
 
     def _choose(self, flat: _Flat, target: Any) -> str:
-        """Choose reverse mode twice if torch can, zero if the loss is linear, and otherwise differences.
+        """Choose reverse mode if torch can apply it twice, zero if the loss is linear, else differences.
 
-        If differences are needed, the function must return the same value for the same arguments.
+        For differences, the function must return the same value for the same arguments.
         """
-        with self.undone():
+        with self.keep_state():
             loss, copies, gradient = self._gradient(flat, target)
         if any(g.requires_grad for g in gradient):
             try:
@@ -213,7 +214,7 @@ class Generic(Loss):
                 pass
             else:
                 return "reverse mode"
-        with self.undone():
+        with self.keep_state():
             again = self.value(flat.output(flat.tensors), target)
         if not torch.allclose(loss, again, rtol=1e-5, atol=0.0, equal_nan=True):
             raise OptionError(
@@ -233,14 +234,14 @@ class Generic(Loss):
     def _curved(self, flat: _Flat, gradient: Sequence[Tensor], target: Any) -> bool:
         """Return whether the gradient changes with F in most entries, not just across a kink."""
         generator = torch.Generator().manual_seed(0)
-        there = []
+        nearby = []
         for x in (precise(x.detach()) for x in flat.tensors):
             noise = torch.randn(x.shape, generator=generator).to(x)
-            there.append((x + 1e-3 * (1.0 + x.abs()) * noise).requires_grad_())
-        with self.undone():
-            value = self.value(flat.output(there), target)
+            nearby.append((x + 1e-3 * (1.0 + x.abs()) * noise).requires_grad_())
+        with self.keep_state():
+            value = self.value(flat.output(nearby), target)
         changed = active = 0
-        for new, old in zip(gradients(value, there), gradient, strict=True):
+        for new, old in zip(gradients(value, nearby), gradient, strict=True):
             size = new.abs() + old.abs()
             changed += int(((new - old).abs() > 1e-5 * size).sum())
             active += int((size > 0).sum())
@@ -277,7 +278,7 @@ _DROPOUTS = {
 
 
 class RefuseDropout(TorchFunctionMode):
-    """A context in which the loss of that name must not use active dropout."""
+    """A context in which a loss must not use active dropout; the error gives the loss's name."""
 
     def __init__(self, loss: str) -> None:
         super().__init__()
@@ -302,4 +303,4 @@ class RefuseDropout(TorchFunctionMode):
             "part into the model, or call eval() on the loss."
         )
 
-    site = noisy  # alpha dropout asks for its site
+    site = noisy  # what the rule of alpha dropout calls

@@ -1,4 +1,4 @@
-"""What a user passes as a loss, and the default: a Transformers model's own loss, or cross-entropy.
+"""Convert what a user passes as a loss; the default is a Transformers model's loss or cross-entropy.
 
 Nothing here imports Transformers: a model is recognized by the loss function that it gets from there.
 """
@@ -26,7 +26,7 @@ from undrop.intercept import (
     no_noise,
 )
 from undrop.intercept.model_call import arguments
-from undrop.losses.base import CONVERTERS, GivenLoss, Loss, labels_apart
+from undrop.losses.base import CONVERTERS, GivenLoss, Loss, split_labels
 from undrop.losses.cross_entropy import CrossEntropy
 from undrop.losses.elementwise import MSE, BCEWithLogits
 from undrop.losses.generic import Generic
@@ -68,7 +68,7 @@ def _classes(labels: Tensor) -> Tensor:
 @HEADS.register("ForCausalLMLoss")
 def _language_model(model: Any, labels: Tensor, smoothing: float) -> Task:
     loss = CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing)
-    # The decoder of an encoder-decoder reads labels that are already shifted.
+    # The labels of an encoder-decoder are already aligned with the decoder's outputs.
     return Task(loss, _same if model.config.is_encoder_decoder else _next_token)
 
 
@@ -79,7 +79,7 @@ def _each_token(model: Any, labels: Tensor, smoothing: float) -> Task:
 
 @HEADS.register("ForSequenceClassificationLoss")
 def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
-    """One class, several, or numbers, by ``problem_type``; without it, as Transformers guesses."""
+    """One class, several classes or numbers: by ``problem_type``, or else as Transformers guesses."""
     problem = model.config.problem_type
     if problem is None and model.config.num_labels == 1:
         problem = "regression"
@@ -111,7 +111,7 @@ def read_head(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
 
     Args:
         model: the model, without wrappers.
-        labels: those of a batch; if the config does not say, they tell classes from numbers.
+        labels: those of a batch; their type tells classes from numbers if the config does not.
         smoothing: label smoothing, for class labels.
 
     Raises:
@@ -223,7 +223,7 @@ class ModelLoss(GivenLoss):
         self._verified: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[type[ModelLoss], tuple[()]]:
-        """Another process examines its models again."""
+        """Pickle nothing: another process examines its models itself."""
         return ModelLoss, ()
 
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Batch:
@@ -231,9 +231,9 @@ class ModelLoss(GivenLoss):
 
         Raises:
             OptionError: if the model's own loss is unknown, or differs on the first batch.
-            TargetError: if there are no labels, or they are already shifted.
+            TargetError: if there are no labels, or if they are already shifted.
         """
-        inputs, targets = labels_apart(inputs, targets)
+        inputs, targets = split_labels(inputs, targets)
         inner = bare(model)
         if head_of(inner) is None:
             return Batch(model, inputs, targets, loss=_CROSS_ENTROPY)
@@ -275,7 +275,7 @@ def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
 
 
 def as_loss(loss: GivenLoss | Callable[[Tensor, Any], Tensor] | None) -> GivenLoss:
-    """A loss from what a user passes.
+    """Return the loss for what a user passes as ``loss``.
 
     None is the model's own loss, or cross-entropy. A torch loss module becomes the ``Loss`` that is
     registered for its class in ``CONVERTERS``; any other callable is wrapped in ``Generic``.

@@ -1,4 +1,4 @@
-"""Losses with a softmax on features, with the output layer inside, and what all softmax losses share."""
+"""What all softmax losses share, and the losses that contain the output layer and take features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undrop.errors import OptionError, OutputError
 from undrop.kernels.adaptive import AdaptiveOutput, Layer
-from undrop.kernels.output_layers import LinearOutput, Output, row_chunks
+from undrop.kernels.output_layers import LinearOutput, OutputLayer, row_chunks
 from undrop.kernels.softmax import Coefficients, Derivatives, SoftmaxOptions, working_dtype
 from undrop.losses.base import ByClass, ClosedForm, precise, softmax_by_class
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
@@ -25,7 +25,7 @@ class SoftmaxLoss(ClosedForm):
     (1-α)·1_y + α/C.
     """
 
-    def __init__(self, layer: Output, ignore_index: int, label_smoothing: float) -> None:
+    def __init__(self, layer: OutputLayer, ignore_index: int, label_smoothing: float) -> None:
         if not 0.0 <= label_smoothing < 1.0:
             raise OptionError(f"label_smoothing must lie in [0, 1), got {label_smoothing}.")
         self.layer = layer
@@ -89,7 +89,7 @@ class SoftmaxLoss(ClosedForm):
 class FeatureLoss(SoftmaxLoss):
     """The mean over tokens of -log p(y | f), for features f (…, d) and class indices (…)."""
 
-    def __init__(self, layer: Output, ignore_index: int, label_smoothing: float = 0.0) -> None:
+    def __init__(self, layer: OutputLayer, ignore_index: int, label_smoothing: float = 0.0) -> None:
         super().__init__(layer, ignore_index, label_smoothing)
         if layer.chunk is not None and layer.chunk < 1:
             raise OptionError(f"chunk must be at least 1 row, got {layer.chunk}.")
@@ -121,7 +121,7 @@ class FeatureLoss(SoftmaxLoss):
         """All logits of some rows."""
 
     @abstractmethod
-    def _drawn(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _sample_labels(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
         """A label for each row, drawn from the model."""
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -131,7 +131,7 @@ class FeatureLoss(SoftmaxLoss):
         labels = torch.empty(len(rows), dtype=torch.long, device=rows.device)
         with torch.no_grad():
             for part in row_chunks(len(rows), self.layer.classes, self.chunk):
-                labels[part] = self._drawn(rows[part], generator)
+                labels[part] = self._sample_labels(rows[part], generator)
         mean = self.layer.loss(kept, labels, SoftmaxOptions(ignore_index=-1))
         return mean * self.count(output, target)
 
@@ -141,17 +141,17 @@ class FeatureLoss(SoftmaxLoss):
         return super()._probe(logits, target, generator)
 
 
-def _pick(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+def _sample(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     """A class for each row of logits, drawn from their softmax."""
     p = torch.softmax(precise(logits), -1)
     return torch.multinomial(p, 1, generator=generator).squeeze(-1)
 
 
 class LinearCrossEntropy(FeatureLoss):
-    """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), which are never all held at once.
+    """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), which are never all in memory.
 
-    Logits live for a chunk of rows at a time: they are made, turned into gradients and multiplied
-    back, so that memory does not grow as rows × classes. Only the reverse engine, which
+    Logits exist for one chunk of rows at a time: they are computed, turned into gradients and
+    multiplied back, so memory does not grow as rows × classes. Only the reverse engine, which
     differentiates twice, holds them all.
 
     Args:
@@ -192,8 +192,8 @@ class LinearCrossEntropy(FeatureLoss):
     def _logits(self, features: Tensor) -> Tensor:
         return F.linear(features, self.weight, self.bias)
 
-    def _drawn(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
-        return _pick(self._logits(features), generator)
+    def _sample_labels(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
+        return _sample(self._logits(features), generator)
 
 
 class AdaptiveSoftmax(FeatureLoss):
@@ -230,19 +230,19 @@ class AdaptiveSoftmax(FeatureLoss):
         super().__init__(output, ignore_index)
         self.adaptive = output
 
-    def _drawn(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _sample_labels(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
         """A class of the head, and if that is a tail, a word in *that* tail."""
         head, *tails = self.adaptive.layers(self.adaptive.parameters)
-        labels = _pick(head.logits(features), generator)
+        labels = _sample(head.logits(features), generator)
         chosen = labels - self.adaptive.shortlist
         for number, (tail, words) in enumerate(zip(tails, self.adaptive.tails, strict=True)):
             own = chosen == number
             if bool(own.any()):
-                labels[own] = words.start + _pick(tail.logits(features[own]), generator)
+                labels[own] = words.start + _sample(tail.logits(features[own]), generator)
         return labels
 
     def _logits(self, features: Tensor) -> Tensor:
-        """Those of the head and of every tail."""
+        """All logits, of the head and of every tail."""
         layers = self.adaptive.layers(self.adaptive.parameters)
         return torch.cat([layer.logits(features) for layer in layers], -1)
 

@@ -1,4 +1,4 @@
-"""Checks of targets that several losses share: of shapes and types, and of values."""
+"""Check the shapes, types and values of targets; several losses share these functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_class_range(target: Tensor, classes: int, ignore_index: int) -> None:
     if not target.numel():
         return
     low, high = (int(end) for end in target.aminmax())
-    if low >= 0 and high < classes:  # the usual case, and cheap to see
+    if low >= 0 and high < classes:  # the usual case, which is cheap to check
         return
     wrong = (target < 0) | (target >= classes)
     wrong &= not_ignored(target, ignore_index)

@@ -24,11 +24,11 @@ from undrop.options import check_increasing, check_int
 
 
 class AdaptiveEmbedding(nn.Module):
-    """One table of rows per cluster: word w of cluster c is ``E_c[w] P_c``.
+    """One table of rows per cluster: word w of cluster c is embedded as ``E_c[w] P_c``.
 
     The rows of cluster c have ``size // shrink**c`` numbers; without shrinking there are no P. The
-    first table ends with one row per tail, which no token looks up: a tied head chooses the tail with
-    these rows. They are part of that table so that the head's matrix is one parameter.
+    first table ends with one row per tail, which no token looks up: a tied head uses these rows to
+    choose the tail. They are part of that table so that the head's matrix is one parameter.
 
     Args:
         vocab_size: the number of words, sorted by decreasing frequency.
@@ -56,7 +56,7 @@ class AdaptiveEmbedding(nn.Module):
         ]
         if widths[-1] == 0:
             raise OptionError(
-                f"shrink must leave {tails} tails some of {size} features, got {shrink}."
+                f"shrink = {shrink} leaves none of {size} features for tail {tails}: use a smaller one."
             )
         counts = [b - a for a, b in pairwise((0, *self.cutoffs, vocab_size))]
         counts[0] += tails

@@ -15,7 +15,7 @@ from undrop.options import check_probability
 
 
 def _replica(module: nn.Module) -> nn.Module:
-    """Return a shallow copy of ``module`` that shares all, but whose parameters can be replaced."""
+    """Return a shallow copy of ``module`` whose parameters can be replaced; it shares all else."""
     replica = module.__new__(type(module))
     replica.__dict__ = module.__dict__.copy()
     replica.__dict__["_parameters"] = module._parameters.copy()
@@ -36,7 +36,7 @@ class LockedDropout(nn.Module):
         self.time_dim = time_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop (example, feature) pairs in all time steps."""
+        """Drop the same features of an example in all time steps."""
         return structured_dropout(
             x,
             self.p,
@@ -118,8 +118,8 @@ class EmbeddingDropout(nn.Module):
         embedded: Tensor = self.embedding(tokens)
         if not self.training or self.p == 0.0:
             return embedded
-        # Scaling the looked-up rows by a mask of one entry per word is the same as dropping rows of
-        # the matrix, without a pass over the whole matrix.
+        # Scaling the looked-up rows by a mask with one entry per word has the same result as dropping
+        # rows of the matrix, without a pass over the whole matrix.
         ones = torch.ones(
             self.embedding.num_embeddings, 1, dtype=embedded.dtype, device=embedded.device
         )

@@ -30,7 +30,7 @@ class Analytic(Objective):
 
     - the explicit part is ``strength`` · mean uᵀHu, the paper's R_approx (eq. 4.4) with the factor
       q/(1-q) of each site. ``explicit`` can replace H by the identity or the loss Jacobian (R̃_approx);
-    - the implicit part is mean ∂ℓ/∂ε for the η drawn. Its gradient is ξ_approx (eq. 4.6), noise with
+    - the implicit part is mean ∂ℓ/∂ε for the drawn η. Its gradient is ξ_approx (eq. 4.6), noise with
       mean zero. u contains σ, so the paper's λ₂ is 1 here.
 
     η is ±1: the explicit part is even in η and the implicit part is odd, so one draw serves both,
@@ -106,22 +106,22 @@ class Analytic(Objective):
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield one evaluation per draw of η, or the plain loss in steps that do not regularize."""
         if self.steps % self.interval:
-            yield replace(self.plain(batch), last=True)
+            yield replace(self.plain_loss(batch), last=True)
             return
         coefficients = self._coefficients()
         for sample in range(1, self.samples + 1):
-            evaluation = self.evaluated(self.request(batch, coefficients))
+            evaluation = self.run_engine(self.request(batch, coefficients))
             evaluation.last = sample == self.samples
             yield evaluation
 
     def _coefficients(self) -> Coefficients:
         found = self.strength(self.steps) if callable(self.strength) else self.strength
         strength = _checked_strength(found)
-        n, every = self.samples, self.interval
+        n, m = self.samples, self.interval
         return Coefficients(
             loss=1.0 / n,
-            quadratic=strength * every / n if self.explicit else 0.0,
-            directional=math.sqrt(every / n) if self.implicit else 0.0,
+            quadratic=strength * m / n if self.explicit else 0.0,
+            directional=math.sqrt(m / n) if self.implicit else 0.0,
         )
 
     def request(self, batch: Batch, coefficients: Coefficients, **options: Any) -> Request:
@@ -139,7 +139,9 @@ def _check_options(
             f"explicit must be one of {', '.join(map(repr, FORMS))} or None, got {explicit!r}."
         )
     if explicit is None and not implicit:
-        raise OptionError("neither explicit nor implicit: use undrop.NoRegularization() for that.")
+        raise OptionError(
+            "explicit=None and implicit=False leave no regularizer: use undrop.NoRegularization()."
+        )
     if not 0.0 < as_float(fraction) <= 1.0:
         raise OptionError(f"fraction must lie in (0, 1], got {fraction!r}.")
     check_int("samples", samples)

@@ -1,4 +1,4 @@
-"""What all objectives share: checks before a step, and a step that leaves the model unchanged."""
+"""What all objectives share: the checks before a step, and the step itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from undrop.intercept import (
     uncompiled,
 )
 from undrop.losses import Coefficients, Loss, as_loss
-from undrop.objectives.checks import StepCheck, look_at_heads
+from undrop.objectives.checks import StepCheck, warn_of_unused_outputs
 from undrop.objectives.step import AutocastState, Step
 from undrop.torch_compat import Backend, eager, portable_lstm, untraced
 
@@ -84,7 +84,7 @@ class Objective(ABC):
         self._checks = StepCheck()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything except what is known about models, which another process finds again."""
+        """Return everything except what is known about models; another process finds that out again."""
         known = ("_sites", "_followed", "_backends", "_checks")
         return {k: v for k, v in self.__dict__.items() if k not in known}
 
@@ -95,7 +95,7 @@ class Objective(ABC):
 
     @property
     def implicit_factor(self) -> float | None:
-        """The factor of ∂ℓ/∂ε; 0 without that noise, None for an objective without analytic terms."""
+        """The factor of ∂ℓ/∂ε: 0 if the noise is off, None for an objective without analytic terms."""
         return None
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Objective(ABC):
             statistics = Statistics(batch.model)
             try:
                 first = self._checked(next(evaluations), batch)
-                look_at_heads(batch.model, first)
+                warn_of_unused_outputs(batch.model, first)
             except BaseException:
                 statistics.restore()
                 raise
@@ -161,7 +161,7 @@ class Objective(ABC):
         """Run one pass and return the output and the loss; without an action, torch's dropout runs."""
         with portable_lstm() if action is None else Interception(batch.model, action):
             output = batch.forward()
-        seen = batch.loss.sees(output)
+        seen = batch.loss.select(output)
         batch.loss.check(seen, batch.targets)
         return output, batch.loss.value(seen, batch.targets)
 
@@ -172,8 +172,8 @@ class Objective(ABC):
         """Return the request for the engine of analytic terms, with a new draw of η."""
         return Request(batch=batch, draw=self._signs(), coefficients=coefficients, **options)
 
-    def evaluated(self, request: Request) -> Evaluation:
-        """Return what the engine computes; if every dropout has p = 0, the plain loss."""
+    def run_engine(self, request: Request) -> Evaluation:
+        """Return the engine's evaluation; if every dropout has p = 0, that of the plain loss."""
         try:
             return self.engine.evaluate(request)
         except NoDropoutError:
@@ -181,14 +181,14 @@ class Objective(ABC):
             self._sites.pop(batch.model, None)
             if self.sites(batch.model, batch.inputs):
                 raise
-            plain = self.plain(batch)
+            plain = self.plain_loss(batch)
             c = request.coefficients.loss
             return Evaluation(
                 c * plain.total, {"loss": c * plain.total.detach()}, plain.make_output
             )
 
-    def plain(self, batch: Batch) -> Evaluation:
-        """Return the loss alone, with every dropout switched off."""
+    def plain_loss(self, batch: Batch) -> Evaluation:
+        """Return the evaluation of the loss alone, with every dropout switched off."""
         output, loss = self.forward_and_loss(batch, no_noise)
         return Evaluation(loss, {"loss": loss.detach()}, lambda: output)
 
@@ -214,7 +214,7 @@ class Objective(ABC):
                 raise
             self.selection.check(found.names)
             self._sites[model] = found
-            _say_unaccounted(model, found)
+            _warn_of_unaccounted(model, found)
         return self._sites[model]
 
     def _backend(self, model: nn.Module) -> Backend | None:
@@ -254,14 +254,14 @@ class Objective(ABC):
         self.generators.load_state_dict(state["generators"])
 
 
-_said: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def _say_unaccounted(model: nn.Module, found: Sites) -> None:
+def _warn_of_unaccounted(model: nn.Module, found: Sites) -> None:
     """Log once per model the random numbers that belong to no site."""
-    if not found.unaccounted or model in _said:
+    if not found.unaccounted or model in _warned:
         return
-    _said.add(model)
+    _warned.add(model)
     named = "; ".join(str(each) for each in found.unaccounted[:3])
     more = len(found.unaccounted) - 3
     _log.warning(

@@ -1,4 +1,4 @@
-"""Checks of every step: the parts are finite, dropout has an effect, and the loss misses no output.
+"""Check every step: the total is finite, dropout has an effect, and the loss uses every output.
 
 A step never waits for the device. If dropout has no effect, because the noise of every site is lost
 before the output, one log line says so.
@@ -64,10 +64,10 @@ class _Pending(NamedTuple):
 
 
 class StepCheck:
-    """Looks at the parts of every evaluation: are they finite, and does dropout have an effect, u ≠ 0?
+    """Checks that the parts of every evaluation are finite, and that dropout has an effect (u ≠ 0).
 
-    On the CPU it reads them at once. On another device it copies them to the host in the background
-    and looks at a copy when it has arrived, at a later step: a step never waits for the device.
+    On the CPU it reads them at once. From another device it copies them to the host in the background,
+    and checks the copy at a later step, when it has arrived: a step never waits for the device.
 
     One step with u = 0 is normal: LoRA starts with B = 0. If u is still 0 after the weights have
     changed, one warning says so. Micro-batches of one step, and steps with a learning rate of 0, do
@@ -76,19 +76,19 @@ class StepCheck:
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        self._settled = False  # whether it is known if dropout has an effect
+        self._effect_known = False  # whether it is known if dropout has an effect
         self._weights: float | None = None  # at the first step without an effect
 
     def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Objective) -> None:
-        """Look at the parts of an evaluation.
+        """Check the parts of an evaluation, at once or when they have arrived from the device.
 
         A ``NonFiniteError`` names the parts, the step and the first site with non-finite values.
         """
         tensors = {"total": evaluation.total}
-        watched = self._watched(evaluation, batch)
-        if not watched and _surely_finite(evaluation.total):
+        effect_unknown = self._effect_unknown(evaluation, batch)
+        if not effect_unknown and _known_finite(evaluation.total):
             return
-        if watched:
+        if effect_unknown:
             weights = fingerprint(objective.trainable_parameters(batch.model))
             tensors |= {**evaluation.parts, "weights": weights}
         held = [x.detach() for x in tensors.values()]
@@ -97,37 +97,37 @@ class StepCheck:
         )
         names, parts = list(tensors), evaluation.parts
         if values.device.type == "cpu":
-            self._look(_Pending(step, names, values, None, parts), batch, objective)
+            self._check(_Pending(step, names, values, None, parts), batch, objective)
             return
         host = values.to("cpu", non_blocking=True)
         event = torch.get_device_module(values.device).Event()
         event.record()
         self._pending.append(_Pending(step, names, host, event, parts))
         while self._pending and self._pending[0].arrived.query():
-            self._look(self._pending.popleft(), batch, objective)
+            self._check(self._pending.popleft(), batch, objective)
 
-    def _watched(self, evaluation: Evaluation, batch: Batch) -> bool:
-        """Return whether the regularizers have had no effect so far."""
-        if self._settled:
+    def _effect_unknown(self, evaluation: Evaluation, batch: Batch) -> bool:
+        """Return whether the evaluation has regularizers that have had no effect so far."""
+        if self._effect_known:
             return False
         analytic = "loss" in evaluation.parts and {"explicit", "implicit"} & evaluation.parts.keys()
         return bool(analytic) and not is_sharded(batch.model)
 
-    def _look(self, pending: _Pending, batch: Batch, objective: Objective) -> None:
+    def _check(self, pending: _Pending, batch: Batch, objective: Objective) -> None:
         numbers = pending.values.numpy().tolist()  # host memory: no operation of torch
         values = dict(zip(pending.names, numbers, strict=True))
         if not math.isfinite(values["total"]):
             bad = [name for name, x in pending.parts.items() if not math.isfinite(float(x))]
             self._pending.clear()
             raise NonFiniteError(_message(bad, pending.step, batch))
-        if "weights" in values and not self._settled:
-            self._look_for_effect(values, batch, objective)
+        if "weights" in values and not self._effect_known:
+            self._check_effect(values, batch, objective)
 
-    def _look_for_effect(
+    def _check_effect(
         self, values: Mapping[str, float], batch: Batch, objective: Objective
     ) -> None:
         changed = self._weights is not None and values["weights"] != self._weights
-        self._settled = changed or not has_no_effect(values)
+        self._effect_known = changed or not has_no_effect(values)
         if self._weights is None:
             self._weights = values["weights"]
         if not has_no_effect(values) or not changed:
@@ -142,23 +142,23 @@ class StepCheck:
         )
 
 
-def _surely_finite(total: Tensor) -> bool:
-    """Return whether a total on the CPU is finite; False if that is not known at once."""
+def _known_finite(total: Tensor) -> bool:
+    """Return whether a total on the CPU is finite; False if this is not known at once."""
     if type(total) is not Tensor or total.device.type != "cpu" or total.dtype == torch.bfloat16:
         return False
     return math.isfinite(total.detach().numpy())  # host memory: no operation of torch
 
 
 def _message(bad: list[str], step: int, batch: Batch) -> str:
-    """Name the part that is not finite, and the first site with a non-finite activation."""
+    """Return a message that names the non-finite parts, and the first site with such an activation."""
     reached: list[str] = []
 
-    def watch(site: Site, h: Tensor) -> Tensor:
+    def check(site: Site, h: Tensor) -> Tensor:
         if not reached and not bool(torch.isfinite(h).all()):
             reached.append(site.name)
         return h
 
-    with torch.no_grad(), keep_statistics(batch.model), Interception(batch.model, watch):
+    with torch.no_grad(), keep_statistics(batch.model), Interception(batch.model, check):
         batch.forward()
     *others, last = bad or ["total"]
     parts = f"{', '.join(others)} and {last} parts are" if others else f"{last} part is"
@@ -174,8 +174,8 @@ def _message(bad: list[str], step: int, batch: Batch) -> str:
 _seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def look_at_heads(model: nn.Module, evaluation: Evaluation) -> None:
-    """Log once which weights of a model contribute to its output, but not to the loss."""
+def warn_of_unused_outputs(model: nn.Module, evaluation: Evaluation) -> None:
+    """Log once per model which weights contribute to its outputs, but not to the loss."""
     if model in _seen:
         return
     _seen.add(model)

@@ -87,7 +87,7 @@ class Dropout(Objective):
             yield self._sample(batch, "implicit", -factor)
         if lost and self.noise == "analytic":
             coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=math.sqrt(lost))
-            yield self.evaluated(self.request(batch, coefficients))
+            yield self.run_engine(self.request(batch, coefficients))
 
     def _sample(self, batch: Batch, part: str, factor: float) -> Evaluation:
         """factor · ℓ(F(x; 1, η)) for a new mask."""
@@ -102,5 +102,5 @@ class Dropout(Objective):
             action = SiteMasks(self.site_p, noise) if self.site_p else noise
             output, loss = self.forward_and_loss(batch, action)
         total = loss if factor == 1.0 else factor * loss
-        last = self.k == 1  # then nothing was averaged, and no noise is put back
+        last = self.k == 1  # then nothing was averaged, and there is no noise to add back
         return Evaluation(total, {part: total.detach()}, lambda: output, last=last)

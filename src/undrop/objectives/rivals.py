@@ -49,7 +49,7 @@ class NoRegularization(Objective):
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield one pass without noise."""
-        yield self.plain(batch)
+        yield self.plain_loss(batch)
 
 
 class L2(NoRegularization):
@@ -66,7 +66,7 @@ class L2(NoRegularization):
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield one pass without noise, and the squared norm."""
-        plain = self.plain(batch)
+        plain = self.plain_loss(batch)
         squares = (p.square().sum() for p in self.trainable_parameters(batch.model))
         penalty = self.weight * sum(squares, torch.zeros_like(plain.total))
         parts = {**plain.parts, "l2": penalty.detach()}
@@ -76,8 +76,8 @@ class L2(NoRegularization):
 class RDrop(Objective):
     """R-Drop: dropout with two masks, and the distance between the two predictions (Liang et al. 2021).
 
-    ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)], half of the original's total, where α is
-    ``weight``. For a loss whose gradient is p - y, the sum of both divergences is Dℓ[F₁]·u - Dℓ[F₂]·u
+    ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)]. This is half of the total in their paper, whose α
+    is ``weight``. For a loss whose gradient is p - y, the sum of both divergences is Dℓ[F₁]·u - Dℓ[F₂]·u
     with u = F₁ - F₂, which every loss can compute.
 
     Args:
@@ -97,7 +97,7 @@ class RDrop(Objective):
         self.weight = not_negative("weight", weight)
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
-        """Yield both passes in one evaluation: their distance joins them in one graph."""
+        """Yield one evaluation of both passes, because their distance needs both graphs."""
         output = self._output(batch)
         with keep_statistics(batch.model):
             other = self._output(batch)
@@ -113,7 +113,7 @@ class RDrop(Objective):
         """Return the output under a new mask."""
         with Interception(batch.model, dropout_masks(self.generators, self.selection)):
             output = batch.forward()
-        batch.loss.check(batch.loss.sees(output), batch.targets)
+        batch.loss.check(batch.loss.select(output), batch.targets)
         return output
 
 
@@ -152,7 +152,7 @@ class Jacobian(Objective):
         """Yield one evaluation of two passes."""
         names = self.sites(batch.model, batch.inputs).names
         if not names:
-            yield self.plain(batch)
+            yield self.plain_loss(batch)
             return
         if self.site is not None and self.site not in names:
             raise OptionError(f"there is no site {self.site!r}: the sites are {', '.join(names)}.")
@@ -203,7 +203,7 @@ class _Shift:
 
 
 class EarlyDropout(Dropout):
-    """Dropout for the first ``until`` steps and none after (Liu et al. 2023).
+    """Dropout for the first ``until`` steps, and none after that (Liu et al. 2023).
 
     Args:
         until: the number of steps with dropout.
@@ -228,7 +228,7 @@ class EarlyDropout(Dropout):
         if self.steps < self.until:
             yield from super().evaluations(batch)
         else:
-            yield self.plain(batch)
+            yield self.plain_loss(batch)
 
 
 class SAM(Objective):
@@ -263,9 +263,9 @@ class SAM(Objective):
         norm = torch.stack([g.norm() for g in ascent]).norm()
         factor = self.radius / (norm + 1e-12)
         with _moved(weights, [g * factor for g in ascent]), keep_statistics(batch.model):
-            _, there = self.forward_and_loss(batch, mask)
-            gradient = gradients(there, weights)
-        value = there.detach()
+            _, perturbed = self.forward_and_loss(batch, mask)
+            gradient = gradients(perturbed, weights)
+        value = perturbed.detach()
         total = _with_gradient(value, weights, gradient)
         yield Evaluation(total, {"loss": value}, lambda: output)
 
@@ -300,15 +300,15 @@ class WeightNoise(Objective):
         weights = self.trainable_parameters(batch.model)
         noise = [self._draw(w) for w in weights]
         with _moved(weights, noise):
-            output, there = self.forward_and_loss(batch, no_noise)
-            gradient = gradients(there, weights)
+            output, plus = self.forward_and_loss(batch, no_noise)
+            gradient = gradients(plus, weights)
         with _moved(weights, [-u for u in noise]), keep_statistics(batch.model):
-            _, back = self.forward_and_loss(batch, no_noise)
+            _, minus = self.forward_and_loss(batch, no_noise)
             gradient = [
                 0.5 * (one + two)
-                for one, two in zip(gradient, gradients(back, weights), strict=True)
+                for one, two in zip(gradient, gradients(minus, weights), strict=True)
             ]
-        value = 0.5 * (there.detach() + back.detach())
+        value = 0.5 * (plus.detach() + minus.detach())
         total = _with_gradient(value, weights, gradient)
         yield Evaluation(total, {"loss": value}, lambda: output)
 

@@ -64,7 +64,7 @@ _slots: weakref.WeakKeyDictionary[nn.Module, Slots] = weakref.WeakKeyDictionary(
 
 
 def slots(batch: Batch, names: list[str]) -> Slots:
-    """Return the proven slots of these sites; none if hooks on saved tensors are active."""
+    """Return the proven slots of these sites; no slots while hooks on saved tensors are active."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return {}
     known = _slots.get(batch.model)
@@ -77,7 +77,7 @@ def slots(batch: Batch, names: list[str]) -> Slots:
 
 @contextmanager
 def with_p(model: nn.Module, found: Slots, site_p: Mapping[str, float]) -> Iterator[None]:
-    """Set p of each site in its slot for one pass; a p of 0 stays 0, because that is no site.
+    """Set p of each site in its slot for one pass; a p of 0 stays 0, because it makes no site.
 
     Raises:
         RecomputationError: if activation checkpointing was switched on after the search for slots. It
@@ -102,13 +102,13 @@ def with_p(model: nn.Module, found: Slots, site_p: Mapping[str, float]) -> Itera
 
 
 _CHECKPOINTING_TOO_LATE = (
-    "activation checkpointing, or other hooks on saved tensors, was switched on during the training, "
+    "activation checkpointing, or other hooks on saved tensors, was switched on during training, "
     "while a tuner sets p: switch it on before the first step."
 )
 
 
 def _proven(batch: Batch, names: list[str]) -> Slots:
-    """Set a different p in every attribute that may be a slot, and see which site reports it.
+    """Set a different p in every attribute that may be a slot, and find which site then has it.
 
     The output without noise must not change.
     """
@@ -148,11 +148,11 @@ def _without_noise(batch: Batch) -> tuple[dict[str, float], list[Tensor]]:
     """Return p of every site, and the output, of a pass without noise."""
     found: dict[str, float] = {}
 
-    def look(site: Site, h: Tensor) -> Tensor:
+    def note(site: Site, h: Tensor) -> Tensor:
         found[site.name] = site.p
         return h
 
-    with preserve_model(batch.model), Interception(batch.model, look):
+    with preserve_model(batch.model), Interception(batch.model, note):
         seed_current(0)
         output = batch.forward()
     return found, [x.detach() for x in tensors_in(output)]

@@ -16,7 +16,7 @@ from undrop.torch_compat import other_accelerator, untraced
 
 
 class AutocastState:
-    """Autocast as it is now, on the CPU and on the accelerator.
+    """The current state of autocast, on the CPU and on the accelerator.
 
     Further samples of noise run in ``backward()`` or when a part is read. That is usually outside
     the step's ``with torch.autocast(…)``, and may be under ``torch.no_grad()``.
@@ -37,7 +37,7 @@ class AutocastState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block under that state, with gradients enabled."""
-        with torch.inference_mode(False), ExitStack() as stack:  # gradients are then enabled, too
+        with torch.inference_mode(False), ExitStack() as stack:  # this enables gradients, too
             for autocast in self._autocasts:
                 stack.enter_context(autocast)
             yield
@@ -45,7 +45,7 @@ class AutocastState:
 
 @cache
 def _devices() -> tuple[str, ...]:
-    """Return the types of device that autocast knows here."""
+    """Return the device types of this machine that autocast supports."""
     kinds = ["cpu"]
     if torch.cuda.is_available():
         kinds.append("cuda")

@@ -199,7 +199,7 @@ def test_a_sampled_word_is_of_the_tail_that_the_head_chose():
     head = layers[0]
     with torch.no_grad():
         head[2].fill_(-40.0)[CUTOFFS[0] + 1] = 40.0  # only the second tail is ever chosen
-    labels = adaptive(layers)._drawn(features.expand(300, -1), new_generator(0))
+    labels = adaptive(layers)._sample_labels(features.expand(300, -1), new_generator(0))
     assert set(labels.tolist()) <= {5, 6, 7, 8}
     assert len(set(labels.tolist())) > 1
 

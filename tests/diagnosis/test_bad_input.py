@@ -65,7 +65,7 @@ def test_an_endless_generator_of_batches_is_cut_at_the_limit():
             [torch.randn(4, 3)],
             r"each of the batches must be a pair \(inputs, targets\), got Tensor",
         ),
-        ([(1, 2, 3)], "got 3 things for batch 0"),
+        ([(1, 2, 3)], "got a tuple of 3 for batch 0"),
         ([{"input_ids": 1}], "got dict for batch 0"),
     ],
 )

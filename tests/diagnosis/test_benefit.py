@@ -10,7 +10,7 @@ from torch import nn
 
 import undrop
 from device import new_generator
-from undrop.diagnosis.measure.benefit import STEPS, Training, two_way_error
+from undrop.diagnosis.measure.benefit import STEPS, BranchOptimizer, two_way_error
 from undrop.diagnosis.measure.branches import Branches
 from undrop.diagnosis.measure.timing import Budget
 
@@ -51,7 +51,7 @@ def by_hand(model, batches, held, p, seed, decay=0.0):
 @pytest.mark.parametrize(("p", "decay"), [((0.3, 0.5), 0.0), ((1e-9, 0.5), 0.0), ((0.3, 0.5), 0.2)])
 def test_a_branch_equals_training_by_hand(p, decay):
     model, batches, held = net(), [data(s) for s in range(5)], [data(8), data(9)]
-    objective, training = undrop.Dropout(), Training(model, sgd(model), None, decay or None)
+    objective, training = undrop.Dropout(), BranchOptimizer(model, sgd(model), None, decay or None)
     objective.site_p = {"2": p[0], "5": p[1]}
     branches = Branches(objective, model, training.weights, batches, held, 7)
     with training.steps(more_decay=decay > 0.0) as move:
@@ -148,9 +148,9 @@ def test_dropout_on_a_noiseless_teachers_inputs_is_in_the_way():
     assert benefit.every_site == benefit.sites["0"]  # it is the only one
     assert benefit.weight_decay.value < 0.0
     assert any(
-        s.startswith("Dropout at `0` is in the way, lower its p: after 20") for s in found.advice
+        s.startswith("Dropout at `0` does harm, so lower its p: after 20") for s in found.advice
     )
-    assert "It is in the way: after 20 steps without it" in found.conclusion
+    assert "It does harm: after 20 steps without it" in found.conclusion
 
 
 def test_dropout_and_weight_decay_help_a_model_that_has_learned_noise():
@@ -168,7 +168,7 @@ def test_dropout_and_weight_decay_help_a_model_that_has_learned_noise():
 
 
 def test_the_default_decay_shrinks_the_weights_by_one_percent_in_a_branch():
-    training = Training(net(), None, 0.002, None)
+    training = BranchOptimizer(net(), None, 0.002, None)
     assert training.name == "AdamW"
     assert training.decay * 0.002 * STEPS == pytest.approx(0.01)
 

@@ -349,9 +349,7 @@ def test_the_advice_names_an_action_for_each_clear_benefit():
     advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
     after = "after 20 steps without it the validation loss is"
     assert advice[0] == f"Keep the dropout at `a` for now: {after} higher by 0.0120 ± 0.0020."
-    assert (
-        advice[1] == f"Dropout at `b` is in the way, lower its p: {after} lower by 0.030 ± 0.010."
-    )
+    assert advice[1] == f"Dropout at `b` does harm, so lower its p: {after} lower by 0.030 ± 0.010."
     assert advice[2] == "No evidence either way at `c`: give it more seconds."
     assert not any("Weight decay" in sentence for sentence in advice)
 
@@ -363,8 +361,8 @@ def test_weight_decay_is_compared_with_the_best_site():
     assert more.startswith("Weight decay helps more than any dropout here: +0.500 ± 0.01")
     (as_well,) = [s for s in benefit_of(found, Estimate.of(0.01, 0.001), a=site) if "decay" in s]
     assert as_well.startswith("Weight decay helps as well")
-    (in_the_way,) = [s for s in benefit_of(found, Estimate.of(-0.5, 0.01), a=site) if "decay" in s]
-    assert in_the_way.startswith("More weight decay would be in the way")
+    (harms,) = [s for s in benefit_of(found, Estimate.of(-0.5, 0.01), a=site) if "decay" in s]
+    assert harms.startswith("More weight decay would do harm")
 
 
 def test_advice_is_never_empty():

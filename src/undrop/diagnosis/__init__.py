@@ -1,4 +1,4 @@
-"""What is dropout doing in my model? Measured site by site, with standard errors."""
+"""Measure what dropout does in a model, site by site, with standard errors."""
 
 from undrop.diagnosis.checks import Check, check
 from undrop.diagnosis.measure.benefit import Benefit

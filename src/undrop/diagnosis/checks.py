@@ -39,7 +39,7 @@ VERDICTS: Mapping[str, str] = {
 class Check:
     """The analytic terms of an objective, compared with dropout itself on one batch.
 
-    Errors are over masks only: the batch is fixed.
+    Standard errors are over masks only, because the batch is fixed.
     """
 
     objective: str
@@ -57,8 +57,8 @@ class Check:
     """The trace of the objective's implicit noise divided by the trace of dropout's at the same sites.
 
     The objective's noise has its own site weights, mask structure and factor, as a mean over steps:
-    ``Dropout(k, noise="analytic")`` only puts back 1 - 1/k. None without such noise: if it is off,
-    for k = 1, and with the exact engine, which computes expectations."""
+    ``Dropout(k, noise="analytic")`` adds back only the part 1 - 1/k. None without such noise: if it is
+    off, for k = 1, and with the exact engine, which computes expectations."""
     verdict: str
     """"good", "rough", "poor" or "unclear"."""
     draws: int
@@ -124,8 +124,8 @@ def check(
     Neither the model nor the objective is changed.
 
     Args:
-        objective: one with analytic terms: ``Analytic``, or ``Dropout(noise="analytic")``.
-        model: the model it is for.
+        objective: an objective with analytic terms: ``Analytic``, or ``Dropout(noise="analytic")``.
+        model: the model that it trains.
         batch: a pair (inputs, targets).
         seconds: the time to spend.
         draws: the largest number of masks; None uses all the time.
@@ -164,7 +164,7 @@ def _implicit_factor(objective: Objective) -> float:
 
 
 def _copy_at_regularizing_step(objective: Objective, generators: Generators) -> Objective:
-    """A copy with its own generator, at a step that regularizes."""
+    """Return a copy with its own generator, at a step that regularizes."""
     copied = copy.copy(objective)
     copied.generators = generators
     copied.steps -= copied.steps % copied.interval
@@ -191,7 +191,7 @@ def _result(objective: Objective, samples: Samples[_Sample]) -> Check:
     share = samples.ratio(lambda s: s.mask.half_quadratic, lambda s: s.mask.r_drop)
     first = next(iter(samples))
     explicit = samples.mean(lambda s: s.explicit)
-    if isinstance(getattr(objective, "engine", None), Exact):  # which computes the expectation
+    if isinstance(getattr(objective, "engine", None), Exact):  # it computes the expectation
         explicit = Estimate.of(explicit.value, 0.0)
     noise = samples.ratio(lambda s: s.analytic_trace, lambda s: s.dropout_trace)
     return Check(
@@ -208,7 +208,7 @@ def _result(objective: Objective, samples: Samples[_Sample]) -> Check:
 
 
 def _verdict(share: Estimate) -> str:
-    """The verdict from the 95 % interval of ½E[uᵀHu] / R_drop."""
+    """Return the verdict from the 95 % interval of ½E[uᵀHu] / R_drop."""
 
     def within(part: float) -> bool:
         return share.low >= part and share.high <= 1.0 / part

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from undrop.diagnosis.measure.benefit import REPEATS, Benefit, Training, measure_benefit
+from undrop.diagnosis.measure.benefit import REPEATS, Benefit, BranchOptimizer, measure_benefit
 from undrop.diagnosis.measure.explicit import Explicit, measure_explicit
 from undrop.diagnosis.measure.implicit import Implicit, measure_implicit
-from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch, collect, shared_examples
+from undrop.diagnosis.measure.model import MeasuredModel, Pair, collect, shared_examples
 from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import advise, conclude
 from undrop.diagnosis.report.provenance import provenance_of
@@ -21,10 +21,10 @@ from undrop.diagnosis.report.result import Diagnosis
 from undrop.errors import DataError, OptionError
 from undrop.losses import Loss, as_loss
 from undrop.options import as_float
-from undrop.report import Progress
+from undrop.report import Bar, Progress
 
 _TIME = {"explicit effect": 3.0, "implicit effect": 2.0, "benefit": 2.0}
-"""How the time is divided."""
+"""How the time is divided between the measurements."""
 _SAME_DATA = "{}, on which every regularizer looks harmful: pass batches of other data."
 
 
@@ -55,18 +55,18 @@ def diagnose(
         batches: pairs (inputs, targets) of training data, such as a DataLoader.
         validation: pairs of other data. With them, a diagnosis measures the benefit of every site:
             the validation loss after 20 steps without it, minus that after 20 steps with it.
-        optimizer: the optimizer that trains the model. It takes these steps, and its state is restored;
-            None is AdamW.
+        optimizer: the optimizer that trains the model; None is AdamW. It takes these steps, and its
+            state is restored.
         learning_rate: the learning rate of these steps; None is the optimizer's, and 0.001 for AdamW.
             At the end of a schedule, pass the learning rate of its middle.
         weight_decay: the weight decay whose benefit is measured too; None is the one that shrinks the
             weights by 1 % in 20 steps.
-        loss: as for an objective: None is cross-entropy on the model's output.
+        loss: as for an objective.
         implicit: whether to measure gradient noise as well.
-        seconds: the time to spend; more gives smaller errors. It takes longer if a minimum of
-            samples needs it.
-        draws: the largest number of masks per batch; None uses all the time. With it, a generator
-            and enough seconds the figures are reproducible.
+        seconds: the time to spend; more gives smaller errors. A diagnosis takes longer if the smallest
+            number of samples needs it.
+        draws: the largest number of masks per batch; None uses all the time. With ``draws``, a
+            generator and enough seconds, the figures are reproducible.
         max_batches: the largest number of training and of validation batches to use.
         classes: the names of the output's classes.
         batch_dim: the dimension of targets that counts examples.
@@ -79,39 +79,38 @@ def diagnose(
         NonFiniteError: if a loss is not finite.
         OutputError: if the model draws random numbers that can't be repeated.
     """
-    _check(seconds, draws, max_batches, learning_rate, weight_decay)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise OptionError(f"optimizer must be one of torch's, got {type(optimizer).__name__}.")
+    _check(seconds, draws, max_batches, optimizer, learning_rate, weight_decay)
     began = time.monotonic()
-    own, other = _collected(batches, validation, max_batches, batch_dim)
+    own, held = _collected(batches, validation, max_batches, batch_dim)
     measured = MeasuredModel(model, own, loss=loss, generator=generator)
-    noise, benefit, training = None, None, None
-    if other is not None:
-        training = Training(measured.model, optimizer, learning_rate, weight_decay)
-    wanted = [n for n, on in zip(_TIME, (True, implicit, other is not None), strict=True) if on]
+    update = (
+        BranchOptimizer(measured.model, optimizer, learning_rate, weight_decay) if held else None
+    )
+    noise = benefit = None
     with Progress(progress) as shown, measured.preserved():
-        bar = shown.bar()
-        budgets = _budgets(wanted, seconds, lambda done, what: bar.show(done, title=what))
+        budgets = _budgets((True, implicit, update is not None), seconds, shown.bar())
         explicit = measure_explicit(measured, next(budgets), draws=draws, names=classes)
         if implicit:
             noise = measure_implicit(measured, next(budgets), draws=draws)
-        if other is not None and training is not None:
+        if update is not None:
+            repeats = min(draws or REPEATS, REPEATS)
             benefit = measure_benefit(
-                *(measured, own, other, next(budgets), training),
-                loss=as_loss(loss),
-                repeats=min(draws or REPEATS, REPEATS),
+                measured, own, held, next(budgets), update, loss=as_loss(loss), repeats=repeats
             )
-    return _result(measured, explicit, noise, benefit, other, time.monotonic() - began)
+    return _result(measured, explicit, noise, benefit, held, time.monotonic() - began)
 
 
 def _check(
     seconds: float,
     draws: int | None,
     max_batches: int,
+    optimizer: Any,
     learning_rate: float | None,
     weight_decay: float | None,
 ) -> None:
     check_seconds(seconds)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise OptionError(f"optimizer must be one of torch's, got {type(optimizer).__name__}.")
     for name, value, least in (("draws", draws, 2), ("max_batches", max_batches, 1)):
         if value is not None and value < least:
             raise OptionError(f"{name} must be at least {least}, got {value}.")
@@ -122,33 +121,38 @@ def _check(
 
 def _collected(
     batches: Iterable[Any], validation: Iterable[Any] | None, most: int, batch_dim: int
-) -> tuple[list[NumberedBatch], list[NumberedBatch] | None]:
-    """The training and the validation batches; refuses validation data that is training data."""
+) -> tuple[list[Pair], list[Pair]]:
+    """Return training and validation batches; refuse validation data that is training data."""
     if validation is None:
-        return collect(batches, most), None
+        return collect(batches, most), []
     if validation is batches:
         raise DataError(_SAME_DATA.format("validation is the training data itself"))
-    other = collect(validation, most, name="validation batches")
+    held = collect(validation, most, name="validation batches")
     own = collect(batches, most)
-    held = [batch.inputs for batch in other]
-    counts = [shared_examples(batch.inputs, held, batch_dim) for batch in own]
+    held_inputs = [inputs for inputs, _ in held]
+    counts = [shared_examples(inputs, held_inputs, batch_dim) for inputs, _ in own]
     known, total = (sum(column) for column in zip(*counts, strict=True))
     if total and known > total // 2:
         shared = (
             f"{known} of {total} examples of the training batches are in the validation data too"
         )
         raise DataError(_SAME_DATA.format(shared))
-    return own, other
+    return own, held
 
 
-def _budgets(
-    wanted: Sequence[str], seconds: float, show: Callable[[float, str], None]
-) -> Iterator[Budget]:
-    """Yield one budget after another: a share of the time left, at least half of the planned time."""
+def _budgets(wanted: Sequence[bool], seconds: float, bar: Bar) -> Iterator[Budget]:
+    """Yield the budget of each measurement in ``_TIME`` that is wanted.
+
+    It is a share of the time that is left, and at least half of the planned time.
+    """
     began, done = time.monotonic(), 0.0
-    whole = sum(_TIME[name] for name in wanted)
-    for name in wanted:
-        end = done + _TIME[name] / whole
+    times = {name: part for (name, part), on in zip(_TIME.items(), wanted, strict=True) if on}
+
+    def show(done: float, what: str) -> None:
+        bar.show(done, title=what)
+
+    for name, part in times.items():
+        end = done + part / sum(times.values())
         left = seconds - (time.monotonic() - began)
         share = (end - done) / (1.0 - done)
         yield Budget(
@@ -162,7 +166,7 @@ def _result(
     explicit: Explicit,
     implicit: Implicit | None,
     benefit: Benefit | None,
-    validation: Sequence[NumberedBatch] | None,
+    validation: Sequence[Pair],
     seconds: float,
 ) -> Diagnosis:
     return Diagnosis(

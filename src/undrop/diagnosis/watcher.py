@@ -1,4 +1,4 @@
-"""Cheap figures of dropout while a model trains."""
+"""Measure the effect of dropout cheaply while a model trains."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from undrop.options import check_int
 
 
 class Watcher:
-    """At an interval: ½E[uᵀHu], each site's share of it, and the norm of ξ_approx.
+    """Computes ½E[uᵀHu], each site's share of it, and the norm of ξ_approx, every ``interval`` steps.
 
     The explicit figures are those of Algorithm 3: one pass and one gradient with labels drawn from the
     model, for all sites at once and with the expectation over masks in closed form. The norm is that
     of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so at the default interval
-    watching costs 1 to 3 % (``benchmarks/watch.py`` measures it). Training does not change: the
-    watcher leaves no gradients and draws nothing from training's generators. Draws depend only on
-    the seed and the step, so a resumed run observes the same.
+    training takes 1 to 3 % longer (``benchmarks/watch.py`` measures it). Otherwise training does not
+    change: the watcher leaves no gradients, and draws nothing from the generators of training. Its draws
+    depend only on the seed and the step, so a resumed run observes the same figures.
 
     Args:
         loss: as for an objective.
@@ -59,11 +59,11 @@ class Watcher:
         *,
         loss: GivenLoss | None = None,
     ) -> dict[str, float] | None:
-        """The figures of this step, or None between observations.
+        """Return the figures of this step, or None between observations.
 
         Args:
             step: the number of the step.
-            model: in train mode.
+            model: the model, in train mode.
             inputs: as for an objective.
             targets: as for an objective.
             loss: the loss at this step, if it is not the watcher's own.
@@ -84,23 +84,23 @@ class Watcher:
 
     def _explicit(self, batch: Batch) -> dict[str, float]:
         loss, targets = batch.loss, batch.targets
-        field = ZeroLeaves(self._draw("dropout"))
-        with Interception(batch.model, field):
+        zeros = ZeroLeaves(self._draw("dropout"))
+        with Interception(batch.model, zeros):
             logits = logits_of(batch.forward())
-        if not field.leaves:
+        if not zeros.leaves:
             raise NoDropoutError(
                 f"{type(batch.model).__name__} has no active dropout to watch: add one, or call "
                 "model.train()."
             )
         try:
             sampled = loss.sampled(logits, targets, "hessian", self._generator(logits.device))
-        except EngineError:  # no likelihood to sample labels from: one draw of u, and no shares
+        except EngineError:  # there is no distribution of labels: use one draw of u, without shares
             return {"half_quadratic": float(self._term(batch, quadratic=0.5).detach())}
-        found = gradients(sampled, field.leaves)
+        found = gradients(sampled, zeros.leaves)
         count = float(loss.count(logits, targets))
         squares = {
             site.name: 0.5 * site.sigma**2 * float(gradient.double().square().sum()) / count
-            for site, gradient in zip(field.sites, found, strict=True)
+            for site, gradient in zip(zeros.sites, found, strict=True)
         }
         total = math.fsum(squares.values())
         shares = {f"share/{name}": value / total for name, value in squares.items() if total}

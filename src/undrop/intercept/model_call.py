@@ -95,6 +95,8 @@ class Batch(NamedTuple):
     """The backend of ``torch.compile``, if the user compiled the model."""
     loss: Any = None
     """The loss of the outputs and the targets."""
+    number: int = 0
+    """Its position among the batches of a diagnosis."""
 
     def forward(self) -> Any:
         """Return everything that the model returns for the inputs."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from undrop.diagnosis.measure.benefit import Benefit, Training, measure_benefit
+from undrop.diagnosis.measure.benefit import Benefit, BranchOptimizer, measure_benefit
 from undrop.diagnosis.measure.branches import loss_without_noise
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.measure.model import MeasuredModel, collect
@@ -89,7 +89,7 @@ class Advice:
 
 
 def _shown(found: Estimate) -> tuple[str, str, str]:
-    sign = "helps" if found.value > 0.0 else "in the way"
+    sign = "helps" if found.value > 0.0 else "harms"
     error = "?" if found.stderr is None else f"{found.stderr:.4f}"
     z = "–" if found.z is None else f"{found.z:+.1f}"
     return f"{found.value:+.4f} ± {error}", z, "no evidence" if found.includes_zero else sign
@@ -109,13 +109,13 @@ def advise_from(
     own, held = batches[-BATCHES:], tuner.validation.batches[:BATCHES]
     losses = partial(loss_without_noise, tuner.objective, model)
     found = gap([losses(*each) for each in held], [losses(*each) for each in own])
-    numbered = collect(own, BATCHES)
+    pairs = collect(own, BATCHES)
     given = tuner.objective.loss
-    measured = MeasuredModel(model, numbered, loss=given)
-    training = Training(measured.model, optimizer, None, None)
+    measured = MeasuredModel(model, pairs, loss=given)
+    update = BranchOptimizer(measured.model, optimizer, None, None)
     with measured.preserved():
         benefit = measure_benefit(
-            *(measured, numbered, collect(held, BATCHES), Budget(math.inf), training),
+            *(measured, pairs, collect(held, BATCHES), Budget(math.inf), update),
             loss=given,
             repeats=REPEATS,
             probabilities=tuner.probabilities,

@@ -1,1 +1,1 @@
-"""Measuring: the explicit and implicit effect of dropout, and its benefit."""
+"""Measure the explicit and the implicit effect of dropout, and its benefit."""

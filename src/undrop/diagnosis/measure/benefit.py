@@ -1,9 +1,9 @@
 """Whether dropout helps: the validation loss after some steps without it, minus that with it.
 
-The steps begin at the model's weights, in paired branches: one with the dropout that the model declares,
-one without each site, one without any dropout, and one with more weight decay. Repeats have other
-batches and masks. A table of differences has a row for each repeat and a column for each validation
-batch; both are random samples.
+Branches of training start from the model's weights: one with the dropout that the model declares, one
+for each site without its dropout, one without any dropout, and one with more weight decay. Each repeat
+has other batches and masks. A table of differences has a row for each repeat and a column for each
+validation batch; both are random samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim import AdamW, Optimizer
 from undrop.diagnosis.measure.branches import Branches, Move
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.measure.gradients import trained_parameters
-from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch
+from undrop.diagnosis.measure.model import MeasuredModel, Pair
 from undrop.diagnosis.measure.timing import Budget
 from undrop.errors import NonFiniteError, OptionError
 from undrop.losses import GivenLoss
@@ -39,16 +39,16 @@ SHRINKAGE = 0.01
 """The share by which weight decay shrinks the weights in a branch, if no coefficient is given."""
 _OFF = 1e-9  # a p that drops nothing, but draws as many random numbers as any other
 _OVERTIME = 3.0  # two repeats may take this many times the budget
-_EVERY, _DECAY = object(), object()
+_EVERY, _DECAY = object(), object()  # the branches without any dropout, and with more weight decay
 
 
 def two_way_error(table: NDArray[np.float64]) -> tuple[float | None, float]:
-    """The standard error of the mean of a table, and its degrees of freedom.
+    """Return the standard error of the mean of a table, and its degrees of freedom.
 
     Rows (repeats) and columns (validation batches) are both random samples. With mean squares MS of
     rows, columns and residuals of an r × c table, the variance of the mean is
-    (MS_rows + MS_columns - MS_residual)/rc, at least the larger of its first two terms. None where
-    there are fewer than two rows or columns.
+    (MS_rows + MS_columns - MS_residual)/rc, and at least the larger of its first two terms. With fewer
+    than two rows or columns, the error is None.
     """
     r, c = table.shape
     if r < 2 or c < 2:
@@ -66,34 +66,34 @@ def two_way_error(table: NDArray[np.float64]) -> tuple[float | None, float]:
 
 
 class Benefit(NamedTuple):
-    """How much lower some steps with a dropout, or weight decay, leave the validation loss."""
+    """How much lower the validation loss is after some steps with a dropout, or with weight decay."""
 
     sites: dict[str, Estimate]
-    """The dropout of each site; NaN if the time ran out before it."""
+    """The benefit of each site's dropout; NaN if the time ran out before it was measured."""
     every_site: Estimate
-    """All dropout together."""
+    """The benefit of all dropout together."""
     weight_decay: Estimate
-    """Weight decay with the coefficient ``decay``, in addition to the optimizer's own."""
+    """The benefit of weight decay with the coefficient ``decay``, on top of the optimizer's own."""
     decay: float
-    """λ."""
+    """The coefficient λ of weight decay."""
     steps: int
     """The steps of a branch."""
     optimizer: str
-    """The optimizer that takes them."""
+    """The optimizer that takes these steps."""
     learning_rate: float
     repeats: int
     """The number of repeats."""
     validation_batches: int
 
 
-class Training:
-    """The optimizer of the branches.
+class BranchOptimizer:
+    """The optimizer that trains the branches.
 
     Args:
-        model: whose weights it moves.
-        optimizer: one that trains the model, whose state is left as it is; None is AdamW.
-        learning_rate: None takes the optimizer's.
-        weight_decay: λ of the branch with more of it; None takes 1 % off the weights in a branch.
+        model: the model whose weights it updates.
+        optimizer: the optimizer that trains the model, whose state is restored; None is AdamW.
+        learning_rate: None uses the optimizer's.
+        weight_decay: λ of the branch with more weight decay; None is 1 % of the weights in a branch.
 
     Raises:
         OptionError: for an optimizer that does not fit the model, or a learning rate of 0.
@@ -120,19 +120,19 @@ class Training:
         if not self.learning_rate > 0.0:
             raise OptionError(
                 f"the learning rate of {self.name} is {self.learning_rate:g}, so "
-                "nothing happens: pass learning_rate=, that of the middle of the training."
+                "the weights do not move: pass learning_rate=, the one in the middle of training."
             )
         shrinkage = SHRINKAGE / (STEPS * self.learning_rate)
         self.decay = shrinkage if weight_decay is None else weight_decay
 
     @property
     def name(self) -> str:
-        """The optimizer's class."""
+        """The name of the optimizer's class."""
         return type(self._optimizer).__name__
 
     @property
     def learning_rate(self) -> float:
-        """The largest of its groups."""
+        """The largest learning rate of its parameter groups."""
         if self._rate is not None:
             return self._rate
         return max(float(group["lr"]) for group in self._optimizer.param_groups)
@@ -141,7 +141,7 @@ class Training:
     def steps(self, *, more_decay: bool) -> Iterator[Move]:
         """Yield a function that takes a step; on exit, restore the optimizer and all gradients.
 
-        With ``more_decay``, each step also takes learning rate · λ off the weights.
+        With ``more_decay``, each step also shrinks the weights by the factor 1 - learning rate · λ.
         """
         groups = self._optimizer.param_groups
         every = [p for group in groups for p in group["params"]]
@@ -172,10 +172,10 @@ class Training:
 
 def measure_benefit(
     measured: MeasuredModel,
-    batches: Sequence[NumberedBatch],
-    validation: Sequence[NumberedBatch],
+    batches: Sequence[Pair],
+    validation: Sequence[Pair],
     budget: Budget,
-    training: Training,
+    optimizer: BranchOptimizer,
     *,
     loss: GivenLoss,
     repeats: int = REPEATS,
@@ -183,31 +183,30 @@ def measure_benefit(
 ) -> Benefit:
     """Train branches until the time or the repeats are used up.
 
-    The first two repeats may take three times the budget, and all dropout together and weight decay are
-    measured once in any case. ``probabilities`` are p by site; None takes what the model declares.
+    The first two repeats may take three times the budget. All dropout together and weight decay are
+    measured at least once. ``probabilities`` are p by site; None uses the p that the model declares.
     """
     p = {s.name: s.p for s in measured.sites} if probabilities is None else dict(probabilities)
-    study = _BenefitStudy(measured, batches, validation, training, loss, p)
+    study = _BenefitStudy(measured, batches, validation, optimizer, loss, p)
     while study.repeats < repeats and not (study.repeats and study.late(budget)):
         study.repeat(budget)
     return study.result()
 
 
 class _BenefitStudy:
-    """Collects differences of validation losses, by repeat and by what was left out."""
+    """Collects differences of validation losses, by repeat and by branch."""
 
     def __init__(
         self,
         measured: MeasuredModel,
-        batches: Sequence[NumberedBatch],
-        validation: Sequence[NumberedBatch],
-        training: Training,
+        batches: Sequence[Pair],
+        validation: Sequence[Pair],
+        optimizer: BranchOptimizer,
         loss: GivenLoss,
         p: dict[str, float],
     ) -> None:
-        self.measured, self.training, self.p = measured, training, p
-        self.batches = [(batch.inputs, batch.targets) for batch in batches]
-        self.validation = [(batch.inputs, batch.targets) for batch in validation]
+        self.measured, self.optimizer, self.p = measured, optimizer, p
+        self.batches, self.validation = batches, validation
         self.objective = Dropout()
         self.objective.loss = loss
         self.rows: dict[Any, list[list[float]]] = {_EVERY: [], _DECAY: []}
@@ -215,12 +214,12 @@ class _BenefitStudy:
         self.repeats = 0
 
     def late(self, budget: Budget) -> bool:
-        """Whether the time is up; two repeats, without which no error is known, may take longer."""
+        """Return whether the time is up; the two repeats that an error needs may take longer."""
         limit = 1.0 if self.repeats > 1 else _OVERTIME
         return budget.spent(self.repeats / REPEATS) and budget.elapsed >= limit
 
     def repeat(self, budget: Budget) -> None:
-        """Train one branch of each kind while there is time; another site comes first in each repeat."""
+        """Train one branch of each kind while there is time, starting from another site each time."""
         branches = self._branches()
         reference = self._losses(branches)
         names, first = list(self.p), self.repeats % len(self.p)
@@ -234,39 +233,39 @@ class _BenefitStudy:
         self.repeats += 1
 
     def _branches(self) -> Branches:
-        device = self.training.weights[0].device
+        device = self.optimizer.weights[0].device
         generator = self.measured.generators(device)
         seed = int(torch.randint(2**31, (), generator=generator, device=device))
         shape = (STEPS,)
         order = torch.randint(len(self.batches), shape, generator=generator, device=device)
         chosen = [self.batches[i] for i in order.tolist()]
-        model, weights = self.measured.model, self.training.weights
+        model, weights = self.measured.model, self.optimizer.weights
         return Branches(self.objective, model, weights, chosen, self.validation, seed)
 
     def _losses(self, branches: Branches, without: Any = None) -> list[float]:
         off = set(self.p) if without is _EVERY else {without}
         self.objective.site_p = {name: _OFF if name in off else p for name, p in self.p.items()}
-        with self.training.steps(more_decay=without is _DECAY) as move:
+        with self.optimizer.steps(more_decay=without is _DECAY) as move:
             found = branches.losses(move)
         if found is None:
             raise NonFiniteError(
-                f"{STEPS} steps of {self.training.name} with a learning rate of "
-                f"{self.training.learning_rate:g} make the loss of {self.measured.name} infinite: pass "
+                f"{STEPS} steps of {self.optimizer.name} with a learning rate of "
+                f"{self.optimizer.learning_rate:g} make the loss of {self.measured.name} infinite: pass "
                 "the optimizer= or the learning_rate= that trains this model."
             )
         return found.held
 
     def result(self) -> Benefit:
-        """Read the tables."""
-        training = self.training
+        """Return the benefits with their errors, from the tables."""
+        optimizer = self.optimizer
         return Benefit(
             sites={name: _estimate(self.rows[name]) for name in self.p},
             every_site=_estimate(self.rows[_EVERY]),
             weight_decay=_estimate(self.rows[_DECAY]),
-            decay=training.decay,
+            decay=optimizer.decay,
             steps=STEPS,
-            optimizer=training.name,
-            learning_rate=training.learning_rate,
+            optimizer=optimizer.name,
+            learning_rate=optimizer.learning_rate,
             repeats=self.repeats,
             validation_batches=len(self.validation),
         )

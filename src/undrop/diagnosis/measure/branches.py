@@ -1,9 +1,9 @@
 """Short training runs from the same weights, compared by their validation loss.
 
-Branches begin at the weights that a model has, train on the same batches with the same random numbers,
+Branches start from a model's current weights, train on the same batches with the same random numbers,
 and differ in one thing: the noise of one site or of all sites, or weight decay. So most of the noise of
-training cancels in the difference of their validation losses, and what is left has both parts of
-dropout, explicit and implicit, at any p.
+training cancels in the difference of their validation losses. What is left is the effect of both parts
+of dropout, explicit and implicit, at any p.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Move = Callable[[list[Tensor]], None]
 
 
 def loss_without_noise(objective: Objective, model: nn.Module, inputs: Any, targets: Any) -> float:
-    """The objective's loss on a batch, with every dropout off."""
+    """Return the objective's loss on a batch, with every dropout off."""
     batch = objective.loss.prepare(uncompiled(model), inputs, targets)
     with torch.no_grad():
         return float(objective.forward_and_loss(batch, no_noise)[1])
@@ -48,18 +48,18 @@ class Branches(NamedTuple):
     objective: Objective
     model: nn.Module
     weights: list[Tensor]
-    """Those that move."""
+    """The weights that training changes."""
     batches: Sequence[tuple[Any, Any]]
-    """What a branch trains on, one step each."""
+    """The batches that a branch trains on, one step each."""
     held: Sequence[tuple[Any, Any]]
-    """What branches are compared on."""
+    """The validation batches that the branches are compared on."""
     seed: int
-    """Of the random numbers that all of them draw."""
+    """The seed of the random numbers that every branch draws."""
 
     def losses(self, move: Move) -> Losses | None:
-        """Train one branch, and return its losses; None if it explodes.
+        """Train one branch, and return its losses; None if they are not finite.
 
-        Weights, buffers, random states and the objective's counts are then as before.
+        The weights, the buffers, the random state and the objective's state are restored.
         """
         trained = []
         with self._unchanged():

@@ -3,8 +3,9 @@
 A figure is a mean over batches (weighted by their terms) of means over masks. Its variance is
 estimated in two ways: from the spread of the batches' means, which contains the noise of the masks as
 well, and from the spread of the masks within each batch. Each way gives an interval with Student's t
-for its own degrees of freedom; the wider one counts, since with few batches the first can be small by
-chance. The interval of a ratio is Fieller's, which is valid even if the denominator is uncertain.
+for its own degrees of freedom. The wider interval is used, because with few batches the first can be
+small by chance. The interval of a ratio is Fieller's, which is valid even if the denominator is
+uncertain.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ class Estimate(NamedTuple):
 
 
 def percent(share: Estimate, *, interval: bool = False) -> str:
-    """A share as text, with its standard error or its interval.
+    """Return a share as text, with its standard error or its interval.
 
-    It is a dash if the share is NaN or its interval is unbounded.
+    The text is a dash if the share is NaN or its interval is unbounded.
     """
     if math.isnan(share.value):
         return "–"
@@ -125,7 +126,7 @@ def percent(share: Estimate, *, interval: bool = False) -> str:
 
 
 def _rounded(value: float, stderr: float) -> str:
-    """The value to the error's second digit: a value and its error have the same decimals."""
+    """Round a value to the second digit of its error, so that both have the same number of decimals."""
     places = 1 - int(f"{stderr:.1e}"[4:]) if math.isfinite(stderr) else 0
     if not -4 <= places <= 6:
         return f"{value:.3g}" if abs(value) > stderr else f"{value:.2g}"
@@ -133,7 +134,7 @@ def _rounded(value: float, stderr: float) -> str:
 
 
 class BatchMoments(NamedTuple):
-    """The samples of some figures in one batch: how many, their means and covariances."""
+    """The number of samples of some figures in one batch, their means and covariances."""
 
     weight: float
     size: int
@@ -242,9 +243,9 @@ def _satterthwaite(
 
 
 class Samples(Generic[S]):
-    """Samples, one per mask, grouped by batch; figures are read off them by functions.
+    """Samples, one per mask, grouped by batch. A figure is a function of a sample.
 
-    A figure that returns None for a sample leaves that sample out.
+    A sample for which the function returns None is left out.
     """
 
     def __init__(self) -> None:

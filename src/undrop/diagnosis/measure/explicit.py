@@ -1,7 +1,7 @@
 """The explicit effect: R_drop and its parts, over all sites, by site, by class, and for other p.
 
-For other p the second-order terms follow from those at the model's own p, since they grow as
-σ² = q/(1-q) site by site; only R_drop needs new samples.
+For other p, the second-order terms follow from those at the model's own p, because each site's part
+grows as its σ² = q/(1-q). Only R_drop needs new samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, Samples, ratio
-from undrop.diagnosis.measure.model import MeasuredModel, NumberedBatch
+from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.r_drop import (
     Expanded,
     Expander,
@@ -27,7 +27,7 @@ from undrop.diagnosis.measure.r_drop import (
     sample_mask,
 )
 from undrop.diagnosis.measure.timing import Budget
-from undrop.intercept import Site
+from undrop.intercept import Batch, Site
 from undrop.losses import ByClass
 from undrop.noise import sigma
 
@@ -41,9 +41,9 @@ class ClassShare(NamedTuple):
     number: int
     name: str
     share: Estimate
-    """Of uᵀHu."""
+    """Its share of uᵀHu."""
     weight: float
-    """Its share of Σ p(1 - p), the diagonal of H: its share of uᵀHu if all u_c were alike."""
+    """Its share of Σ p(1 - p), the diagonal of H: its share of uᵀHu if all u_c were equal in size."""
 
 
 class _Sums:
@@ -105,8 +105,8 @@ class ClassShares:
         ]
 
 
-_GRID = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # the largest p of the model, for the curve
-_NEAR = 0.1  # a point of the grid this close to the model's own p adds nothing
+_GRID = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # values of the largest p of the model, for the curve
+_NEAR = 0.1  # a value this close to the model's own p, relative to it, is left out
 _VISIT = 2  # masks per batch each time it is expanded
 _EXTRAS = 8  # passes per mask for single sites and other p
 
@@ -117,13 +117,13 @@ class SiteEffect(NamedTuple):
     p: float
     kind: str
     share: Estimate
-    """Of ½E[uᵀHu]; the shares of all sites add up to 1."""
+    """Its share of ½E[uᵀHu]; the shares of all sites add up to 1."""
     parts: Parts
-    """With dropout at this site alone."""
+    """R_drop and its parts with dropout at this site alone."""
 
 
 class Point(NamedTuple):
-    """The effect with every site's p times ``factor``; ``p`` is the largest p then."""
+    """The effect with every site's p times ``factor``; ``p`` is the largest of these p."""
 
     factor: float
     p: float
@@ -138,7 +138,7 @@ class Explicit:
     quadratic_share: Estimate
     """½E[uᵀHu] / R_drop."""
     second_order_share: Estimate
-    """The same with the model's curvature: all of second order."""
+    """(½E[uᵀHu] + curvature) / R_drop: all of second order."""
     sites: dict[str, SiteEffect]
     curve: list[Point]
     classes: list[ClassShare]
@@ -187,7 +187,7 @@ def measure_explicit(
 ) -> Explicit:
     """Measure the explicit effect until the time, or the draws per batch, are used up.
 
-    At least two masks of the first batch are drawn. ``names`` are those of the classes.
+    At least two masks of the first batch are drawn. ``names`` are the names of the classes.
     """
     return _ExplicitStudy(measured, names).run(budget, draws)
 
@@ -249,9 +249,7 @@ class _ExplicitStudy:
             self._visit(batch, extras, everything=self.samples.count == 0)
         return self.result()
 
-    def _visit(
-        self, batch: NumberedBatch, extras: Iterator[str | float], *, everything: bool
-    ) -> None:
+    def _visit(self, batch: Batch, extras: Iterator[str | float], *, everything: bool) -> None:
         expanded = self.expander(batch)
         for _ in range(_VISIT):
             most = len(self.measured.sites) + len(self.factors)

@@ -1,9 +1,9 @@
-"""Samples of gradient noise of three kinds.
+"""Samples of gradient noise, of three kinds.
 
-Each kind of noise has zero mean:
+Each kind has zero mean:
 
 - dropout: (∇ℓ(F(x; 1, η₁)) - ∇ℓ(F(x; 1, η₂)))/√2, the paper's ξ̃_drop scaled to the covariance of one
-  dropout gradient around its mean (Section 3.1);
+  dropout gradient (Section 3.1);
 - analytic: ξ_approx = ∇(∂ℓ/∂ε) (eq. 4.6);
 - batch: the same difference between two batches without dropout.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.autodiff import gradients
-from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, NumberedBatch
+from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel
 from undrop.engines import dropout_masks
 from undrop.errors import GradientsDisabledError
 from undrop.intercept import Batch, Selection, SiteAction, keep_statistics
@@ -31,7 +31,7 @@ def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def group_of(parameter: str) -> str:
-    """The part of a model that a parameter belongs to: its top-level module, or the list element."""
+    """Return the part of a model that a parameter belongs to: a top-level module or list element."""
     first, *rest = parameter.split(".")
     return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
 
@@ -47,16 +47,16 @@ def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def trained_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that require a gradient; if none does, an error."""
+    """Return the parameters that require a gradient; raise an error if there is none."""
     return [p for _, p in _named_parameters(model)]
 
 
 class GradientNoise:
     """Draws gradient noise of a model.
 
-    The analytic noise is that of the objective (None is Analytic), drawn from the model's generators,
-    with the factor ``implicit_factor`` of ∂ℓ/∂ε. Dropout's noise is at the same sites, with its own
-    strength.
+    The analytic noise is that of the objective (None is ``Analytic``), with ``implicit_factor`` as the
+    factor of ∂ℓ/∂ε, drawn from the generators of ``measured``. Dropout's noise is at the same sites,
+    with its own strength.
     """
 
     def __init__(
@@ -80,25 +80,24 @@ class GradientNoise:
         """The number of trained parameters."""
         return sum(p.numel() for p in self.parameters)
 
-    def dropout(self, batch: NumberedBatch) -> list[Tensor]:
+    def dropout(self, batch: Batch) -> list[Tensor]:
         """A sample of dropout's noise on a batch."""
         generators = self.measured.generators
         one, two = (self._gradient(batch, dropout_masks(generators, self._sites)) for _ in range(2))
         return _difference(one, two)
 
-    def analytic(self, batch: NumberedBatch) -> list[Tensor]:
+    def analytic(self, batch: Batch) -> list[Tensor]:
         """A sample of ξ_approx on a batch."""
-        model, objective = self.measured.model, self.objective
-        seen = Batch(model, batch.inputs, batch.targets, loss=self.measured.loss)
-        with keep_statistics(model):
-            term = objective.engine.evaluate(objective.request(seen, self._noise)).total
+        request = self.objective.request(batch, self._noise)
+        with keep_statistics(batch.model):
+            term = self.objective.engine.evaluate(request).total
         return gradients(term, self.parameters)
 
-    def between(self, one: NumberedBatch, two: NumberedBatch) -> list[Tensor]:
+    def between(self, one: Batch, two: Batch) -> list[Tensor]:
         """A sample of the noise from the choice of batch."""
         return _difference(self._gradient(one, FixedNoise({})), self._gradient(two, FixedNoise({})))
 
-    def _gradient(self, batch: NumberedBatch, action: SiteAction) -> list[Tensor]:
+    def _gradient(self, batch: Batch, action: SiteAction) -> list[Tensor]:
         logits = self.measured.run(batch, action)
         return gradients(self.measured.loss.value(logits, batch.targets), self.parameters)
 
@@ -110,9 +109,9 @@ def _difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:
 class Sketch:
     """A linear map to a few numbers that preserves inner products; the identity for small models.
 
-    A count sketch: every coordinate goes to a random place with a random sign. Inner products of
+    It is a count sketch: every coordinate goes to a random place with a random sign. Inner products of
     unit vectors have an error of about 1/sqrt(places). ``size`` is the number of coordinates, and
-    ``places`` how many numbers to keep at most.
+    ``places`` the largest number of numbers to keep.
     """
 
     def __init__(self, size: int, places: int, device: torch.device) -> None:

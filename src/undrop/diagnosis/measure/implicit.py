@@ -1,7 +1,7 @@
 """The implicit effect: dropout's gradient noise, compared with ξ_approx and with mini-batching.
 
-Covariances are compared by the inner products of samples (m, D) alone; errors come from the jackknife
-over blocks of samples.
+Covariances are compared through the inner products of samples (m, D) alone. Standard errors come from
+the jackknife over blocks of samples.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST = 256  # samples for eigenspaces, whose cost grows as their cube
 
 
 def cosine(a: Tensor, b: Tensor) -> Estimate:
-    """The cosine of E[a] and E[b], for samples that come in pairs.
+    """Return the cosine of E[a] and E[b], for samples that come in pairs.
 
-    Products of different samples only: a sample's product with itself would make the norms too
-    large and the cosine too small, the more so the fewer samples there are.
+    It uses only products of different samples. Products of a sample with itself would make the norms
+    too large and the cosine too small, above all with few samples.
     """
     aa, ab, bb = a @ a.T, a @ b.T, b @ b.T
 
@@ -38,12 +38,12 @@ def cosine(a: Tensor, b: Tensor) -> Estimate:
         product = norms[0] * norms[1]
         return cross / math.sqrt(product) if product > 0.0 else math.nan
 
-    found = _left_out(statistic, len(a))
+    found = _jackknife(statistic, len(a))
     return found._replace(value=max(-1.0, min(1.0, found.value)))
 
 
-def _left_out(statistic: Callable[[Tensor], float], n: int) -> Estimate:
-    """A statistic of n samples; its error comes from leaving out one block at a time (the jackknife).
+def _jackknife(statistic: Callable[[Tensor], float], n: int) -> Estimate:
+    """Return a statistic of n samples, with its error from leaving out one block at a time.
 
     Each block has an even number of samples.
     """
@@ -62,7 +62,7 @@ def _left_out(statistic: Callable[[Tensor], float], n: int) -> Estimate:
 
 
 def _shared(aa: Tensor, ab: Tensor, bb: Tensor, k: int) -> float:
-    """‖U_aᵀU_b‖²_F / k for the leading k directions of two sets of samples, from their products."""
+    """Return ‖U_aᵀU_b‖²_F / k for the leading k directions of two sets of samples."""
     sides = []
     for gram in (aa, bb):
         values, vectors = torch.linalg.eigh(gram)
@@ -72,7 +72,7 @@ def _shared(aa: Tensor, ab: Tensor, bb: Tensor, k: int) -> float:
 
 
 def overlap(a: Tensor, b: Tensor, k: int) -> Estimate:
-    """How much the leading k directions of two covariances agree, each from half of its samples."""
+    """Return how much the leading k directions of two covariances agree, each from half its samples."""
     a, b = a[:_MOST], b[:_MOST]
     aa, ab, bb = a @ a.T, a @ b.T, b @ b.T
 
@@ -82,11 +82,11 @@ def overlap(a: Tensor, b: Tensor, k: int) -> Estimate:
             _shared(aa[i][:, i], ab[i][:, j], bb[j][:, j], k) for i, j in ((even, odd), (odd, even))
         )
 
-    return _left_out(statistic, len(a))
+    return _jackknife(statistic, len(a))
 
 
 def trace_of_means(samples: Tensor, k: int) -> Estimate:
-    """k times the trace of the covariance of the mean of k samples."""
+    """Return k times the trace of the covariance of the mean of k samples."""
     groups = [group.mean(0) for group in samples.split(k) if len(group) == k]
     values = torch.stack([k * group.square().sum() for group in groups])
     n = len(groups)
@@ -115,18 +115,18 @@ class Overlap(NamedTuple):
     """How well two leading eigenspaces agree: ‖U₁ᵀU₂‖²_F / k, from samples."""
 
     value: Estimate
-    """Of dropout's and ξ_approx's, from half of the samples each."""
+    """The overlap of dropout's and ξ_approx's, from half of the samples each."""
     ceiling: Estimate
-    """Of dropout's own, from two halves of its samples: the most that this number of samples can
-    show."""
+    """The overlap of dropout's with itself, from two halves of its samples: the most that this number
+    of samples can show."""
     chance: float
-    """Of two random spaces."""
+    """The overlap of two random spaces."""
     directions: int
     """k."""
 
 
 class Shrinking(NamedTuple):
-    """The trace of the mean of k samples of noise, times k: constant in k if it falls as 1/k."""
+    """k times the trace of the mean of k samples of noise: constant if the trace falls as 1/k."""
 
     k: int
     dropout: Estimate
@@ -146,14 +146,14 @@ class Implicit:
     batch_ratio: Estimate | None
     """trace_dropout / trace_batch."""
     cosine: Estimate
-    """Between the diagonals of dropout's and of ξ_approx's covariance."""
+    """The cosine between the diagonals of dropout's and of ξ_approx's covariance."""
     overlap: Overlap
     groups: dict[str, Group]
     shrinking: list[Shrinking]
     samples: int
     parameters: int
     kept: int
-    """Numbers kept of each gradient; fewer than parameters if it is sketched."""
+    """How many numbers are kept of each gradient: fewer than ``parameters`` if it is sketched."""
 
 
 Traces = Mapping[str, float]

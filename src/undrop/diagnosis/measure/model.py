@@ -1,4 +1,4 @@
-"""The model to measure and its batches: its loss under any noise, without side effects."""
+"""The model of a diagnosis and its batches, and its loss under any noise, without side effects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from undrop.errors import DataError, NonFiniteError, OptionError, OutputError
 from undrop.generators import Generators
 from undrop.intercept import (
+    Batch,
     Interception,
     RngSnapshot,
     Rule,
@@ -32,16 +33,11 @@ from undrop.losses import GivenLoss, Loss, as_loss
 from undrop.noise import draw as draw_noise
 from undrop.noise import sigma
 
-
-class NumberedBatch(NamedTuple):
-    """A batch as the user gave it, with its number."""
-
-    number: int
-    inputs: Any
-    targets: Any
+Pair = tuple[Any, Any]
+"""Inputs and targets, as the user passes them."""
 
 
-def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> list[NumberedBatch]:
+def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> list[Pair]:
     """Return the first ``limit`` batches, or all if there are fewer.
 
     Args:
@@ -62,12 +58,14 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
         if isinstance(pair, Mapping) and "labels" in pair:
             pair = (pair, None)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            got = f"{len(pair)} things" if isinstance(pair, tuple | list) else type(pair).__name__
+            got = type(pair).__name__
+            got = f"a {got} of {len(pair)}" if isinstance(pair, tuple | list) else got
             raise DataError(
                 f"each of the {name} must be a pair (inputs, targets), got {got} for batch {number}: "
                 "inputs may be a tensor, a tuple (positional) or a dict (keyword arguments)."
             )
-        found.append(NumberedBatch(number, *pair))
+        inputs, targets = pair
+        found.append((inputs, targets))
     if not found:
         raise DataError(
             f"there are no {name}: pass at least one pair (inputs, targets); a generator that has been "
@@ -77,13 +75,14 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
 
 
 def shared_examples(inputs: Any, held: Iterable[Any], batch_dim: int) -> tuple[int, int]:
-    """Count the examples of a training batch that are also held out (bit for bit), and all its examples.
+    """Count the examples of a training batch that the validation data also has, and all its examples.
 
-    Both arguments are inputs of batches; ``batch_dim`` is the dimension of their examples.
+    ``inputs`` are those of the batch, ``held`` those of the validation batches, and ``batch_dim`` is the
+    dimension of the examples. Examples are compared bit for bit.
     """
-    mine = _fingerprints(inputs, batch_dim)
+    own = _fingerprints(inputs, batch_dim)
     others = {f for x in held for f in _fingerprints(x, batch_dim)}
-    return sum(f in others for f in mine), len(mine)
+    return sum(f in others for f in own), len(own)
 
 
 def _fingerprints(inputs: Any, dim: int) -> list[bytes]:
@@ -100,7 +99,7 @@ SiteNoise = Mapping[str, Tensor]
 
 
 class FixedNoise:
-    """h ⊙ (1 + σ·η) for a given σ·η; other sites carry no noise."""
+    """The site action h ⊙ (1 + σ·η) for a given σ·η; other sites carry no noise."""
 
     def __init__(self, noise: SiteNoise) -> None:
         self.noise = noise
@@ -116,7 +115,7 @@ class MeasuredModel:
 
     Args:
         model: any module with dropout.
-        batches: at least one.
+        batches: at least one pair (inputs, targets).
         loss: as for an objective.
         generator: seeds the masks.
     """
@@ -124,30 +123,23 @@ class MeasuredModel:
     def __init__(
         self,
         model: nn.Module,
-        batches: list[NumberedBatch],
+        batches: Sequence[Pair],
         *,
         loss: GivenLoss | Callable[[Tensor, Any], Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         self.model = uncompiled(model)
-        self._given_loss = as_loss(loss)
-        self.batches = self.prepared(batches)
+        given = as_loss(loss)
+        prepared = (given.prepare(self.model, *pair) for pair in batches)
+        self.batches = [batch._replace(number=n) for n, batch in enumerate(prepared)]
+        self.loss: Loss = self.batches[-1].loss
         if self.loss.whole_output:
             raise OptionError(
-                f"{type(self.loss).__name__} takes all that the model returns, and a diagnosis "
+                f"{type(self.loss).__name__} takes all that the model returns, but a diagnosis "
                 "measures one output: pass the loss of one output, such as undrop.CrossEntropy()."
             )
         self.generators = Generators(_seeded_from(generator))
         self.sites: Sites = sites(self.model, self.batches[0].inputs)
-
-    def prepared(self, batches: list[NumberedBatch]) -> list[NumberedBatch]:
-        """Return the batches as the model's loss takes them."""
-        found = []
-        for batch in batches:
-            made = self._given_loss.prepare(self.model, batch.inputs, batch.targets)
-            self.loss: Loss = made.loss
-            found.append(batch._replace(inputs=made.inputs, targets=made.targets))
-        return found
 
     @property
     def name(self) -> str:
@@ -185,16 +177,16 @@ class MeasuredModel:
         if not torch.allclose(a, b, rtol=tolerance, atol=0.0, equal_nan=True):
             raise OutputError(
                 "two calls of the loss on the same output disagree, so nothing can be measured by "
-                "comparing passes: pass a loss without random numbers and without a state."
+                "comparing passes: pass a loss without random numbers and without state."
             )
 
     def run(
         self,
-        batch: NumberedBatch,
+        batch: Batch,
         action: SiteAction,
         rules: Mapping[Callable[..., Any], Rule] | None = None,
     ) -> Tensor:
-        """The tensor that the loss receives, with the action at every site.
+        """Return the tensor that the loss receives, with the action at every site.
 
         Random numbers that the model draws besides dropout are the same in every pass.
         """
@@ -206,15 +198,15 @@ class MeasuredModel:
         return logits
 
     @torch.no_grad()
-    def loss_value(self, batch: NumberedBatch, noise: SiteNoise) -> float:
-        """ℓ(F(x; 1, η)), or ℓ(F(x)) for no noise; if it is not finite, an error names the batch."""
+    def loss_value(self, batch: Batch, noise: SiteNoise) -> float:
+        """Return ℓ(F(x; 1, η)), or ℓ(F(x)) without noise; an error names a batch whose loss is not finite."""
         loss = float(self.loss.value(self.run(batch, FixedNoise(noise)), batch.targets).double())
         if not math.isfinite(loss):
             raise NonFiniteError(self.not_finite(batch, loss, "with" if noise else "without"))
         return loss
 
-    def not_finite(self, batch: NumberedBatch, loss: float, how: str) -> str:
-        """The message for a loss that is not finite, with or without dropout."""
+    def not_finite(self, batch: Batch, loss: float, how: str) -> str:
+        """Return the message for a loss that is not finite, ``how`` is "with" or "without" dropout."""
         return (
             f"the loss of batch {batch.number} {how} dropout is {loss}: look for NaN or infinity in "
             f"its inputs and in the weights of {self.name}."
@@ -223,7 +215,7 @@ class MeasuredModel:
     def draw_masks(
         self, found: Iterable[tuple[Site, Tensor]], factor: float = 1.0
     ) -> dict[str, Tensor]:
-        """σ·η of dropout with every site's p times ``factor``, as tensors like the ones given."""
+        """Draw σ·η of dropout with every site's p times ``factor``, like the tensors of the sites."""
         masks = {}
         for site, like in found:
             q, like, source = site.p * factor, like.detach(), self.generators(like.device)
@@ -234,7 +226,7 @@ class MeasuredModel:
 
 
 def _seeded_from(generator: torch.Generator | None) -> torch.Generator | None:
-    """A separate generator: a pass of the model may reset the user's or draw from it."""
+    """Return a separate generator, because a pass of the model may reset the user's or draw from it."""
     if generator is None:
         return None
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)

@@ -2,17 +2,18 @@
 
     R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x)) = ½E[uᵀHu] + ½E[Dℓ·∂²F/∂ε²] + rest
 
-One mask η serves all parts: ℓ(F(x; 1, η)) - ℓ(F(x)) less ∂ℓ/∂ε, which has zero mean and most of the
-variance, is a sample of R_drop, and the second-order terms along the same η are samples of the others.
+One mask η gives a sample of every part. The sample of R_drop is ℓ(F(x; 1, η)) - ℓ(F(x)) - ∂ℓ/∂ε, where
+∂ℓ/∂ε has zero mean and most of the variance. The second-order terms along the same η are samples of the
+other parts.
 
 With z the relative noise at every site (h becomes h ⊙ (1 + z)), v = σ·η, u = ∂F/∂z·v and y = Dℓ[F],
 
     ℓ(F(ε)) = ℓ + ε·yᵀu + ε²·(½uᵀHu + ½ vᵀ∇²_z(yᵀF)v) + …
 
-The scalar c(y, z) = vᵀ∇_z(yᵀF) contains all of it: c itself is ∂ℓ/∂ε, its gradient in y is u, and its
-gradient in z, times v, is the part from the model's own curvature. So a batch needs one gradient with
-a graph, and every η one more backward pass through that. Torch never differentiates the loss twice:
-the loss supplies its own curvature.
+The scalar c(y, z) = vᵀ∇_z(yᵀF) contains all of these terms: c itself is ∂ℓ/∂ε, its gradient in y is u,
+and its gradient in z, times v, is the part from the model's own curvature. So a batch needs one gradient
+with a graph, and every η one more backward pass through it. Torch never differentiates the loss twice:
+the loss computes uᵀHu itself.
 """
 
 from __future__ import annotations
@@ -29,18 +30,17 @@ from undrop.diagnosis.measure.estimates import Estimate, Samples
 from undrop.diagnosis.measure.model import (
     FixedNoise,
     MeasuredModel,
-    NumberedBatch,
     SiteNoise,
     collect,
 )
 from undrop.engines import Draw, ZeroLeaves
 from undrop.engines.reverse import TWICE_DIFFERENTIABLE
 from undrop.errors import NoDropoutError, NonFiniteError
-from undrop.intercept import Selection
+from undrop.intercept import Batch, Selection
 from undrop.losses import Loss
 
 _EPSILON = 0.02  # of the differences; truncation is O(ε²), rounding of the second one O(1/ε²)
-_TOLERANCE = 0.1  # between u and its difference; an op that is not differentiated twice is far off
+_TOLERANCE = 0.1  # between u and its finite difference; a wrong second derivative is far off
 
 
 class SecondOrder(NamedTuple):
@@ -51,7 +51,7 @@ class SecondOrder(NamedTuple):
     half_quadratic: float
     """½uᵀHu."""
     curvature: float
-    """½Dℓ·∂²F/∂ε², from the model's own curvature; the paper drops it as not PSD."""
+    """½Dℓ·∂²F/∂ε², from the model's own curvature; the paper omits it, because it can be negative."""
 
 
 class Terms(NamedTuple):
@@ -67,13 +67,13 @@ class Terms(NamedTuple):
 class Expanded(ABC):
     """A batch expanded at ε = 0, with a leaf z of the shape of every η."""
 
-    def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
+    def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
         self.measured, self.batch = measured, batch
-        field = ZeroLeaves(Draw("dropout", "as-declared", Selection(), measured.generators))
-        self.logits = measured.run(batch, field, TWICE_DIFFERENTIABLE)
-        if not field.leaves:
+        zeros = ZeroLeaves(Draw("dropout", "as-declared", Selection(), measured.generators))
+        self.logits = measured.run(batch, zeros, TWICE_DIFFERENTIABLE)
+        if not zeros.leaves:
             raise NoDropoutError(f"no active dropout runs in batch {batch.number}.")
-        self.found = list(zip(field.sites, field.leaves, strict=True))
+        self.found = list(zip(zeros.sites, zeros.leaves, strict=True))
         """The sites that a pass uses, each with a tensor of the shape of its η."""
         self.output = self.logits.detach().requires_grad_()
         self.count = float(measured.loss.count(self.output, batch.targets))
@@ -86,17 +86,17 @@ class Expanded(ABC):
 
     @abstractmethod
     def directional(self, noise: SiteNoise) -> float:
-        """∂ℓ/∂ε along a noise."""
+        """∂ℓ/∂ε along the noise."""
 
     @abstractmethod
     def along(self, noise: SiteNoise) -> Terms:
-        """All terms along a noise."""
+        """All terms along the noise."""
 
 
 class Expansion(Expanded):
     """The expansion by reverse mode applied twice: exact, for every op that has a double backward."""
 
-    def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
+    def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
         super().__init__(measured, batch)
         self._names = [site.name for site, _ in self.found]
         self._leaves = [leaf for _, leaf in self.found]
@@ -144,9 +144,9 @@ class Expansion(Expanded):
 
 
 class Differences(Expanded):
-    """The expansion by differences in ε, for models whose ops have no double backward."""
+    """The expansion by finite differences in ε, for models with ops that have no double backward."""
 
-    def __init__(self, measured: MeasuredModel, batch: NumberedBatch) -> None:
+    def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
         with torch.no_grad():
             super().__init__(measured, batch)
 
@@ -192,7 +192,7 @@ def _scaled(noise: SiteNoise, sign: float) -> dict[str, Tensor]:
 
 
 class Expander:
-    """Expands batches, by differences if an op of the model has no double backward."""
+    """Expands batches, by finite differences if an op of the model has no double backward."""
 
     def __init__(self, measured: MeasuredModel) -> None:
         self._measured = measured
@@ -200,7 +200,7 @@ class Expander:
         self.blocked: str | None = None
         """Why derivatives are computed as differences; None if they are not."""
 
-    def __call__(self, batch: NumberedBatch) -> Expanded:
+    def __call__(self, batch: Batch) -> Expanded:
         """Expand a batch."""
         if not self._tried:
             self._tried = True
@@ -215,10 +215,10 @@ class Expander:
             return Differences(self._measured, batch)
         return Expansion(self._measured, batch)
 
-    def _agrees(self, expansion: Expansion, batch: NumberedBatch) -> bool:
-        """Whether u agrees with a difference: some ops silently return zero second derivatives."""
+    def _agrees(self, expansion: Expansion, batch: Batch) -> bool:
+        """Return whether u agrees with its finite difference: some second derivatives are wrongly 0."""
         if expansion.output.dtype not in (torch.float32, torch.float64):
-            return True  # in half precision a difference is only rounding
+            return True  # in half precision, a finite difference is mostly rounding
         noise = self._measured.draw_masks(expansion.found)
         u = expansion.along(noise).u
         error = Differences(self._measured, batch).tangent(noise) - u
@@ -246,7 +246,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(samples: Samples[Any], read: Callable[[Any], MaskSample | None]) -> Parts:
-    """The parts, from only the samples that have all of them, so that they add up."""
+    """Return the parts, from only the samples that have all of them, so that they add up."""
 
     def mean(figure: Callable[[MaskSample], float]) -> Estimate:
         def of(sample: Any) -> float | None:

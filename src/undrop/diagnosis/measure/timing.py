@@ -1,4 +1,4 @@
-"""How long a study may take."""
+"""The time that a measurement may take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Show = Callable[[float, str], None]
 class Budget:
     """A number of seconds to spend on measuring ``what``; ``show`` receives the part that is done.
 
-    ``span`` is the part of the whole study that this budget covers, as (start, end).
+    ``span`` is the part of the whole diagnosis that this budget covers, as (start, end).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Budget:
     def visits(
         self, batches: Sequence[Item], rounds: int | None, *, least: int = 1
     ) -> Iterator[Item]:
-        """Yield the batches in turn, until the time or the rounds are used up; None is no limit.
+        """Yield the batches in turn until the time is up or the rounds are done; None is no limit.
 
         The first ``least`` visits take place even if the time is up.
         """

@@ -1,6 +1,6 @@
-"""The conclusion in a paragraph, and what to do: plain sentences, each with its figure.
+"""The conclusion of a diagnosis in a paragraph, and what to do: sentences, each with its figure.
 
-It writes a sentence only if the 95 % interval of its figure supports it.
+A sentence is written only if the 95 % interval of its figure supports it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from undrop.diagnosis.measure.implicit import Implicit
 from undrop.intercept import Sites
 
 GOOD = 0.8
-"""The share of ½E[uᵀHu] in R_drop that the paper reports; a share this large is good."""
+"""The share of ½E[uᵀHu] in R_drop from which it is good; the paper reports this share."""
 _POOR = 0.5
-_NOTHING = 0.01  # a share that does not matter
-_SOME = 0.2  # a part that does
-_ROUNDING = 1e-9  # of R_drop: less is no curvature
+_NOTHING = 0.01  # a share below this does not matter
+_SOME = 0.2  # a part above this matters
+_ROUNDING = 1e-9  # a part of R_drop below this is rounding
 
 TOO_LITTLE = "Too little data to say"
 
 
 def signed(estimate: Estimate) -> str:
-    """An estimate with its sign, even if that is a plus."""
+    """Return an estimate as text, with its sign even if that is a plus."""
     return f"+{estimate}" if estimate.value > 0.0 else str(estimate)
 
 
@@ -44,9 +44,10 @@ def _size(explicit: Explicit) -> Iterator[str]:
     if r_drop.includes_zero:
         yield f"{TOO_LITTLE} what dropout adds to the loss: {_why_unknown(explicit)}."
         return
-    verb = "adds" if r_drop.value > 0.0 else "takes off"
-    amount = r_drop if r_drop.value > 0.0 else r_drop.scaled(-1.0)
-    yield f"Dropout {verb} {amount} {'to' if verb == 'adds' else ''} the loss.".replace("  ", " ")
+    if r_drop.value > 0.0:
+        yield f"Dropout adds {r_drop} to the loss."
+    else:
+        yield f"Dropout lowers the loss by {r_drop.scaled(-1.0)}."
     shown = percent(share, interval=True)
     if share.low >= GOOD and share.high <= 2.0 - GOOD:
         yield f"The explicit regularizer ½E[uᵀHu] makes up {shown} of that, so it describes it well."
@@ -62,7 +63,7 @@ def _size(explicit: Explicit) -> Iterator[str]:
 
 
 def _why_unknown(explicit: Explicit) -> str:
-    """Why R_drop may be 0, and the way out."""
+    """Return why R_drop may be 0, and the way out."""
     r_drop, used, given = explicit.parts.r_drop, explicit.batches, explicit.batches_given
     batches = "one batch" if used == 1 else f"{used} batches"
     interval = f"95 % interval {r_drop.interval}" if r_drop.interval else "error unknown"
@@ -71,7 +72,7 @@ def _why_unknown(explicit: Explicit) -> str:
 
 
 def _leader(explicit: Explicit) -> tuple[str, Estimate] | None:
-    """The site with the largest share, if that is certain."""
+    """Return the site with the largest share, if it is certain which one that is."""
     effects = sorted(explicit.sites.items(), key=lambda item: -item[1].share.value)
     if len(effects) < 2:
         return None
@@ -100,7 +101,7 @@ def _benefit_sentence(benefit: Benefit) -> str:
     if total.value > 0.0:
         return f"It helps: {after} without it the validation loss is higher by {total}."
     by = total.scaled(-1.0)
-    return f"It is in the way: {after} without it the validation loss is lower by {by}."
+    return f"It does harm: {after} without it the validation loss is lower by {by}."
 
 
 def advise(
@@ -153,7 +154,7 @@ def _benefits(benefit: Benefit) -> Iterator[str]:
     for name, found in reversed(ordered):
         if found.high < 0.0:
             by = found.scaled(-1.0)
-            yield f"Dropout at `{name}` is in the way, lower its p: {after} lower by {by}."
+            yield f"Dropout at `{name}` does harm, so lower its p: {after} lower by {by}."
     unknown = [f"`{name}`" for name, found in ordered if found.includes_zero]
     if unknown:
         way_out = "more seconds" if benefit.validation_batches > 1 else "more validation batches"
@@ -171,7 +172,7 @@ def _decay(benefit: Benefit) -> Iterator[str]:
     elif decay.low > 0.0:
         yield f"Weight decay helps as well: {signed(decay)} {how}."
     elif decay.high < 0.0:
-        yield f"More weight decay would be in the way: {signed(decay)} {how}."
+        yield f"More weight decay would do harm: {signed(decay)} {how}."
 
 
 def _quadratic(explicit: Explicit) -> Iterator[str]:
@@ -196,7 +197,7 @@ def _quadratic(explicit: Explicit) -> Iterator[str]:
 
 
 def _breakdown(curve: list[Point]) -> Iterator[str]:
-    """The smallest p at which second order misses much, if it is accurate below."""
+    """Name the smallest p at which second order misses a lot, if it is accurate at smaller p."""
     bad = [point for point in curve if _misses(point)]
     good = [point for point in curve if point.p < min((b.p for b in bad), default=0.0)]
     if bad and good:

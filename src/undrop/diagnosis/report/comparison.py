@@ -1,4 +1,4 @@
-"""Two diagnoses side by side: before and after training, with and without a change."""
+"""Compare two diagnoses, such as before and after training, or with and without a change."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Comparison:
     """What changed between two diagnoses. ``print`` it, or read its ``changes``."""
 
     before: str
-    """The model of the first."""
+    """The model of the first diagnosis."""
     after: str
-    """The model of the second."""
+    """The model of the second diagnosis."""
     changes: list[Change]
 
     @property
     def conclusion(self) -> str:
-        """One paragraph: what changed by more than its error."""
+        """What changed by more than its error, in one paragraph."""
         certain = [change for change in self.changes if change.certain]
         models = ""
         if self.before != self.after:
@@ -78,7 +78,7 @@ class Comparison:
         return Table(("figure", "before", "after", "change"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The comparison as values for JSON."""
         values = {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
         return {"conclusion": self.conclusion, **values}
 
@@ -86,7 +86,7 @@ class Comparison:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The comparison for a terminal of ``width`` columns; None asks the terminal."""
+        """The comparison for a terminal of ``width`` columns; None uses the width of the terminal."""
         room = terminal_width() if width is None else width
         lines = wrap(self.conclusion, min(room, 100))
         note = ["", _STAR] if any(change.certain for change in self.changes) else []
@@ -165,12 +165,12 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
 
 
 def _is_same_p(change: Change) -> bool:
-    """Whether this is the p of a site that did not change, which needs no row."""
+    """Return whether this is the p of a site, and did not change: it then needs no row."""
     return change.figure.startswith(_P_AT) and change.before == change.after
 
 
 def _figures(json: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """The figures of a diagnosis that are worth comparing, by name."""
+    """Yield the figures of a diagnosis that are compared, by name."""
     explicit, implicit, benefit = json["explicit"], json.get("implicit"), json.get("benefit")
     names = {"r_drop": "R_drop", "half_quadratic": "½E[uᵀHu]"}
     for key, label in {**names, "curvature": "curvature", "rest": "rest"}.items():
@@ -201,7 +201,7 @@ def _estimate(json: Mapping[str, float | None]) -> Estimate:
 
 
 def _difference(before: Estimate | None, after: Estimate | None) -> Estimate | None:
-    """The difference of independent figures, the ends of their intervals combined in quadrature."""
+    """Return the difference of independent figures; the ends of their intervals add in quadrature."""
     if before is None or after is None:
         return None
     value = after.value - before.value

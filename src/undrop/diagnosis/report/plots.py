@@ -1,4 +1,4 @@
-"""The figures of a diagnosis, drawn, readable without color; and the page that shows them."""
+"""Draw the figures of a diagnosis, readable without color, and write its HTML page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def draw(diagnosis: Diagnosis, path: Path) -> None:
     """Draw all panels into one picture.
 
     Raises:
-        OptionError: if the suffix names no kind of picture.
+        OptionError: if the suffix is not a picture format.
     """
     found = panels(diagnosis)
     columns = 2
@@ -200,7 +200,7 @@ def _shrinking(diagnosis: Diagnosis, axes: Any) -> None:
 
 
 def write(diagnosis: Diagnosis, path: Path) -> None:
-    """Write the page, whole or not at all."""
+    """Write the HTML page atomically."""
     pictures = [
         html.figure(picture(diagnosis, title, panel), title)
         for title, panel in panels(diagnosis).items()
@@ -233,5 +233,5 @@ def _summary(diagnosis: Diagnosis) -> list[str]:
 
 
 def _tables(diagnosis: Diagnosis) -> list[str]:
-    """The rows of wide tables become cards on a narrow screen."""
+    """Return the tables; the rows of wide ones become cards on a narrow screen."""
     return [table.html("cards" if len(table.heads) > 3 else "") for table in diagnosis.tables()]

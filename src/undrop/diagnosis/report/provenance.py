@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from undrop import __version__
-from undrop.diagnosis.measure.model import NumberedBatch
+from undrop.diagnosis.measure.model import Pair
+from undrop.intercept import Batch
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Provenance:
 
 def provenance_of(
     model: nn.Module,
-    batches: Sequence[NumberedBatch],
-    validation: Sequence[NumberedBatch] | None,
+    batches: Sequence[Batch],
+    validation: Sequence[Pair],
     *,
     seconds: float,
     masks: int,
@@ -67,17 +68,16 @@ def provenance_of(
         dtype=str(first.dtype).removeprefix("torch."),
         model=type(model).__name__,
         parameters=sum(p.numel() for p in model.parameters()),
-        data=_described(batches),
-        validation=None if validation is None else _described(validation),
+        data=_described(len(batches), batches[0].inputs, batches[0].targets),
+        validation=_described(len(validation), *validation[0]) if validation else None,
         seconds=seconds,
         masks=masks,
     )
 
 
-def _described(batches: Sequence[NumberedBatch]) -> str:
-    count = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
-    shapes = [_shapes(part) for part in (batches[0].inputs, batches[0].targets)]
-    return f"{count}; the first has inputs {shapes[0]} and targets {shapes[1]}"
+def _described(count: int, inputs: Any, targets: Any) -> str:
+    batches = "1 batch" if count == 1 else f"{count} batches"
+    return f"{batches}; the first has inputs {_shapes(inputs)} and targets {_shapes(targets)}"
 
 
 def _shapes(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a diagnosis says: a conclusion and tables for people, JSON for programs, plots and a page."""
+"""The result of a diagnosis: a conclusion and tables for people, JSON for programs, plots, a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 FORMAT = 3
-"""The version of the JSON."""
+"""The version of the JSON format."""
 
 _WIDEST = 100  # columns of a paragraph
 ERRORS = (
@@ -66,24 +66,24 @@ class Diagnosis:
         return self.provenance.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """For programs: every figure is ``{"value": …, "stderr": …, "low": …, "high": …}``."""
+        """Values for JSON; every figure is ``{"value": …, "stderr": …, "low": …, "high": …}``."""
         values = {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
         return {"format": FORMAT, **values, "notes": self.notes}
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`to_json` to a file, whole or not at all."""
+        """Write :meth:`to_json` to a file, atomically."""
         from undrop.files import write_json
 
         write_json(Path(path), self.to_json())
 
     def plot(self, path: str | Path) -> None:
-        """Draw all panels into one picture; the suffix says how (png, pdf, svg)."""
+        """Draw all panels into one picture; the suffix sets its format (png, pdf, svg)."""
         from undrop.diagnosis.report.plots import draw
 
         draw(self, Path(path))
 
     def html(self, path: str | Path) -> None:
-        """Write one page that needs no other file and no network."""
+        """Write one HTML page that needs no other file and no network."""
         from undrop.diagnosis.report.plots import write
 
         write(self, Path(path))
@@ -166,7 +166,7 @@ class Diagnosis:
         return Table(("part", "value"), rows, title="Explicit effect (loss per term)")
 
     def _sites(self) -> Table:
-        """Strength and benefit."""
+        """The share of each site, and its benefit if it was measured."""
         effects = sorted(self.explicit.sites.items(), key=lambda item: -item[1].share.value)
         heads = ["site", "p", "share of ½E[uᵀHu]"]
         rows = [[name, f"{effect.p:g}", percent(effect.share)] for name, effect in effects]
@@ -215,7 +215,7 @@ class Diagnosis:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The whole diagnosis for a terminal of ``width`` columns; None asks the terminal."""
+        """The whole diagnosis for a terminal of ``width`` columns; None uses the terminal's width."""
         room = terminal_width() if width is None else width
         lines = [f"What dropout does in {self.model}", "", *_wrapped(self.conclusion, room)]
         lines += ["", "What to do"]

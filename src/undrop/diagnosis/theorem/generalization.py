@@ -11,9 +11,9 @@ with ζ = B(log(1/δ) + log log n)/n. Theorem B.1 is the same for any loss whose
 
     min over β of G(β) = (1+1/α)(βμκ + ν(e^{τβκ} - τβκ - 1)/τ²) + (1+α)·B·A²·log³(n·c)/(β²n),  α = 100.
 
-(Lemma B.2 prints βκ for the second τβκ; its proof, and the Taylor formula it rests on, have τβκ.) The
-constants in front are universal and unknown: the terms can be compared with each other and between
-models, not with a measured gap as numbers.
+(Lemma B.2 prints βκ for the second τβκ; its proof, and the Taylor formula that it uses, have τβκ.) The
+constants in front of the terms are universal and unknown, so compare terms with each other and between
+models, but not with a measured gap.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from undrop.report import Table, as_json
 TAU = math.sqrt(2.0)
 """The exponential tail of cross-entropy."""
 _CHUNK = 1 << 22  # numbers of a chunk of logits
-_LARGEST = 700.0  # exp of more is not a float
+_LARGEST = 700.0  # exp of a larger number overflows
 
 
 class ExampleStatistics(NamedTuple):
@@ -55,7 +55,7 @@ class ExampleStatistics(NamedTuple):
 def statistics(
     weight: Tensor, features: Tensor, labels: Tensor, *, truncation: float
 ) -> ExampleStatistics:
-    """μ(W), ν(W), the truncated loss and the steepest tail, in chunks of rows."""
+    """Compute μ(W), ν(W), the truncated loss and the largest tail, in chunks of rows."""
     sums = torch.zeros(5, dtype=torch.float64, device=features.device)
     tail = 0.0
     rows = max(1, _CHUNK // len(weight))
@@ -101,7 +101,7 @@ class BoundCurve(NamedTuple):
 
 
 def minimum_over_beta(curve: BoundCurve) -> tuple[float, float]:
-    """β* and G(β*): the zero of the growing G' by bisection in log β.
+    """Return β* and G(β*); β* is the zero of G', which increases, by bisection in log β.
 
     If the loss has no gradient and no curvature, or every feature is 0 (s = a = 0), the infimum 0
     is at β = ∞.
@@ -127,7 +127,7 @@ class Assumption(NamedTuple):
 
 @dataclass(frozen=True)
 class _Setting:
-    """What the theorems are evaluated at."""
+    """The quantities at which the theorems are evaluated."""
 
     examples: int
     classes: int
@@ -136,7 +136,7 @@ class _Setting:
     alpha: float
     tau: float
     norm: float
-    """A: ‖Wᵀ‖₂,₁, or the bound on it that was given."""
+    """A: ‖Wᵀ‖₂,₁, or the given bound on it."""
     kappa: float
 
     @property
@@ -185,14 +185,14 @@ class Bound(_Setting):
     mu: float
     nu: float
     terms: dict[str, float]
-    """Of Theorem 4.1: gradient (with μ), hessian (with ν), tail, zeta."""
+    """The terms of Theorem 4.1: gradient (with μ), hessian (with ν), tail, zeta."""
     general_terms: dict[str, float]
-    """The same of Theorem B.1, with τ."""
+    """The terms of Theorem B.1, with τ."""
     beta: float
-    """Where G is least."""
+    """The β at which G is least."""
     g_minimum: float
     g_terms: dict[str, float]
-    """The three terms of G there."""
+    """The three terms of G at this β."""
     train_loss: Estimate
     test_loss: Estimate | None
     gap: Estimate | None
@@ -205,7 +205,7 @@ class Bound(_Setting):
         return math.fsum(self.terms.values())
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The figures as values for JSON."""
         return {
             **{field.name: as_json(getattr(self, field.name)) for field in fields(self)},
             **{"theta": self.theta, "zeta": self.zeta, "total": self.total},
@@ -268,7 +268,7 @@ def bound(
         weight: W (classes, features), such as the last layer of a network.
         features: its inputs on the training examples (n, features).
         labels: their classes (n,).
-        bias: taken in as one more column of W, with a feature of 1.
+        bias: added as one more column of W, with a feature of 1.
         test: features and labels of other examples, to measure the gap.
         truncation: B, at which the loss is cut off; by default log(classes), the loss of a uniform
             guess. It must not be chosen from the data.

@@ -1,4 +1,4 @@
-"""The last layer of a network on its frozen features."""
+"""Find the last layer of a network, and its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from undrop.intercept import Interception, call, logits_of, no_noise, preserve_m
 
 
 class Head(NamedTuple):
-    """A linear output layer with its inputs: what ``undrop.bound`` takes."""
+    """A linear output layer with its inputs and labels: the arguments of ``undrop.bound``."""
 
     weight: Tensor
     bias: Tensor | None
@@ -29,7 +29,7 @@ class Head(NamedTuple):
 def last_layer(
     model: nn.Module, batches: Iterable[Any], *, ignore_index: int = -100, max_batches: int = 1000
 ) -> Head:
-    """The linear layer that makes a model's output, and its inputs in eval mode.
+    """Return the linear layer that computes a model's output, and its inputs in eval mode.
 
     Args:
         model: a classifier whose output is that of a linear layer; tied weights are fine.
@@ -51,17 +51,17 @@ def last_layer(
 
     with preserve_model(model):
         model.eval()
-        for batch in collect(batches, max_batches):
+        for inputs, targets in collect(batches, max_batches):
             last.clear()
             with Interception(model, no_noise, {F.linear: linear}):
-                logits = logits_of(call(model, batch.inputs))
+                logits = logits_of(call(model, inputs))
             if not last or not _same(last[0], logits):
                 raise OutputError(
                     f"the output of {type(model).__name__} is not that of a linear layer, which the "
                     "bound is about: pass its weight and features to undrop.bound yourself."
                 )
             _, x, weight, bias = last
-            target = batch.targets.reshape(-1)
+            target = targets.reshape(-1)
             kept = target != ignore_index
             features.append(x.reshape(-1, x.shape[-1])[kept])
             labels.append(target[kept].long())

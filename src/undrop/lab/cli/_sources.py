@@ -57,7 +57,7 @@ class Source:
         except Exception:
             if self.names is not None:
                 model, data = self.names
-                inputs = collect(load_own(data), 1)[0].inputs
+                ((inputs, _),) = collect(load_own(data), 1)
                 with _explain(model, "called on the first batch"):
                     call(self.model, inputs)
             raise

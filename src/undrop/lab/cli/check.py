@@ -36,12 +36,12 @@ def check(
     import undrop
     from undrop.diagnosis.measure.model import collect
 
-    batch = collect(source.batches, 1)[0]
+    (batch,) = collect(source.batches, 1)
     with source.explain_own_errors():
         found = undrop.check(
             _objective(source, objective),
             source.model,
-            (batch.inputs, batch.targets),
+            batch,
             seconds=seconds,
             progress=progress,
         )

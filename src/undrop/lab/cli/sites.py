@@ -16,7 +16,8 @@ def list_sites(options: SourceOptions) -> Answer:
     from undrop.intercept.site import UNACCOUNTED
 
     with source.explain_own_errors():
-        found = sites(source.model, collect(source.batches, 1)[0].inputs)
+        ((inputs, _),) = collect(source.batches, 1)
+        found = sites(source.model, inputs)
     head, *rows = found.table()
     parts: list[Table | str] = [Table(head, rows, numbers={"p"})]
     if found.unaccounted:

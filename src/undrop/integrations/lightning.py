@@ -1,4 +1,4 @@
-"""undrop in Lightning: two lines in ``training_step``, and a callback for the log and the checkpoint.
+"""undrop in Lightning: two lines in ``training_step``, and a callback for logs and checkpoints.
 
 >>> import lightning as L
 >>> import undrop
@@ -38,11 +38,11 @@ _log = logging.getLogger("undrop")
 
 
 class UndropCallback(Callback):
-    """Logs ``undrop/loss``, ``undrop/explicit``, ``undrop/implicit``, and keeps the objective's state.
+    """Logs ``undrop/loss``, ``undrop/explicit``, ``undrop/implicit``, and saves the objective's state.
 
     It logs one line at the first step, and raises an error if ``training_step`` does not use the
-    objective. The state is part of Lightning's checkpoints, so a resumed fit draws the same noise as one
-    without a break. With several processes, Lightning saves the state of the first, and the others
+    objective. The state is part of Lightning's checkpoints, so a resumed fit draws the same noise as an
+    uninterrupted one. With several processes, Lightning saves the state of the first, and the others
     derive their noise from it.
 
     With a :class:`~undrop.Tuner` instead of the objective, call ``tuner.step`` in ``training_step``. The

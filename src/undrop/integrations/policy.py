@@ -3,8 +3,8 @@
 Such a loss is not a function of one batch of logits. It calls the model, gets the log-probabilities of
 the labels (TRL's ``fused_lm_head``) or scores, and computes the rest itself. So the trainer's own
 ``compute_loss`` runs twice with a stand-in for the model. The first time, the stand-in records the
-calls, and undrop computes their output F and u = ∂F/∂ε. The second time, the stand-in returns F. The
-trainer's result is ℓ(F), which torch differentiates twice in F. Nothing here imports TRL.
+inputs of the call, and undrop computes its output F and u = ∂F/∂ε. The second time, the stand-in returns
+F. The trainer's result is ℓ(F), which torch differentiates twice in F. Nothing here imports TRL.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from undrop.objectives import Objective, Step
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """What TRL's fused head returns for each token; only the first is differentiated."""
 FLAGS = ("is_top1", "label_mask")
+"""The fields that are true or false."""
 
 
-class Asked(Exception):
+class ModelCalled(Exception):
     """Raised when the trainer calls the model; holds the inputs of the call."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
@@ -36,7 +37,7 @@ class Asked(Exception):
 
 
 class Policy(nn.Module):
-    """A model whose output is one tensor (examples, …, fields), so that all of it is stacked."""
+    """A model with one tensor (examples, …, fields) as its output, so that a pass can be stacked."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Policy(nn.Module):
         like = output.log_probs
         return torch.stack([output[name].to(like.dtype) for name in self.fields], -1)
 
-    def answer(self, values: Tensor) -> SimpleNamespace:
+    def as_model_output(self, values: Tensor) -> SimpleNamespace:
         """Return ``values`` in the form of a model output; only its first field has a graph."""
         found = dict.fromkeys((*FIELDS, "logits", "aux_loss", "loss"))
         for i, name in enumerate(self.fields):
@@ -68,15 +69,15 @@ class StandIn:
     """Replaces the model in the ``compute_loss`` of the trainer named ``whose``.
 
     A call without gradients (for a reference, or an estimate of a divergence) runs the model without
-    noise. A call with gradients returns ``answer``; if that is None, it raises :class:`Asked`.
+    noise. A call with gradients returns ``output``; if that is None, it raises :class:`ModelCalled`.
     """
 
-    def __init__(self, model: nn.Module, answer: Any, whose: str) -> None:
-        self._model, self._answer, self._whose = model, answer, whose
+    def __init__(self, model: nn.Module, output: Any, whose: str) -> None:
+        self._model, self._output, self._whose = model, output, whose
         self.calls = 0
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Answer, or raise ``Asked``."""
+        """Return the output for the model, or raise ``ModelCalled``."""
         if not torch.is_grad_enabled():
             with Interception(self._model, no_noise):
                 return self._model(*args, **inputs)
@@ -85,15 +86,15 @@ class StandIn:
                 f"{self._whose} requests router logits or passes inputs by position, which undrop does "
                 "not support: use router_aux_loss_coef=0, or train without undrop."
             )
-        if self._answer is None:
-            raise Asked(inputs)
+        if self._output is None:
+            raise ModelCalled(inputs)
         self.calls += 1
         if self.calls > 1:
             raise OptionError(
                 f"the loss of {self._whose} calls the model more than once with gradients, and undrop "
                 "supports one call: use a loss with one pass of the policy."
             )
-        return self._answer
+        return self._output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -113,13 +114,14 @@ class PolicyLoss(Generic):
     counts_calls = True
 
     def __init__(self) -> None:
-        super().__init__(self._asked, whole_output=False)
-        self._second = "reverse mode"  # trying it would add a call to the trainer's metrics
-        self.ask: Callable[[Tensor], Tensor] | None = None
+        super().__init__(self._in_order, whole_output=False)
+        self._second = "reverse mode"  # trying it out would add a call to the trainer's metrics
+        self.trainer_loss: Callable[[Tensor], Tensor] | None = None
+        """The trainer's loss of the policy's output in the order of the batch."""
 
-    def _asked(self, values: Tensor, order: Tensor) -> Tensor:
-        assert self.ask is not None
-        return self.ask(values.index_select(0, order.argsort()))
+    def _in_order(self, values: Tensor, order: Tensor) -> Tensor:
+        assert self.trainer_loss is not None
+        return self.trainer_loss(values.index_select(0, order.argsort()))
 
     def _derivatives_of_part(
         self, output: Any, u: Any, target: Any, form: str, dim: int
@@ -140,7 +142,7 @@ def _first_field(u: Tensor) -> Tensor:
 
 @torch.no_grad()
 def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """Compute what TRL's fused head returns from logits, one example at a time to save memory."""
+    """Compute from logits what TRL's fused head returns, one example at a time to save memory."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     mask = labels[:, 1:] != -100
     for scores, label in zip(logits[:, :-1], labels[:, 1:].clamp(min=0), strict=True):
@@ -158,7 +160,7 @@ def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 
 
 class PolicyStep:
-    """An objective on a trainer's own loss: ``step(model, own_loss)``; ``whose`` is its name."""
+    """An objective on a trainer's own loss: ``step(model, own_loss)``; ``whose`` names the trainer."""
 
     def __init__(self, objective: Objective, whose: str) -> None:
         engine = getattr(objective, "engine", None)
@@ -172,9 +174,13 @@ class PolicyStep:
 
     def __call__(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> Step:
         """Evaluate the objective; ``own_loss`` is the trainer's, which calls the model once."""
-        inputs = self._asked(model, own_loss)
+        inputs = self._inputs_of_call(model, own_loss)
         policy = self.policy(model)
-        self.loss.ask = lambda values: own_loss(StandIn(model, policy.answer(values), self.whose))
+
+        def trainer_loss(values: Tensor) -> Tensor:
+            return own_loss(StandIn(model, policy.as_model_output(values), self.whose))
+
+        self.loss.trainer_loss = trainer_loss
         self.objective.loss = self.loss
         first = next(x for x in tensors_in(inputs))
         return self.objective(policy, inputs, torch.arange(len(first), device=first.device))
@@ -185,12 +191,15 @@ class PolicyStep:
             self._policy = Policy(model)
         return self._policy
 
-    def _asked(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> dict[str, Any]:
+    def _inputs_of_call(
+        self, model: nn.Module, own_loss: Callable[[Any], Tensor]
+    ) -> dict[str, Any]:
+        """Run the trainer's loss up to its call of the model, and return the inputs of that call."""
         try:
             own_loss(StandIn(model, None, self.whose))
-        except Asked as asked:
-            return asked.inputs
+        except ModelCalled as call:
+            return call.inputs
         raise OptionError(
-            f"{self.whose} computes its loss without calling the model, so undrop can't ask for the "
+            f"{self.whose} computes its loss without calling the model, so undrop can't compute the "
             "policy's log-probabilities: train with a loss of log-probabilities, or without undrop."
         )

@@ -49,7 +49,7 @@ except ImportError as error:
 
 _log = logging.getLogger("undrop")
 
-_Base: Any = Trainer if TYPE_CHECKING else object  # what the mixin may rely on
+_Base: Any = Trainer if TYPE_CHECKING else object  # for type checkers, the mixin is a Trainer
 
 
 class _Sums:
@@ -73,7 +73,7 @@ class _Sums:
 
 
 @contextmanager
-def _kept(trainer: Any) -> Iterator[None]:
+def _keep_metrics(trainer: Any) -> Iterator[None]:
     """Restore the metrics that TRL's trainers collect in ``compute_loss``."""
     names = [n for n in ("_metrics", "_total_train_tokens") if hasattr(trainer, n)]
     before = {name: copy.deepcopy(getattr(trainer, name)) for name in names}
@@ -85,7 +85,7 @@ def _kept(trainer: Any) -> Iterator[None]:
 
 
 class UndropMixin(_Base):
-    """Put it before your own Trainer: ``class Mine(UndropMixin, MyTrainer)``.
+    """Adds undrop to your own Trainer: ``class Mine(UndropMixin, MyTrainer)``.
 
     The model's head determines the loss (next token, masked token, class of a token or a sequence, or
     numbers). On the first batch, without noise, the loss must agree with the Trainer's own
@@ -172,7 +172,7 @@ class UndropMixin(_Base):
         labels = inputs.pop("labels")
         # Accelerate's own autocast is inside forward, where the engines would not see it.
         with self.accelerator.autocast():
-            task = self._undrop_prepared(model, inputs, labels)
+            task = self._undrop_checked_task(model, inputs, labels)
             inputs = decoder_inputs(self.accelerator.unwrap_model(model), inputs, labels)
             targets = task.targets(labels)
             if self._undrop_tune is not None:
@@ -217,7 +217,7 @@ class UndropMixin(_Base):
             step = self._undrop_policy_step(model, own)
         if not self._undrop_reported:
             self._undrop_report(model, None, step)
-        divided = self.compute_loss_func is None  # by the Trainer, after this
+        divided = self.compute_loss_func is None  # the Trainer divides the loss later
         logged = 1.0 / self.current_gradient_accumulation_steps if divided else 1.0
         self._undrop_sums.add(step.parts, logged, self.state.global_step)
         return step.total
@@ -229,12 +229,14 @@ class UndropMixin(_Base):
         with Interception(uncompiled(self.model), no_noise):
             return super()._prepare_inputs(inputs)
 
-    def _undrop_prepared(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
+    def _undrop_checked_task(
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor
+    ) -> Task:
         """Return the model's task, found at the first step and compared with the Trainer's own loss."""
         if self._undrop_task is None:
-            bare = self.accelerator.unwrap_model(model)
-            check_attention(bare)
-            self._undrop_task = self.undrop_task(bare, labels)
+            inner = self.accelerator.unwrap_model(model)
+            check_attention(inner)
+            self._undrop_task = self.undrop_task(inner, labels)
             self.objective.loss = self._undrop_task.loss
             # A subclass that overrides the task wants a different loss.
             self._undrop_verified = type(self).undrop_task is not UndropMixin.undrop_task
@@ -246,15 +248,21 @@ class UndropMixin(_Base):
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: Task
     ) -> bool:
         """Return whether the task's loss is the Trainer's own; False if the batch has no targets."""
-        bare = self.accelerator.unwrap_model(model)
-        quiet = Interception(uncompiled(model), no_noise)
-        with torch.no_grad(), RngSnapshot(), keep_statistics(model), quiet, _kept(self):
+        inner = self.accelerator.unwrap_model(model)
+        without_noise = Interception(uncompiled(model), no_noise)
+        with (
+            torch.no_grad(),
+            RngSnapshot(),
+            keep_statistics(model),
+            without_noise,
+            _keep_metrics(self),
+        ):
             theirs = super().compute_loss(model, {**inputs, "labels": labels})
-            logits = logits_of(call(model, decoder_inputs(bare, inputs, labels)))
+            logits = logits_of(call(model, decoder_inputs(inner, inputs, labels)))
         return check_same_loss(
             task.loss.value(logits.float(), task.targets(labels)),
             theirs,
-            whose=f"{type(self).__name__}'s own compute_loss, with {type(bare).__name__},",
+            whose=f"{type(self).__name__}'s own compute_loss, with {type(inner).__name__},",
             loss=task.loss,
             way_out="override `undrop_task` to say which loss and targets to use",
         )
@@ -262,11 +270,11 @@ class UndropMixin(_Base):
     def _undrop_tuner(self, model: nn.Module, task: Task, examples: Dataset[Any]) -> Tuner:
         """Return the tuner, which is made at the first step, when the loss is known."""
         if self.tuner is None:
-            bare, batches = self.accelerator.unwrap_model(model), []
+            inner, batches = self.accelerator.unwrap_model(model), []
             for batch in self.get_test_dataloader(examples):
                 rest = dict(self._prepare_inputs(batch))
                 labels = rest.pop("labels")
-                batches.append((decoder_inputs(bare, rest, labels), task.targets(labels)))
+                batches.append((decoder_inputs(inner, rest, labels), task.targets(labels)))
             self.tuner = Tuner(self.objective, batches)
             if self._undrop_saved is not None:
                 load_state(self.tuner, self._undrop_saved)
@@ -297,8 +305,8 @@ class UndropMixin(_Base):
         found = "dropout off"
         if self.objective.needs_dropout:
             policy = self._undrop_policy_step
-            asked = model if policy is None else policy.policy(model)
-            found = f"{len(self.objective.sites(uncompiled(asked), inputs))} sites"
+            trained = model if policy is None else policy.policy(model)
+            found = f"{len(self.objective.sites(uncompiled(trained), inputs))} sites"
             if has_no_effect(step.parts):
                 found += ", no effect yet (LoRA starts with B = 0)"
         _log.warning(

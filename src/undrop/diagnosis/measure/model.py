@@ -199,7 +199,7 @@ class MeasuredModel:
 
     @torch.no_grad()
     def loss_value(self, batch: Batch, noise: SiteNoise) -> float:
-        """Return ℓ(F(x; 1, η)), or ℓ(F(x)) without noise; an error names a batch whose loss is not finite."""
+        """Return ℓ(F(x; 1, η)), or ℓ(F(x)) without noise; if it is not finite, raise an error."""
         loss = float(self.loss.value(self.run(batch, FixedNoise(noise)), batch.targets).double())
         if not math.isfinite(loss):
             raise NonFiniteError(self.not_finite(batch, loss, "with" if noise else "without"))

@@ -1,4 +1,4 @@
-"""The device that the maths tests run on: ``UNDROP_TEST_DEVICE``, the CPU by default.
+"""The device that the math tests run on: ``UNDROP_TEST_DEVICE``, the CPU by default.
 
 ``cuda`` and ``mps`` are devices of torch. ``stand_in`` is the device in ``tests/stand_in``.
 """

@@ -9,7 +9,7 @@ from device import new_generator
 from problems import PROBLEMS, problem
 from undrop.diagnosis.measure.explicit import measure_explicit
 from undrop.diagnosis.measure.model import MeasuredModel, collect
-from undrop.diagnosis.measure.r_drop import Differences, Expansion
+from undrop.diagnosis.measure.r_drop import DifferenceExpansion, ReverseExpansion
 from undrop.diagnosis.measure.timing import Budget
 
 
@@ -59,7 +59,7 @@ def test_second_derivatives_by_differences_agree_with_autograd(name, loss):
     subject = subject_of(name, loss)
     batch = subject.batches[0]
     with subject.preserved():
-        exact, rough = Expansion(subject, batch), Differences(subject, batch)
+        exact, rough = ReverseExpansion(subject, batch), DifferenceExpansion(subject, batch)
         noise = subject.draw_masks(exact.found)
         ours, theirs = exact.along(noise), rough.along(noise)
         assert exact.directional(noise) == pytest.approx(ours.total.directional)

@@ -1,4 +1,4 @@
-"""A tuned run does not depend on the p that the model declares: it is the same to the bit."""
+"""A tuned run does not depend on the p that the model declares: it is the same bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A tuner moves p by the evidence, resumes to the bit, and refuses what it can't tune on."""
+"""A tuner moves p by the evidence, resumes bit for bit, and refuses what it can't tune on."""
 
 import copy
 import math

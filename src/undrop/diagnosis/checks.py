@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from undrop.diagnosis.measure.estimates import Estimate, Samples, percent
-from undrop.diagnosis.measure.gradients import GradientNoise, inner
+from undrop.diagnosis.measure.gradients import GradientNoise, inner_product
 from undrop.diagnosis.measure.model import MeasuredModel, collect
-from undrop.diagnosis.measure.r_drop import Expanded, Expander, MaskSample, sample_mask
+from undrop.diagnosis.measure.r_drop import Expander, Expansion, MaskSample, sample_mask
 from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import GOOD
 from undrop.engines import Exact
@@ -171,7 +171,7 @@ def _copy_at_regularizing_step(objective: Objective, generators: Generators) -> 
     return copied
 
 
-def _sample(expanded: Expanded, objective: Objective, noise: GradientNoise | None) -> _Sample:
+def _sample(expanded: Expansion, objective: Objective, noise: GradientNoise | None) -> _Sample:
     measured, batch = expanded.measured, expanded.batch
     masks = measured.draw_masks(expanded.found)
     chosen = {n: v for n, v in masks.items() if objective.selection.weight(n) > 0.0}
@@ -183,7 +183,7 @@ def _sample(expanded: Expanded, objective: Objective, noise: GradientNoise | Non
         explicit = step.parts.get("explicit", 0.0) / objective.interval
     traces: list[float | None] = [None, None]
     if noise is not None:
-        traces = [inner(g, g) for g in (noise.dropout(batch), noise.analytic(batch))]
+        traces = [inner_product(g, g) for g in (noise.dropout(batch), noise.analytic(batch))]
     return _Sample(sample, explicit, *traces)
 
 

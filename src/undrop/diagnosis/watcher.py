@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.autodiff import gradients
-from undrop.diagnosis.measure.gradients import inner
+from undrop.diagnosis.measure.gradients import inner_product
 from undrop.engines import Draw, Request, ZeroLeaves, as_engine
 from undrop.errors import EngineError, NoDropoutError
 from undrop.intercept import Batch, Interception, Selection, keep_statistics, logits_of, uncompiled
@@ -109,7 +109,7 @@ class Watcher:
     def _noise_norm(self, batch: Batch) -> float:
         parameters = [p for p in batch.model.parameters() if p.requires_grad]
         found = gradients(self._term(batch, directional=1.0), parameters)
-        return math.sqrt(inner(found, found))
+        return math.sqrt(inner_product(found, found))
 
     def _term(self, batch: Batch, quadratic: float = 0.0, directional: float = 0.0) -> Tensor:
         c = Coefficients(0.0, quadratic, directional)

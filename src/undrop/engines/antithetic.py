@@ -127,11 +127,11 @@ class Antithetic(Engine):
         if reason == NO_DROPOUT:
             raise NoDropoutError(no_active_dropout(batch.model))
         if request.fraction < 1.0 or request.exact_output:
-            asked, way_out = "fraction < 1", "fraction=1"
+            option, way_out = "fraction < 1", "fraction=1"
             if request.fraction == 1.0:
-                asked, way_out = "exact_output", "engine='tangent'"
+                option, way_out = "exact_output", "engine='tangent'"
             raise EngineError(
-                f"{asked} needs independent examples, but in {type(batch.model).__name__} {reason}: "
+                f"{option} needs independent examples, but in {type(batch.model).__name__} {reason}: "
                 f"use {way_out}."
             )
         _warn_once(batch.model, reason)

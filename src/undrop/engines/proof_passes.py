@@ -48,7 +48,7 @@ class CandidatePass(StackedPass):
                 raise Failed
             h = self.rows.stacked(h, dim)
             self.stacked = True
-        dim = grown(shape, h.shape, layout, flattened=True)
+        dim = grown_dim(shape, h.shape, layout, flattened=True)
         repeats = 1 if dim is None else shape[dim] // layout.batch
         s = replace(s, dim=dim, repeats=repeats, dtype=h.dtype, device=h.device)
         self.found.append(s)
@@ -166,7 +166,7 @@ def dim_of(shape: torch.Size, dim: int, size: int) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def grown(
+def grown_dim(
     before: tuple[int, ...], after: torch.Size, layout: Layout, *, flattened: bool = False
 ) -> int | None:
     """Return the dimension that grew from the batch to the stacked batch; None if none did.

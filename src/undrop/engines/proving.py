@@ -29,7 +29,7 @@ from undrop.engines.proof_passes import (
     buffers_of,
     close,
     equal,
-    grown,
+    grown_dim,
     without_nan,
 )
 from undrop.errors import EngineError, UndropError
@@ -75,7 +75,7 @@ class Prover:
         self.draws: tuple[bool | None, ...] = ()
         self.aliased = False
         self.no_effect = False
-        """Whether noise had no effect on the output, so that the comparison proves nothing."""
+        """Whether noise had no effect on the output, so the comparison proves nothing."""
 
     @contextmanager
     def running(self, mode: Interception) -> Iterator[None]:
@@ -296,10 +296,10 @@ class Prover:
         if draft.late and any(s.dim is None for s in mode.found):
             raise Failed  # something computed before the first site is used after it
         dims = tuple(
-            grown(a.shape, b.shape, rows.layout)
+            grown_dim(a.shape, b.shape, rows.layout)
             for a, b in zip(tensors_in(self.output), tensors_in(output), strict=True)
         )
-        logits = grown(logits_of(self.output).shape, logits_of(output).shape, rows.layout)
+        logits = grown_dim(logits_of(self.output).shape, logits_of(output).shape, rows.layout)
         if logits is None:
             raise Failed
         plan = replace(draft, output_dims=dims, logits_dim=logits, sites=tuple(mode.found))

@@ -28,7 +28,7 @@ from undrop.errors import EngineError
 from undrop.generators import Generators
 from undrop.intercept import Interception, RngSnapshot, Rule, bare, is_sharded, keep_buffers
 from undrop.intercept.attention import AttentionCall, flex_written_out, written_out
-from undrop.intercept.recurrent import RECURRENT, RecurrentCall, read, run_layers
+from undrop.intercept.recurrent import RECURRENT, RecurrentCall, parse_call, run_layers
 from undrop.kernels.flex import FlexCall, flex_attention
 from undrop.losses import Derivatives
 
@@ -136,7 +136,7 @@ def _layer(call: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def _recurrent(function: Callable[..., Any], mode: Interception, *args: Any) -> tuple[Tensor, ...]:
-    return run_layers(mode, read(function, args), _layer)
+    return run_layers(mode, parse_call(function, args), _layer)
 
 
 TWICE_DIFFERENTIABLE: Mapping[Callable[..., Any], Rule] = {

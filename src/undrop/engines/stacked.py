@@ -24,7 +24,7 @@ from undrop.intercept import SITE_RULES, Interception, Rule, Site, call
 from undrop.intercept.checkpointing import Region, enclosing_function
 from undrop.intercept.interception import outside_depth
 from undrop.intercept.random_values import MaskDraw
-from undrop.intercept.recurrent import RECURRENT, RecurrentCall, portable, read, run_layers
+from undrop.intercept.recurrent import RECURRENT, RecurrentCall, parse_call, portable, run_layers
 
 _METADATA = frozenset(("__get__", "__len__", "size", "dim", "numel"))
 """Functions that only read a tensor's shape or type; they are not part of the trail."""
@@ -137,7 +137,7 @@ class StackedPass(Interception):
         """Call a function of block tensors once per block."""
         return blockwise(func, args, kwargs, self.rows.layout.blocks, self.batch_dim)
 
-    def _at_this_point(self) -> Callable[[], Interception]:
+    def _continuation(self) -> Callable[[], Interception]:
         index, stacked, draws = self.index, self.stacked, self.draw_index
 
         def make() -> Interception:
@@ -233,7 +233,7 @@ def run_stacked(
 
 def _recurrent(function: Callable[..., Any], mode: StackedPass, *args: Any) -> Any:
     """Run recurrent layers; layers with noise on their weights run once per block."""
-    call = read(function, args)
+    call = parse_call(function, args)
     dropped = call.training and call.dropout > 0.0 and call.layers > 1
     if not has_blocks(call.weights):
         return run_layers(mode, call, RecurrentCall.run) if dropped else portable(function)(*args)

@@ -29,7 +29,7 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool = False
 
 
-def spread(call: AttentionCall) -> AttentionCall:
+def ungrouped(call: AttentionCall) -> AttentionCall:
     """With grouped queries, repeat keys and values so that each query head has its own."""
     if not call.enable_gqa:
         return call
@@ -70,7 +70,7 @@ def written_out(
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Tensor:
     """(softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η)) V in plain operations: torch's fused kernel hides the mask."""
-    call = spread(call)
+    call = ungrouped(call)
     p = probabilities(call, softmax)
     if call.dropout_p > 0.0:
         p = mode.noisy(

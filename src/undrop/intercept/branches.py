@@ -139,7 +139,7 @@ class EnclosingBlend(Blend):
         buffers = any(m._buffers for m in module.modules())
         with keep_buffers(module) if buffers else nullcontext():
             middle = mode.functions
-            other = mode.replayed(self.mask, run)
+            other = mode.replay(self.mask, run)
         kept, dropped = middle - self._begun, mode.functions - middle
         if kept != dropped:  # the branch that drops calls fewer functions
             self.mask.used(drops=self.mask.keeps == (kept < dropped))

@@ -64,7 +64,7 @@ def find_sites(model: nn.Module, inputs: Any, *, acts: bool = False) -> Sites:
         if not model.training:
             model.train()
         mode, others = _search(model, inputs)
-        reached = acting(model, inputs) if acts else {}
+        reached = sites_that_act(model, inputs) if acts else {}
         _put_into_eval_mode(model)
         active = {site.name for site in _run(model, inputs).sites}
     if not mode.sites:
@@ -218,7 +218,7 @@ def preserve_model(model: nn.Module, *, draws: bool = True) -> Iterator[None]:
             module.training = training
 
 
-def acting(model: nn.Module, inputs: Any) -> dict[str, bool]:
+def sites_that_act(model: nn.Module, inputs: Any) -> dict[str, bool]:
     """Return for each site, by name, whether its u is not 0: whether vᵀF depends on its noise.
 
     v is random. If the model can't be differentiated here, the result is empty: nothing is known.

@@ -14,7 +14,14 @@ from torch.utils.weak import TensorWeakRef
 
 from undrop.intercept.branches import Blend, EnclosingBlend, ModuleTracker
 from undrop.intercept.mask_functions import META
-from undrop.intercept.random_values import Mask, MaskDraw, RandomValue, Uniform, leaves_of, replaced
+from undrop.intercept.random_values import (
+    Mask,
+    MaskDraw,
+    RandomValue,
+    Uniform,
+    leaves_of,
+    map_leaves,
+)
 from undrop.intercept.site import Site
 from undrop.intercept.wrappers import bare, frames, running_path
 
@@ -117,7 +124,7 @@ class HandMasks:
     masks: dict[str, MaskDraw]
     """How draws became masks, by key."""
     batch: int | None = None
-    """The number of examples, if it is known; :func:`structure` needs it."""
+    """The number of examples, if it is known; :func:`mask_structure` needs it."""
     _names: dict[int, str]
     _calls: Counter[str]
     _known: KnownDraws
@@ -172,7 +179,7 @@ class HandMasks:
     def site_options(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
         """Return the kind, mask structure and label of a mask's site."""
         kind = kind or self._kind_by_name()
-        return {"kind": kind, "mask": structure(shape, self.batch), "label": kind}
+        return {"kind": kind, "mask": mask_structure(shape, self.batch), "label": kind}
 
     def _kind_by_name(self) -> str:
         """Return the kind of a mask from the names of the functions and modules that make it."""
@@ -281,7 +288,7 @@ class HandMasks:
         if self._aliases is not None:
             self._aliases.pop(id(target), None)
 
-    def unaliased(
+    def with_random_values(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments with random values for tensors drawn in place; None if none is there."""
@@ -296,7 +303,7 @@ class HandMasks:
         if not any(look(x) is not x for x in leaves_of((args, kwargs))):
             return None
         self.aliased = True
-        return replaced(args, look), replaced(kwargs, look)
+        return map_leaves(args, look), map_leaves(kwargs, look)
 
     def track_modules(self) -> ModuleTracker:
         """Start to track the modules that the pass calls."""
@@ -305,7 +312,7 @@ class HandMasks:
         return self._tracker
 
     def branch(self, mask: Mask) -> bool:
-        """Answer ``if mask:`` so that the branch without drop runs, and blend it with the other one."""
+        """Answer ``if mask:`` so that the branch that keeps runs, and blend it with the other one."""
         if self._replay is not None and self._replay.key == mask.key:
             return not mask.keeps
         if mask.key not in self._branched:
@@ -323,7 +330,7 @@ class HandMasks:
             )
         return mask.keeps
 
-    def replayed(self, mask: Mask, run: Callable[[], H]) -> H:
+    def replay(self, mask: Mask, run: Callable[[], H]) -> H:
         """Run a part of the pass again with the answer that drops, and return its output.
 
         Raises:
@@ -343,7 +350,7 @@ class HandMasks:
 SHARED = "shared by all examples"
 
 
-def structure(shape: Sequence[int], batch: int | None = None) -> str:
+def mask_structure(shape: Sequence[int], batch: int | None = None) -> str:
     """Return in words which entries share one value of a mask of that shape.
 
     ``batch`` is the number of examples, if it is known.

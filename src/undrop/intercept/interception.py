@@ -145,7 +145,7 @@ class Interception(HandMasks, TorchFunctionMode):
         """Evaluate a function of random values; return NotImplemented if no argument is one."""
         if Mask in types or Uniform in types:
             return evaluate(self, func, args, kwargs)
-        found = None if func in SITE_RULES else self.unaliased(func, args, kwargs)
+        found = None if func in SITE_RULES else self.with_random_values(func, args, kwargs)
         return NotImplemented if found is None else evaluate(self, func, *found)
 
     def __exit__(self, *error: Any) -> None:
@@ -183,7 +183,7 @@ class Interception(HandMasks, TorchFunctionMode):
                 f"{self._where()} is under activation checkpointing, whose second run has no forward "
                 "mode: use engine='antithetic'."
             )
-        again, run = self._at_this_point(), region.recompute_fn
+        again, run = self._continuation(), region.recompute_fn
         branch = None if self._tracker is None else self._tracker.pending()
 
         def run_again(*args: Any) -> None:
@@ -195,8 +195,8 @@ class Interception(HandMasks, TorchFunctionMode):
         region.recompute_fn = run_again
         self._bound.add(region)
 
-    def _at_this_point(self) -> Callable[[], Interception]:
-        """Return a function that makes an interception which continues from here."""
+    def _continuation(self) -> Callable[[], Interception]:
+        """Return a function that makes an interception that continues from this point of the pass."""
         calls = Counter(self._calls)
 
         def make() -> Interception:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from undrop.intercept.random_values import Mask, RandomValue, Uniform, leaves_of, replaced
+from undrop.intercept.random_values import Mask, RandomValue, Uniform, leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from undrop.intercept.interception import Interception
@@ -36,7 +36,7 @@ class _Call(NamedTuple):
 
     def with_each(self, function: Callable[[Any], Any]) -> _Call:
         """Return the call with the function applied to every argument."""
-        args, kwargs = (replaced(tree, function) for tree in (self.args, self.kwargs))
+        args, kwargs = (map_leaves(tree, function) for tree in (self.args, self.kwargs))
         return _Call(self.func, self.operation, self.inplace, args, kwargs)
 
     def first_of(self, kind: type[R]) -> R | None:

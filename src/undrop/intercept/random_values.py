@@ -275,12 +275,12 @@ def leaves_of(tree: Any) -> list[Any]:
     return [tree]
 
 
-def replaced(tree: Any, function: Callable[[Any], Any]) -> Any:
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Return arguments with ``function`` applied to each of them."""
     if isinstance(tree, list):
-        return [replaced(each, function) for each in tree]
+        return [map_leaves(each, function) for each in tree]
     if isinstance(tree, tuple):
-        return tuple([replaced(each, function) for each in tree])
+        return tuple([map_leaves(each, function) for each in tree])
     if isinstance(tree, dict):
-        return {key: replaced(each, function) for key, each in tree.items()}
+        return {key: map_leaves(each, function) for key, each in tree.items()}
     return function(tree)

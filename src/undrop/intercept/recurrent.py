@@ -81,8 +81,8 @@ RunLayer: TypeAlias = Callable[[RecurrentCall], tuple[Tensor, tuple[Tensor, ...]
 """Runs one layer; returns its output and its final state."""
 
 
-def read(function: Callable[..., Any], args: tuple[Any, ...]) -> RecurrentCall:
-    """Read the arguments as torch's own modules pass them: all by position."""
+def parse_call(function: Callable[..., Any], args: tuple[Any, ...]) -> RecurrentCall:
+    """Parse the arguments of a call from torch's own modules, which pass them all by position."""
     state_at = 2 if isinstance(args[2], Tensor) or not isinstance(args[3], bool) else 1
     batch_sizes = args[1] if state_at == 2 else None
     state, weights, *rest = args[state_at:]
@@ -109,7 +109,7 @@ def portable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recurrent(function: Callable[..., Any], mode: Interception, *args: Any) -> Any:
-    call = read(function, args)
+    call = parse_call(function, args)
     if not call.training or call.dropout == 0.0 or call.layers == 1:
         return portable(function)(*args)
     return run_layers(mode, call, RecurrentCall.run)

@@ -137,7 +137,7 @@ def python_draws(names: dict[int, str], found: list[Unaccounted]) -> Iterator[No
             if now != last[source]:
                 last[source] = now
                 owner = stack[-1] if stack else None
-                calls[(names.get(id(owner), ""), source, _home(owner))] += 1
+                calls[(names.get(id(owner), ""), source, _forward_location(owner))] += 1
 
     def begin(module: nn.Module, args: Any) -> None:
         look()
@@ -158,7 +158,7 @@ def python_draws(names: dict[int, str], found: list[Unaccounted]) -> Iterator[No
     found += [Unaccounted(*key, count) for key, count in calls.items()]
 
 
-def _home(module: nn.Module | None) -> str:
+def _forward_location(module: nn.Module | None) -> str:
     forward = getattr(type(module), "forward", None)  # none in TorchScript
     code = None if forward is None else getattr(inspect.unwrap(forward), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

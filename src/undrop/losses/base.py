@@ -1,7 +1,7 @@
 """The interface of a loss: ℓ, its quadratic form in the output tangent u, and ∂ℓ/∂ε.
 
 All are *means over the same terms* (tokens, examples, elements: whatever the loss itself averages),
-so that the parts of an objective add up to its total.
+so the parts of an objective add up to its total.
 
 ``value``, ``count``, ``derivatives`` and ``combined`` read no values from the device: a training step
 never waits for a GPU. ``check_values`` does read them.

@@ -75,7 +75,7 @@ class Estimate(NamedTuple):
 
     @property
     def includes_zero(self) -> bool:
-        """Whether 0 lies in the interval, so that not even the sign is known."""
+        """Whether 0 lies in the interval, so not even the sign is known."""
         return not (self.low > 0.0 or self.high < 0.0)
 
     @property

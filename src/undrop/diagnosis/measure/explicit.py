@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, Samples, ratio
 from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.r_drop import (
-    Expanded,
     Expander,
+    Expansion,
     MaskSample,
     Parts,
     SecondOrder,
@@ -257,7 +257,7 @@ class _ExplicitStudy:
             sample = self._sample(expanded, chosen)
             self.samples.add(batch.number, expanded.count, sample)
 
-    def _sample(self, expanded: Expanded, extras: Sequence[str | float]) -> _Sample:
+    def _sample(self, expanded: Expansion, extras: Sequence[str | float]) -> _Sample:
         batch, base = expanded.batch, expanded.base
         noise = self.measured.draw_masks(expanded.found)
         every, terms = sample_mask(expanded, noise)

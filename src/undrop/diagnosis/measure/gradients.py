@@ -25,7 +25,7 @@ from undrop.losses import Coefficients
 from undrop.objectives import Analytic, Objective
 
 
-def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+def inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """⟨a, b⟩ over lists of tensors, in float64."""
     return math.fsum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
 

@@ -64,7 +64,7 @@ class Terms(NamedTuple):
     """The output tangent ∂F/∂ε."""
 
 
-class Expanded(ABC):
+class Expansion(ABC):
     """A batch expanded at ε = 0, with a leaf z of the shape of every η."""
 
     def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
@@ -93,7 +93,7 @@ class Expanded(ABC):
         """All terms along the noise."""
 
 
-class Expansion(Expanded):
+class ReverseExpansion(Expansion):
     """The expansion by reverse mode applied twice: exact, for every op that has a double backward."""
 
     def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
@@ -143,7 +143,7 @@ class Expansion(Expanded):
         return Terms(total, sites, u.detach())
 
 
-class Differences(Expanded):
+class DifferenceExpansion(Expansion):
     """The expansion by finite differences in ε, for models with ops that have no double backward."""
 
     def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
@@ -200,28 +200,28 @@ class Expander:
         self.blocked: str | None = None
         """Why derivatives are computed as differences; None if they are not."""
 
-    def __call__(self, batch: Batch) -> Expanded:
+    def __call__(self, batch: Batch) -> Expansion:
         """Expand a batch."""
         if not self._tried:
             self._tried = True
             try:
-                expansion = Expansion(self._measured, batch)
+                expansion = ReverseExpansion(self._measured, batch)
                 if self._agrees(expansion, batch):
                     return expansion
                 self.blocked = "torch's second derivative disagrees with finite differences"
             except RuntimeError as error:
                 self.blocked = str(error).partition("\n")[0]
         if self.blocked is not None:
-            return Differences(self._measured, batch)
-        return Expansion(self._measured, batch)
+            return DifferenceExpansion(self._measured, batch)
+        return ReverseExpansion(self._measured, batch)
 
-    def _agrees(self, expansion: Expansion, batch: Batch) -> bool:
+    def _agrees(self, expansion: ReverseExpansion, batch: Batch) -> bool:
         """Return whether u agrees with its finite difference: some second derivatives are wrongly 0."""
         if expansion.output.dtype not in (torch.float32, torch.float64):
             return True  # in half precision, a finite difference is mostly rounding
         noise = self._measured.draw_masks(expansion.found)
         u = expansion.along(noise).u
-        error = Differences(self._measured, batch).tangent(noise) - u
+        error = DifferenceExpansion(self._measured, batch).tangent(noise) - u
         return float(error.norm()) <= _TOLERANCE * float(u.norm()) + 1e-6
 
 
@@ -263,7 +263,7 @@ def parts_of(samples: Samples[Any], read: Callable[[Any], MaskSample | None]) ->
     )
 
 
-def sample_mask(expanded: Expanded, noise: SiteNoise) -> tuple[MaskSample, Terms]:
+def sample_mask(expanded: Expansion, noise: SiteNoise) -> tuple[MaskSample, Terms]:
     """Sample R_drop and its parts along one mask, σ·η at the sites that drop."""
     terms = expanded.along(noise)
     total = terms.total

@@ -31,7 +31,7 @@ def signed(estimate: Estimate) -> str:
 
 def conclude(explicit: Explicit, implicit: Implicit | None, benefit: Benefit | None) -> str:
     """Return the diagnosis in one paragraph."""
-    sentences = [*_size(explicit)]
+    sentences = [*_explicit_sentences(explicit)]
     if implicit is not None:
         sentences.append(_noise_sentence(implicit))
     if benefit is not None:
@@ -39,7 +39,7 @@ def conclude(explicit: Explicit, implicit: Implicit | None, benefit: Benefit | N
     return " ".join(sentences)
 
 
-def _size(explicit: Explicit) -> Iterator[str]:
+def _explicit_sentences(explicit: Explicit) -> Iterator[str]:
     r_drop, share = explicit.parts.r_drop, explicit.quadratic_share
     if r_drop.includes_zero:
         yield f"{TOO_LITTLE} what dropout adds to the loss: {_why_unknown(explicit)}."
@@ -110,7 +110,7 @@ def advise(
     """Return what to do, the most urgent first; there is always at least one sentence."""
     sentences = [*_mistakes(sites)]
     if benefit is not None:
-        sentences += _benefits(benefit)
+        sentences += _benefit_advice(benefit)
     if abs(explicit.parts.half_quadratic.value) <= _ROUNDING * abs(explicit.parts.r_drop.value):
         sentences.append(
             "½E[uᵀHu] is 0 for every p, because the loss is linear in the model's output, as NLLLoss is "
@@ -122,10 +122,10 @@ def advise(
             "measure for longer, or on more batches, before you act on it."
         )
     else:
-        sentences += _quadratic(explicit)
-    sentences += _where(explicit)
+        sentences += _explicit_advice(explicit)
+    sentences += _weak_sites(explicit)
     if implicit is not None:
-        sentences += _noise(implicit)
+        sentences += _noise_advice(implicit)
     if benefit is None:
         sentences.append(
             "To learn which dropout helps, pass validation batches (`validation=…`; in a shell "
@@ -144,7 +144,7 @@ def _mistakes(sites: Sites) -> Iterator[str]:
             )
 
 
-def _benefits(benefit: Benefit) -> Iterator[str]:
+def _benefit_advice(benefit: Benefit) -> Iterator[str]:
     after = f"after {benefit.steps} steps without it the validation loss is"
     known = {name: found for name, found in benefit.sites.items() if not math.isnan(found.value)}
     ordered = sorted(known.items(), key=lambda item: -item[1].value)
@@ -161,10 +161,10 @@ def _benefits(benefit: Benefit) -> Iterator[str]:
         yield f"No evidence either way at {', '.join(unknown)}: give it {way_out}."
     if missing := [f"`{name}`" for name in benefit.sites if name not in known]:
         yield f"No evidence at {', '.join(missing)}: the time ran out first; allow more seconds."
-    yield from _decay(benefit)
+    yield from _decay_advice(benefit)
 
 
-def _decay(benefit: Benefit) -> Iterator[str]:
+def _decay_advice(benefit: Benefit) -> Iterator[str]:
     decay, how = benefit.weight_decay, f"(λ = {benefit.decay:.2g}, {benefit.steps} steps)"
     best = max((f.high for f in benefit.sites.values() if not math.isnan(f.value)), default=0.0)
     if decay.low > max(best, 0.0):
@@ -175,7 +175,7 @@ def _decay(benefit: Benefit) -> Iterator[str]:
         yield f"More weight decay would do harm: {signed(decay)} {how}."
 
 
-def _quadratic(explicit: Explicit) -> Iterator[str]:
+def _explicit_advice(explicit: Explicit) -> Iterator[str]:
     share, parts = explicit.quadratic_share, explicit.parts
     whole = abs(parts.r_drop.value)
     if share.low >= GOOD and share.high <= 2.0 - GOOD:
@@ -213,7 +213,7 @@ def _misses(point: Point) -> bool:
     return rest.low > _SOME * whole or rest.high < -_SOME * whole
 
 
-def _where(explicit: Explicit) -> Iterator[str]:
+def _weak_sites(explicit: Explicit) -> Iterator[str]:
     idle = [
         f"`{name}` ({percent(effect.share)})"
         for name, effect in explicit.sites.items()
@@ -226,7 +226,7 @@ def _where(explicit: Explicit) -> Iterator[str]:
         )
 
 
-def _noise(implicit: Implicit) -> Iterator[str]:
+def _noise_advice(implicit: Implicit) -> Iterator[str]:
     ratio = implicit.batch_ratio
     if ratio is not None and ratio.low > 1.0:
         yield (

@@ -207,7 +207,9 @@ def test_diagnose_refuses_an_optimizer_that_does_not_fit_the_model():
     model = net()
     ended = sgd(model)
     ended.param_groups[0]["lr"] = 0.0
-    with pytest.raises(undrop.errors.OptionError, match="rate of SGD is 0, so the weights do not move"):
+    with pytest.raises(
+        undrop.errors.OptionError, match="rate of SGD is 0, so the weights do not move"
+    ):
         diagnosed(model, train, held, optimizer=ended)
 
 

@@ -384,6 +384,7 @@ def tables(folder: Path) -> dict[str, list[str]]:
     return {
         "rules": rules(read(folder, "rules.jsonl")),
         "variants": variants(read(folder, "variants.jsonl")),
+        "steps": variants(read(folder, "steps.jsonl")),
         "far": variants(read(folder, "far.jsonl")),
         "decay": variants(read(folder, "decay.jsonl"), "as before"),
         "cost": cost(read(folder, "cost.jsonl")),

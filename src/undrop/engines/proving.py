@@ -27,6 +27,7 @@ from undrop.engines.proof_passes import (
     Reference,
     batch_dims,
     buffers_of,
+    changed,
     close,
     equal,
     grown_dim,
@@ -66,8 +67,12 @@ class Prover:
         self._rng = RngSnapshot(self.batch.model) if draws else None
         self.sites: list[Site] = []
         self.output: Any = None
+        self.before: dict[str, Tensor] = {}
+        """The model's buffers before a pass."""
         self.buffers: dict[str, Tensor] = {}
         """The model's buffers after a plain pass."""
+        self.stacked_buffers: dict[str, Tensor] = {}
+        """The model's buffers after a stacked pass."""
         self.moving: tuple[str, ...] = ()
         """The names of the buffers that the pass changed."""
         self.random = False
@@ -116,7 +121,7 @@ class Prover:
     def run_plain(self, times: int = 2) -> None:
         """Run the model without noise; raise an ``EngineError`` if two outputs differ."""
         outputs = []
-        before = buffers_of(self.batch.model)
+        self.before = buffers_of(self.batch.model)
         for _ in range(times):
             mode = Interception(self.batch.model, no_noise)
             with self.running(mode):
@@ -126,9 +131,7 @@ class Prover:
             self.sites, self.draws = mode.sites, tuple(mode.draws.values())
             self.aliased = mode.aliased
         self.output = outputs[-1]
-        self.moving = tuple(
-            name for name, old in before.items() if not equal(self.buffers[name], old)
-        )
+        self.moving = changed(self.before, self.buffers)
         for a, b in zip(
             *(map(without_nan, tensors_in(out)) for out in (outputs[0], outputs[-1])), strict=True
         ):
@@ -251,6 +254,9 @@ class Prover:
         """Return the plan of a draft; raise ``Failed`` if its pass differs from plain passes."""
         plan, output = self._run(draft, reference.rows, reference)
         reference.check(plan, output)
+        if self.moving or changed(self.before, self.stacked_buffers):
+            self._run(plan, reference.rows, reference, 1e-3)
+            reference.check_buffers(self.stacked_buffers)
         fit = midpoints and self._midpoints_fit(plan, reference, output)
         return replace(plan, midpoints=fit)
 
@@ -289,8 +295,7 @@ class Prover:
             inputs = map_dims(rows.stacked, inputs, draft.input_dims)
         with self.running(mode):
             output = call(self.batch.model, inputs)
-            if reference is not None:
-                reference.check_buffers(buffers_of(self.batch.model))
+            self.stacked_buffers = buffers_of(self.batch.model)
         if mode.index != len(draft.sites) or not mode.stacked:
             raise Failed
         if draft.late and any(s.dim is None for s in mode.found):

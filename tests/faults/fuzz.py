@@ -28,7 +28,7 @@ from undrop.lab.reproduce.records import Curve, Record, Records
 from undrop.lab.train import configure
 from undrop.lab.train.environment import Interrupts, World
 from undrop.lab.train.folder import _check
-from undrop.lab.train.runs import row
+from undrop.lab.train.runs import describe_run
 from undrop.lab.train.session import _resume
 from undrop.lab.train.trainer import Trainer
 from undrop.tensor_files import load_tensors
@@ -139,7 +139,7 @@ def of_a_run(folder: Path, text: Path) -> dict[str, Kind]:
         return run.checkpoints.load(step)
 
     def look() -> object:
-        return row(run), run.metrics.read()
+        return describe_run(run), run.metrics.read()
 
     def parse() -> object:
         return train.Config.parse(run.read_config())

@@ -49,7 +49,7 @@ SUBJECTS: Registry[str, Callable[[str], Subject]] = Registry("bench model")
 """What can be timed, by name; each function takes a size, which some ignore."""
 
 
-def check_named(model: str, size: str) -> None:
+def check_model_and_size(model: str, size: str) -> None:
     """Refuse an unknown model or size with an :class:`UnknownNameError`."""
     SUBJECTS[model]  # raises for an unknown name
     if size not in SIZES:
@@ -58,7 +58,7 @@ def check_named(model: str, size: str) -> None:
 
 def subject(model: str, size: str, device: str = "cpu") -> Subject:
     """Return the subject of that name and size on a device, with the same weights each time."""
-    check_named(model, size)
+    check_model_and_size(model, size)
     torch.manual_seed(0)
     with torch.device(device):
         return SUBJECTS[model](size)
@@ -248,7 +248,7 @@ def bench(
     Raises:
         UnknownNameError: for an unknown model, size or method, before a process is started.
     """
-    check_named(model, size)
+    check_model_and_size(model, size)
     names = list(dict.fromkeys([BASELINE, *names]))
     methods = {name: METHODS[name] for name in names}
     peaks: dict[str, float | None] = dict.fromkeys(names)

@@ -411,10 +411,10 @@ def test_a_run_is_a_table_in_a_notebook(run):
 
 def test_the_epochs_of_a_run_are_a_frame(run):
     pytest.importorskip("pandas")
-    from undrop.lab.train.runs import open_run, row
+    from undrop.lab.train.runs import describe_run, open_run
 
     opened = open_run(run)
     frame = opened.to_frame()
-    assert frame["valid_ppl"].min() == row(opened.folder)["best_valid_ppl"]
+    assert frame["valid_ppl"].min() == describe_run(opened.folder)["best_valid_ppl"]
     assert frame["seconds"].is_monotonic_increasing
     assert "time" not in frame

@@ -13,7 +13,7 @@ from undrop.errors import DataError
 from undrop.lab import corpora
 from undrop.lab.corpora import text
 from undrop.lab.corpora.cache import publish
-from undrop.lab.corpora.corpus import damaged
+from undrop.lab.corpora.corpus import damaged_files
 
 
 def names(folder):
@@ -86,7 +86,7 @@ def test_an_encoded_file_that_is_cut_short_or_missing_is_encoded_again(write, ca
     again = corpora.load(folder)
     assert again.folder == corpus.folder
     assert len(again.train) == 15
-    assert damaged(again.folder) == []
+    assert damaged_files(again.folder) == []
 
 
 def test_a_changed_byte_is_found_by_its_checksum(write, cache):
@@ -94,7 +94,7 @@ def test_a_changed_byte_is_found_by_its_checksum(write, cache):
     content = bytearray((corpus.folder / "valid.bin").read_bytes())
     content[0] ^= 1
     (corpus.folder / "valid.bin").write_bytes(content)
-    assert damaged(corpus.folder) == ["valid.bin"]
+    assert damaged_files(corpus.folder) == ["valid.bin"]
 
 
 def test_a_failed_encoding_leaves_no_files_behind(write, cache):

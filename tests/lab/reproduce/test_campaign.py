@@ -9,7 +9,7 @@ from undrop.errors import NonFiniteError, StoppedError
 from undrop.lab.reproduce import worker as worker_module
 from undrop.lab.reproduce.campaign import EXECUTORS, Campaign, Listener
 from undrop.lab.reproduce.records import Records
-from undrop.lab.reproduce.worker import commit, execute
+from undrop.lab.reproduce.worker import execute, git_commit
 from undrop.lab.reproduce.worklist import Worklist
 
 
@@ -52,7 +52,7 @@ def test_a_record_holds_everything_that_repeats_the_run(tmp_path):
     assert record.config["data"]["dir"] is None
     assert record.versions.keys() >= {"undrop", "torch", "python"}
     assert record.machine["device"] == "cpu"
-    assert record.commit == commit()
+    assert record.commit == git_commit()
     assert len(record.curve.epoch) == len(record.curve.train_ppl) == 2
     assert record.best_valid_ppl == pytest.approx(min(record.curve.valid_ppl), rel=1e-5)
     assert 0.0 < record.curve.evaluation[0] < record.curve.seconds[0] < record.curve.seconds[1]
@@ -75,7 +75,7 @@ def test_tuning_runs_first_and_its_best_variant_on_every_seed(tmp_path):
     assert len({state.total for state in heard.states}) == 1
     best = min(tried, key=lambda record: record.best_valid_ppl)
     assert (last.seed, last.config["objective"]) == (2, best.config["objective"])
-    assert list(cell.found(tuned.records)) == [1, 2]
+    assert list(cell.chosen_records(tuned.records)) == [1, 2]
 
 
 def test_a_stopped_run_resumes_and_its_time_adds_up(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from fake_records import fake_record
 from undrop.errors import RunError, StoppedError
 from undrop.lab.reproduce import campaign
-from undrop.lab.reproduce.campaign import Local, RayCluster
+from undrop.lab.reproduce.campaign import LocalProcesses, RayCluster
 from undrop.lab.reproduce.records import Record
 from undrop.lab.train.environment import catch_signals
 
@@ -42,7 +42,7 @@ def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_p
         return fake_record(run, [2.0])
 
     forking(work)
-    found = Local(2).outcomes(runs, lambda run: tmp_path, lambda: None)
+    found = LocalProcesses(2).outcomes(runs, lambda run: tmp_path, lambda: None)
     outcomes = {run.key: outcome for run, outcome in found}
     killed = outcomes.pop(runs[0].key)
     assert isinstance(killed, RunError)
@@ -74,7 +74,7 @@ def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
     reading, writing = os.pipe()  # its writing end is closed when the last worker is gone
     jobs = 2 if ends == "idle" else 1
     arguments = (runs[:jobs], lambda run: tmp_path, lambda: None)
-    parent = FORK.Process(target=lambda: list(Local(jobs).outcomes(*arguments)))
+    parent = FORK.Process(target=lambda: list(LocalProcesses(jobs).outcomes(*arguments)))
     parent.start()
     os.close(writing)
     while not working.exists():

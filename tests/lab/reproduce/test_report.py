@@ -10,7 +10,7 @@ from fake_records import fake_record
 from undrop.lab.reproduce import tables
 from undrop.lab.reproduce.figures import mathtext
 from undrop.lab.reproduce.records import Records
-from undrop.lab.reproduce.report import as_html, as_markdown, compose, write_report
+from undrop.lab.reproduce.report import as_html, as_markdown, report_content, write_report
 from undrop.lab.reproduce.results import Results
 from undrop.lab.reproduce.tables import EXPERIMENTS
 from undrop.lab.reproduce.worklist import Worklist
@@ -99,7 +99,7 @@ def test_the_papers_numbers_are_shown_only_at_the_papers_scale(tmp_path):
 
 def tables_of(folder, scale):
     worklist = Worklist(["ptb-table"], scale, 1)
-    sections = compose(Results(worklist, Records(folder / "records")), scale).sections
+    sections = report_content(Results(worklist, Records(folder / "records")), scale).sections
     return "".join(section.table.markdown() for section in sections)
 
 
@@ -129,7 +129,7 @@ def test_the_same_records_make_the_same_report_bytes(report, tmp_path):
 
 def test_titles_of_a_report_are_escaped(tmp_path):
     worklist, records = fill(tmp_path, ["taylor"])
-    content = compose(Results(worklist, records), "<b>&")
+    content = report_content(Results(worklist, records), "<b>&")
     page = as_html(content, {})
     assert "&lt;b&gt;&amp;" in page
     assert "<b>" not in page
@@ -150,7 +150,7 @@ def test_text_from_records_is_escaped(tmp_path):
     }
     for path in (tmp_path / "records").iterdir():
         path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
-    content = compose(Results(worklist, Records(tmp_path / "records")), "smoke")
+    content = report_content(Results(worklist, Records(tmp_path / "records")), "smoke")
     page = as_html(content, {})
     assert "&lt;script&gt;alert(1)" in page
     assert "<script" not in page

@@ -7,7 +7,7 @@ import pytest
 
 from undrop.lab.reproduce.results import (
     Interval,
-    geometric,
+    geometric_mean,
     mean_interval,
     paired_ratio,
     seeds_needed,
@@ -16,7 +16,7 @@ from undrop.lab.reproduce.results import (
 
 def test_the_interval_of_three_values_is_students():
     # The 97.5 % quantile of Student's t with 2 degrees of freedom is 4.303.
-    interval = geometric([2.0, 4.0, 8.0])
+    interval = geometric_mean([2.0, 4.0, 8.0])
     assert interval.estimate == pytest.approx(4.0)
     reach = 4.303 * math.log(2.0) / math.sqrt(3.0)
     assert math.log(interval.high / 4.0) == pytest.approx(reach, rel=1e-3)
@@ -58,10 +58,10 @@ def test_the_number_of_seeds_to_decide_is_unknown_without_a_spread_or_a_distance
 
 
 def test_the_mean_with_an_infinite_value_is_infinite():
-    interval = geometric([3.0, math.inf, 5.0])
+    interval = geometric_mean([3.0, math.inf, 5.0])
     assert interval.estimate == math.inf
     assert interval.low == pytest.approx(3.0)
-    assert geometric([0.0, 2.0]) == Interval(0.0, 0.0, 2.0, 2, math.inf)
+    assert geometric_mean([0.0, 2.0]) == Interval(0.0, 0.0, 2.0, 2, math.inf)
 
 
 def test_a_paired_ratio_cancels_differences_between_seeds():

@@ -4,7 +4,7 @@ import pytest
 
 from undrop.errors import OptionError, UnknownNameError
 from undrop.lab.reproduce import tables
-from undrop.lab.reproduce.figures import KINDS
+from undrop.lab.reproduce.figures import FIGURE_KINDS
 from undrop.lab.reproduce.results import MEASURES
 from undrop.lab.reproduce.tables import EXPERIMENTS, SCALES, experiment
 from undrop.lab.reproduce.worklist import Worklist
@@ -29,7 +29,7 @@ def test_claims_are_about_cells_of_their_experiment(name):
     found = experiment(name)
     cells = set(found.cells)
     assert found.claims
-    assert found.figure in KINDS
+    assert found.figure in FIGURE_KINDS
     assert found.measure in MEASURES
     for claim in found.claims:
         assert {*claim.over, *claim.under} <= cells

@@ -38,7 +38,7 @@ def test_the_best_of_the_tuning_is_run_on_the_other_seeds(records):
     worklist = Worklist(["loss-hessian"], "smoke", seeds=3)
     cell = worklist.cells["ptb:l2"]
     assert cell.waiting(records) == 2
-    assert cell.found(records) == {}
+    assert cell.chosen_records(records) == {}
     for variant in cell.variants:
         assert cell.choice(records) is None
         records.add(fake_record(cell.run(variant, 1), [7.0 if variant == 1 else 8.0 + variant]))
@@ -49,7 +49,7 @@ def test_the_best_of_the_tuning_is_run_on_the_other_seeds(records):
         cell.run(1, 3).key,
     }
     assert cell.run(0, 2).key not in {run.key for run in worklist.needed(records)}
-    assert list(cell.found(records)) == [1]
+    assert list(cell.chosen_records(records)) == [1]
 
 
 def test_the_time_estimate_uses_the_records_of_a_setting(records, worklist):
@@ -94,4 +94,7 @@ def test_a_search_shares_the_time_of_one_run_and_every_seed_chooses(records):
             better = variant == seed - 1
             records.add(fake_record(cell.run(variant, seed), [7.0 if better else 8.0]))
     assert [cell.choice(records, seed) for seed in (1, 2)] == [0, 1]
-    assert {s: r.best_valid_ppl for s, r in cell.found(records).items()} == {1: 7.0, 2: 7.0}
+    assert {s: r.best_valid_ppl for s, r in cell.chosen_records(records).items()} == {
+        1: 7.0,
+        2: 7.0,
+    }

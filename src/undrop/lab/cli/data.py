@@ -141,9 +141,9 @@ def _table(corpus: Corpus, facts: dict[str, Any]) -> Table:
 
 def _check(corpus: Corpus) -> None:
     from undrop.errors import DataError
-    from undrop.lab.corpora.corpus import damaged
+    from undrop.lab.corpora.corpus import damaged_files
 
-    if bad := damaged(corpus.folder):
+    if bad := damaged_files(corpus.folder):
         raise DataError(
             f"{', '.join(bad)} in {corpus.folder} changed after being written: delete that folder "
             "to encode the corpus again."

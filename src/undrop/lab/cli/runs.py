@@ -19,9 +19,9 @@ def runs(
 
     A second line shows the status of a run that is not finished.
     """
-    from undrop.lab.train.runs import find_runs, row
+    from undrop.lab.train.runs import describe_run, find_runs
 
-    rows = [row(run) for run in find_runs(folder)]
+    rows = [describe_run(run) for run in find_runs(folder)]
     rows.sort(key=lambda r: (r.get("best_valid_ppl") is None, r.get("best_valid_ppl")))
     heads = ("run", "objective", "data", "seed", "epochs", "valid", "test", "time")
     return Answer(rows, Table(heads, [_cells(row) for row in rows], numbers=heads[3:]))

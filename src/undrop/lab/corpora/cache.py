@@ -35,10 +35,10 @@ def publish(folder: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         DataError: if the cache can't be written.
     """
-    temporary = _hidden(folder, TEMPORARY)
+    temporary = _hidden_sibling(folder, TEMPORARY)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(_hidden(folder, ".lock")):
+        with file_lock(_hidden_sibling(folder, ".lock")):
             if folder.is_dir():
                 return
             _remove_leftovers(folder.parent)
@@ -60,7 +60,7 @@ def publish(folder: Path, fill: Callable[[Path], None]) -> None:
         ) from error
 
 
-def _hidden(folder: Path, suffix: str) -> Path:
+def _hidden_sibling(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}{suffix}")
 
 

@@ -29,11 +29,11 @@ _HEADER = "header.json"
 _VOCABULARY = "vocabulary.txt"
 
 
-class _Stored(BaseModel):
+class _StoredModel(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class Split(_Stored):
+class Split(_StoredModel):
     """What the header says about one split."""
 
     tokens: PositiveInt  # the number of tokens
@@ -43,7 +43,7 @@ class Split(_Stored):
     source_sha256: str
 
 
-class Header(_Stored):
+class Header(_StoredModel):
     """The description of an encoded corpus."""
 
     name: str
@@ -75,7 +75,7 @@ def encode(
         files: the text file of each split.
         cache: the cache folder.
         limit_tokens: use only the first ``limit_tokens`` tokens of the training split.
-        max_vocab: the largest size of the vocabulary; see :meth:`Vocabulary.of`.
+        max_vocab: the largest size of the vocabulary; see :meth:`Vocabulary.from_counts`.
 
     Raises:
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
@@ -125,7 +125,7 @@ def _vocabulary(
     for split in SPLITS[1:]:
         for chunk in words(files[split]):
             others.update(chunk)
-    return Vocabulary.of(counts, max_vocab=max_vocab, others=others)
+    return Vocabulary.from_counts(counts, max_vocab=max_vocab, others=others)
 
 
 def _encode_split(
@@ -190,7 +190,7 @@ def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
     return header, vocabulary, tokens
 
 
-def damaged(folder: Path) -> list[str]:
+def damaged_files(folder: Path) -> list[str]:
     """Return the files of an encoded corpus that do not match their checksums; reads all of them."""
     header, vocabulary, _ = open_encoded(folder)
     checksums = {f"{split}.bin": info.sha256 for split, info in header.splits.items()}

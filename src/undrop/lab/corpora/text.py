@@ -57,7 +57,7 @@ class Vocabulary:
         self._size = size
 
     @classmethod
-    def of(
+    def from_counts(
         cls, counts: Mapping[str, int], *, max_vocab: int | None = None, others: Iterable[str] = ()
     ) -> Vocabulary:
         """Build the vocabulary of a training split.

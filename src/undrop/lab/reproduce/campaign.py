@@ -92,7 +92,7 @@ class Executor(ABC):
 
 
 @EXECUTORS.register("local")
-class Local(Executor):
+class LocalProcesses(Executor):
     """Processes on this machine, with one thread each."""
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from undrop.lab.reproduce.report import Row, Section
 
-KINDS: Registry[str, Callable[[Section, Results], Any]] = Registry("figure")
+FIGURE_KINDS: Registry[str, Callable[[Section, Results], Any]] = Registry("figure")
 """The kinds of figures; an experiment names one."""
 
 
@@ -26,7 +26,7 @@ def draw(section: Section, results: Results) -> Figure | None:
     if all(row.interval is None for row in section.rows):
         return None
     with styled():
-        figure: Figure = KINDS[section.experiment.figure](section, results)
+        figure: Figure = FIGURE_KINDS[section.experiment.figure](section, results)
         return figure
 
 
@@ -49,7 +49,7 @@ def mathtext(label: str) -> str:
     return label
 
 
-@KINDS.register("validation")
+@FIGURE_KINDS.register("validation")
 def _validation(section: Section, results: Results) -> Figure:
     """Curves, and next to them their small difference from plain dropout."""
     figure = new_figure(8.4, 3.8)
@@ -81,7 +81,7 @@ def _differences(axes: Axes, section: Section, results: Results) -> None:
     axes.set_ylabel(mathtext("percent above Drop₁ in the same epoch"))
 
 
-@KINDS.register("train-and-validation")
+@FIGURE_KINDS.register("train-and-validation")
 def _train_and_validation(section: Section, results: Results) -> Figure:
     figure = new_figure(8.4, 3.8)
     left, right = figure.subplots(1, 2)
@@ -101,7 +101,7 @@ def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
     """A line for each method, the mean over seeds, in a band from the smallest to the largest value."""
     ends = []
     for index, row in enumerate(section.rows):
-        curves = [record.curve for record in results.of(row.cell).values()]
+        curves = [record.curve for record in results.records_of(row.cell).values()]
         length = min(
             (len(curve.epoch) for curve in curves), default=0
         )  # that of the shortest curve
@@ -140,7 +140,7 @@ def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
     return mpl.colormaps["viridis"](0.05 + 0.85 * others.index(index) / max(1, len(others) - 1))
 
 
-@KINDS.register("bars")
+@FIGURE_KINDS.register("bars")
 def _bars(section: Section, results: Results) -> Figure:
     """A point with its interval for each method, by setting, the best on top."""
     settings = list(dict.fromkeys(row.setting for row in section.rows))
@@ -167,10 +167,10 @@ def _bars(section: Section, results: Results) -> Figure:
 _QUADRATIC = r"$\frac{1}{2}\,\mathrm{E}[u^\top H u]$"
 
 
-@KINDS.register("shares")
+@FIGURE_KINDS.register("shares")
 def _shares(section: Section, results: Results) -> Figure:
     """R_drop and its quadratic term, by seed."""
-    records = results.of(section.rows[0].cell)
+    records = results.records_of(section.rows[0].cell)
     figure = new_figure(4.8, 3.2)
     axes = figure.subplots()
     places = np.arange(len(records))

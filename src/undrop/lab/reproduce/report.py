@@ -55,7 +55,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Content:
+class ReportContent:
     """A whole report."""
 
     title: str
@@ -66,12 +66,12 @@ class Content:
     provenance: Table
 
 
-def compose(results: Results, scale: str) -> Content:
+def report_content(results: Results, scale: str) -> ReportContent:
     """Return the content of a report."""
     sections = tuple(_section(experiment, results) for experiment in results.worklist.experiments)
     every = tuple(verdict for section in sections for verdict in section.verdicts)
     used = _used(results)
-    return Content(
+    return ReportContent(
         title=f"The regularization effects of dropout, reproduced at scale “{scale}”",
         summary=_summary(every, used),
         sections=sections,
@@ -164,16 +164,19 @@ def _name(row: Row, several: bool) -> str:
 
 def _numbers(row: Row, digits: int) -> tuple[str, ...]:
     cost = "" if row.cost is None else f"× {row.cost:.2f}"
-    if row.interval is None:
+    found = row.interval
+    if found is None:
         return "not run yet", "", "0", cost
-    shown = [
-        number(v, digits) for v in (row.interval.estimate, row.interval.low, row.interval.high)
-    ]
-    between = f"{shown[1]} – {shown[2]}" if row.interval.seeds > 1 else ""
-    return shown[0], between, str(row.interval.seeds), cost
+    between = _between(found.low, found.high, digits, found.seeds)
+    return format_number(found.estimate, digits), between, str(found.seeds), cost
 
 
-def number(value: float | None, digits: int) -> str:
+def _between(low: float | None, high: float | None, digits: int, seeds: int) -> str:
+    """An interval as text; one seed has none."""
+    return f"{format_number(low, digits)} – {format_number(high, digits)}" if seeds > 1 else ""
+
+
+def format_number(value: float | None, digits: int) -> str:
     """Return a number as text; infinity means that a quality was never reached."""
     if value is None:
         return ""
@@ -219,7 +222,7 @@ _HOW = (
 )
 
 
-def as_html(content: Content, figures: Mapping[str, str]) -> str:
+def as_html(content: ReportContent, figures: Mapping[str, str]) -> str:
     """Return the report as a page that needs no other file.
 
     Args:
@@ -259,7 +262,7 @@ def _chapter(section: Section, figure: str | None) -> str:
     return '<section class="chapter">\n' + "\n".join(filter(None, parts)) + "\n</section>"
 
 
-def as_markdown(content: Content, figures: Mapping[str, str]) -> str:
+def as_markdown(content: ReportContent, figures: Mapping[str, str]) -> str:
     """Return the report as Markdown.
 
     Args:
@@ -297,10 +300,10 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Table:
         (
             _claim(verdict),
             verdict.verdict,
-            number(verdict.estimate, 3),
-            f"{number(verdict.low, 3)} – {number(verdict.high, 3)}" if verdict.seeds > 1 else "",
+            format_number(verdict.estimate, 3),
+            _between(verdict.low, verdict.high, 3, verdict.seeds),
             verdict.asked,
-            number(verdict.paper, 3),
+            format_number(verdict.paper, 3),
             str(verdict.seeds),
             "" if verdict.needed is None else str(verdict.needed),
         )
@@ -347,7 +350,7 @@ def write_report(
     with naming_disk_errors(out):
         (out / "figures").mkdir(parents=True, exist_ok=True)
     results = Results(worklist, records)
-    content = compose(results, scale)
+    content = report_content(results, scale)
     inline: dict[str, str] = {}
     files: dict[str, str] = {}
     for section in content.sections:

@@ -33,14 +33,14 @@ class Interval:
     spread: float = 0.0
 
 
-def student(quantile: float, values: int) -> float:
+def student_quantile(quantile: float, values: int) -> float:
     """Return a quantile of Student's t for the mean of this number of values."""
     from scipy import stats
 
     return float(stats.t.ppf(quantile, values - 1))
 
 
-def geometric(values: Sequence[float]) -> Interval:
+def geometric_mean(values: Sequence[float]) -> Interval:
     """Return the geometric mean of positive values, with Student's 95 % interval.
 
     Perplexities and times are compared by ratios, so their logarithms are averaged. The interval of one
@@ -67,7 +67,7 @@ def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
         return Interval(mean, mean, mean, n)
     spread = float(np.std(values, ddof=1))
     tail = (1.0 - LEVEL) / (2.0 * comparisons)
-    reach = student(1.0 - tail, n) * spread / math.sqrt(n) if spread else 0.0
+    reach = student_quantile(1.0 - tail, n) * spread / math.sqrt(n) if spread else 0.0
     return Interval(mean, mean - reach, mean + reach, n, spread)
 
 
@@ -87,7 +87,7 @@ def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
         return None
     tail = (1.0 - LEVEL) / 2.0
     for n in _counts():
-        reach = student(1.0 - tail, n) + student(POWER, n)
+        reach = student_quantile(1.0 - tail, n) + student_quantile(POWER, n)
         if reach * interval.spread / math.sqrt(n) <= distance:
             return n
     return None
@@ -113,7 +113,7 @@ def paired_ratio(
         math.prod(values[seed] for values in over) / math.prod(values[seed] for values in under)
         for seed in sorted(seeds)
     ]
-    return geometric(ratios)
+    return geometric_mean(ratios)
 
 
 REFERENCE = "drop-1"
@@ -174,28 +174,30 @@ class Results:
     def __init__(self, worklist: Worklist, records: Records) -> None:
         self.worklist = worklist
         self.records = records
-        self._found = {name: cell.found(records) for name, cell in worklist.cells.items()}
+        self._found = {name: cell.chosen_records(records) for name, cell in worklist.cells.items()}
 
-    def of(self, cell: str) -> dict[int, Record]:
+    def records_of(self, cell: str) -> dict[int, Record]:
         """Return the records of a cell by seed."""
         return self._found.get(cell, {})
 
     def pairs(self, cell: str) -> dict[int, tuple[Record, Record]]:
         """Return each record of a cell with the reference's on the same setting and seed."""
-        plain = self.of(f"{cell.partition(':')[0]}:{REFERENCE}")
-        return {seed: (own, plain[seed]) for seed, own in self.of(cell).items() if seed in plain}
+        plain = self.records_of(f"{cell.partition(':')[0]}:{REFERENCE}")
+        return {
+            seed: (own, plain[seed]) for seed, own in self.records_of(cell).items() if seed in plain
+        }
 
     def values(self, measure: str, cell: str) -> dict[int, float]:
         """Return a measure of a cell by seed; one that compares needs the reference's record."""
         found = MEASURES[measure]
-        alone = {seed: (record, record) for seed, record in self.of(cell).items()}
+        alone = {seed: (record, record) for seed, record in self.records_of(cell).items()}
         records = self.pairs(cell) if found.compares else alone
         return {seed: found.of(*pair) for seed, pair in records.items()}
 
     def interval(self, measure: str, cell: str) -> Interval | None:
         """Return the mean of a measure over a cell's seeds; None if it has no record."""
         values = list(self.values(measure, cell).values())
-        return geometric(values) if values else None
+        return geometric_mean(values) if values else None
 
 
 HOLDS = "holds"

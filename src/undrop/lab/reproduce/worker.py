@@ -163,7 +163,7 @@ def _record(
         probed=probed,
         versions=versions(),
         machine=machine(find_device(job.config.train.device)),
-        commit=commit(),
+        commit=git_commit(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
@@ -173,7 +173,7 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def commit() -> str | None:
+def git_commit() -> str | None:
     """Return the git commit of the code, with a + if the code has changes; None without git."""
     here = Path(__file__).parent
     try:

@@ -78,7 +78,7 @@ class Cell:
         found = [record.best_valid_ppl for record in tried if record is not None]
         return found.index(min(found)) if len(found) == len(tried) else None
 
-    def found(self, records: Records) -> dict[int, Record]:
+    def chosen_records(self, records: Records) -> dict[int, Record]:
         """Return the records of the chosen variant, by seed."""
         choices = {seed: self.choice(records, seed) for seed in self.seeds}
         found = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from undrop.engines.antithetic import Antithetic
 from undrop.files import naming_disk_errors, read_json, write_json
-from undrop.lab.reproduce.worker import commit, single_threaded
+from undrop.lab.reproduce.worker import git_commit, single_threaded
 from undrop.lab.scoreboard.data import Data, batches
 from undrop.lab.scoreboard.tasks import TASKS, Task
 from undrop.lab.train.environment import machine, versions
@@ -70,7 +70,7 @@ def execute(spec: Spec, root: str) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "versions": versions(),
         "machine": machine(torch.device("cpu")),
-        "commit": commit(),
+        "commit": git_commit(),
     }
 
 

@@ -41,7 +41,7 @@ def lr_factor(schedule: ScheduleConfig, progress: RunProgress) -> float:
     return warm
 
 
-class Average:
+class ParameterAverage:
     """The mean of the parameters over the steps since averaging started (Polyak).
 
     Averaging starts when the validation loss is above the best one of more than ``patience`` epochs
@@ -112,7 +112,9 @@ class Stepper:
         self._config = config
         self._parameters = parameters
         self._optimizer = _optimizer(parameters, config)
-        self.average = Average(parameters, config.patience if config.name == "asgd" else None)
+        self.average = ParameterAverage(
+            parameters, config.patience if config.name == "asgd" else None
+        )
 
     def step(self, factor: float) -> float:
         """Take a step at ``factor`` times the learning rate; return the norm before clipping.

@@ -40,7 +40,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """The settings that matter most and the results, for a notebook."""
-        found = row(self.folder)
+        found = describe_run(self.folder)
         results = {"validation perplexity": "best_valid_ppl", "test perplexity": "test_ppl"}
         rows = [
             ("model", self.config.model.name),
@@ -99,7 +99,7 @@ def find_runs(root: str | Path) -> Iterator[RunFolder]:
         yield RunFolder(config.parent)
 
 
-def row(folder: RunFolder) -> dict[str, Any]:
+def describe_run(folder: RunFolder) -> dict[str, Any]:
     """Return what a list of runs shows about one run."""
     try:
         return _row(folder)

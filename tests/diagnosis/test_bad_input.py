@@ -29,7 +29,7 @@ def test_diagnose_refuses_an_empty_list_of_batches():
 
 def test_diagnose_refuses_an_empty_batch():
     x, y = batch()
-    refused(errors.DataError, r"the batch is empty, .*: skip it\.$", model(), [(x[:0], y[:0])])
+    refused(errors.DataError, r"the batch is empty .*: skip it\.$", model(), [(x[:0], y[:0])])
 
 
 def test_diagnose_refuses_a_used_up_generator():

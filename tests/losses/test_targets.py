@@ -29,7 +29,7 @@ LOGITS = torch.zeros(2, 3, 5)
         (
             CrossEntropy(),
             torch.zeros(6).long(),
-            r"must have shape \(2, 3\), that of the output without .* 5 classes, got \(6,\)",
+            r"must have shape \(2, 3\) \(the output's without .* 5 classes\), got \(6,\)",
         ),
         (CrossEntropy(), torch.full((2, 3), 5), r"must lie in 0 … 4 .* got 5"),
         (CrossEntropy(), torch.full((2, 3), -1), r"ignore_index = -100\), got -1"),

@@ -57,19 +57,19 @@ def diagnose(
             the validation loss after 20 steps without it, minus that after 20 steps with it.
         optimizer: the optimizer that trains the model; None is AdamW. It takes these steps, and its
             state is restored.
-        learning_rate: the learning rate of these steps; None is the optimizer's, and 0.001 for AdamW.
-            At the end of a schedule, pass the learning rate of its middle.
+        learning_rate: the learning rate of these steps; None is the optimizer's, or 0.001 for AdamW.
+            At the end of a schedule, pass the learning rate in the middle of it.
         weight_decay: the weight decay whose benefit is measured too; None is the one that shrinks the
             weights by 1 % in 20 steps.
         loss: as for an objective.
         implicit: whether to measure gradient noise as well.
-        seconds: the time to spend; more gives smaller errors. A diagnosis takes longer if the smallest
-            number of samples needs it.
+        seconds: the time to spend; more time gives smaller errors. A diagnosis takes longer if the
+            smallest number of samples needs more time.
         draws: the largest number of masks per batch; None uses all the time. With ``draws``, a
             generator and enough seconds, the figures are reproducible.
         max_batches: the largest number of training and of validation batches to use.
         classes: the names of the output's classes.
-        batch_dim: the dimension of targets that counts examples.
+        batch_dim: the dimension of the examples in the targets.
         generator: seeds the masks.
         progress: whether to show a bar on stderr, if that is a terminal.
 
@@ -110,7 +110,7 @@ def _check(
 ) -> None:
     check_seconds(seconds)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise OptionError(f"optimizer must be one of torch's, got {type(optimizer).__name__}.")
+        raise OptionError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}.")
     for name, value, least in (("draws", draws, 2), ("max_batches", max_batches, 1)):
         if value is not None and value < least:
             raise OptionError(f"{name} must be at least {least}, got {value}.")

@@ -252,7 +252,7 @@ def _warn_once(model: nn.Module, reason: str) -> None:
     if _warned.get(model) != reason:
         _warned[model] = reason
         _log.warning(
-            "undrop runs %s twice per step, since %s; on nets with kinks (ReLU, max pooling) the "
+            "undrop runs %s twice per step, since %s; in models with kinks (ReLU, max pooling) the "
             "gradient of the regularizers is then biased.",
             type(model).__name__,
             reason,

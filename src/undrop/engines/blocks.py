@@ -82,7 +82,7 @@ def _joined(outputs: list[Any], sizes: Sequence[int], batched: bool, first: int)
 
 
 def _joined_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int:
-    """Return the dimension whose size is the block's in every part; ``first`` if there are several."""
+    """Return the dimension that has the block's size in every part; ``first`` if there are several."""
     fits = [
         d
         for d in range(parts[0].dim())

@@ -57,7 +57,7 @@ class Prover:
     float32 it is easier to see.
 
     Args:
-        request: what the engine is asked for.
+        request: the request that the engine gets.
         draws: False for a model that is known to draw no random numbers: no generator is restored. If
             it does draw, the passes differ and the proof fails.
     """

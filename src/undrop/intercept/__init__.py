@@ -1,10 +1,6 @@
 """Find, name and control every dropout of any ``nn.Module``, without changes to the model."""
 
-from undrop.intercept import (
-    attention,
-    functional,
-    recurrent,
-)  # importing them registers their rules
+from undrop.intercept import attention, functional, recurrent  # these register rules
 from undrop.intercept.discovery import (
     find_sites,
     follow_masks,

@@ -38,7 +38,7 @@ class KnownDraws:
     """Whether a mask drops where it is 1, if its uses show it."""
     blends_enclosing: set[str] = field(default_factory=set)
     """Random branches that blend the outputs of the enclosing module, not those of the next module."""
-    reversed: set[str] = field(default_factory=set)
+    tried_reversed: set[str] = field(default_factory=set)
     """Branches that were tried with the less probable answer."""
 
     def learn(self, uses: Mapping[str, set[bool]], masks: Mapping[str, MaskDraw]) -> bool:
@@ -58,8 +58,8 @@ class KnownDraws:
         """
         if draw is None or not draw.branch or key in self.blends_enclosing:
             self.others.add(key)
-        elif key not in self.reversed:
-            self.reversed.add(key)
+        elif key not in self.tried_reversed:
+            self.tried_reversed.add(key)
             self.drops[key] = not draw.flipped
         else:
             self.drops.pop(key)
@@ -75,7 +75,7 @@ def known_draws(model: nn.Module) -> KnownDraws:
 
 
 GivenNumbers: TypeAlias = Callable[[str, Callable[[float], Tensor]], Tensor | None]
-"""Returns the numbers of a draw from its key and ``fill``, or None if the pass shall draw them."""
+"""Returns the numbers of a draw from its key and ``fill``; None lets the pass draw them."""
 
 
 @dataclass

@@ -169,8 +169,8 @@ class Interception(HandMasks, TorchFunctionMode):
             if function is not None:
                 raise RecomputationError(
                     f"{self._where()} runs inside the autograd function {function}, whose backward "
-                    "can't see the same noise: with activation checkpointing pass "
-                    "use_reentrant=False, with its own function use engine='antithetic'."
+                    "can't see the same noise: pass use_reentrant=False to activation checkpointing, or "
+                    "use engine='antithetic' for a function of your own."
                 )
             return
         for region in regions():

@@ -121,7 +121,7 @@ def split_labels(inputs: Any, targets: Any) -> tuple[Any, Any]:
     firsts = [t for tree in (inputs, targets) for t in islice(tensors_in(tree), 1)]
     if firsts and not any(t.numel() for t in firsts):
         shape = tuple(firsts[0].shape)
-        raise DataError(f"the batch is empty, its first tensor has the shape {shape}: skip it.")
+        raise DataError(f"the batch is empty (its first tensor has shape {shape}): skip it.")
     return inputs, targets
 
 

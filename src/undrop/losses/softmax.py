@@ -102,8 +102,8 @@ class FeatureLoss(SoftmaxLoss):
         """Check that targets are class indices, one for each row of features of the right width."""
         if output.shape[-1] != self.width:
             raise OutputError(
-                f"the loss takes features of width {self.width}, that of its output layer, got an "
-                f"output of shape {tuple(output.shape)}: let the model return features, not logits."
+                f"the output layer of the loss takes features of width {self.width}, got an output of "
+                f"shape {tuple(output.shape)}: let the model return features, not logits."
             )
         super().check(output, target)
 

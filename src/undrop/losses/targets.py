@@ -26,8 +26,8 @@ def check_class_indices(target: Tensor, leading: Sequence[int], classes: int) ->
         )
     if tuple(target.shape) != tuple(leading):
         raise TargetError(
-            f"targets must have shape {tuple(leading)}, that of the output without the dimension of its "
-            f"{classes} classes, got {_shape(target)}."
+            f"targets must have shape {tuple(leading)} (the output's without the dimension of its "
+            f"{classes} classes), got {_shape(target)}."
         )
 
 

@@ -93,7 +93,7 @@ class BranchOptimizer:
         model: the model whose weights it updates.
         optimizer: the optimizer that trains the model, whose state is restored; None is AdamW.
         learning_rate: None uses the optimizer's.
-        weight_decay: λ of the branch with more weight decay; None is 1 % of the weights in a branch.
+        weight_decay: λ of the branch with more weight decay; None shrinks weights by 1 % in a branch.
 
     Raises:
         OptionError: for an optimizer that does not fit the model, or a learning rate of 0.
@@ -119,8 +119,8 @@ class BranchOptimizer:
             )
         if not self.learning_rate > 0.0:
             raise OptionError(
-                f"the learning rate of {self.name} is {self.learning_rate:g}, so "
-                "the weights do not move: pass learning_rate=, the one in the middle of training."
+                f"the learning rate of {self.name} is {self.learning_rate:g}, so the weights do not "
+                "move: pass learning_rate=, such as the one in the middle of training."
             )
         shrinkage = SHRINKAGE / (STEPS * self.learning_rate)
         self.decay = shrinkage if weight_decay is None else weight_decay

@@ -41,7 +41,7 @@ def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     if not named:
         raise GradientsDisabledError(
             f"no parameter of {type(model).__name__} requires a gradient: set requires_grad_(True) on "
-            "those that are trained, or pass implicit=False."
+            "the parameters to train, or pass implicit=False."
         )
     return named
 
@@ -111,7 +111,7 @@ class Sketch:
 
     It is a count sketch: every coordinate goes to a random place with a random sign. Inner products of
     unit vectors have an error of about 1/sqrt(places). ``size`` is the number of coordinates, and
-    ``places`` the largest number of numbers to keep.
+    at most ``places`` numbers are kept.
     """
 
     def __init__(self, size: int, places: int, device: torch.device) -> None:

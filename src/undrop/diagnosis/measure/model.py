@@ -206,7 +206,7 @@ class MeasuredModel:
         return loss
 
     def not_finite(self, batch: Batch, loss: float, how: str) -> str:
-        """Return the message for a loss that is not finite, ``how`` is "with" or "without" dropout."""
+        """Return the message for a loss that is not finite; ``how`` is "with" or "without" (dropout)."""
         return (
             f"the loss of batch {batch.number} {how} dropout is {loss}: look for NaN or infinity in "
             f"its inputs and in the weights of {self.name}."

@@ -39,7 +39,7 @@ from undrop.errors import NoDropoutError, NonFiniteError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Loss
 
-_EPSILON = 0.02  # of the differences; truncation is O(ε²), rounding of the second one O(1/ε²)
+_EPSILON = 0.02  # ε of finite differences: truncation is O(ε²), rounding of the second one O(1/ε²)
 _TOLERANCE = 0.1  # between u and its finite difference; a wrong second derivative is far off
 
 
@@ -65,7 +65,7 @@ class Terms(NamedTuple):
 
 
 class Expansion(ABC):
-    """A batch expanded at ε = 0, with a leaf z of the shape of every η."""
+    """The expansion of a batch at ε = 0, with a leaf z in the shape of every η."""
 
     def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
         self.measured, self.batch = measured, batch

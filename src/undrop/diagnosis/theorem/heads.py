@@ -57,8 +57,8 @@ def last_layer(
                 logits = logits_of(call(model, inputs))
             if not last or not _same(last[0], logits):
                 raise OutputError(
-                    f"the output of {type(model).__name__} is not that of a linear layer, which the "
-                    "bound is about: pass its weight and features to undrop.bound yourself."
+                    f"the output of {type(model).__name__} is not that of a linear layer, and the bound "
+                    "is for linear layers: pass a weight and its features to undrop.bound yourself."
                 )
             _, x, weight, bias = last
             target = targets.reshape(-1)

@@ -82,7 +82,7 @@ def _put_into_eval_mode(model: nn.Module) -> None:
 
 
 def follow_masks(model: nn.Module, inputs: Any) -> None:
-    """Find out which random draws of a model are masks, so that later passes know."""
+    """Find out which random draws of a model are masks, for later passes."""
     with _SEARCHING, preserve_model(model):
         _proven_pass(model, inputs)
 
@@ -258,7 +258,7 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    """Return the tensor that a loss sees, or else all tensors."""
+    """Return the tensor that a loss receives, or all tensors if there is none."""
     try:
         found = [logits_of(output)]
     except OutputError:

@@ -131,7 +131,7 @@ class HandMasks:
     dispatch: Callable[..., Any]
     """Calls a function of tensors as if the model had called it."""
     noisy: Callable[..., Tensor]
-    """Returns what the action makes of h."""
+    """Returns the action's result for h."""
 
     def numbered(self, name: str) -> str:
         """Return a name; add a number to it if the pass has used the name before."""
@@ -147,7 +147,7 @@ class HandMasks:
         return key if mask else None
 
     def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
-        """Record that a draw is not a mask, or that it decides another branch."""
+        """Note that a draw is not a mask; see :meth:`KnownDraws.refuse`."""
         self._known.refuse(key, draw)
 
     def drops(self, key: str, rare: bool) -> bool:

@@ -1,7 +1,7 @@
 """Run a model unchanged, and decide what happens at every dropout.
 
 A ``TorchFunctionMode`` sees the dropout *functions* themselves, so a dropout is found wherever it is
-called from. The model does not change: no hook, no patched function, no replaced module.
+called from. The model does not change: it gets no hook, no patched function, no replaced module.
 Activation checkpointing runs parts of a model again in the backward pass; they get the same noise
 there. Leaving the ``with`` block ends the interception; other threads never see it.
 """

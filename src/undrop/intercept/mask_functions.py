@@ -41,7 +41,9 @@ class _Call(NamedTuple):
 
     def first_of(self, kind: type[R]) -> R | None:
         """Return the first argument of that kind."""
-        for leaf in self.leaves():  # an older torch.compile knows no next() with a default
+        for (
+            leaf
+        ) in self.leaves():  # older versions of torch.compile can't trace next() with a default
             if isinstance(leaf, kind):
                 return leaf
         return None
@@ -211,7 +213,7 @@ def _mask(u: Uniform, chance: float, threshold: float, below: bool, dtype: torch
 
 
 def _of_mask(m: Mask, call: _Call) -> Any:
-    """Return what a function makes of a mask; raise ``NotAMask`` for a use that does not fit a mask."""
+    """Return the result of a function of a mask; raise ``NotAMask`` for a use that can't be followed."""
     func, operation, inplace, args, kwargs = call
     first = args and args[0] is m
     if operation == "branch" and m.binary:
@@ -306,7 +308,7 @@ def _any_in_window(
 
 
 def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs) -> Any:
-    """where(m, a, b) = b + m·(a - b), and the ways to write it."""
+    """where(m, a, b) = b + m·(a - b), and other ways to write it."""
     if kwargs or len(args) != 3:
         raise m.refuse(operation)
     dispatch = m.mode.dispatch

@@ -47,7 +47,7 @@ def _rounds(keys: list[str]) -> Iterator[set[str]]:
 
 
 def _agree(model: nn.Module, inputs: Any, numbers: _Numbers, soft: set[str]) -> bool:
-    """Return whether the sites ``soft`` do what the model does with these numbers."""
+    """Return whether the model computes the same with its own masks and with masks at ``soft``."""
     rng = RngSnapshot(model)
     outputs = []
     try:

@@ -15,7 +15,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
-    """Return the normalization layers of a model; they are looked up once, since every step asks."""
+    """Return the normalization layers of a model; they are looked up once, not at every step."""
     if model not in _known:
         # recognized by their buffers: a layer in TorchScript has another class
         norms = (m for m in model.modules() if "running_mean" in m._buffers)

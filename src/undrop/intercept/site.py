@@ -200,7 +200,7 @@ class Selection:
 
     def weight(self, name: str) -> float:
         """The factor on σ² at the site of that name; 0 if it is not chosen."""
-        if name not in self._weights:  # every step asks for every site
+        if name not in self._weights:  # cached: every step needs it for every site
             matching = (w for p, w in reversed(self.patterns.items()) if fnmatchcase(name, p))
             self._weights[name] = next(matching, 0.0)
         return self._weights[name]

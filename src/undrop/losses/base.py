@@ -90,7 +90,7 @@ def last_entries(x: Tensor, u: Tensor, dim: int) -> Tensor:
 
 
 class TotalAndGradients(NamedTuple):
-    """The total of a loss, and its gradients; nothing has a graph."""
+    """The total of a loss, and its gradients, without a graph."""
 
     total: Tensor
     means: Means  # without coefficients
@@ -145,7 +145,7 @@ class Loss(GivenLoss):
     in_any_order: bool = False
     """Whether the loss stays the same if examples and targets are permuted alike."""
     forms_gradients: bool = False
-    """Whether the loss has ``total_and_gradients``, which saves the engine a part of the graph.
+    """Whether the loss implements ``total_and_gradients``, which saves the engine a part of the graph.
 
     Such a loss receives one tensor, and stays the same if examples and targets are permuted alike.
     """

@@ -24,7 +24,7 @@ from undrop.rng_snapshot import RngSnapshot
 _log = logging.getLogger("undrop")
 
 STEP, STEP_DOUBLE = 0.1, 0.01
-"""s in ℓ(F ± s·u), for float32 and float64: a compromise of truncation, O(s²), and rounding, O(1/s²)."""
+"""s in ℓ(F ± s·u), for float32 and float64: truncation is O(s²), and rounding is O(1/s²)."""
 
 
 class _Flat(NamedTuple):
@@ -92,7 +92,7 @@ class Generic(Loss):
         """Accept everything: only the function knows which targets fit."""
 
     def count(self, output: Any, target: Any) -> Tensor:
-        """The rows of the (first) output (…, features), which the function averages over."""
+        """The number of rows of the first output (…, features), over which the function averages."""
         first = next(x for x in tensors_in(output) if x.is_floating_point())
         rows = first.numel() // first.shape[-1] if first.dim() > 1 else first.numel()
         return count_tensor(rows, first)

@@ -197,7 +197,7 @@ def _is_attention_dropout(name: str) -> bool:
 
 
 def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way_out: str) -> bool:
-    """Return whether theirs is finite, so that it can be compared; if the two differ, raise an error."""
+    """Raise an error if two losses differ; return False if theirs is not finite, True otherwise."""
     if not bool(torch.isfinite(theirs)):
         return False
     exact = theirs.dtype in (torch.float32, torch.float64)

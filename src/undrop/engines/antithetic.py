@@ -30,12 +30,7 @@ from undrop.engines.proving import NO_DROPOUT
 from undrop.engines.stacked import run_stacked
 from undrop.engines.stacking import StateBeforeStep, find_plan, plan_holds
 from undrop.errors import EngineError, NoDropoutError, OptionError
-from undrop.intercept import (
-    Interception,
-    RngSnapshot,
-    keep_buffers,
-    map_tensors,
-)
+from undrop.intercept import Interception, RngSnapshot, keep_buffers, map_tensors
 from undrop.losses import Coefficients
 
 _log = logging.getLogger("undrop")

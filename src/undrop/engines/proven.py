@@ -18,15 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from undrop.engines.tangent_rules import BACKWARD, TANGENT_RULES
-from undrop.intercept import (
-    Interception,
-    RngSnapshot,
-    Rule,
-    Site,
-    call,
-    is_sharded,
-    keep_buffers,
-)
+from undrop.intercept import Interception, RngSnapshot, Rule, Site, call, is_sharded, keep_buffers
 from undrop.intercept.checkpointing import enclosing_function, in_checkpoint
 
 _SHAPES = """view _unsafe_view expand permute transpose t unsqueeze squeeze select slice

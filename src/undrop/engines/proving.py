@@ -34,15 +34,7 @@ from undrop.engines.proof_passes import (
     without_nan,
 )
 from undrop.errors import EngineError, UndropError
-from undrop.intercept import (
-    Interception,
-    Site,
-    call,
-    keep_buffers,
-    logits_of,
-    no_noise,
-    tensors_in,
-)
+from undrop.intercept import Interception, Site, call, keep_buffers, logits_of, no_noise, tensors_in
 from undrop.rng_snapshot import RngSnapshot
 
 NO_DROPOUT = "it has no active dropout"

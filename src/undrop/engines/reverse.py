@@ -15,14 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.autodiff import gradients
-from undrop.engines.base import (
-    ENGINES,
-    Engine,
-    Evaluation,
-    Request,
-    WeightedParts,
-    refuse_fraction,
-)
+from undrop.engines.base import ENGINES, Engine, Evaluation, Request, WeightedParts, refuse_fraction
 from undrop.engines.draw import Draw, ScaledNoise, ZeroLeaves
 from undrop.errors import EngineError
 from undrop.generators import Generators

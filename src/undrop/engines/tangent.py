@@ -12,13 +12,7 @@ import torch
 import torch.autograd.forward_ad as forward
 from torch import Tensor, nn
 
-from undrop.engines.base import (
-    ENGINES,
-    Engine,
-    Evaluation,
-    Request,
-    refuse_fraction,
-)
+from undrop.engines.base import ENGINES, Engine, Evaluation, Request, refuse_fraction
 from undrop.engines.draw import Draw
 from undrop.engines.proven import first_unproven_op
 from undrop.engines.tangent_rules import TANGENT_RULES, packed, unpacked

@@ -18,14 +18,7 @@ from torch import Tensor, nn
 
 from undrop.engines import Evaluation
 from undrop.errors import NonFiniteError
-from undrop.intercept import (
-    Batch,
-    Interception,
-    Site,
-    is_sharded,
-    keep_statistics,
-    tensors_in,
-)
+from undrop.intercept import Batch, Interception, Site, is_sharded, keep_statistics, tensors_in
 
 if TYPE_CHECKING:
     from undrop.objectives.base import Objective

@@ -27,12 +27,7 @@ from torch import Tensor, nn
 
 from undrop.autodiff import gradients
 from undrop.diagnosis.measure.estimates import Estimate, Samples
-from undrop.diagnosis.measure.model import (
-    FixedNoise,
-    MeasuredModel,
-    SiteNoise,
-    collect,
-)
+from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, SiteNoise, collect
 from undrop.engines import Draw, ZeroLeaves
 from undrop.engines.reverse import TWICE_DIFFERENTIABLE
 from undrop.errors import NoDropoutError, NonFiniteError

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_EXPORTS = {
     # objectives: what training minimizes
     "undrop.objectives": (
         *("Analytic", "Dropout", "L2", "NoRegularization", "Objective", "Step", "PAPER", "TAYLOR"),
@@ -51,15 +51,15 @@ _HOMES = {
     # tuning: which p, found within one run
     "undrop.tuning": ("Tuner", "advise"),
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = [*_HOME, "errors"]
+__all__ = [*_MODULE_OF, "errors"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that the command line starts without torch."""
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value
     try:

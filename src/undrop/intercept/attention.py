@@ -133,9 +133,7 @@ def _flex_attention(mode: Interception, *args: Any) -> Any:
 
 
 def flex_written_out(
-    mode: Interception,
-    call: FlexCall,
-    softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
+    mode: Interception, call: FlexCall, softmax: Callable[[Tensor, int], Tensor] = torch.softmax
 ) -> Any:
     """FlexAttention with noise in plain operations, for engines that the kernel does not support."""
     return without_kernel(call, _factors(mode, call), softmax)

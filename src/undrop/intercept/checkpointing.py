@@ -24,7 +24,7 @@ import torch
 from undrop.intercept.wrappers import frames
 
 _Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
-_HOME = "torch.utils.checkpoint"
+_CHECKPOINT_MODULE = "torch.utils.checkpoint"
 
 
 class Region(Protocol):
@@ -39,7 +39,9 @@ def regions() -> list[Region]:
     found: list[Region] = []
     for pack, _ in _all_hooks():
         name = getattr(pack, "__qualname__", "")
-        if getattr(pack, "__module__", None) == _HOME and name.startswith("_checkpoint_hook."):
+        if getattr(pack, "__module__", None) == _CHECKPOINT_MODULE and name.startswith(
+            "_checkpoint_hook."
+        ):
             code: Any = pack
             held = dict(zip(code.__code__.co_freevars, code.__closure__ or (), strict=True))
             found.append(held["frame"].cell_contents)
@@ -66,7 +68,7 @@ def _all_hooks() -> list[_Hooks]:
 def in_checkpoint(error: Exception | None = None) -> bool:
     """Whether ``torch.utils.checkpoint`` is on the Python stack, or was where ``error`` was raised."""
     stack = frames() if error is None else (frame for frame, _ in walk_tb(error.__traceback__))
-    return any(frame.f_globals.get("__name__") == _HOME for frame in stack)
+    return any(frame.f_globals.get("__name__") == _CHECKPOINT_MODULE for frame in stack)
 
 
 def enclosing_function() -> str | None:

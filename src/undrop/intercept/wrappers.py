@@ -13,10 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from undrop.errors import OptionError
 from undrop.torch_compat import Backend, backend_of
 
-_SEGMENTS = (
-    *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),
-    "_undrop_policy",
-)
+_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_undrop_policy")
 """The names under which wrappers hold what they wrap."""
 
 

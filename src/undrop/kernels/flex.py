@@ -128,9 +128,7 @@ def in_kernel(call: FlexCall, factors: Tensor | None) -> Any:
 
 
 def without_kernel(
-    call: FlexCall,
-    factors: Tensor | None,
-    softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
+    call: FlexCall, factors: Tensor | None, softmax: Callable[[Tensor, int], Tensor] = torch.softmax
 ) -> Any:
     """Use plain operations, which every engine can differentiate, as torch does without a kernel."""
     groups = call.query.shape[1] // call.key.shape[1]

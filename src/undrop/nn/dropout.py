@@ -124,11 +124,7 @@ class EmbeddingDropout(nn.Module):
             self.embedding.num_embeddings, 1, dtype=embedded.dtype, device=embedded.device
         )
         scale = structured_dropout(
-            ones,
-            self.p,
-            training=self.training,
-            kind="embedding",
-            mask="per word",
+            ones, self.p, training=self.training, kind="embedding", mask="per word"
         )
         return embedded * scale[tokens]
 

@@ -212,11 +212,7 @@ class EarlyDropout(Dropout):
     """
 
     def __init__(
-        self,
-        until: int = 1000,
-        *,
-        loss: LossLike = None,
-        generator: torch.Generator | None = None,
+        self, until: int = 1000, *, loss: LossLike = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(loss=loss, generator=generator)
         if not isinstance(until, int) or until < 0:

@@ -43,10 +43,7 @@ _FILLS = ("0.55", "0.75", "0.92", "0.4")
 
 def line_style(place: int) -> dict[str, Any]:
     """Return the dash and the marker of the line at a position in the legend."""
-    return {
-        "linestyle": _DASHES[place % len(_DASHES)],
-        "marker": _MARKERS[place % len(_MARKERS)],
-    }
+    return {"linestyle": _DASHES[place % len(_DASHES)], "marker": _MARKERS[place % len(_MARKERS)]}
 
 
 def bar_style(place: int) -> dict[str, Any]:

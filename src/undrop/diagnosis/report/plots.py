@@ -24,10 +24,7 @@ Panel = Callable[["Diagnosis", Any], None]
 
 def panels(diagnosis: Diagnosis) -> dict[str, Panel]:
     """The panels of this diagnosis, by title."""
-    found: dict[str, Panel] = {
-        "R_drop and its parts": _parts,
-        "Share of ½E[uᵀHu] by site": _sites,
-    }
+    found: dict[str, Panel] = {"R_drop and its parts": _parts, "Share of ½E[uᵀHu] by site": _sites}
     if diagnosis.benefit is not None:
         found["Benefit by site (right of 0 helps)"] = _benefit
     found["Where second order breaks down"] = _curve

@@ -137,7 +137,7 @@ def test_torchs_cross_entropy_has_its_classes_in_dimension_one():
     theirs = nn.CrossEntropyLoss()
     torch.testing.assert_close(as_loss(theirs).value(output, target), theirs(output, target))
     with pytest.raises(
-        TargetError, match=r"must have shape \(2, 4\).* its 4 classes, got \(2, 5\)"
+        TargetError, match=r"must have shape \(2, 4\).* its 4 classes\), got \(2, 5\)"
     ):
         as_loss(theirs).check(output, torch.zeros(2, 5, dtype=torch.long))
 

@@ -252,7 +252,7 @@ def test_a_model_without_trainable_parameters_is_refused_for_your_own_loss_too(e
     ("y", "message"),
     [
         (Y.float(), "class indices of an integer type, got torch.float32"),
-        (Y[:3], r"must have shape \(4,\), .* got \(3,\)"),
+        (Y[:3], r"must have shape \(4,\) .* got \(3,\)"),
         (Y + 5, r"must lie in 0 … 4"),
         ([0, 1, 2, 3], "of an integer type, got list"),
     ],

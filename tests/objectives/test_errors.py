@@ -157,7 +157,7 @@ def test_every_objective_refuses_an_empty_batch(objective, later):
     model = Net(end=lambda y: y)
     if later:
         objective(model, X, Y)
-    with pytest.raises(DataError, match=r"batch is empty, .* has the shape \(0, 3\): skip it\.$"):
+    with pytest.raises(DataError, match=r"batch is empty \(.* has shape \(0, 3\)\): skip it\.$"):
         objective(model, X[:0], Y[:0])
     assert objective.steps == later
 

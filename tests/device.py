@@ -30,10 +30,11 @@ def new_generator(seed: int) -> torch.Generator:
 
 
 class OnDevice(TorchFunctionMode):
-    """Tensors and models that a test makes are on the device; those that undrop makes stay as asked.
+    """Puts the tensors and models that a test makes on the device, but not those that undrop makes.
 
-    So a tensor that undrop makes without naming a device is on the CPU, as it is for a user, and
-    meets the others. A test draws on the CPU: its data are the same on every device.
+    So a tensor that undrop makes without naming a device is on the CPU, as it is for a user, and an
+    operation with a tensor on the device fails. Tests draw random numbers on the CPU, so their data are
+    the same on every device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -63,7 +63,7 @@ def work(
     """Run one process; the first one saves the result."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # The store exists already, so no other program can take its port in between.
+    # The store already exists, so no other program can take its port in between.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     torch.set_num_threads(1)
     with join_world(torch.device("cpu")) as world:

@@ -45,7 +45,7 @@ class Attention(nn.Module):
         return self.net(x, x, x, need_weights=False)[0]
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """Subtracts the mean over the batch."""
 
     def __init__(self, dim):
@@ -107,7 +107,7 @@ class Paired(nn.Module):
 
 
 class OwnNoise(nn.Module):
-    """Scales by random numbers of the model's own."""
+    """Scales by random numbers that the model draws itself."""
 
     def __init__(self, source, dim):
         super().__init__()
@@ -227,7 +227,7 @@ def _layer(rng: random.Random, size: int, layout: str, dim: int) -> nn.Module:
 def _oddity(rng: random.Random, size: int, dim: int) -> nn.Module:
     """Something that makes examples interact, keeps state or draws random numbers."""
     choices = [
-        lambda: Centred(dim),
+        lambda: Centered(dim),
         lambda: Gated(dim),
         lambda: Averaged(dim, size),
         lambda: Paired(dim),

@@ -36,7 +36,7 @@ class Graph(nn.Module):
         return self.two(self.adjacency @ self.drop(torch.tanh(self.adjacency @ self.one(x))))
 
 
-class Centred(nn.Sequential):
+class Centered(nn.Sequential):
     def forward(self, x):
         h = super().forward(x)
         return h - h.mean(0)
@@ -60,7 +60,7 @@ INTERACTING = {
     "contrastive": lambda: classify(Clip(), 6, 4, classes=6),
     "graph": lambda: classify(Graph(), 6, 4),
     "centered": lambda: classify(
-        Centred(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)), 6, 4
+        Centered(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 3)), 6, 4
     ),
     "attention across examples": lambda: classify(AcrossExamples(), 6, 4),
 }
@@ -112,8 +112,8 @@ def test_the_reason_for_two_passes_is_logged_once_per_model(caplog):
         for engine in ("auto", "antithetic") * 2:
             undrop.Analytic(engine=engine)(p.model, p.inputs, p.targets)
     assert [line.split(", since")[0] for line in caplog.messages] == [
-        "undrop uses the tangent engine for Centred",
-        "undrop runs Centred twice per step",
+        "undrop uses the tangent engine for Centered",
+        "undrop runs Centered twice per step",
     ]
 
 

@@ -62,7 +62,7 @@ def _maths(part: dict[str, Any]) -> list[str]:
     failures = [f"`{each['test']}`: {each['error']}" for each in part["failures"]]
     return [
         html.paragraph(
-            "Every estimator is held against an exact or enumerated answer in float64, "
+            "Every estimator is compared with an exact or enumerated answer in float64, "
             f"on the device `{part['device']}`."
         ),
         Table(heads, rows, numbers=heads[1:]).html(),
@@ -96,7 +96,8 @@ def _training(part: dict[str, Any]) -> list[str]:
     ]
     heads = ["objective", "validation perplexity", "seconds"]
     about = (
-        "An LSTM language model, two epochs of 10,000 tokens: that it runs, not that it is good."
+        "An LSTM language model, two epochs of 10,000 tokens. This shows that training runs, not "
+        "that the model is good."
     )
     return [html.paragraph(about), Table(heads, rows, numbers=heads[1:]).html()]
 

@@ -165,3 +165,25 @@ loss(
     lambda f, y: F.kl_div(f.log_softmax(-1), y, reduction="batchmean"),
     lambda: normal(B, 3).softmax(-1),
 )
+
+
+# What dropout returns is a new tensor
+
+
+def _residual_in_place(s, x):
+    h = s.a(x)
+    r = s.drop(torch.relu(h))
+    r += h
+    return s.b(r)
+
+
+def _used_again(s, x):
+    """Changes what dropout returns in place, and uses its input again."""
+    h = s.a(x)
+    r = s.drop(h)
+    r += 1.0
+    return s.b(torch.tanh(r) + h)
+
+
+net("a residual in place", _residual_in_place)
+net("an input used again", _used_again)

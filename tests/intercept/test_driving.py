@@ -261,3 +261,12 @@ def test_interceptions_end_with_their_block_and_may_nest():
 def test_a_function_has_one_site_rule():
     with pytest.raises(ValueError, match="already registered as a site rule"):
         SITE_RULES.register(F.dropout)(lambda mode, *args, **kwargs: None)
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.3), nn.Dropout1d(0.3), LockedDropout(0.3)])
+def test_without_noise_a_dropout_returns_a_new_tensor(drop):
+    """The model may change it in place, and use the input again."""
+    x = torch.zeros(3, 2, 4)
+    with Interception(drop, no_noise):
+        drop(x).add_(1.0)
+    assert not x.any()

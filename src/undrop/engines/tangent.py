@@ -76,7 +76,7 @@ class DualNoise:
             return h
         primal, tangent = unpacked(h)
         moved = primal * noise if tangent is None else torch.addcmul(tangent, primal, noise)
-        return packed(primal, moved)
+        return packed(primal.clone(), moved)  # the model may change it in place, and use h again
 
 
 _proven: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()

@@ -22,10 +22,15 @@ aten: Any = torch.ops.aten
 
 def _noisy(mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **how: Any) -> Tensor:
     if not inplace:
-        return mode.noisy(h, p, kind=kind, label=kind, **how)
+        return _new(mode.noisy(h, p, kind=kind, label=kind, **how), h)
     # The caller may use h itself afterwards, so this writes into h, as torch's in-place dropout does.
     # The clone keeps the old value, which the derivative in η needs.
     return h.copy_(mode.noisy(h.clone(), p, kind=kind, label=kind, **how))
+
+
+def _new(out: Tensor, h: Tensor) -> Tensor:
+    """Return a copy if nothing happened to h: the model may change it in place, and use h again."""
+    return h.clone() if out is h else out
 
 
 @SITE_RULES.register(F.dropout, torch.dropout, aten.dropout, aten.dropout.default)
@@ -104,8 +109,9 @@ SITE_RULES.register(torch.feature_dropout_, aten.feature_dropout_, aten.feature_
 def _structured_dropout(
     mode: Interception, h: Tensor, p: float, *, training: bool = True, **structure: Any
 ) -> Tensor:
-    active = training and p
-    return mode.noisy(h, p, **{"kind": "dropout", **structure}) if active else mode.off(h, training)
+    if not training or not p:
+        return mode.off(h, training)
+    return _new(mode.noisy(h, p, **{"kind": "dropout", **structure}), h)
 
 
 @SITE_RULES.register(
@@ -283,6 +289,6 @@ def _declared(
         h = values[names[place]]
         if not training or not rate:
             return mode.off(h, training)
-        return mode.noisy(h, float(rate), label=None if place else how["kind"], **how)
+        return _new(mode.noisy(h, float(rate), label=None if place else how["kind"], **how), h)
 
     return declared

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 import undrop
 from undrop.lab.models import AWDLSTM, GPT, MLP, ConvNet
 from undrop.lab.scoreboard.data import Data, batches, fashion, split, table, words
+
+TEXT_SIZES = (12000, 4000, 8000)  # words to train on, to tune on and to report on
 
 __all__ = ["TASKS", "CharacterModel", "Data", "Task", "batches", "schedule"]
 
@@ -83,7 +86,7 @@ TASKS = {
         ),
         Task(
             "fashion-convnet",
-            fashion((400, 400, 1200)),
+            partial(fashion, sizes=(400, 400, 1200)),
             lambda p: ConvNet(widths=(16, 32), feature_dropout=p, output_dropout=p),
             batch=25,
             epochs=35,
@@ -91,7 +94,7 @@ TASKS = {
         ),
         Task(
             "digits-mlp",
-            table("digits", (150, 400, 1200)),
+            partial(table, name="digits", sizes=(150, 400, 1200)),
             lambda p: MLP((64, 96, 96, 10), dropout=p, input_dropout=p),
             batch=25,
             epochs=100,
@@ -99,7 +102,7 @@ TASKS = {
         ),
         Task(
             "diabetes-mlp",
-            table("diabetes", (150, 100, 190), regression=True),
+            partial(table, name="diabetes", sizes=(150, 100, 190), regression=True),
             lambda p: MLP((10, 64, 64, 1), dropout=p, input_dropout=p),
             batch=25,
             epochs=100,
@@ -108,7 +111,7 @@ TASKS = {
         ),
         Task(
             "ptb-lstm",
-            words("ptb/ptb.train.txt", (12000, 4000, 8000), 800, 20),
+            partial(words, file="ptb/ptb.train.txt", sizes=TEXT_SIZES, vocabulary=800, steps=20),
             _lstm,
             batch=10,
             epochs=9,
@@ -119,7 +122,13 @@ TASKS = {
         ),
         Task(
             "wikitext-gpt",
-            words("wikitext-2/wiki.train.tokens", (12000, 4000, 8000), 800, 32),
+            partial(
+                words,
+                file="wikitext-2/wiki.train.tokens",
+                sizes=TEXT_SIZES,
+                vocabulary=800,
+                steps=32,
+            ),
             _gpt,
             batch=10,
             epochs=9,

@@ -263,10 +263,7 @@ def bench(
 
 
 def _times(
-    steps: dict[str, Callable[[], None]],
-    model: nn.Module,
-    rounds: int,
-    tick: Callable[[str], None],
+    steps: dict[str, Callable[[], None]], model: nn.Module, rounds: int, tick: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """The seconds of each step in each round."""
     times: dict[str, list[float]] = {name: [] for name in steps}

@@ -1,6 +1,7 @@
 """The scoreboard: its data, its search, equal time, and its page."""
 
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -161,18 +162,18 @@ class InThisProcess:
 
 def test_each_seed_reads_a_different_piece_of_a_text(tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(f"w{(i * i) % 47}" for i in range(2_000)))
-    make = data.words("text.txt", (64, 32, 32), 20, 8)
+    make = partial(data.words, file="text.txt", sizes=(64, 32, 32), vocabulary=20, steps=8)
     one, two = make(tmp_path, 0), make(tmp_path, 1)
     inputs, targets = one.train
     assert inputs.shape == targets.shape == (8, 7)
     assert torch.equal(inputs[1:], targets[:-1])
     assert not torch.equal(one.train[0], two.train[0]) or not torch.equal(one.test[0], two.test[0])
     with pytest.raises(DataError, match=r"the scoreboard needs .*nowhere\.txt"):
-        data.words("nowhere.txt", (1, 1, 1), 2, 1)(tmp_path, 0)
+        data.words(tmp_path, 0, "nowhere.txt", (1, 1, 1), 2, 1)
 
 
 def test_a_graph_has_every_node_in_one_part():
-    made = data.graph(40, 3, 5, (10, 10, 20))(None, 3)
+    made = data.graph(None, 3, 40, 3, 5, (10, 10, 20))
     known = [target != -100 for _, target in (made.train, made.validation, made.test)]
     assert torch.stack(known).sum(0).eq(1).all()
     adjacency = made.train[0][:, :40]

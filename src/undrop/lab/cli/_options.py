@@ -42,8 +42,7 @@ class SourceOptions:
     """The model and the data that a command examines."""
 
     run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False),
+        Path | None, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)
     ] = None
     model: Annotated[
         str | None,

@@ -64,12 +64,7 @@ class Source:
 
 
 def windows(
-    model: LanguageModel,
-    tokens: Tokens,
-    config: Config,
-    count: int,
-    *,
-    logits: bool = False,
+    model: LanguageModel, tokens: Tokens, config: Config, count: int, *, logits: bool = False
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield windows of text, spread evenly over a split, each with the state of the one before it.
 

@@ -23,8 +23,7 @@ _SIZES = {"small": "seconds on a laptop", "paper": "the sizes of the paper"}
 @COMMANDS.register("bench")
 def bench(
     model: Annotated[
-        str,
-        typer.Option(help="The model to time.", **named("bench model", BENCH_MODELS)),
+        str, typer.Option(help="The model to time.", **named("bench model", BENCH_MODELS))
     ] = "awd-lstm",
     size: Annotated[
         str, typer.Option(help="small or paper.", **named("bench size", _SIZES))

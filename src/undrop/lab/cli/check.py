@@ -39,11 +39,7 @@ def check(
     (batch,) = collect(source.batches, 1)
     with source.explain_own_errors():
         found = undrop.check(
-            _objective(source, objective),
-            source.model,
-            batch,
-            seconds=seconds,
-            progress=progress,
+            _objective(source, objective), source.model, batch, seconds=seconds, progress=progress
         )
     return Answer(found, str(found))
 

@@ -46,8 +46,7 @@ def reproduce(
         int, typer.Option(min=1, help="The number of runs at a time, with one thread each.")
     ] = 1,
     executor: Annotated[
-        str,
-        typer.Option(help="local, or ray for a cluster.", **named("executor", _EXECUTORS)),
+        str, typer.Option(help="local, or ray for a cluster.", **named("executor", _EXECUTORS))
     ] = "local",
     results: Annotated[
         Path | None, typer.Option(help="The folder for the results.", show_default="results/SCALE")

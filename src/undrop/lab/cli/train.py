@@ -41,8 +41,7 @@ class TrainingOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="A name listed by `undrop models`.",
-            **named("model", MODELS, hint=_YOUR_OWN),
+            help="A name listed by `undrop models`.", **named("model", MODELS, hint=_YOUR_OWN)
         ),
     ] = None
     data: Annotated[

@@ -85,11 +85,7 @@ def _wikitext(archive: str, checksum: str, *more: Mirror) -> tuple[Mirror, ...]:
 
 
 for _entry in (
-    Entry(
-        name="pydocs",
-        license="PSF-2.0",
-        files={split: f"{split}.txt" for split in SPLITS},
-    ),
+    Entry(name="pydocs", license="PSF-2.0", files={split: f"{split}.txt" for split in SPLITS}),
     Entry(
         name="ptb",
         license="LDC",

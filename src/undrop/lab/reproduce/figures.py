@@ -91,10 +91,7 @@ def _train_and_validation(section: Section, results: Results) -> Figure:
     return figure
 
 
-_AXES = {
-    "valid_ppl": "validation perplexity",
-    "train_ppl": "training perplexity, without noise",
-}
+_AXES = {"valid_ppl": "validation perplexity", "train_ppl": "training perplexity, without noise"}
 
 
 def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:

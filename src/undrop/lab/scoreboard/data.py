@@ -6,9 +6,9 @@ import gzip
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from undrop.errors import DataError
 
 Examples: TypeAlias = tuple[Tensor, Tensor]
 Sizes: TypeAlias = tuple[int, int, int]
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Data:
 
 
 Load: TypeAlias = Callable[[Path, int], Data]
-"""Returns the data of a seed, given the folder of the corpora."""
+"""Returns the data of a seed, given the folder of the corpora: a ``partial`` of a function below."""
 
 
 def batches(
@@ -69,16 +68,6 @@ def _words(path: Path) -> list[str]:
     return [word for line in lines for word in (*line.split(), "<eos>")]
 
 
-def _of_seed(load: Callable[Concatenate[Path, int, P], Data]) -> Callable[P, Load]:
-    """Turn ``load(root, seed, *args)`` into ``load(*args)``, which returns ``(root, seed) -> Data``."""
-
-    @wraps(load)
-    def with_options(*args: P.args, **options: P.kwargs) -> Load:
-        return lambda root, seed: load(root, seed, *args, **options)
-
-    return with_options
-
-
 def _windows(ids: Tensor, steps: int) -> Examples:
     """Windows (steps, count) of a text, and the tokens that follow."""
     count = (len(ids) - 1) // steps
@@ -100,7 +89,6 @@ def _text(ids: list[int], sizes: Sizes, steps: int) -> Data:
     return Data(train, validation, test, dim=1)
 
 
-@_of_seed
 def words(
     root: Path,
     seed: int,
@@ -121,7 +109,6 @@ def words(
     return _text([index.get(word, 0) for word in piece], sizes, steps)
 
 
-@_of_seed
 def characters(root: Path, seed: int, file: str, sizes: Sizes, steps: int) -> Data:
     """A different piece of a text for each seed, by characters."""
     text = list(_bytes(root / file).decode())
@@ -136,7 +123,6 @@ def split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
     return Data(train, validation, test)
 
 
-@_of_seed
 def fashion(root: Path, seed: int, sizes: Sizes) -> Data:
     """Images of Fashion-MNIST at 14 × 14, drawn at random by the seed."""
     images, labels = (
@@ -150,7 +136,6 @@ def fashion(root: Path, seed: int, sizes: Sizes) -> Data:
     return split(x, torch.tensor(labels[chosen]).long(), sizes)
 
 
-@_of_seed
 def table(root: Path, seed: int, name: str, sizes: Sizes, *, regression: bool = False) -> Data:
     """A dataset of scikit-learn, shuffled by the seed."""
     from sklearn import datasets
@@ -166,7 +151,6 @@ def table(root: Path, seed: int, name: str, sizes: Sizes, *, regression: bool = 
     return split(features, torch.tensor(y, dtype=torch.float32)[:, None], sizes)
 
 
-@_of_seed
 def graph(root: Path, seed: int, nodes: int, classes: int, features: int, sizes: Sizes) -> Data:
     """A random graph of communities, drawn by the seed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -90,12 +90,13 @@ class _LoRA(nn.Module):
 _SIZES = {"size": 64, "layers": 2, "heads": 4, "context": 32}
 VOCABULARY = 1_000
 _WIKITEXT = "wikitext-2/wiki.train.tokens"
+_SHAKESPEARE = "tinyshakespeare/input.txt"
 
 
 @cache
 def _pretrained(root: Path) -> dict[str, Tensor]:
     """The weights of a small GPT after a few hundred steps on WikiText-2."""
-    text = data.words(_WIKITEXT, (100_000, 1_000, 1_000), VOCABULARY, 32, _WIKITEXT)(root, 0)
+    text = data.words(root, 0, _WIKITEXT, (100_000, 1_000, 1_000), VOCABULARY, 32, _WIKITEXT)
     torch.manual_seed(0)
     model = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
@@ -162,7 +163,9 @@ TASKS: Registry[str, Task] = Registry("task")
 TASKS.register("gpt-wikitext")(
     Task(
         "GPT, 12,000 words of WikiText-2",
-        data.words(_WIKITEXT, (12_000, 4_000, 8_000), 1_000, 64),
+        partial(
+            data.words, file=_WIKITEXT, sizes=(12_000, 4_000, 8_000), vocabulary=1_000, steps=64
+        ),
         lambda root, p: _gpt(1_000, p),
         batch=8,
         epochs=12,
@@ -172,7 +175,7 @@ TASKS.register("gpt-wikitext")(
 TASKS.register("gpt-shakespeare")(
     Task(
         "GPT, 20,000 characters of Shakespeare",
-        data.characters("tinyshakespeare/input.txt", (20_000, 5_000, 10_000), 64),
+        partial(data.characters, file=_SHAKESPEARE, sizes=(20_000, 5_000, 10_000), steps=64),
         lambda root, p: _gpt(65, p),
         batch=8,
         epochs=16,
@@ -182,7 +185,7 @@ TASKS.register("gpt-shakespeare")(
 TASKS.register("table-digits")(
     Task(
         "MLP, 150 rows of digits",
-        data.table("digits", (150, 400, 1_200)),
+        partial(data.table, name="digits", sizes=(150, 400, 1_200)),
         lambda root, p: MLP((64, 96, 96, 10), dropout=p, input_dropout=p),
         batch=25,
         epochs=60,
@@ -192,7 +195,7 @@ TASKS.register("table-digits")(
 TASKS.register("table-diabetes")(
     Task(
         "MLP, 150 rows of diabetes (regression)",
-        data.table("diabetes", (150, 100, 190), regression=True),
+        partial(data.table, name="diabetes", sizes=(150, 100, 190), regression=True),
         lambda root, p: MLP((10, 64, 64, 1), dropout=p, input_dropout=p),
         batch=25,
         epochs=60,
@@ -203,7 +206,7 @@ TASKS.register("table-diabetes")(
 TASKS.register("convnet-depth")(
     Task(
         "ConvNet with stochastic depth, 400 images of Fashion-MNIST",
-        data.fashion((400, 400, 1_000)),
+        partial(data.fashion, sizes=(400, 400, 1_000)),
         lambda root, p: ResidualNet(p),
         batch=25,
         epochs=25,
@@ -214,7 +217,14 @@ TASKS.register("convnet-depth")(
 TASKS.register("lora")(
     Task(
         "LoRA on GPT, WikiText-2 to Penn Treebank",
-        data.words("ptb/ptb.train.txt", (6_000, 4_000, 8_000), VOCABULARY, 32, _WIKITEXT),
+        partial(
+            data.words,
+            file="ptb/ptb.train.txt",
+            sizes=(6_000, 4_000, 8_000),
+            vocabulary=VOCABULARY,
+            steps=32,
+            vocabulary_from=_WIKITEXT,
+        ),
         AdaptedGPT,
         batch=10,
         epochs=20,
@@ -224,7 +234,7 @@ TASKS.register("lora")(
 TASKS.register("graph")(
     Task(
         "GCN, a graph of 400 nodes in communities",
-        data.graph(400, 5, 32, (60, 100, 240)),
+        partial(data.graph, nodes=400, classes=5, features=32, sizes=(60, 100, 240)),
         lambda root, p: GCN(400, 32, 5, p),
         batch=400,
         epochs=150,

@@ -15,7 +15,7 @@ whose type is a dataclass stands for the dataclass's fields: options that severa
 function that returns an :class:`Answer` gets the option ``--json``.
 
 ``undrop --help`` imports no command, and ``undrop train`` imports ``train.py`` alone. A command file
-imports torch inside its function, so that help, completion and a wrong name answer at once.
+imports torch inside its function, so that help, completion and the error for a wrong name are fast.
 
 A command raises an :class:`~undrop.errors.UndropError` if something goes wrong; :func:`main` prints
 it as one sentence on stderr and returns the exit code 2, with the traceback only under ``--debug``.

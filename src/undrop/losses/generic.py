@@ -56,7 +56,7 @@ class Generic(Loss):
     """Wraps ``function(output, target) -> scalar``, a mean over the rows of the output.
 
     uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice. If torch
-    can't differentiate the function twice, finite differences replace it: (ℓ(F + su) - 2ℓ(F) +
+    can't compute it or its gradient, finite differences replace it: (ℓ(F + su) - 2ℓ(F) +
     ℓ(F - su))/s², and (ℓ(F + su) - ℓ(F - su))/2s for ∂ℓ/∂ε. For a piecewise linear loss (hinge, margin
     ranking, pinball) uᵀHu is 0, so it has no explicit regularizer.
 
@@ -201,31 +201,26 @@ class Generic(Loss):
         return Derivatives(loss, second, (plus - minus) / (2.0 * s))
 
     def _choose(self, flat: _Flat, target: Any) -> str:
-        """Choose reverse mode if torch can apply it twice, zero if the loss is linear, else differences.
+        """Choose reverse mode if torch has all derivatives, zero for a linear loss, else differences.
 
         For differences, the function must return the same value for the same arguments.
         """
         with self.keep_state():
             loss, copies, gradient = self._gradient(flat, target)
-        if any(g.requires_grad for g in gradient):
-            try:
-                gradients(flat.along(gradient), copies, create_graph=True)
-            except (RuntimeError, NotImplementedError):
-                pass
-            else:
-                return "reverse mode"
+        if any(g.requires_grad for g in gradient) and _has_two_more(flat, gradient, copies):
+            return "reverse mode"
         with self.keep_state():
             again = self.value(flat.output(flat.tensors), target)
         if not torch.allclose(loss, again, rtol=1e-5, atol=0.0, equal_nan=True):
             raise OptionError(
                 f"the loss {_name(self.function)} needs differences of its values, since torch can't "
-                "differentiate it twice, but two calls on the same output differ: draw its random "
+                "differentiate it three times, but two calls on the same output differ: draw its random "
                 "numbers from torch's, NumPy's or Python's global generators."
             )
         if not self._curved(flat, gradient, target):
             return "zero"
         _log.info(
-            "torch can't differentiate the loss %s twice: its derivatives along u come from "
+            "torch can't differentiate the loss %s three times: its derivatives along u come from "
             "differences of its value.",
             _name(self.function),
         )
@@ -255,6 +250,16 @@ class Generic(Loss):
                 "and use undrop.CrossEntropy().",
                 _name(self.function),
             )
+
+
+def _has_two_more(flat: _Flat, gradient: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
+    """Return whether torch can compute uᵀHu and its gradient from the gradient of the loss."""
+    try:
+        second = gradients(flat.along(gradient), copies, create_graph=True)
+        third = gradients(flat.along(second), copies)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return all(bool(x.isfinite().all()) for x in third)
 
 
 def _as_leaf(x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def test_reproduce_runs_once_and_report_summarizes(here, capsys):
     words = ["reproduce", "noise-put-back", "taylor", "--scale", "smoke", "--seeds", "2"]
     code, out, err = undrop(capsys, *words)
     assert code == 0
-    assert "8 records in results/smoke: `undrop report results/smoke` summarizes them." in out
+    assert "8 records in results/smoke: see `undrop report results/smoke`." in out
     assert err.count("best validation") == 8
     assert re.search(r"\[8/8, about \d+ s left\]", err)  # more than 0 on a busy machine
     code, out, err = undrop(capsys, *words)

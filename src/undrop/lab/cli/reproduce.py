@@ -91,17 +91,18 @@ def _run(worklist: Worklist, folder: Path, executor: str, jobs: int) -> None:
             listener = CampaignProgress(progress, jobs)
             campaign = Campaign(worklist, folder, EXECUTORS[executor](jobs), listener)
             if stale := len(campaign.records.stale):
-                records = "record" if stale == 1 else "records"
-                progress.print(f"ignored {stale} {records} with settings that no longer exist.")
+                progress.print(f"ignored {_records(stale)} with settings that no longer exist.")
             errors = campaign.run()
     except (StoppedError, KeyboardInterrupt):
         typer.echo("stopped: the same command resumes here.", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(
-        f"{len(campaign.records)} records in {folder}: `undrop report {folder}` summarizes them."
-    )
+    typer.echo(f"{_records(len(campaign.records))} in {folder}: see `undrop report {folder}`.")
     if errors:
         raise typer.Exit(1)
+
+
+def _records(count: int) -> str:
+    return f"{count} record" if count == 1 else f"{count} records"
 
 
 def _scoreboard(
@@ -124,7 +125,7 @@ def _scoreboard(
         jobs=jobs,
         say=lambda spec, record: typer.echo(f"{spec}: {record['validation']:.4f}", err=True),
     )
-    typer.echo(f"{count} records in {folder}: `undrop report {folder}` summarizes them.")
+    typer.echo(f"{_records(count)} in {folder}: see `undrop report {folder}`.")
 
 
 def _measure_step_costs(worklist: Worklist, data_dir: str | None) -> None:

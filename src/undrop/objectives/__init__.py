@@ -1,4 +1,4 @@
-"""What training minimizes: objectives, one file each."""
+"""Objectives: what training minimizes."""
 
 from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
 from undrop.objectives.base import Objective

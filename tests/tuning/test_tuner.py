@@ -123,6 +123,26 @@ def test_a_trial_leaves_weights_gradients_buffers_and_random_states_alone(name):
     assert torch.equal(own["generators"]["cpu"], objective.state_dict()["generators"]["cpu"])
 
 
+def test_p_does_not_rise_above_its_start_unless_the_model_overfits(monkeypatch):
+    """The gap of each trial is on training batches of the trial before."""
+    outcome, earlier = Outcome(Estimate.of(1.0, 0.1), UNCLEAR), []
+
+    def compare(*arguments):
+        earlier.append(arguments[-1])
+        return outcome
+
+    model, tuner = network(), tuner_for(undrop.Dropout(), interval=20)
+    monkeypatch.setattr("undrop.tuning.tuner.compare", compare)
+    data = batches(60, seed=3)
+    train(tuner, model, sgd(model), data[:40])
+    assert list(tuner.probabilities.values()) == [pytest.approx(0.1)] * 2
+    outcome = outcome._replace(gap=ABOVE)
+    train(tuner, model, sgd(model), data[40:])
+    assert tuner.probabilities["2"] > 0.15
+    assert [len(each) for each in earlier] == [0, 4, 4]
+    assert [x for x, _ in earlier[1]] == [x for x, _ in data[16:20]]
+
+
 def test_nothing_falls_below_its_start_while_the_model_overfits(monkeypatch):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
@@ -297,7 +317,7 @@ def test_a_model_whose_dropouts_all_have_p_0_is_refused():
 def test_a_state_of_something_else_is_refused():
     model, tuner = network(), tuner_for(undrop.Dropout(), interval=2)
     train(tuner, model, sgd(model), batches(4, seed=3))
-    with pytest.raises(DataError, match="it lacks generators, history, log_values"):
+    with pytest.raises(DataError, match="it lacks earlier, generators, history, log_values"):
         tuner.load_state_dict({"steps": 1, "objective": {}})
     other = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.1))
     fresh = tuner_for(undrop.Dropout())

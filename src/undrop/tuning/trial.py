@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.measure.branches import Branches, Losses
+from undrop.diagnosis.measure.branches import Branches
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.tuning.history import mean_difference
 from undrop.tuning.rule import CLEAR
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
     benefit: Estimate
     """L_val with less minus L_val with more, over the validation batches: positive if more helps."""
     gap: Estimate
-    """How far the validation loss is above the training loss."""
+    """How far the validation loss is above the loss on earlier training batches; NaN without them."""
 
 
 def gap(held: Sequence[float], trained: Sequence[float]) -> Estimate:
@@ -96,6 +96,7 @@ def compare(
     lengths: Tensor,
     more: Callable[[], list[float]],
     less: Callable[[], list[float]],
+    earlier: Sequence[tuple[Any, Any]] = (),
 ) -> Outcome:
     """Train both branches, and compare their losses.
 
@@ -107,9 +108,11 @@ def compare(
         more: sets up the objective for one branch, and returns the share of each tensor that weight
             decay removes in the first step.
         less: does the same for the other branch.
+        earlier: training batches for the gap. The run has just trained on those of the branches, which
+            lowers their loss whether the model overfits or not.
     """
 
-    def losses(setting: Callable[[], list[float]]) -> Losses | None:
+    def losses(branches: Branches, setting: Callable[[], list[float]]) -> list[float] | None:
         decays, n = setting(), len(branches.batches)
         factors = iter([1.0 - k / n for k in range(n)])
 
@@ -123,13 +126,14 @@ def compare(
 
         return branches.losses(move)
 
-    with_more, with_less = losses(more), losses(less)
+    n, held = len(branches.held), [*branches.held, *earlier]
+    with_more, with_less = losses(branches, more), losses(branches._replace(held=held), less)
     if with_more is None or with_less is None:
         lost = float(with_less is None) - float(with_more is None)
         return Outcome(Estimate.of(lost, 1.0 / CLEAR), Estimate.of(math.nan, None))
-    pairs = zip(with_more.held, with_less.held, strict=True)
-    benefit = mean_difference([b - a for a, b in pairs])
-    return Outcome(benefit, gap(with_less.held, with_less.trained))
+    benefit = mean_difference([b - a for a, b in zip(with_more, with_less[:n], strict=True)])
+    found = gap(with_less[:n], with_less[n:]) if earlier else Estimate.of(math.nan, None)
+    return Outcome(benefit, found)
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

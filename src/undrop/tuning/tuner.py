@@ -42,13 +42,13 @@ class Tuner:
     Every ``interval`` steps it makes a trial: it trains two branches for ten steps each, from the
     weights of the run and on its last batches, one with more noise and one with less, compares their
     validation losses, and moves p towards the better one. Trials of all sites together alternate with
-    trials of single sites. A trial is 20 steps without an optimizer's update and 8 passes: about 25 %
+    trials of single sites. A trial is 20 steps without an optimizer's update and 12 passes: about 25 %
     of a step on average at the default interval.
 
     Every site starts at p = 0.1, whatever p the model declares, and σ² rises to it before the first
-    trial. While the model overfits, p does not fall below 0.1. A site that declares 0 is not tuned.
-    Weight decay does not fall below its start while the model overfits, and falls while the validation
-    loss is clearly below the training loss.
+    trial. While the model overfits, p does not fall below 0.1; otherwise it does not rise above 0.1.
+    A site that declares 0 is not tuned. Weight decay does not fall below its start while the model
+    overfits, and falls while the validation loss is clearly below the training loss.
 
     Examples:
         >>> import torch, undrop
@@ -113,6 +113,7 @@ class Tuner:
         self._paces: dict[str, Pace] = {}
         self._sites: list[str] = []
         self._recent = RecentSteps()
+        self._earlier: list[tuple[Any, Any]] = []  # training batches of the last trial
         if optimizer is not None:
             self._log_values[DECAY] = self._starts[DECAY] = _log_decay(optimizer)
 
@@ -217,9 +218,10 @@ class Tuner:
         tried = self._next()
         more, less = (partial(self._branch, weights, tried, sign * APART) for sign in (1.0, -1.0))
         try:
-            found = compare(branches, lengths, more, less)
+            found = compare(branches, lengths, more, less, self._earlier)
         finally:
             self._apply(self._log_values)
+        self._earlier = batches[-HELD:]
         pace = self._paces.setdefault(tried, Pace(self.rate))
         by = pace.move(found.benefit.z or 0.0)
         self._log_values = self._bounded(self._shifted(tried, by), found.gap)
@@ -244,14 +246,16 @@ class Tuner:
         """Return the values within their bounds, given how far L_val is above the training loss.
 
         Ten steps undervalue regularization, which slows learning first and pays later. So nothing
-        falls below its start while the model clearly overfits. While it clearly does not, weight decay
-        has nothing to gain, and falls to a third.
+        falls below its start while the model clearly overfits. Otherwise there is no reason for much
+        noise, whatever a trial finds by chance, so p does not rise above its start. While the model
+        clearly does not overfit, weight decay has nothing to gain, and falls to a third.
         """
         fall = APART if gap.high < 0.0 else 0.0
         logs = {n: v - fall * (n == DECAY) for n, v in logs.items()}
-        sites = dict.fromkeys(self._sites, log_odds(LOWEST))
-        lowest = self._starts if gap.low > 0.0 else sites
-        highest = dict.fromkeys(self._sites, log_odds(HIGHEST))
+        lowest = dict.fromkeys(self._sites, log_odds(LOWEST))
+        highest = {n: max(self._log_values[n], self._starts[n]) for n in self._sites}
+        if gap.low > 0.0:
+            lowest, highest = self._starts, dict.fromkeys(self._sites, log_odds(HIGHEST))
         raised = {n: max(v, lowest.get(n, v)) for n, v in logs.items()}
         return {n: min(v, highest.get(n, v)) for n, v in raised.items()}
 
@@ -287,6 +291,7 @@ class Tuner:
             "starts": dict(self._starts),
             "paces": {name: pace.state_dict() for name, pace in self._paces.items()},
             "recent": self._recent.state_dict(),
+            "earlier": self._earlier,
             "history": [list(entry) for entry in self.history.entries],
             "generators": self._generators.state_dict(),
             "objective": self.objective.state_dict(),
@@ -312,6 +317,7 @@ class Tuner:
         self._paces = {name: Pace(**values) for name, values in state["paces"].items()}
         self._recent = RecentSteps()
         self._recent.load_state_dict(state["recent"])
+        self._earlier = [(inputs, targets) for inputs, targets in state["earlier"]]
         self.history.entries = [Entry(*values) for values in state["history"]]
         self._generators.load_state_dict(state["generators"])
         self.objective.load_state_dict(state["objective"])

@@ -253,7 +253,7 @@ class _BenefitStudy:
                 f"{self.optimizer.learning_rate:g} make the loss of {self.measured.name} infinite: pass "
                 "the optimizer= or the learning_rate= that trains this model."
             )
-        return found.held
+        return found
 
     def result(self) -> Benefit:
         """Return the benefits with their errors, from the tables."""

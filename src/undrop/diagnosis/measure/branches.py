@@ -33,15 +33,6 @@ def loss_without_noise(objective: Objective, model: nn.Module, inputs: Any, targ
         return float(objective.forward_and_loss(batch, no_noise)[1])
 
 
-class Losses(NamedTuple):
-    """The losses of one branch."""
-
-    trained: list[float]
-    """On the batch of each step, before the step, with noise."""
-    held: list[float]
-    """On each validation batch, after the last step, without noise."""
-
-
 class Branches(NamedTuple):
     """What the branches of one comparison share."""
 
@@ -52,22 +43,20 @@ class Branches(NamedTuple):
     batches: Sequence[tuple[Any, Any]]
     """The batches that a branch trains on, one step each."""
     held: Sequence[tuple[Any, Any]]
-    """The validation batches that the branches are compared on."""
+    """The batches that the losses after the last step are of; the validation batches, as a rule."""
     seed: int
     """The seed of the random numbers that every branch draws."""
 
-    def losses(self, move: Move) -> Losses | None:
-        """Train one branch, and return its losses; None if they are not finite.
+    def losses(self, move: Move) -> list[float] | None:
+        """Train one branch, and return its losses without noise; None if they are not finite.
 
         The weights, the buffers, the random state and the objective's state are restored.
         """
-        trained = []
         with self._unchanged():
             try:
                 for inputs, targets in self.batches:
                     step = self.objective(self.model, inputs, targets)
                     found = gradients(step.total, self.weights)
-                    trained.append(step.part_tensors["loss"])
                     with torch.no_grad():
                         move(found)
                 held = [
@@ -75,8 +64,7 @@ class Branches(NamedTuple):
                 ]
             except NonFiniteError:
                 return None
-        losses = Losses(torch.stack(trained).tolist(), held)
-        return losses if all(map(math.isfinite, held)) else None
+        return held if all(map(math.isfinite, held)) else None
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

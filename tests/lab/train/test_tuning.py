@@ -11,6 +11,7 @@ from undrop.errors import DataError, OptionError
 from undrop.lab import train
 from undrop.lab.cli import main
 from undrop.lab.train.tuning import KeepTuner
+from undrop.tuning import Tuner
 
 
 @pytest.fixture
@@ -51,12 +52,27 @@ def test_a_tuned_run_never_trains_on_what_it_tunes_on(text, tmp_path):
 
     train.run(tiny_config(text, train={"tune": 0.2}), out=tmp_path / "run", callbacks=[Look()])
     whole = tiny_config(text).load_corpus().train.tolist()
-    held = [x["tokens"].t().flatten() for x, _ in seen[0][0].validation.batches]
-    assert torch.cat(held).tolist() == whole[480:560]
+    held = torch.cat([x["tokens"] for x, _ in seen[0][0].validation.batches]).t()
+    assert held.flatten().tolist() == whole[480:560]
+    assert held.shape == (4, 20)  # every batch has one window of each of four streams
     streams = torch.cat([tokens for _, tokens in seen[: len(seen) // 2]]).t()
     assert [stream.tolist() for stream in streams] == [
         whole[120 * i : 120 * i + 119] for i in range(4)
     ]
+
+
+def test_all_batches_of_a_trial_begin_without_a_hidden_state(text, tmp_path, monkeypatch):
+    states = []
+    observe = Tuner.observe
+
+    def noted(tuner, model, inputs, targets):
+        states.extend([inputs["state"], *(x["state"] for x, _ in tuner.validation.batches)])
+        return observe(tuner, model, inputs, targets)
+
+    monkeypatch.setattr(Tuner, "observe", noted)
+    train.run(tiny_config(text, train={"tune": 0.2}), out=tmp_path / "run")
+    assert states
+    assert all(state is None for state in states)
 
 
 def test_a_tuned_run_resumes_bit_for_bit(text, tmp_path):

@@ -179,7 +179,7 @@ class Trainer:
         inputs = {"tokens": window.inputs.to(device), "state": self._hidden, "logits": False}
         targets = window.targets.to(device)
         with autocast(config.train, device):
-            tuned = None if self.tuner is None else self.tuner.observe(self.model, inputs, targets)
+            tuned = self._tune({**inputs, "state": None}, targets)
             step = self._gradient(inputs, targets)
         norm = self._stepper.step(factor)
         self._hidden = detach(step.output[1])
@@ -193,6 +193,10 @@ class Trainer:
         if tuned is not None:
             self._record("tune", tuned, {})
         self._observe(inputs, targets)
+
+    def _tune(self, inputs: dict[str, Any], targets: Tensor) -> dict[str, float] | None:
+        """Let the tuner count the step; it compares batches that all begin without a hidden state."""
+        return None if self.tuner is None else self.tuner.observe(self.model, inputs, targets)
 
     def _observe(self, inputs: dict[str, Any], targets: Tensor) -> None:
         """Let callbacks look at the model, and add their figures to the metrics."""

@@ -48,8 +48,8 @@ def tuner_for(
 ) -> tuple[Tuner | None, Tokens]:
     """Return the tuner that the config asks for, if any, and the text that is left to train on.
 
-    The last part of the text, a share of ``train.tune``, is cut into windows of the same shape as in
-    training.
+    The last part of the text, a share of ``train.tune``, is cut into batches as in training: each has
+    one window of every stream, from all over that part.
 
     Raises:
         ConfigError: with several processes, because each would tune on its own.
@@ -71,7 +71,8 @@ def tuner_for(
     used = count * streams * length
     words = torch.from_numpy(np.asarray(held, dtype=np.int64))
     inputs, targets = (
-        words[shift : shift + used].view(count, streams, length).transpose(1, 2) for shift in (0, 1)
+        words[shift : shift + used].view(streams, count, length).permute(1, 2, 0)
+        for shift in (0, 1)
     )
     batches: list[Any] = [
         ({"tokens": x.to(world.device), "state": None, "logits": False}, y.to(world.device))

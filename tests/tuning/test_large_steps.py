@@ -46,8 +46,9 @@ def tuned_path(seed, steps=400):
 def test_large_steps_do_not_make_p_large():
     """More noise lowers the loss between two bounces, and slows what the run learns.
 
-    The mean p of a run is 0.11 with a standard deviation of 0.034 (eight seeds), so the error of the
-    mean of five runs is 0.015. With steps of one length in a branch this mean is 0.32.
+    The mean p of a run is 0.08 with a standard deviation of 0.026 (eight seeds), so the error of the
+    mean of five runs is 0.012. With steps of one length in a branch, and a p that could rise at any
+    time, this mean was 0.32.
     """
     means = [sum(path) / len(path) for path in map(tuned_path, range(1, 6))]
-    assert sum(means) / 5 < 0.17, means
+    assert sum(means) / 5 < 0.13, means

@@ -108,7 +108,7 @@ class RunError(UndropError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint that was cut short or changed."""
+    """A checkpoint that was truncated or modified."""
 
 
 class StoppedError(UndropError):

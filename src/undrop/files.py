@@ -114,7 +114,7 @@ def read_json(path: Path) -> Any:
         guess = f" Did you mean {near}?" if near else ""
         raise RunError(f"{path} can't be read: {(error.strerror or '').lower()}.{guess}") from error
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is not a JSON file, or it was cut short or changed.") from error
+        raise RunError(f"{path} is not a JSON file, or it was truncated or modified.") from error
 
 
 def sha256(path: Path) -> str:

@@ -117,7 +117,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; if it is missing, cut short or changed, raise a ``CheckpointError``."""
+    """Read a safetensors file; if it is missing, truncated or modified, raise a ``CheckpointError``."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -126,4 +126,4 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist.") from error
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} was cut short or changed: {error}.") from error
+        raise CheckpointError(f"{path} was truncated or modified: {error}.") from error

@@ -150,7 +150,7 @@ def test_dropout_on_a_noiseless_teachers_inputs_is_in_the_way():
     assert any(
         s.startswith("Dropout at `0` does harm, so lower its p: after 20") for s in found.advice
     )
-    assert "It does harm: after 20 steps without it" in found.conclusion
+    assert "Dropout does harm: after 20 steps without it" in found.conclusion
 
 
 def test_dropout_and_weight_decay_help_a_model_that_has_learned_noise():

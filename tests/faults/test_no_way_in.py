@@ -98,7 +98,7 @@ def test_a_pickle_in_place_of_any_file_is_not_executed(here):
     body = {**body, "sha256": sha256(tensors)}  # and its checksum fits
     body.pop("check")
     checkpoint.write_text(json.dumps({**body, "check": _check(body)}))
-    with pytest.raises(CheckpointError, match="was cut short or changed"):
+    with pytest.raises(CheckpointError, match="was truncated or modified"):
         run.checkpoints.load(run.checkpoints.steps()[-1])
     readers = {
         run.path / "best.safetensors": lambda: load_tensors(run.path / "best.safetensors"),

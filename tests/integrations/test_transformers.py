@@ -268,7 +268,7 @@ def test_resuming_from_a_checkpoint_without_undrop_says_so(tmp_path, caplog):
     assert "start again" in caplog.text
     (tmp_path / "checkpoint-2" / "undrop.safetensors").write_bytes(b"cut")
     trainer.args.max_steps = 3
-    with pytest.raises(CheckpointError, match="cut short or changed"):
+    with pytest.raises(CheckpointError, match="truncated or modified"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

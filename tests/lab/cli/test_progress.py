@@ -70,7 +70,7 @@ def test_without_a_terminal_every_record_of_a_run_is_a_line():
     where = console(terminal=False)
     report(TrainingProgress(Progress(console=where)))
     shown = where.file.getvalue()
-    assert "run: awd-lstm of 1,234 parameters on 5,000 tokens of ptb (10 words)" in shown
+    assert "run: awd-lstm with 1,234 parameters on 5,000 tokens of ptb (10 words)" in shown
     assert "resumed at 25%" in shown
     assert "epoch 2/4  step 50  loss 5.500  explicit 0.250  12,345 tokens/s" in shown
     assert "epoch 2/4  step 60  validation 99.50  test 98.25  1 min 05 s" in shown

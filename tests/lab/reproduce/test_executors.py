@@ -47,8 +47,8 @@ def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_p
     killed = outcomes.pop(runs[0].key)
     assert isinstance(killed, RunError)
     assert str(killed) == (
-        "its process was killed, perhaps out of memory (then lower --jobs): the same command "
-        "resumes it."
+        "its process was killed, perhaps for lack of memory: run the same command to resume it, "
+        "with a lower --jobs if memory is short."
     )
     assert len(outcomes) == 2
     assert all(isinstance(outcome, Record) for outcome in outcomes.values())

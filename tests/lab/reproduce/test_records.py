@@ -76,7 +76,7 @@ def test_a_record_with_a_removed_setting_is_stale(tmp_path, run):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not a JSON file, or it was cut short or changed"),
+        ("{", "is not a JSON file, or it was truncated or modified"),
         ('{"config": {}}', "is not a record: its 'probe' is missing or wrong; delete the file"),
     ],
 )

@@ -49,7 +49,7 @@ def test_an_experiment_that_a_scale_does_not_have_is_named():
     assert "qrnn" not in tables.experiments_at("medium")
     assert "equal-time" in tables.experiments_at("medium")
     with pytest.raises(
-        OptionError, match="qrnn has no scale 'medium': there are smoke, small, paper"
+        OptionError, match="qrnn has no scale 'medium'; available scales: smoke, small, paper"
     ):
         Worklist(["qrnn"], "medium", 1)
 

@@ -75,7 +75,7 @@ def test_a_checkpoint_with_changed_json_is_refused(store):
     body = json.loads(path.read_text())
     body["state"]["step"] = 99
     path.write_text(json.dumps(body))
-    with pytest.raises(CheckpointError, match=r"step-00000003.json is refused: .* changed"):
+    with pytest.raises(CheckpointError, match=r"step-00000003.json is damaged: .* modified"):
         store.load(3)
 
 
@@ -99,7 +99,7 @@ def test_a_tensor_file_name_cannot_leave_the_folder(store, tmp_path):
 @pytest.mark.parametrize("name", ["x" * 1000, "a\0b", "", ".."])
 def test_an_impossible_tensor_file_name_is_refused(store, name):
     rename_tensors(store, name)
-    with pytest.raises(CheckpointError, match="were cut short or changed"):
+    with pytest.raises(CheckpointError, match="were truncated or modified"):
         store.load(3)
 
 
@@ -132,7 +132,7 @@ def test_a_full_disk_loses_no_earlier_checkpoint(store, monkeypatch, place):
 
 def test_an_invalid_or_missing_tensor_file_is_named(tmp_path):
     (tmp_path / "a").write_bytes(b"no tensors here")
-    with pytest.raises(CheckpointError, match="a was cut short or changed"):
+    with pytest.raises(CheckpointError, match="a was truncated or modified"):
         load_tensors(tmp_path / "a")
     with pytest.raises(CheckpointError, match="b does not exist"):
         load_tensors(tmp_path / "b")

@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_is_bit_for_bit_the_same(tiny,
     newest.write_bytes(newest.read_bytes()[:-10])
     listener = Listener()
     summary = train.run(tiny(), out=out, resume=True, callbacks=[listener])
-    assert f"{newest} is refused" in listener.of("say")[0]
+    assert f"{newest} is damaged" in listener.of("say")[0]
     assert summary.model_dump(exclude={"seconds"}) == whole.model_dump(exclude={"seconds"})
 
 

@@ -10,7 +10,7 @@ from tiny_run import bits, tiny_config, write_text
 from undrop.errors import DataError, OptionError
 from undrop.lab import train
 from undrop.lab.cli import main
-from undrop.lab.train.tuning import KeepTuner
+from undrop.lab.train.tuning import TunerRecorder
 from undrop.tuning import Tuner
 
 
@@ -30,7 +30,7 @@ def records(out, kind):
 @pytest.mark.parametrize("objective", ["dropout", "analytic"])
 def test_a_tuned_run_records_p_and_benefit_of_every_site(text, tmp_path, objective):
     config = tiny_config(text, train={"tune": 0.2, "epochs": 4}, objective={"name": objective})
-    train.run(config, out=tmp_path / "run", callbacks=[KeepTuner(interval=20)])
+    train.run(config, out=tmp_path / "run", callbacks=[TunerRecorder(interval=20)])
     found = records(tmp_path / "run", "tune")
     assert [r["step"] for r in found] == list(range(20, found[-1]["step"] + 1, 20))
     sites = {key for key in found[0] if key.startswith("p/")}

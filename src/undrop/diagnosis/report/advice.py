@@ -84,24 +84,26 @@ def _leader(explicit: Explicit) -> tuple[str, Estimate] | None:
 def _noise_sentence(implicit: Implicit) -> str:
     ratio = implicit.batch_ratio
     if ratio is None:
-        return "Its gradient noise can't be compared with mini-batching's on a single batch."
+        return "Dropout's gradient noise can't be compared with mini-batching's on a single batch."
+    noise = f"Dropout's gradient noise is {ratio} times mini-batching's"
     if ratio.low > 1.0:
-        return f"Its gradient noise is {ratio} times mini-batching's: the implicit effect matters."
+        return f"{noise}: the implicit effect matters."
     if ratio.high < _SOME:
-        return f"Its gradient noise is {ratio} times mini-batching's: the implicit effect is small."
+        return f"{noise}: the implicit effect is small."
     if ratio.high < 1.0:
-        return f"Its gradient noise is {ratio} times mini-batching's: the smaller of the two."
-    return f"{TOO_LITTLE} whether its gradient noise exceeds mini-batching's (ratio {ratio})."
+        return f"{noise}: the smaller of the two."
+    return f"{TOO_LITTLE} whether dropout's gradient noise exceeds mini-batching's (ratio {ratio})."
 
 
 def _benefit_sentence(benefit: Benefit) -> str:
     total, after = benefit.every_site, f"after {benefit.steps} steps"
     if total.includes_zero:
-        return f"{TOO_LITTLE} whether it helps on the validation data (benefit {signed(total)} {after})."
+        measured = f"benefit {signed(total)} {after}"
+        return f"{TOO_LITTLE} whether dropout helps on the validation data ({measured})."
     if total.value > 0.0:
-        return f"It helps: {after} without it the validation loss is higher by {total}."
+        return f"Dropout helps: {after} without it the validation loss is higher by {total}."
     by = total.scaled(-1.0)
-    return f"It does harm: {after} without it the validation loss is lower by {by}."
+    return f"Dropout does harm: {after} without it the validation loss is lower by {by}."
 
 
 def advise(

@@ -33,7 +33,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable."),
 ]
-Batches = Annotated[int, typer.Option(min=1, help="The largest number of batches to use.")]
+Batches = Annotated[int, typer.Option(min=1, help="The maximum number of batches to use.")]
 ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.")]
 
 

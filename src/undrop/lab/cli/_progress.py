@@ -13,7 +13,7 @@ from undrop.lab.reproduce.worklist import PlannedRun
 from undrop.lab.train.callbacks import Callback, RunInfo
 from undrop.report import Bar, Progress, duration
 
-_SMOOTH = 0.95  # the weight of earlier steps in the parts on the bar
+_SMOOTH = 0.95  # smoothing factor of the objective's parts shown on the bar
 _REFRESH = 0.1  # seconds
 
 
@@ -41,7 +41,7 @@ class TrainingProgress(Callback):
         self._done_before, self._tokens = info.done, 0
         resumed = f", resumed at {info.done:.0%}" if info.done else ""
         self._progress.print(
-            f"{info.name}: {info.model} of {info.parameters:,} parameters on "
+            f"{info.name}: {info.model} with {info.parameters:,} parameters on "
             f"{info.train_tokens:,} tokens of {info.corpus} ({info.vocabulary:,} words), "
             f"objective {info.objective}, on {info.device}{resumed}"
         )
@@ -64,7 +64,10 @@ class TrainingProgress(Callback):
         self._shown, self._tokens = now, 0
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Print a record of the metrics; next to a bar, only epochs and measurements of a watcher."""
+        """Print a metrics record.
+
+        While a bar is shown, print only epochs and a watcher's measurements.
+        """
         head = f"epoch {record['epoch']}/{self._epochs}  step {record['step']}"
         if record["kind"] == "epoch":
             seconds = duration(record["time"]["seconds"])

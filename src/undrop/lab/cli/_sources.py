@@ -32,7 +32,7 @@ from undrop.losses import Loss
 
 @dataclass(frozen=True)
 class Source:
-    """The arguments of ``undrop.diagnose``."""
+    """What a command examines: a model, its data, its loss, and where they come from."""
 
     model: nn.Module
     batches: Iterable[tuple[Any, Any]]
@@ -48,7 +48,7 @@ class Source:
     """The names of your own model and data."""
 
     @contextmanager
-    def explain_own_errors(self) -> Iterator[None]:
+    def explain_user_errors(self) -> Iterator[None]:
         """If the user's own model fails even without undrop, say so in one sentence."""
         try:
             yield
@@ -57,7 +57,7 @@ class Source:
         except Exception:
             if self.names is not None:
                 model, data = self.names
-                ((inputs, _),) = collect(load_own(data), 1)
+                ((inputs, _),) = collect(load_user_object(data), 1)
                 with _explain(model, "called on the first batch"):
                     call(self.model, inputs)
             raise
@@ -127,14 +127,14 @@ def from_names(
         config = configure(None, {"model": {"name": model}, "data": {"name": data, "dir": where}})
         corpus = config.load_corpus()
         return _of_language_model(config.build_model(corpus), corpus, config, batches)
-    found = load_own(model)
+    found = load_user_object(model)
     if not isinstance(found, nn.Module):
         raise OptionError(
             f"{model} must be a torch module or a function that returns one, got "
             f"{type(found).__name__}."
         )
     own_loss = None if loss is None else _look_up(loss)
-    return Source(found, load_own(data), own_loss, names=(model, data))
+    return Source(found, load_user_object(data), own_loss, names=(model, data))
 
 
 def _of_language_model(
@@ -203,7 +203,7 @@ def _import_from(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def load_own(name: str) -> Any:
+def load_user_object(name: str) -> Any:
     """Return the object that MODULE:NAME or FILE.py:NAME names, or what it returns if callable."""
     found = _look_up(name)
     if isinstance(found, nn.Module) or not callable(found):

@@ -41,13 +41,14 @@ def _advice(config: Config, share: float) -> Advice:
     from undrop.lab.cli._progress import progress_reporter
     from undrop.lab.train import run
     from undrop.lab.train.optimizers import clipped_optimizer
-    from undrop.lab.train.tuning import KeepTuner
+    from undrop.lab.train.tuning import TunerRecorder
     from undrop.tuning import advise_from
 
     with tempfile.TemporaryDirectory() as folder:
         short = _shortened(config, share)
         assert short.train.max_steps is not None
-        kept = KeepTuner(short.train.max_steps + 1)  # later than the last step: no trial
+        # an interval longer than the run, so no trial happens
+        kept = TunerRecorder(interval=short.train.max_steps + 1)
         run(short, out=Path(folder) / "run", callbacks=[progress_reporter(), kept])
     assert kept.tuner is not None
     assert kept.model is not None

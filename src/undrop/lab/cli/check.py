@@ -37,7 +37,7 @@ def check(
     from undrop.diagnosis.measure.model import collect
 
     (batch,) = collect(source.batches, 1)
-    with source.explain_own_errors():
+    with source.explain_user_errors():
         found = undrop.check(
             _objective(source, objective), source.model, batch, seconds=seconds, progress=progress
         )

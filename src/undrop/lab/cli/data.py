@@ -93,7 +93,7 @@ def describe_corpus(
         typer.Option(help="Use this share of the training tokens, with the vocabulary of all."),
     ] = 1.0,
     max_vocab: Annotated[
-        int | None, typer.Option(help="The largest size of the vocabulary.")
+        int | None, typer.Option(help="The maximum size of the vocabulary.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare the encoded files with their checksums.")

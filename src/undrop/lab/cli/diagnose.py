@@ -79,9 +79,9 @@ def diagnose(
     source = options.open(batches)
     held_out = source.validation
     if validation is not None:
-        from undrop.lab.cli._sources import load_own
+        from undrop.lab.cli._sources import load_user_object
 
-        held_out = load_own(validation)
+        held_out = load_user_object(validation)
     found = _measured(
         source,
         seed,
@@ -103,7 +103,7 @@ def _measured(source: Source, seed: int, **options: Any) -> Diagnosis:
     import undrop
 
     device = next((p.device for p in source.model.parameters()), torch.device("cpu"))
-    with source.explain_own_errors():
+    with source.explain_user_errors():
         return undrop.diagnose(
             source.model,
             source.batches,

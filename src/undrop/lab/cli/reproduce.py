@@ -41,9 +41,9 @@ def reproduce(
     scale: Annotated[
         str, typer.Option(help="smoke, small, medium or paper.", **named("scale", SCALES))
     ] = "small",
-    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds, which are 1, 2, …")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds; seeds are 1, 2, …")] = 3,
     jobs: Annotated[
-        int, typer.Option(min=1, help="The number of runs at a time, with one thread each.")
+        int, typer.Option(min=1, help="The number of runs in parallel, with one thread each.")
     ] = 1,
     executor: Annotated[
         str, typer.Option(help="local, or ray for a cluster.", **named("executor", _EXECUTORS))
@@ -61,7 +61,7 @@ def reproduce(
         bool, typer.Option("--step-costs", help="Only measure the time of a step of each method.")
     ] = False,
 ) -> None:
-    """Do the runs that have no record yet, and save each record when its run ends."""
+    """Execute the runs that have no record yet, and save each record when its run ends."""
     from undrop.lab.reproduce.records import Records
     from undrop.lab.reproduce.worklist import Worklist
 
@@ -154,7 +154,7 @@ def _show_missing(worklist: Worklist, records: Records) -> None:
     for cell, count in waiting:
         name = f"{cell.setting.name} {cell.method.name}"
         rows.append([f"{name}, the best variant, {count} more seeds", f"{cell.method.cost:g}", ""])
-    heads = ("run", "cost of a step", "about")
+    heads = ("run", "cost of a step", "estimated time")
     typer.echo(Table(heads, rows, numbers=heads[1:]).text())
     done = len(worklist.needed(records)) - len(missing)
     wanted = len(missing) + sum(count for _, count in waiting)

@@ -15,7 +15,7 @@ def list_sites(options: SourceOptions) -> Answer:
     from undrop.intercept import sites
     from undrop.intercept.site import UNACCOUNTED
 
-    with source.explain_own_errors():
+    with source.explain_user_errors():
         ((inputs, _),) = collect(source.batches, 1)
         found = sites(source.model, inputs)
     head, *rows = found.table()

@@ -113,14 +113,14 @@ def train(
 
 def _callback(name: str) -> Callback:
     from undrop.errors import OptionError
-    from undrop.lab.cli._sources import load_own
+    from undrop.lab.cli._sources import load_user_object
     from undrop.lab.train import Callback
 
-    found = load_own(name)
+    found = load_user_object(name)
     if not isinstance(found, Callback):
         raise OptionError(
-            f"--callback {name} must be a subclass of undrop.lab.train.Callback, got "
-            f"{type(found).__name__}."
+            f"--callback {name} must be a Callback of undrop.lab.train, or a class or function that "
+            f"returns one, got {type(found).__name__}."
         )
     return found
 
@@ -130,10 +130,10 @@ def start(config: Config, out: Path | None, resume: bool, *callbacks: Callback) 
     from undrop.lab.cli import _progress
     from undrop.lab.train import run
     from undrop.lab.train.environment import is_main
-    from undrop.lab.train.tuning import KeepTuner
+    from undrop.lab.train.tuning import TunerRecorder
 
     out = out or RUNS / _name(config)
-    kept = KeepTuner()
+    kept = TunerRecorder()
     shown = [_progress.progress_reporter(), *callbacks, *([kept] if config.train.tune else [])]
     summary = run(config, out=out, resume=resume, callbacks=shown)
     if not is_main():

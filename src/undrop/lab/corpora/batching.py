@@ -21,7 +21,7 @@ IGNORED = -100
 """The target of a position that does not count, which torch's losses ignore by default."""
 
 _HALF = 0.05  # the probability of a window of half the length
-_SPREAD = 5.0  # the standard deviation of its length
+_SPREAD = 5.0  # the standard deviation of a window's length
 _SHORTEST = 5
 
 
@@ -50,7 +50,7 @@ class TrainingWindows:
     Args:
         tokens: a split's tokens.
         batch_size: the number of streams, over all shards.
-        bptt: the number of steps per window.
+        bptt: the number of time steps per window.
         generator: the source of random lengths; None for windows of fixed length.
         shard: (rank, number of ranks): use only this rank's equal share of the streams. Ranks with
             equal generators have windows of equal length.
@@ -72,14 +72,14 @@ class TrainingWindows:
                 f"rank {rank} of {ranks} can't have a share of {batch_size} streams: the batch size "
                 "must be a multiple of the number of ranks, and the rank must be below that number."
             )
-        steps = len(tokens) // batch_size
+        time_steps = len(tokens) // batch_size
         share = batch_size // ranks
-        streams = tokens[: steps * batch_size].reshape(batch_size, steps)
+        streams = tokens[: time_steps * batch_size].reshape(batch_size, time_steps)
         self._streams = streams[rank * share : (rank + 1) * share]
         self.bptt = bptt
         self._generator = generator
         self.position = 0
-        """The number of steps of the epoch so far."""
+        """The number of time steps of the epoch so far."""
 
     @property
     def steps(self) -> int:
@@ -94,7 +94,7 @@ class TrainingWindows:
         self.position = 0
 
     def window(self, start: int, end: int) -> Window:
-        """Return the steps from ``start`` to ``end``, or to the end of the streams."""
+        """Return the time steps from ``start`` to ``end``, or to the end of the streams."""
         end = min(end, self.steps)
         piece = self._streams[:, start : end + 1]
         inputs, targets = _to_tensor(piece[:, :-1]), _to_tensor(piece[:, 1:])
@@ -138,14 +138,14 @@ def evaluation_windows(tokens: Tokens, batch_size: int, bptt: int) -> Iterator[W
     Args:
         tokens: a split's tokens.
         batch_size: the number of streams; with 1 every prediction sees the whole text before it.
-        bptt: the number of steps per window.
+        bptt: the number of time steps per window.
     """
     _check(tokens, batch_size, bptt)
     predictions = len(tokens) - 1
-    steps = -(-predictions // batch_size)
-    starts = steps * np.arange(batch_size)
-    for first in range(0, steps, bptt):
-        length = min(bptt, steps - first)
+    time_steps = -(-predictions // batch_size)
+    starts = time_steps * np.arange(batch_size)
+    for first in range(0, time_steps, bptt):
+        length = min(bptt, time_steps - first)
         places = starts[:, None] + np.arange(first, first + length)
         inside = places < predictions
         places[~inside] = 0

@@ -75,7 +75,7 @@ def encode(
         files: the text file of each split.
         cache: the cache folder.
         limit_tokens: use only the first ``limit_tokens`` tokens of the training split.
-        max_vocab: the largest size of the vocabulary; see :meth:`Vocabulary.from_counts`.
+        max_vocab: the maximum size of the vocabulary; see :meth:`Vocabulary.from_counts`.
 
     Raises:
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
@@ -174,7 +174,7 @@ def _read_header(folder: Path) -> Header:
         return header
     except ValueError as error:  # pydantic's errors too
         raise DataError(
-            f"{folder / _HEADER} was cut short or changed: delete {folder} to encode the corpus "
+            f"{folder / _HEADER} was truncated or modified: delete {folder} to encode the corpus "
             "again."
         ) from error
 
@@ -249,7 +249,7 @@ def load(
             vocabulary. The other splits keep their length.
         fraction: use only this share of the training tokens, from the start, with the vocabulary of all
             of them; 0.2 in the paper's down-sampled setting.
-        max_vocab: the largest size of the vocabulary, ``<eos>`` and ``<unk>`` included.
+        max_vocab: the maximum size of the vocabulary, ``<eos>`` and ``<unk>`` included.
         cache_dir: the folder for downloaded and encoded files.
         download: whether to download the corpus if it is missing.
 

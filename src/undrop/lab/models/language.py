@@ -73,8 +73,9 @@ class LanguageModel(nn.Module, ABC):
         vocab_size: the number of words.
         size: the number of features that the head takes.
         tied: whether the head uses the embedding's matrix.
-        cutoffs: the first word of each tail of an adaptive softmax; none for a plain one.
-        bias: whether a plain head has a bias.
+        cutoffs: the index of the first word of each tail cluster of an adaptive softmax; empty for a
+            full softmax.
+        bias: whether the head of a full softmax has a bias.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class LanguageModel(nn.Module, ABC):
             tokens: word numbers (T, B), time first.
             state: what the call on the previous window returned; None at the beginning of a text. It
                 keeps its graph unless you :func:`detach` it.
-            logits: whether to return logits (T, B, V), or else the features (T, B, d) that
-                :meth:`loss` takes, which never holds all logits at once.
+            logits: whether to return the logits (T, B, V). If False, return the features (T, B, d) for
+                :meth:`loss`, which computes the logits in chunks.
 
         Returns:
             The output at each token, which predicts the *next* one, and the new state.
@@ -132,12 +133,12 @@ class LanguageModel(nn.Module, ABC):
         It refers to the parameters of this model, so one loss serves all steps.
 
         Raises:
-            OptionError: if the model's head has no label smoothing.
+            OptionError: if the model's head does not support label smoothing.
         """
         if label_smoothing and not isinstance(self.head, LinearHead):
             raise OptionError(
-                f"the adaptive softmax of {type(self).__name__} has no label smoothing: set "
-                "model.cutoffs = [], or train.label_smoothing = 0."
+                f"the adaptive softmax of {type(self).__name__} does not support label smoothing: "
+                "set model.cutoffs = [], or train.label_smoothing = 0."
             )
         smoothed = {"label_smoothing": label_smoothing} if label_smoothing else {}
         loss: Loss = self.head.loss(self.shared_embedding(), **smoothed)

@@ -21,8 +21,8 @@ _SPREAD = 0.1  # initial embeddings are uniform in ±0.1, or normal with the sam
 class RecurrentLM(LanguageModel):
     """Embedding, recurrent layers and a softmax, with dropout between all of them.
 
-    Masks between layers are locked: one for all steps of a window (Gal & Ghahramani 2016). A subclass
-    makes the layers.
+    Masks between layers are locked: one for all time steps of a window (Gal & Ghahramani 2016). A
+    subclass makes the layers.
 
     Args:
         vocab_size: the number of words.
@@ -30,12 +30,17 @@ class RecurrentLM(LanguageModel):
         hidden_size: the size of the other layers.
         layers: the number of layers.
         tied: whether the head uses the embedding's matrix.
-        cutoffs: the first word of each tail of an adaptive softmax; none for a plain one.
+        cutoffs: the index of the first word of each tail cluster of an adaptive softmax; empty for a
+            full softmax.
         embedding_dropout: the probability of dropping a word of the vocabulary for a whole batch.
-        input_dropout: … of dropping a feature of the embedded words, for a whole window.
-        hidden_dropout: … of dropping a feature between two layers, for a whole window.
-        output_dropout: … of dropping a feature of the last layer, for a whole window.
-        weight_dropout: … of dropping a weight within a layer, for a whole window and batch.
+        input_dropout: the probability of dropping a feature of a stream's embedded words, at all time
+            steps of a window.
+        hidden_dropout: the probability of dropping a feature of a stream between two layers, at all
+            time steps of a window.
+        output_dropout: the probability of dropping a feature of a stream after the last layer, at all
+            time steps of a window.
+        weight_dropout: the probability of dropping a weight within a layer, for all streams and time
+            steps of a window.
     """
 
     def __init__(
@@ -159,7 +164,7 @@ class QRNNLayer(nn.Module):
 
     With (z_t, f_t, o_t) = W [x_t, x_{t-1}] + b (x_t alone for a window of 1),
 
-        c_t = σ(f_t) c_{t-1} + (1 - σ(f_t)) tanh(z_t),   h_t = σ(o_t) c_t.
+        c_t = sigmoid(f_t) c_{t-1} + (1 - sigmoid(f_t)) tanh(z_t),   h_t = sigmoid(o_t) c_t.
 
     The state has the values at the last step: ``(c,)``, or ``(c, x)`` for a window of 2, each
     (1, B, size).

@@ -33,8 +33,8 @@ EXECUTORS: Registry[str, type[Executor]] = Registry("executor")
 """The executors by name."""
 
 _KILLED = (
-    "its process was killed, perhaps out of memory (then lower --jobs): the same command "
-    "resumes it."
+    "its process was killed, perhaps for lack of memory: run the same command to resume it, with a "
+    "lower --jobs if memory is short."
 )
 
 
@@ -62,7 +62,7 @@ class Executor(ABC):
         queue, waiting = list(runs), dict[Future[Record], PlannedRun]()
         with self.opened():
             while queue or waiting:
-                # Start no more runs than there are processes: a started run can't be taken back.
+                # Start no more runs than there are processes: a started run can't be canceled.
                 while queue and len(waiting) < self.jobs:
                     run = queue.pop(0)
                     waiting[self.start(run, str(scratch(run)))] = run

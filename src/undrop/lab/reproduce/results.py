@@ -15,7 +15,7 @@ from undrop.registry import Registry
 
 LEVEL = 0.95
 POWER = 0.8
-"""The probability of a decision that :func:`seeds_needed` aims at."""
+"""The statistical power that :func:`seeds_needed` aims for."""
 _MOST = 10_000  # seeds that :func:`seeds_needed` considers
 
 
@@ -33,11 +33,11 @@ class Interval:
     spread: float = 0.0
 
 
-def student_quantile(quantile: float, values: int) -> float:
-    """Return a quantile of Student's t for the mean of this number of values."""
+def student_quantile(quantile: float, n: int) -> float:
+    """Return a quantile of Student's t for the mean of n values."""
     from scipy import stats
 
-    return float(stats.t.ppf(quantile, values - 1))
+    return float(stats.t.ppf(quantile, n - 1))
 
 
 def geometric_mean(values: Sequence[float]) -> Interval:
@@ -60,15 +60,16 @@ def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
 
     Args:
         values: one for each seed.
-        comparisons: the number of intervals that must hold together with 95 % (Bonferroni).
+        comparisons: the number of intervals that must hold simultaneously with 95 % confidence
+            (Bonferroni).
     """
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
         return Interval(mean, mean, mean, n)
     spread = float(np.std(values, ddof=1))
     tail = (1.0 - LEVEL) / (2.0 * comparisons)
-    reach = student_quantile(1.0 - tail, n) * spread / math.sqrt(n) if spread else 0.0
-    return Interval(mean, mean - reach, mean + reach, n, spread)
+    half_width = student_quantile(1.0 - tail, n) * spread / math.sqrt(n) if spread else 0.0
+    return Interval(mean, mean - half_width, mean + half_width, n, spread)
 
 
 def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
@@ -87,8 +88,8 @@ def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
         return None
     tail = (1.0 - LEVEL) / 2.0
     for n in _counts():
-        reach = student_quantile(1.0 - tail, n) + student_quantile(POWER, n)
-        if reach * interval.spread / math.sqrt(n) <= distance:
+        width = student_quantile(1.0 - tail, n) + student_quantile(POWER, n)
+        if width * interval.spread / math.sqrt(n) <= distance:
             return n
     return None
 
@@ -120,7 +121,8 @@ REFERENCE = "drop-1"
 """The method that times and qualities are compared with, on the same setting and seed."""
 
 QUALITY = 1.01
-"""A method is as good as the reference within this factor of its best validation perplexity."""
+"""A method is as good as the reference if its validation perplexity is at most this factor times the
+reference's best."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ class Measure:
 
     label: str
     digits: int
-    of: Callable[[Record, Record], float]  # of a record and the reference's with the same seed
-    compares: bool = False  # whether it uses the reference's record
+    compute: Callable[[Record, Record], float]  # its arguments: a record, and the reference's
+    needs_reference: bool = False  # whether it uses the reference's record, of the same seed
 
 
 MEASURES: Registry[str, Measure] = Registry("measure")
@@ -148,7 +150,7 @@ MEASURES.register("best_valid_ppl")(
     Measure("best validation perplexity", 2, lambda record, _: record.best_valid_ppl)
 )
 MEASURES.register("epochs_to_quality")(
-    Measure("epochs to Drop₁'s quality", 0, _epochs_to_quality, compares=True)
+    Measure("epochs to Drop₁'s quality", 0, _epochs_to_quality, needs_reference=True)
 )
 MEASURES.register("seconds_per_step")(
     Measure("seconds per step", 4, lambda record, _: record.training_seconds[-1] / record.steps)
@@ -158,12 +160,12 @@ MEASURES.register("time_used")(
         "training time relative to Drop₁'s",
         3,
         lambda record, plain: record.training_seconds[-1] / plain.training_seconds[-1],
-        compares=True,
+        needs_reference=True,
     )
 )
 MEASURES.register("taylor_share")(
     Measure(
-        "share of R_drop in the quadratic term", 3, lambda record, _: record.probed["taylor_share"]
+        "quadratic term as a share of R_drop", 3, lambda record, _: record.probed["taylor_share"]
     )
 )
 
@@ -188,11 +190,14 @@ class Results:
         }
 
     def values(self, measure: str, cell: str) -> dict[int, float]:
-        """Return a measure of a cell by seed; one that compares needs the reference's record."""
+        """Return a measure for each seed of a cell.
+
+        If it is relative to the reference, seeds without a reference record are left out.
+        """
         found = MEASURES[measure]
         alone = {seed: (record, record) for seed, record in self.records_of(cell).items()}
-        records = self.pairs(cell) if found.compares else alone
-        return {seed: found.of(*pair) for seed, pair in records.items()}
+        records = self.pairs(cell) if found.needs_reference else alone
+        return {seed: found.compute(*pair) for seed, pair in records.items()}
 
     def interval(self, measure: str, cell: str) -> Interval | None:
         """Return the mean of a measure over a cell's seeds; None if it has no record."""

@@ -42,7 +42,7 @@ EXPERIMENTS = (
     "qrnn",
     "ptb-whole",
 )
-"""All experiments; the paper's come first, in its order."""
+"""All experiments, in the order of the report."""
 _MEASURE = "best_valid_ppl"  # the default of experiments, claims and the paper's tables
 
 
@@ -75,10 +75,10 @@ class Setting:
 
     name: str  # in settings.toml
     scale: str
-    seconds: float  # the estimated time of a plain run
+    seconds: float  # the estimated time of a dropout run
     settings: Mapping[str, Any]  # sections of a training config
     probe: str | None = None  # the name of a measurement on the trained model
-    time: float | None = None  # the time limit, in plain dropout runs; None limits epochs instead
+    time: float | None = None  # the time limit, in dropout runs; None limits epochs instead
     base: str = ""  # the setting whose steps cost the same, by its name in step_costs.toml
 
     def epochs(self, method: Method) -> int:
@@ -118,7 +118,7 @@ class Experiment:
 
     name: str
     title: str
-    paper: str  # where it is in the paper
+    paper: str  # where it is in the paper, or 'ours'
     about: str
     settings: Sequence[str]
     methods: Sequence[str]
@@ -169,8 +169,8 @@ def setting(name: str, scale: str) -> Setting:
     if scale not in SCALES:
         raise UnknownNameError("scale", scale, SCALES)
     if scale not in table[name]:
-        there = ", ".join(table[name])
-        raise OptionError(f"the setting {name} has no scale {scale!r}: there are {there}.")
+        known = ", ".join(table[name])
+        raise OptionError(f"the setting {name} has no scale {scale!r}; available scales: {known}.")
     values = dict(table[name][scale])
     base = setting(values.pop("extends"), scale) if "extends" in values else None
     below = preset(values.pop("preset")) if "preset" in values else base.settings if base else {}

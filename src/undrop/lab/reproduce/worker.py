@@ -83,7 +83,7 @@ def single_threaded() -> None:
 def execute(job: PlannedRun, scratch: str) -> Record:
     """Train, measure, and return the record.
 
-    The folder ``scratch`` stays, because the record is not on the disk yet. A run that diverges (a
+    The folder ``scratch`` is kept, because the record is not on the disk yet. A run that diverges (a
     number is infinite or NaN) is a result too: its record holds the epochs before that.
 
     Raises:
@@ -102,7 +102,7 @@ def execute(job: PlannedRun, scratch: str) -> Record:
 class Stopwatch(Callback):
     """Measures the time of every epoch, even of a run that was resumed.
 
-    On a CPU it counts processor seconds, which other work on the machine does not change.
+    On a CPU it counts CPU time, which other work on the machine does not change.
     """
 
     def __init__(self, folder: Path, *, on_cpu: bool) -> None:

@@ -20,7 +20,7 @@ class PlannedRun:
     config: Config  # every setting, including the seed
     probe: str | None  # the name of a measurement on the trained model
     setting: str  # the name of its setting, for the time estimate
-    cost: float  # the estimated time of the run, in plain runs of the setting
+    cost: float  # the estimated time of the run, in dropout runs of the setting
 
     @cached_property
     def key(self) -> str:
@@ -67,9 +67,9 @@ class Cell:
         return range(len(self.method.variants()))
 
     def choice(self, records: Records, seed: int | None = None) -> int | None:
-        """Return the best variant by a seed's validation; None until all are tried.
+        """Return the index of the variant with the best validation perplexity; None until all are tried.
 
-        The seed is the first one, unless every seed searches for itself.
+        Variants are compared on the first seed, or on each seed if the method searches.
         """
         if len(self.variants) == 1:
             return 0
@@ -160,7 +160,7 @@ class Worklist:
         return named + later
 
     def _pace(self, name: str, records: Records) -> float:
-        """Seconds of a plain run of a setting."""
+        """Seconds of a dropout run of a setting."""
         cells = [cell for cell in self.cells.values() if cell.setting.name == name]
         paces = []
         for cell in cells:

@@ -27,7 +27,7 @@ from undrop.losses import Loss
 from undrop.objectives import Analytic, Dropout
 from undrop.tuning import Tuner
 
-_EVALUATIONS = 8  # during a run, on the validation and the test part
+_EVALUATIONS = 8  # during a run, on the validation and the test split
 
 Step = Callable[[nn.Module, Tensor, Tensor], Any]
 """Returns something to call ``backward()`` on: a loss, or the step of an objective."""
@@ -52,7 +52,10 @@ class Spec:
 
 
 def execute(spec: Spec, root: str) -> dict[str, Any]:
-    """Train, and return the record: losses at the epoch with the best validation loss, and seconds."""
+    """Train, and return the record.
+
+    Its losses are those at the best of eight evaluations by validation loss.
+    """
     single_threaded()
     task = TASKS[spec.task]
     data = task.data(Path(root), spec.seed)
@@ -77,7 +80,7 @@ def execute(spec: Spec, root: str) -> dict[str, Any]:
 def train(
     spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, data: Data
 ) -> tuple[list[list[float]], float, int]:
-    """Return [validation, test] at each evaluation, processor seconds of training, and steps."""
+    """Return [validation, test] at each evaluation, CPU seconds of training, and steps."""
     task = TASKS[spec.task]
     order = torch.Generator().manual_seed(spec.seed)
     per_epoch = 1 if data.whole else data.train[0].shape[data.dim] // task.batch
@@ -151,7 +154,7 @@ class Method:
 
 
 METHODS = {
-    "none": Method("nothing", "none"),
+    "none": Method("no regularization", "none"),
     "decay": Method("weight decay", "none", tunes_decay=True),
     "dropout": Method("dropout", "dropout", tunes_p=True),
     "dropout-decay": Method("dropout + decay", "dropout", tunes_p=True, tunes_decay=True),
@@ -213,7 +216,7 @@ class Board:
         return replace(best, epochs=fit)
 
     def cost(self, name: str) -> float | None:
-        """Return the processor seconds of a step divided by dropout's, from the search."""
+        """Return the CPU time of a step divided by dropout's, from the search."""
         own, plain = self._pace(METHODS[name].kind), self._pace("dropout")
         return None if own is None or plain is None else own / plain
 

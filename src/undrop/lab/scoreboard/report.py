@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _REFERENCE = "dropout"
 _HOW = """
-Every number is a test loss (nats, or squared error) at the epoch with the best validation loss. p \
-and the weight decay of each method are chosen on the validation part of seed 0, which is not \
-reported. A difference is a method's loss minus that of tuned dropout on the same seed; below 0 is \
-better. Its interval is Student's, widened so that all intervals of this page hold together with \
-95 % (Bonferroni). At equal time, a method whose step takes longer than dropout's (in processor \
-seconds, measured in the search) trains for fewer epochs, with the same cosine schedule to zero. The \
-tuner has no search: its one run is compared with the best run of dropout. ε₀ is the size of the \
+Every number is a test loss (nats, or squared error) at the best of eight evaluations by validation \
+loss. p and the weight decay of each method are chosen on the validation split of seed 0, which is \
+not reported. A difference is a method's loss minus that of tuned dropout on the same seed; below 0 \
+is better. Its interval is Student's, widened so that all intervals of this page hold simultaneously \
+with 95 % confidence (Bonferroni). At equal time, a method whose step takes longer than dropout's \
+(in CPU time, measured in the search) trains for fewer epochs, with the same cosine schedule to zero. \
+The tuner has no search: its one run is compared with the best run of dropout. ε₀ is the size of the \
 noise from which the engine computes u, 0.05 by default: with a larger one, u also contains higher \
 orders of the noise."""
 
@@ -48,7 +48,7 @@ def write_board(folder: Path, out: Path, seeds: int | None = None) -> Path:
     with naming_disk_errors(out):
         (out / "figures").mkdir(parents=True, exist_ok=True)
     parts = ["# A scoreboard of today's tasks", _summary(run, boards, records), _HOW.strip()]
-    parts.append("![Difference to tuned dropout](figures/scoreboard.png)")
+    parts.append("![Difference from tuned dropout](figures/scoreboard.png)")
     for board in run:
         parts += [f"## {board.task.label}", _table(board, comparisons).markdown()]
         parts += [
@@ -120,7 +120,7 @@ def _shown(interval: Interval | None) -> str:
 
 
 def _figure(boards: list[Board], comparisons: int) -> Figure:
-    """A panel for each task: differences to dropout at equal time, the best first."""
+    """A panel for each task: differences from dropout at equal time, the best first."""
     columns = min(3, len(boards))
     rows = -(-len(boards) // columns)
     figure = new_figure(3.6 * columns, 0.5 + 2.2 * rows)

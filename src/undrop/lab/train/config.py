@@ -77,7 +77,7 @@ class OptimizerConfig(_Section):
     betas: tuple[_Below1, _Below1] = (0.9, 0.999)  # for adam and adamw
     eps: _Positive = 1e-8  # for adam and adamw
     weight_decay: _NonNegative = 0.0
-    clip: _Positive | None = None  # the largest norm of the gradient; larger ones are scaled down
+    clip: _Positive | None = None  # the maximum norm of the gradient; larger ones are scaled down
     patience: _Count = 5  # for asgd: epochs without improvement before averaging starts
 
 
@@ -134,7 +134,7 @@ class TrainConfig(_Section):
 
 
 class Config(_Section):
-    """Every setting of a training run. On one machine, equal configs give bit for bit equal runs."""
+    """Every setting of a training run. On one machine, equal configs give bitwise identical runs."""
 
     preset: str | None = None  # the preset that the settings are based on
     model: ModelConfig = ModelConfig()

@@ -83,7 +83,7 @@ class Checkpoints:
         """Load the state of ``step``.
 
         Raises:
-            CheckpointError: naming the file, if a byte of it or of its tensors has changed.
+            CheckpointError: if a byte of it or of its tensors has changed; the message names the file.
         """
         path = self.path(step)
         body = _read(path)
@@ -93,12 +93,12 @@ class Checkpoints:
             intact = sha256(tensors) == body["sha256"]
         if not intact:
             raise CheckpointError(
-                f"{path} is refused: its tensors in {tensors.name} were cut short or changed."
+                f"{path} is damaged: its tensors in {tensors.name} were truncated or modified."
             )
         try:
             return unpack(body["state"], load_tensors(tensors))
         except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is refused: its state was changed.") from error
+            raise CheckpointError(f"{path} is damaged: its state was modified.") from error
 
     def newest(self, warn: Callable[[str], None]) -> tuple[int, Any] | None:
         """Load the newest intact checkpoint as (step, state); None if there is no checkpoint.
@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(f"{path} is refused: {error}") from error
     if not intact:
-        raise CheckpointError(f"{path} is refused: it was cut short or changed.")
+        raise CheckpointError(f"{path} is damaged: it was truncated or modified.")
     result: dict[str, Any] = body
     return result
 

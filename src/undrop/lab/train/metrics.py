@@ -69,7 +69,7 @@ def mean_loss(
         model.train(training)
     total, count = world.sums([total, count])
     if not math.isfinite(total):
-        raise NonFiniteError("the loss in evaluation is not finite")
+        raise NonFiniteError("the evaluation loss is not finite")
     return total / count
 
 

@@ -81,7 +81,7 @@ def run(
     Raises:
         RunError: if the folder holds a run and ``resume`` is False, or another process uses it.
         StoppedError: if SIGINT or SIGTERM stopped the run; the state is saved.
-        UndropError: a subclass, for anything else that you can correct.
+        UndropError: for any other problem that you can fix; always a subclass.
     """
     folder = RunFolder(out)
     config = resolve_config(config, folder, resume)

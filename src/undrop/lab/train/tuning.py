@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from undrop.lab.train.trainer import Trainer
 
 
-class KeepTuner(Callback):
+class TunerRecorder(Callback):
     """Keeps the tuner of a run (its history has the results), the model and the last batches.
 
     Args:
-        interval: the steps between trials; None keeps the tuner's.
+        interval: the steps between trials; None keeps the tuner's own interval.
     """
 
     def __init__(self, interval: int | None = None) -> None:

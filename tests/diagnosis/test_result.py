@@ -173,7 +173,7 @@ def test_a_diagnosis_compared_with_itself_has_no_change(found):
     same = found.compare(found)
     assert not any(change.certain for change in same.changes)
     assert all(change.difference.value == 0.0 for change in same.changes if change.difference)
-    assert "No figure changed by more than its error allows" in str(same)
+    assert "No figure changed by more than its error" in str(same)
 
 
 def test_a_comparison_names_what_changed():
@@ -183,7 +183,7 @@ def test_a_comparison_names_what_changed():
     assert change.certain
     parts = [each.explicit.parts.r_drop.value for each in (before, after)]
     assert change.difference.value == pytest.approx(parts[1] - parts[0])
-    assert "figures changed by more than the error allows" in found.conclusion
+    assert "figures changed by more than their errors" in found.conclusion
     assert "R_drop" in str(found)
     assert "<table" in found._repr_html_()
 

@@ -55,14 +55,15 @@ class Comparison:
             models = f"The models differ: {self.before} before, {self.after} after. "
         if not certain:
             return models + (
-                "No figure changed by more than its error allows: the two are alike, or there is too "
+                "No figure changed by more than its error: the two are alike, or there is too "
                 "little data to say."
             )
         certain.sort(key=lambda change: -abs(_z(change)))
         named = [_described(change) for change in certain[:_NAMED]]
         many = len(certain)
-        count = "One figure changed" if many == 1 else f"{many} figures changed"
-        return f"{models}{count} by more than the error allows: {'; '.join(named)}."
+        what = "One figure" if many == 1 else f"{many} figures"
+        errors = "its error" if many == 1 else "their errors"
+        return f"{models}{what} changed by more than {errors}: {'; '.join(named)}."
 
     def table(self) -> Table:
         """Every figure, with a star if the change is certain."""

@@ -270,7 +270,7 @@ def _traces(implicit: Implicit) -> Table:
         ("dropout / mini-batching", _or_dash(implicit.batch_ratio)),
         ("cosine of the diagonals, dropout and ξ_approx", str(implicit.cosine)),
         (_overlap_of(overlap.directions), str(overlap.value)),
-        ("the most that this many samples can show", str(overlap.ceiling)),
+        ("upper limit with this many samples", str(overlap.ceiling)),
         ("overlap by chance", f"{overlap.chance:.2g}"),
     ]
     return Table(("figure", "value"), rows, title="Implicit effect (gradient noise)")

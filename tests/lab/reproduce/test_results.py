@@ -27,7 +27,7 @@ def pair(worklist):
     ],
 )
 def test_each_measure_reads_its_number_from_a_record(pair, name, value):
-    assert MEASURES[name].of(*pair) == pytest.approx(value)
+    assert MEASURES[name].compute(*pair) == pytest.approx(value)
 
 
 def test_the_training_seconds_of_a_record_leave_out_evaluation(pair):
@@ -37,7 +37,7 @@ def test_the_training_seconds_of_a_record_leave_out_evaluation(pair):
 def test_a_quality_that_is_never_reached_has_an_infinite_time(pair):
     slow, dropout = pair
     better = similar_record(dropout, [50.0, 50.0])
-    assert MEASURES["epochs_to_quality"].of(slow, better) == math.inf
+    assert MEASURES["epochs_to_quality"].compute(slow, better) == math.inf
 
 
 def similar_record(record, valid):

@@ -90,7 +90,7 @@ def test_the_scoreboard_names_tasks_not_run_and_methods_refused(tmp_path):
         boards.write_json(tmp_path / "records" / f"{key}.json", one)
     text = write_board(tmp_path, tmp_path).read_text()
     assert "Not run yet: GPT, 12,000 words of WikiText-2;" in text
-    assert "tuner (dropout): refused, training sees the inputs of the validation part" in text
+    assert "tuner (dropout): refused, training sees the inputs of the validation split" in text
     assert "| Analytic + decay | p = 0.1, decay 0 | × 2.00 |" in text
     assert (tmp_path / "figures" / "scoreboard.png").stat().st_size > 1000
 

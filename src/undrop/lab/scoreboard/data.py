@@ -100,7 +100,7 @@ def words(
 ) -> Data:
     """A different piece of a corpus for each seed.
 
-    The vocabulary is that of the training part, or of the file ``vocabulary_from``.
+    The vocabulary is that of the training split, or of the file ``vocabulary_from``.
     """
     piece = _piece(_words(root / file), sizes, seed)
     known = piece[: sizes[0]] if vocabulary_from is None else _words(root / vocabulary_from)

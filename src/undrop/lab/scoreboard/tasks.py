@@ -241,6 +241,6 @@ TASKS.register("graph")(
         lr=1e-2,
         probabilities=(0.2, 0.4, 0.6),
         fraction=1.0,
-        refused={"tuner": "training sees the inputs of the validation part: it is the same graph"},
+        refused={"tuner": "training sees the inputs of the validation split: it is the same graph"},
     )
 )

@@ -133,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (CheckpointError, AttributeError, KeyError, TypeError):
         intact = False
     except Exception as error:
-        raise CheckpointError(f"{path} is refused: {error}") from error
+        raise CheckpointError(f"{path} is damaged or unreadable: {error}") from error
     if not intact:
         raise CheckpointError(f"{path} is damaged: it was truncated or modified.")
     result: dict[str, Any] = body

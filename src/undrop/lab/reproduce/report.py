@@ -127,7 +127,7 @@ def _row(experiment: tables.Experiment, cell: str, results: Results) -> Row:
 
 def _cost(results: Results, cell: str) -> float | None:
     """A step's time divided by plain dropout's, from records of the same code and machine."""
-    pace = MEASURES["seconds_per_step"].of
+    pace = MEASURES["seconds_per_step"].compute
     ratios = [
         pace(own, own) / pace(plain, plain)
         for own, plain in results.pairs(cell).values()

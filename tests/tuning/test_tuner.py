@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from device import new_generator
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
-from undrop.tuning.history import Entry, History
+from undrop.tuning.history import EVERY, Entry, History
 from undrop.tuning.rule import LARGEST, SMALLEST, Pace, log_odds
 from undrop.tuning.trial import Outcome
 
@@ -395,3 +396,15 @@ def test_weight_decay_is_drawn_apart_from_p():
     train(tuner, model, optimizer, batches(10, seed=3))
     sites, decay = tuner.history.figure().axes
     assert (len(sites.lines), len(decay.lines), decay.get_yscale()) == (2, 1, "log")
+
+
+def test_the_error_of_a_trial_is_at_least_the_spread_of_the_last_ten():
+    history = History()
+    one = Estimate.of(0.02, 0.005)
+    assert history.z_score(EVERY, one) == pytest.approx(4.0)
+    history.entries = [Entry(100 * k, EVERY, (-1.0) ** k * 0.02, {}) for k in range(20)]
+    spread = statistics.stdev([e.difference for e in history.entries[-9:]] + [0.02])
+    assert history.z_score(EVERY, one) == pytest.approx(0.02 / spread)
+    assert history.z_score("another site", one) == pytest.approx(4.0)
+    history.entries = [Entry(100, EVERY, 0.02, {})]
+    assert history.z_score(EVERY, one) == pytest.approx(4.0)  # no spread: the trial's own error

@@ -61,6 +61,17 @@ class History:
             found.setdefault(entry.tried, []).append(entry.difference)
         return {name: mean_difference(differences[-RECENT:]) for name, differences in found.items()}
 
+    def z_score(self, tried: str, benefit: Estimate) -> float:
+        """Return the benefit of a new trial in standard errors.
+
+        The error of a trial comes from its validation batches alone, but its masks and training
+        batches vary too. So the error is at least the standard deviation of the last ten trials.
+        """
+        before = [e.difference for e in self.entries if e.tried == tried][1 - RECENT :]
+        spread = stdev([*before, benefit.value]) if before else 0.0
+        error = max(benefit.stderr or 0.0, spread)
+        return benefit.value / error if error else 0.0
+
     def path(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps and the values of one site, or of weight decay."""
         return [e.step for e in self.entries], [e.values[name] for e in self.entries]

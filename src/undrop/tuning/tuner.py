@@ -223,7 +223,7 @@ class Tuner:
             self._apply(self._log_values)
         self._earlier = batches[-HELD:]
         pace = self._paces.setdefault(tried, Pace(self.rate))
-        by = pace.move(found.benefit.z or 0.0)
+        by = pace.move(self.history.z_score(tried, found.benefit))
         self._log_values = self._bounded(self._shifted(tried, by), found.gap)
         self._apply(self._log_values)
         values = {

@@ -1,4 +1,4 @@
-"""Every error that undrop raises on purpose: one sentence that names the problem and the way out.
+"""Every error that undrop raises on purpose: one sentence that names the problem and how to fix it.
 
 They share one base, so ``except undrop.errors.UndropError`` catches them all.
 """

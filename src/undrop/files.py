@@ -1,4 +1,7 @@
-"""Write files that a crash leaves complete or absent, never half written; locks and checksums."""
+"""Write files atomically: after a crash a file is either old or new, never half written.
+
+Also locks and checksums.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def naming_disk_errors(path: Path) -> Iterator[None]:
         if error.errno in _FULL:
             raise RunError(
                 f"the disk is full: {path} could not be written; nothing written earlier is lost; "
-                "make room and continue with --resume."
+                "free some space and try again (a training run continues with --resume)."
             ) from error
         reason = (error.strerror or str(error)).lower()
         raise RunError(f"{path} can't be written: {reason}.") from error

@@ -24,13 +24,16 @@ def sigma(q: float) -> float:
 
 
 def mask_shape(shape: Sequence[int], shared: Sequence[int]) -> tuple[int, ...]:
-    """The shape of η for an activation of ``shape`` whose dimensions ``shared`` share one entry."""
+    """The shape of η: that of the activation, with size 1 along the dimensions in ``shared``."""
     dims = {d % len(shape) for d in shared} if shape else set()
     return tuple(1 if d in dims else n for d, n in enumerate(shape))
 
 
 def _dropout(out: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
-    """At scale σ, a dropped entry is exactly -1, so 1 + σ·η is exactly 0 in every precision."""
+    """Fill ``out`` with scale·η of dropout.
+
+    At scale σ, a dropped entry is exactly -1, so 1 + σ·η is exactly 0 in every precision.
+    """
     s = sigma(q)
     dropped = torch.rand(out.shape, device=out.device, generator=generator) < q
     wide = torch.promote_types(out.dtype, torch.float32)  # half precision is rounded at the end
@@ -89,7 +92,7 @@ def structured_dropout(
     mask: str = "independent",
     label: str | None = None,
 ) -> Tensor:
-    """Dropout with one mask entry for all indices of the dimensions ``shared``.
+    """Dropout whose mask is broadcast along the dimensions in ``shared``.
 
     All of undrop's own dropout modules call this function, and undrop intercepts it: a module that
     calls it becomes a site of that ``kind`` and ``mask``.

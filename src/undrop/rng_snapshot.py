@@ -69,7 +69,10 @@ class RngSnapshot:
         self._held = [(each, _state(each)) for each in _held_by(model)]
 
     def moved(self) -> set[str]:
-        """Return which generators have drawn since, of "torch", "python", "numpy" and "held"."""
+        """Return the names of the generators that have advanced since the snapshot.
+
+        They are any of "torch", "python", "numpy" and "held".
+        """
         now = {name: source.get() for name, source in _sources().items()}
         moved = {
             name if name in ("python", "numpy") else "torch"
@@ -81,10 +84,12 @@ class RngSnapshot:
         return moved
 
     @classmethod
-    def of(cls, model: nn.Module, noise: Callable[[torch.device], torch.Generator]) -> RngSnapshot:
+    def of(
+        cls, model: nn.Module, generator_for: Callable[[torch.device], torch.Generator]
+    ) -> RngSnapshot:
         """Take a snapshot after the noise generator has drawn its seed from the global generator."""
         for parameter in islice(model.parameters(), 1):
-            noise(parameter.device)
+            generator_for(parameter.device)
         return cls(model)
 
     def __enter__(self) -> RngSnapshot:
@@ -126,7 +131,7 @@ class RngSnapshot:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RngSnapshot:
-        """Return the snapshot that ``state_dict`` was called on."""
+        """Rebuild a snapshot from its ``state_dict``."""
         snapshot = cls.__new__(cls)
         python, numpy = state["python"], state["numpy"]
         keys = numpy["keys"].numpy().astype(np.uint32)

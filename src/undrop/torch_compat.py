@@ -110,8 +110,8 @@ Backend: TypeAlias = str | Callable[..., Any]
 def backend_of(function: Any) -> Backend:
     """Return the backend with which ``torch.compile`` made a function.
 
-    For torch's own backend this is its name, without the options that the user gave it. It is also the
-    answer if this version of torch keeps the backend elsewhere.
+    For torch's own backend this is its name, "inductor", without the options that the user gave it. If
+    this version of torch keeps the backend elsewhere, the result is also "inductor".
     """
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     found = dict(zip(code.co_freevars if code else (), cells, strict=False)).get("callback")

@@ -147,10 +147,8 @@ def test_dropout_on_a_noiseless_teachers_inputs_is_in_the_way():
     assert benefit.sites["0"].z < -2.0
     assert benefit.every_site == benefit.sites["0"]  # it is the only one
     assert benefit.weight_decay.value < 0.0
-    assert any(
-        s.startswith("Dropout at `0` does harm, so lower its p: after 20") for s in found.advice
-    )
-    assert "Dropout does harm: after 20 steps without it" in found.conclusion
+    assert any(s.startswith("Dropout at `0` hurts, so lower its p: after 20") for s in found.advice)
+    assert "Dropout hurts: after 20 steps without it" in found.conclusion
 
 
 def test_dropout_and_weight_decay_help_a_model_that_has_learned_noise():

@@ -35,7 +35,7 @@ def test_the_verdict_for_a_small_p_is_good():
         error = (ours.stderr**2 + theirs.stderr**2) ** 0.5
         assert abs(ours.value - theirs.value) < 4 * error + 0.1 * theirs.value
     assert found.noise_ratio.value == pytest.approx(1.0, abs=0.2)
-    assert "second order describes this dropout well" in str(found)
+    assert "the second-order approximation describes this dropout well" in str(found)
 
 
 def test_the_papers_strength_is_twice_taylors():
@@ -57,7 +57,7 @@ def test_the_verdict_for_a_large_p_on_a_steep_loss_is_poor():
     batch = (x[certain], top.indices[certain, 0])  # and right: no curvature is left to see
     found = undrop.check(undrop.Analytic(), model, batch, **MANY)
     assert found.verdict == "poor"
-    assert "p is too large for second order" in str(found)
+    assert "p is too large for the second-order approximation" in str(found)
     assert found.taylor_error.value == pytest.approx(
         found.r_drop.value - found.half_quadratic.value
     )
@@ -217,7 +217,9 @@ def test_the_verdict_comes_first_and_the_figures_in_one_column(objective):
     model, batch = net(0.1)
     text = str(undrop.check(objective, model, batch, seconds=1e3, draws=40))
     verdict, empty, *rows = text.splitlines()
-    assert verdict.startswith("good: second order describes this dropout well (40 masks)")
+    assert verdict.startswith(
+        "good: the second-order approximation describes this dropout well (40 masks)"
+    )
     assert not empty
     assert len({re.search(r" {2,}(?=\S)", row).end() for row in rows}) == 1
 

@@ -173,7 +173,7 @@ def test_a_diagnosis_compared_with_itself_has_no_change(found):
     same = found.compare(found)
     assert not any(change.certain for change in same.changes)
     assert all(change.difference.value == 0.0 for change in same.changes if change.difference)
-    assert "No figure changed by more than its error" in str(same)
+    assert "No number changed significantly" in str(same)
 
 
 def test_a_comparison_names_what_changed():
@@ -349,7 +349,7 @@ def test_the_advice_names_an_action_for_each_clear_benefit():
     advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
     after = "after 20 steps without it the validation loss is"
     assert advice[0] == f"Keep the dropout at `a` for now: {after} higher by 0.0120 ± 0.0020."
-    assert advice[1] == f"Dropout at `b` does harm, so lower its p: {after} lower by 0.030 ± 0.010."
+    assert advice[1] == f"Dropout at `b` hurts, so lower its p: {after} lower by 0.030 ± 0.010."
     assert advice[2] == "No evidence either way at `c`: give it more seconds."
     assert not any("Weight decay" in sentence for sentence in advice)
 
@@ -362,7 +362,7 @@ def test_weight_decay_is_compared_with_the_best_site():
     (as_well,) = [s for s in benefit_of(found, Estimate.of(0.01, 0.001), a=site) if "decay" in s]
     assert as_well.startswith("Weight decay helps as well")
     (harms,) = [s for s in benefit_of(found, Estimate.of(-0.5, 0.01), a=site) if "decay" in s]
-    assert harms.startswith("More weight decay would do harm")
+    assert harms.startswith("More weight decay would hurt")
 
 
 def test_advice_is_never_empty():

@@ -15,7 +15,7 @@ from undrop.engines import Antithetic, Exact, Reverse, ScaledNoise, Tangent
 from undrop.engines.reverse import TWICE_DIFFERENTIABLE
 from undrop.engines.tangent_rules import TANGENT_RULES
 from undrop.intercept import SITE_RULES, Interception, no_noise
-from undrop.intercept.attention import AttentionCall, written_out
+from undrop.intercept.attention import AttentionCall, unfused_attention
 from undrop.losses import MSE
 from undrop.nn import LockedDropout, WeightDrop
 
@@ -221,21 +221,21 @@ def test_noise_on_weights_has_the_distribution_of_torchs_dropout():
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (2, 1, 5, 5)])
-def test_attention_written_out_takes_masks_as_torch_does(shape):
+def test_unfused_attention_takes_masks_as_torch_does(shape):
     q, k, v = torch.randn(3, 2, 3, 5, 4, dtype=D)
     mask = torch.rand(shape) > 0.5
     mask[..., 0, :] = False  # nothing allowed: torch gives zeros
     call = AttentionCall(q, k, v, attn_mask=mask)
     mode = Interception(nn.Identity(), no_noise)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(written_out(mode, call), expected)
+    torch.testing.assert_close(unfused_attention(mode, call), expected)
 
 
 def test_a_causal_mask_of_another_length_starts_in_the_upper_left():
     q, k = torch.randn(2, 3, 4, dtype=D), torch.randn(2, 6, 4, dtype=D)
     mode = Interception(nn.Identity(), no_noise)
     expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)
-    found = written_out(mode, AttentionCall(q, k, k, is_causal=True))
+    found = unfused_attention(mode, AttentionCall(q, k, k, is_causal=True))
     torch.testing.assert_close(found, expected)
 
 

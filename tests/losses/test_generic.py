@@ -196,7 +196,9 @@ def test_a_loss_that_differs_at_every_call_can_not_be_differentiated_by_differen
     def counted(f, y):
         return once(f, y) * (1 + next(numbers))
 
-    with pytest.raises(OptionError, match="the loss counted needs differences of its values"):
+    with pytest.raises(
+        OptionError, match="the loss counted must be differentiated by finite differences"
+    ):
         Generic(counted).derivatives(leaf(2, 3), leaf(2, 3, seed=1), None)
 
 

@@ -44,7 +44,7 @@ def test_prose_does_not_break_at_an_equals_sign():
 
 def test_a_table_row_is_one_line_if_there_is_room():
     lines = TABLE.text(130).split("\n")
-    assert lines[0].split() == " ".join(TABLE.heads).split()
+    assert lines[0].split() == " ".join(TABLE.headers).split()
     assert len(lines) == 3
 
 

@@ -28,9 +28,9 @@ _ROUGH = 0.5
 _LEAST = 4  # draws
 
 VERDICTS: Mapping[str, str] = {
-    "good": "second order describes this dropout well",
-    "rough": "second order gives the order of magnitude",
-    "poor": "p is too large for second order on this batch",
+    "good": "the second-order approximation describes this dropout well",
+    "rough": "the second-order approximation gives the order of magnitude",
+    "poor": "p is too large for the second-order approximation on this batch",
     "unclear": "too little data to say: allow more seconds",
 }
 
@@ -57,8 +57,8 @@ class Check:
     """The trace of the objective's implicit noise divided by the trace of dropout's at the same sites.
 
     The objective's noise has its own site weights, mask structure and factor, as a mean over steps:
-    ``Dropout(k, noise="analytic")`` adds back only the part 1 - 1/k. None without such noise: if it is
-    off, for k = 1, and with the exact engine, which computes expectations."""
+    ``Dropout(k, noise="analytic")`` adds back only the part 1 - 1/k. None if there is no such
+    noise: implicit=False, k = 1, or the exact engine."""
     verdict: str
     """"good", "rough", "poor" or "unclear"."""
     draws: int
@@ -80,7 +80,9 @@ class Check:
             times = f"{self.explicit.value / self.r_drop.value:.2f} times R_drop" if known else ""
             rows.append((f"{self.objective}'s explicit part", str(self.explicit), times))
         if self.noise_ratio is not None:
-            rows.append(("its noise over dropout's", str(self.noise_ratio), "traces"))
+            rows.append(
+                ("its noise / dropout's noise", str(self.noise_ratio), "ratio of their traces")
+            )
         return Table(("figure", "value", "remark"), rows)
 
     @property

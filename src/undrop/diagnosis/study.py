@@ -55,16 +55,16 @@ def diagnose(
         batches: pairs (inputs, targets) of training data, such as a DataLoader.
         validation: pairs of other data. With them, a diagnosis measures the benefit of every site:
             the validation loss after 20 steps without it, minus that after 20 steps with it.
-        optimizer: the optimizer that trains the model; None is AdamW. It takes these steps, and its
+        optimizer: the optimizer that trains the model; None uses AdamW. It takes these steps, and its
             state is restored.
-        learning_rate: the learning rate of these steps; None is the optimizer's, or 0.001 for AdamW.
+        learning_rate: the learning rate of these steps; None uses the optimizer's, or 0.001 for AdamW.
             At the end of a schedule, pass the learning rate in the middle of it.
-        weight_decay: the weight decay whose benefit is measured too; None is the one that shrinks the
+        weight_decay: the weight decay whose benefit is measured too; None uses the one that shrinks the
             weights by 1 % in 20 steps.
         loss: as for an objective.
         implicit: whether to measure gradient noise as well.
         seconds: the time to spend; more time gives smaller errors. A diagnosis takes longer if the
-            smallest number of samples needs more time.
+            minimum number of samples does not fit in it.
         draws: the largest number of masks per batch; None uses all the time. With ``draws``, a
             generator and enough seconds, the figures are reproducible.
         max_batches: the largest number of training and of validation batches to use.

@@ -79,13 +79,13 @@ class Antithetic(Engine):
                 if again:
                     raise
             before.restore()  # the model took another branch: try another plan, once
-        return self._two_passes(request, "its dropouts differ in a stacked pass")
+        return self._two_passes(request, "a stacked pass reaches different sites")
 
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
         """Return the plan for a stacked pass, or None and the reason why there is none."""
         plan, reason = find_plan(request, again=again)
         if plan is not None and request.loss.whole_output and None in plan.output_dims:
-            return None, "the loss receives an output without a batch"
+            return None, "the loss receives an output without a batch dimension"
         return plan, reason
 
     def _one_pass(
@@ -207,7 +207,10 @@ def _combined(
 def _one_node(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float, c: Coefficients
 ) -> tuple[Tensor, WeightedParts] | None:
-    """Compute the same with one autograd node; None if the loss has no closed-form gradient here."""
+    """Compute what ``_combined`` returns as a single autograd node.
+
+    None if the loss has no closed-form gradient here.
+    """
     x = request.loss.select(stacked)
     targets = map_dims(rows.ordered, request.batch.targets, plan.target_dims)
     dim = plan.logits_dim
@@ -218,7 +221,7 @@ def _one_node(
         found = request.loss.total_and_gradients(f, u, targets, request.form, c, dim=dim)
         if found is None:
             return None
-        gradient = rows.joined(x, found.in_output, found.in_u, dim, factor)
+        gradient = rows.gradient_in_stacked(x, found.in_output, found.in_u, dim, factor)
     return _WithGradient.apply(x, found.total, gradient), WeightedParts(c, found.means)
 
 

@@ -52,7 +52,7 @@ class Draw:
         self.reached_site = False
         """Whether the pass has reached any site."""
         self.largest_sigma = 0.0
-        """The largest σ that a pass has reached."""
+        """The largest σ of the sites reached so far."""
         self._drawn: dict[str, TensorWeakRef] = {}
         self._states: dict[str, Tensor] = {}  # the generator's state before each site's draw
 

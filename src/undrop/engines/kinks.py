@@ -53,7 +53,7 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
         wide, narrow = gradient(regularizers, 1.0), gradient(regularizers, 0.125)
         size = narrow.norm()
         change = float((wide - narrow).norm() / size) if size > 0 else 0.0
-        if change > _LIMIT:  # it may be rounding alone, as where dropout has no effect
+        if change > _LIMIT:  # may be only rounding, for example if dropout has no effect
             least = 1e4 * torch.finfo(size.dtype).eps * gradient(Coefficients(1.0, 0.0, 0.0), 1.0)
             change = change if size > least.norm() else 0.0
     except (PlanChanged, NotStackable):

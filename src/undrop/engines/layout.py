@@ -25,9 +25,9 @@ class Layout:
     sizes: tuple[int, ...]
     """The lengths of the blocks of consecutive rows with the same noise; none is 0."""
     blocks: tuple[int, ...]
-    """The numbers of rows that use the same weights: without noise (if any), with +ε₀, with -ε₀."""
+    """The sizes of the groups of rows that share weights: without noise (if any), with +ε₀, with -ε₀."""
     total: int
-    """The number of all rows."""
+    """The total number of rows."""
 
     @classmethod
     @lru_cache(maxsize=256)  # called at every step
@@ -88,7 +88,7 @@ class Rows:
 
     @classmethod
     def of_index(cls, layout: Layout, index: Tensor | None) -> Rows:
-        """Return rows for compiled code, which can only stack a batch."""
+        """Return rows that support only ``stacked``, for compiled code."""
         rows = cls(layout, None)
         rows.order = rows.index = index
         return rows
@@ -125,7 +125,7 @@ class Rows:
         parts = self.layout.split(x, dim)
         return self._merged(parts, dim), (parts.plus - parts.minus).mul_(scale)
 
-    def joined(
+    def gradient_in_stacked(
         self, x: Tensor, in_output: Tensor, in_tangent: Tensor, dim: int, scale: float
     ) -> Tensor:
         """Return the gradient in x, from the gradients in both results of ``output_and_tangent``."""

@@ -5,7 +5,7 @@ probability O(ε₀): the gradient is biased, and a smaller ε₀ makes it worse
 signs in one tensor, so a rule can decide at the midpoint m = (x₊ + x₋)/2, e.g.
 ``relu(x±) = x± · 1[m > 0]``. Then u is f'(m)·(x₊ - x₋)/2ε₀, as in the tangent engine.
 
-Every rule decides at ``mode.midpoint(x)``, which is x with m in the place of x₊ and x₋. To add a rule,
+Every rule decides at ``mode.midpoint(x)``, which is x with m in place of x₊ and x₋. To add a rule,
 register it: ``@MIDPOINT_RULES.register(function)``. Rules for functions of one tensor use ``_kinked``.
 """
 

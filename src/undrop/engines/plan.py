@@ -66,7 +66,7 @@ class Plan:
     """How a model runs on a stacked batch; found and proven by ``proving.py``."""
 
     dim: int
-    """The dimension of the batch in the targets, and in other tensors if it fits."""
+    """The batch dimension in the targets, and in every other tensor that has the batch size there."""
     late: bool
     """Whether the batch is stacked at the first site instead of at the input."""
     input_dims: tuple[int | None, ...]
@@ -77,12 +77,13 @@ class Plan:
     """The batch dimension of the tensor that the loss receives."""
     sites: tuple[SitePlan, ...]
     midpoints: bool = True
-    """Whether kinked functions decide at the midpoint."""
+    """Whether functions with kinks choose their branch at the midpoint of ±ε₀."""
     draws: tuple[bool | None, ...] = ()
     """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
     draw is not a mask."""
     aliased: bool = False
-    """Whether the model uses a mask through the tensor that was filled with it in place."""
+    """Whether the model read a mask through the tensor that it filled in place, rather than through the
+    return value."""
 
     @cached_property
     def shares_noise(self) -> bool:
@@ -96,7 +97,7 @@ class Plan:
 
 
 class NoiseShapes(NamedTuple):
-    """The noise of all sites where examples do not share it, as columns of one tensor."""
+    """The shapes of the noise at sites with per-example noise; it is drawn as columns of one tensor."""
 
     sites: tuple[int, ...]
     """The indices of these sites in the plan."""

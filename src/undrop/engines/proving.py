@@ -2,8 +2,8 @@
 
 A candidate is a choice of the batch dimension, of where to stack (at the first site or at the input),
 and of the order of flattened dimensions. It is right if the stacked pass agrees row by row with plain
-passes: the rows without noise with the plain output, and the rows at ±ε₀ with two passes of only these
-examples under the same noise. If no candidate agrees, the examples interact, and the search raises
+passes. Rows without noise must equal the plain output. Rows at ±ε₀ must equal two plain passes over the
+same examples with the same noise. If no candidate agrees, the examples interact, and the search raises
 ``NotStackable`` with the reason.
 """
 
@@ -65,7 +65,7 @@ class Prover:
         """The model's buffers after a plain pass."""
         self.stacked_buffers: dict[str, Tensor] = {}
         """The model's buffers after a stacked pass."""
-        self.moving: tuple[str, ...] = ()
+        self.changed_buffers: tuple[str, ...] = ()
         """The names of the buffers that the pass changed."""
         self.random = False
         """Whether the model draws random numbers that are not dropout."""
@@ -123,7 +123,7 @@ class Prover:
             self.sites, self.draws = mode.sites, tuple(mode.draws.values())
             self.aliased = mode.aliased
         self.output = outputs[-1]
-        self.moving = changed(self.before, self.buffers)
+        self.changed_buffers = changed(self.before, self.buffers)
         for a, b in zip(
             *(map(without_nan, tensors_in(out)) for out in (outputs[0], outputs[-1])), strict=True
         ):
@@ -230,7 +230,8 @@ class Prover:
     def _candidate(self, reference: Reference, dim: int, late: bool, time_major: bool) -> Plan:
         """Return a proven candidate of a search.
 
-        It is also proven with the examples in another order: one order can keep a pair together.
+        It is also proven with the examples in another order: in one order, examples that interact may
+        happen to stay neighbors.
         """
         rows = reference.rows
         draft = self._draft(rows, dim, late, [time_major] * len(self.sites))
@@ -246,7 +247,7 @@ class Prover:
         """Return the plan of a draft; raise ``Failed`` if its pass differs from plain passes."""
         plan, output = self._run(draft, reference.rows, reference)
         reference.check(plan, output)
-        if self.moving or changed(self.before, self.stacked_buffers):
+        if self.changed_buffers or changed(self.before, self.stacked_buffers):
             self._run(plan, reference.rows, reference, 1e-3)
             reference.check_buffers(self.stacked_buffers)
         fit = midpoints and self._midpoints_fit(plan, reference, output)

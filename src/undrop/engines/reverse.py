@@ -20,7 +20,7 @@ from undrop.engines.draw import Draw, ScaledNoise, ZeroLeaves
 from undrop.errors import EngineError
 from undrop.generators import Generators
 from undrop.intercept import Interception, RngSnapshot, Rule, bare, is_sharded, keep_buffers
-from undrop.intercept.attention import AttentionCall, flex_written_out, written_out
+from undrop.intercept.attention import AttentionCall, unfused_attention, unfused_flex
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, parse_call, run_layers
 from undrop.kernels.flex import FlexCall, flex_attention
 from undrop.losses import Derivatives
@@ -93,11 +93,11 @@ def run_direction(
 
 
 def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
-    return written_out(mode, AttentionCall(*args, **kwargs))
+    return unfused_attention(mode, AttentionCall(*args, **kwargs))
 
 
 def _flex_attention(mode: Interception, *args: Any) -> Any:
-    return flex_written_out(mode, FlexCall(*args))
+    return unfused_flex(mode, FlexCall(*args))
 
 
 def _layer(call: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -106,7 +106,7 @@ class StackedPass(Interception):
         """Raise ``PlanChanged``, because the draw was a mask in the plain pass."""
         raise PlanChanged
 
-    def drops(self, key: str, rare: bool) -> bool:
+    def drops(self, key: str, default: bool) -> bool:
         """Return whether a mask drops where it is 1, as the plan says."""
         return bool(self.plan.draws[int(key)])
 
@@ -192,7 +192,7 @@ class StackedPass(Interception):
         return next((d for d, n in enumerate(x.shape) if n == total), None)
 
     def midpoint(self, x: Tensor) -> Tensor:
-        """Return x, without a graph, with (x₊ + x₋)/2 in the place of x₊ and x₋."""
+        """Return x, without a graph, with (x₊ + x₋)/2 in place of x₊ and x₋."""
         x = x.detach()
         dim = self.batch_dim(x)
         if dim is not None:

@@ -58,11 +58,11 @@ class Stacking:
     """Which modules were in train mode when a search failed."""
     proven: int = 0
     last: Plan | None = None
-    late: bool = True
+    late_allowed: bool = True
     """Whether stacking at the first site has never failed."""
     draws: bool = False
     """Whether the model draws random numbers that are not dropout."""
-    moving: tuple[str, ...] = ()
+    changed_buffers: tuple[str, ...] = ()
     """The buffers that a pass changes, besides running statistics."""
 
 
@@ -79,7 +79,7 @@ def find_plan(request: Request, *, again: bool = False) -> tuple[Plan | None, st
     known = _KNOWN.setdefault(model, Stacking())
     if again:
         known.proofs.clear()
-        known.late = known.late and not (known.last is not None and known.last.late)
+        known.late_allowed &= not (known.last is not None and known.last.late)
         known.proven, known.last = 0, None
     found = known.proofs.get(request.plan_key)
     if found is not None and isinstance(found.plan, str):
@@ -131,8 +131,8 @@ class StateBeforeStep:
         known = _KNOWN.get(model, Stacking())
         no_effect = any(proof.no_effect for proof in known.proofs.values())
         inner = bare(model)
-        moving = inner.buffers() if no_effect else map(inner.get_buffer, known.moving)
-        self._buffers = Statistics(model, moving)
+        changed = map(inner.get_buffer, known.changed_buffers)
+        self._buffers = Statistics(model, inner.buffers() if no_effect else changed)
         self.rng = RngSnapshot(model) if known.draws else None
 
     def restore(self) -> None:
@@ -163,7 +163,7 @@ def _search(request: Request, known: Stacking) -> Proof:
             return Proof(str(reason))
         finally:
             known.draws = known.draws or prover.random
-            known.moving = prover.moving or known.moving
+            known.changed_buffers = prover.changed_buffers or known.changed_buffers
     known.proven, known.last = known.proven + 1, plan
     return Proof(plan, no_effect=prover.no_effect)
 
@@ -181,8 +181,8 @@ def _proven_plan(prover: Prover, known: Stacking) -> Plan:
             return plan
     with prover.without_zeros():
         prover.run_plain()
-        plan = prover.search(last, known.late)
+        plan = prover.search(last, known.late_allowed)
     if not prover.no_effect:
         return plan
     prover.run_plain()  # with the model's own weights: random ones may switch all units off
-    return prover.search(plan, known.late)
+    return prover.search(plan, known.late_allowed)

@@ -19,7 +19,7 @@ from torch import Tensor
 from undrop.engines.reverse import TWICE_DIFFERENTIABLE
 from undrop.errors import EngineError
 from undrop.intercept import Interception, Rule, tensors_in
-from undrop.intercept.attention import AttentionCall, flex_written_out, written_out
+from undrop.intercept.attention import AttentionCall, unfused_attention, unfused_flex
 from undrop.kernels.flex import FlexCall, flex_attention
 from undrop.registry import Registry
 
@@ -134,13 +134,13 @@ def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
     tensors = (call.query, call.key, call.value, call.attn_mask)
     if call.dropout_p == 0.0 and not has_tangent(*tensors):
         return F.scaled_dot_product_attention(*args, **kwargs)
-    return written_out(mode, call, partial(_softmax, torch.softmax, mode))
+    return unfused_attention(mode, call, partial(_softmax, torch.softmax, mode))
 
 
 @TANGENT_RULES.register(flex_attention)
 def _flex_attention(mode: Interception, *args: Any) -> Any:
     """Written out, like the other attention."""
-    return flex_written_out(mode, FlexCall(*args), partial(_softmax, torch.softmax, mode))
+    return unfused_flex(mode, FlexCall(*args), partial(_softmax, torch.softmax, mode))
 
 
 def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:

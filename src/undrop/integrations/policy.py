@@ -66,14 +66,14 @@ class Policy(nn.Module):
 
 
 class StandIn:
-    """Replaces the model in the ``compute_loss`` of the trainer named ``whose``.
+    """Replaces the model in the ``compute_loss`` of the trainer named ``trainer_name``.
 
     A call without gradients (for a reference, or an estimate of a divergence) runs the model without
     noise. A call with gradients returns ``output``; if that is None, it raises :class:`ModelCalled`.
     """
 
-    def __init__(self, model: nn.Module, output: Any, whose: str) -> None:
-        self._model, self._output, self._whose = model, output, whose
+    def __init__(self, model: nn.Module, output: Any, trainer_name: str) -> None:
+        self._model, self._output, self._trainer_name = model, output, trainer_name
         self.calls = 0
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
@@ -83,16 +83,16 @@ class StandIn:
                 return self._model(*args, **inputs)
         if args or inputs.get("output_router_logits"):
             raise OptionError(
-                f"{self._whose} requests router logits or passes inputs by position, which undrop does "
-                "not support: use router_aux_loss_coef=0, or train without undrop."
+                f"{self._trainer_name} requests router logits or passes inputs by position, which "
+                "undrop does not support: use router_aux_loss_coef=0, or train without undrop."
             )
         if self._output is None:
             raise ModelCalled(inputs)
         self.calls += 1
         if self.calls > 1:
             raise OptionError(
-                f"the loss of {self._whose} calls the model more than once with gradients, and undrop "
-                "supports one call: use a loss with one pass of the policy."
+                f"the loss of {self._trainer_name} calls the model more than once with gradients, and "
+                "undrop supports one call: use a loss that calls the policy once."
             )
         return self._output
 
@@ -160,16 +160,16 @@ def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 
 
 class PolicyStep:
-    """An objective on a trainer's own loss: ``step(model, own_loss)``; ``whose`` names the trainer."""
+    """An objective on a trainer's own loss: ``step(model, own_loss)``."""
 
-    def __init__(self, objective: Objective, whose: str) -> None:
+    def __init__(self, objective: Objective, trainer_name: str) -> None:
         engine = getattr(objective, "engine", None)
         if engine is not None and engine.name not in ("auto", "antithetic"):
             raise OptionError(
-                f"the {engine.name} engine can't differentiate the fused output layer of {whose}: use "
-                "engine='antithetic'."
+                f"the {engine.name} engine can't differentiate the fused output layer of "
+                f"{trainer_name}: use engine='antithetic'."
             )
-        self.objective, self.whose, self.loss = objective, whose, PolicyLoss()
+        self.objective, self.trainer_name, self.loss = objective, trainer_name, PolicyLoss()
         self._policy: Policy | None = None
 
     def __call__(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> Step:
@@ -178,7 +178,7 @@ class PolicyStep:
         policy = self.policy(model)
 
         def trainer_loss(values: Tensor) -> Tensor:
-            return own_loss(StandIn(model, policy.as_model_output(values), self.whose))
+            return own_loss(StandIn(model, policy.as_model_output(values), self.trainer_name))
 
         self.loss.trainer_loss = trainer_loss
         self.objective.loss = self.loss
@@ -196,10 +196,10 @@ class PolicyStep:
     ) -> dict[str, Any]:
         """Run the trainer's loss up to its call of the model, and return the inputs of that call."""
         try:
-            own_loss(StandIn(model, None, self.whose))
+            own_loss(StandIn(model, None, self.trainer_name))
         except ModelCalled as call:
             return call.inputs
         raise OptionError(
-            f"{self.whose} computes its loss without calling the model, so undrop can't compute the "
-            "policy's log-probabilities: train with a loss of log-probabilities, or without undrop."
+            f"{self.trainer_name} computes its loss without calling the model, so undrop can't compute "
+            "the policy's log-probabilities: train with a loss of log-probabilities, or without undrop."
         )

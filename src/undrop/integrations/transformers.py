@@ -208,8 +208,8 @@ class UndropMixin(_Base):
         if self._undrop_policy_step is None:
             if self._undrop_tune is not None or self.args.world_size > 1:
                 raise OptionError(
-                    f"undrop trains {type(self).__name__} in one process and without tune=: leave it "
-                    "out, or start a single process."
+                    f"with {type(self).__name__}, undrop supports neither tune= nor several processes: "
+                    "leave tune= out, and start a single process."
                 )
             check_attention(self.accelerator.unwrap_model(model))
             self._undrop_policy_step = PolicyStep(self.objective, type(self).__name__)

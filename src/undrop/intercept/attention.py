@@ -64,7 +64,7 @@ def additive_mask(call: AttentionCall) -> Tensor | None:
     )
 
 
-def written_out(
+def unfused_attention(
     mode: Interception,
     call: AttentionCall,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
@@ -83,7 +83,7 @@ def written_out(
 def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
     call = AttentionCall(*args, **kwargs)
     if call.dropout_p > 0.0:
-        return written_out(mode, call)
+        return unfused_attention(mode, call)
     return F.scaled_dot_product_attention(*args, **kwargs)
 
 
@@ -132,7 +132,7 @@ def _flex_attention(mode: Interception, *args: Any) -> Any:
     return attend(call, _factors(mode, call))
 
 
-def flex_written_out(
+def unfused_flex(
     mode: Interception, call: FlexCall, softmax: Callable[[Tensor, int], Tensor] = torch.softmax
 ) -> Any:
     """FlexAttention with noise in plain operations, for engines that the kernel does not support."""

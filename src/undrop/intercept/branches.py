@@ -1,10 +1,10 @@
 """LayerDrop: run a layer that a random branch may skip, and blend its output with its input.
 
-A model evaluates ``if torch.rand([]) < p: continue``, and the interception answers so that the layer
-runs. The next module that the model calls is the layer: its output y becomes x + m·(y - x), where x is
-its input and m is the mask of the branch. If the branch does something else, the enclosing module (the
-one that evaluates the branch) runs a second time with the other answer, and its two outputs y and z
-become z + m·(y - z).
+A model evaluates ``if torch.rand([]) < p: continue``, and the interception returns the value of
+the condition for which the layer runs. The next module that the model calls is the layer: its output y
+becomes x + m·(y - x), where x is its input and m is the mask of the branch. If the branch does something
+else, the enclosing module (the one that evaluates the branch) runs a second time with the other value of
+the condition, and its two outputs y and z become z + m·(y - z).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Blend:
         return self._blended(inputs[0], output)
 
     def _blended(self, x: Tensor, output: Any) -> Any:
-        """Return the output with x + m·(y - x) in the place of its first tensor y."""
+        """Return the output with x + m·(y - x) in place of its first tensor y."""
         if isinstance(output, Tensor) and output.shape == x.shape:
             return self._mixed(x, output)
         if isinstance(output, Mapping) and output:
@@ -119,7 +119,7 @@ class Blend:
 
 
 class EnclosingBlend(Blend):
-    """Blends the two outputs, one for each answer, of the module that evaluates the branch.
+    """Blends two outputs of the module that evaluates the branch, one for each value of the condition.
 
     ``begun`` is how many functions the model had called when the module began.
     """

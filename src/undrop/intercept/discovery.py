@@ -146,7 +146,7 @@ def _proven_pass(
         if not bad:
             return mode
         for key in bad:
-            known.refuse(key, mode.masks[key])
+            known.rule_out(key, mode.masks[key])
 
 
 def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interception:

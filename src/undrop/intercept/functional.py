@@ -135,8 +135,8 @@ def _alpha_dropout(
         return input
     name = mode.site(input.shape, p, kind="alpha").name
     raise UnsupportedDropoutError(
-        f"alpha dropout at {name!r} is not multiplicative zero-mean noise, so undrop can't take it "
-        "apart: use nn.Dropout there, or put that module in eval mode."
+        f"alpha dropout at {name!r} is not multiplicative zero-mean noise, so undrop can't "
+        "separate its effects: use nn.Dropout there, or put that module in eval mode."
     )
 
 

@@ -35,11 +35,11 @@ class KnownDraws:
     others: set[str] = field(default_factory=set)
     """Draws that are not masks."""
     drops: dict[str, bool] = field(default_factory=dict)
-    """Whether a mask drops where it is 1, if its uses show it."""
+    """Whether 1 means dropped, for masks whose uses reveal it."""
     blends_enclosing: set[str] = field(default_factory=set)
     """Random branches that blend the outputs of the enclosing module, not those of the next module."""
     tried_reversed: set[str] = field(default_factory=set)
-    """Branches that were tried with the less probable answer."""
+    """Branches that were tried with the less probable value of the condition."""
 
     def learn(self, uses: Mapping[str, set[bool]], masks: Mapping[str, MaskDraw]) -> bool:
         """Note which value of each mask drops; return whether the assumption was wrong for any."""
@@ -51,10 +51,11 @@ class KnownDraws:
                 wrong = wrong or not is_right
         return wrong
 
-    def refuse(self, key: str, draw: MaskDraw | None = None) -> None:
+    def rule_out(self, key: str, draw: MaskDraw | None = None) -> None:
         """Note that a draw is not a mask.
 
-        A branch is first tried with the other answer, and then by blending the enclosing module.
+        A branch is first tried with the other value of the condition, and then by blending the enclosing
+        module.
         """
         if draw is None or not draw.branch or key in self.blends_enclosing:
             self.others.add(key)
@@ -74,7 +75,7 @@ def known_draws(model: nn.Module) -> KnownDraws:
     return _KNOWN.setdefault(bare(model), KnownDraws())
 
 
-GivenNumbers: TypeAlias = Callable[[str, Callable[[float], Tensor]], Tensor | None]
+ForcedDraws: TypeAlias = Callable[[str, Callable[[float], Tensor]], Tensor | None]
 """Returns the numbers of a draw from its key and ``fill``; None lets the pass draw them."""
 
 
@@ -102,9 +103,10 @@ class HandMasks:
 
     gradients: bool
     """Whether the pass has gradients."""
-    given: GivenNumbers | None = None
+    forced_draws: ForcedDraws | None = None
     aliased = False
-    """Whether the model has used a tensor that it had filled in place, not the function's result."""
+    """Whether the model read a mask through the tensor that it filled in place, rather than through the
+    return value."""
     _aliases: dict[int, tuple[TensorWeakRef, RandomValue]] | None = None
     _branched: frozenset[str] = frozenset()
     _replay: Replay | None = None
@@ -147,12 +149,15 @@ class HandMasks:
         return key if mask else None
 
     def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
-        """Note that a draw is not a mask; see :meth:`KnownDraws.refuse`."""
-        self._known.refuse(key, draw)
+        """Note that a draw is not a mask; see :meth:`KnownDraws.rule_out`."""
+        self._known.rule_out(key, draw)
 
-    def drops(self, key: str, rare: bool) -> bool:
-        """Return whether a mask drops where it is 1; if its uses do not show it, return ``rare``."""
-        self.draws[key] = self._known.drops.get(key, rare)
+    def drops(self, key: str, default: bool) -> bool:
+        """Return whether a mask drops where it is 1.
+
+        If its uses do not show it, this is ``default``: whether 1 is its less probable value.
+        """
+        self.draws[key] = self._known.drops.get(key, default)
         return bool(self.draws[key])
 
     def blends_enclosing(self, key: str) -> bool:
@@ -223,7 +228,9 @@ class HandMasks:
             self._replay.begun = True
             return self._replay.key, None
         key = self.next_draw()
-        return key, None if key is None or self.given is None else self.given(key, fill)
+        return key, None if key is None or self.forced_draws is None else self.forced_draws(
+            key, fill
+        )
 
     def bernoulli(
         self,
@@ -291,7 +298,7 @@ class HandMasks:
     def with_random_values(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments with random values for tensors drawn in place; None if none is there."""
+        """Replace tensors that were filled in place by their random values; None if there are none."""
         aliases = self._aliases
         if aliases is None or func in META:
             return None
@@ -312,7 +319,7 @@ class HandMasks:
         return self._tracker
 
     def branch(self, mask: Mask) -> bool:
-        """Answer ``if mask:`` so that the branch that keeps runs, and blend it with the other one."""
+        """Return the value of ``if mask:`` for which the branch that keeps runs; blend both branches."""
         if self._replay is not None and self._replay.key == mask.key:
             return not mask.keeps
         if mask.key not in self._branched:
@@ -331,7 +338,7 @@ class HandMasks:
         return mask.keeps
 
     def replay(self, mask: Mask, run: Callable[[], H]) -> H:
-        """Run a part of the pass again with the answer that drops, and return its output.
+        """Run a part of the pass again with the value of the condition that drops; return its output.
 
         Raises:
             NotAMask: if that part has its own sites or draws.

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from undrop.errors import RecomputationError
 from undrop.intercept.branches import Blend
 from undrop.intercept.checkpointing import Region, enclosing_function, regions
-from undrop.intercept.hand_masks import KINDS, GivenNumbers, HandMasks, known_draws
+from undrop.intercept.hand_masks import KINDS, ForcedDraws, HandMasks, known_draws
 from undrop.intercept.mask_functions import evaluate
 from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.running_statistics import keep_statistics
@@ -35,7 +35,7 @@ H = TypeVar("H")
 
 
 SiteAction: TypeAlias = Callable[[Site, Tensor], Tensor]
-"""What happens to h at a site; its result replaces the dropped h."""
+"""What happens to h at a site; its result is used in place of dropout's output."""
 
 
 def no_noise(site: Site, h: Tensor) -> Tensor:
@@ -80,7 +80,8 @@ class Interception(HandMasks, TorchFunctionMode):
         model: the model that runs; its module paths name the sites.
         action: called with each site and its h.
         rules: an engine's rules for further functions.
-        given: returns the numbers of random draws, to prove that they are masks.
+        forced_draws: returns the numbers that a random draw gets instead of random ones; the proof that
+            a draw is a mask needs them.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Interception(HandMasks, TorchFunctionMode):
         model: nn.Module,
         action: SiteAction,
         rules: Mapping[Callable[..., Any], Rule] | None = None,
-        given: GivenNumbers | None = None,
+        forced_draws: ForcedDraws | None = None,
     ) -> None:
         TorchFunctionMode.__init__(self)
         self.action = action
@@ -104,7 +105,7 @@ class Interception(HandMasks, TorchFunctionMode):
         self._calls = Counter()
         self.gradients = torch.is_grad_enabled()
         self.draws, self.masks = {}, {}
-        self.given = given
+        self.forced_draws = forced_draws
         self._known = known_draws(model)
         self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
 
@@ -200,7 +201,7 @@ class Interception(HandMasks, TorchFunctionMode):
         calls = Counter(self._calls)
 
         def make() -> Interception:
-            again = Interception(self._model, self.action, self._extra_rules, self.given)
+            again = Interception(self._model, self.action, self._extra_rules, self.forced_draws)
             again._calls = Counter(calls)
             return again
 

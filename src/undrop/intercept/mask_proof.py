@@ -54,7 +54,7 @@ def _agree(model: nn.Module, inputs: Any, numbers: _Numbers, soft: set[str]) -> 
         for at_sites in (set[str](), soft):
             numbers.at_sites = at_sites
             rng.restore()
-            with torch.no_grad(), Interception(model, numbers, given=numbers.real):
+            with torch.no_grad(), Interception(model, numbers, forced_draws=numbers.real):
                 outputs.append(call(model, inputs))
     finally:
         rng.restore()

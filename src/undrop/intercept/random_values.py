@@ -234,8 +234,8 @@ class Mask(RandomValue):
         """Return the error for a use that undrop can't follow, and stop treating the draw as a site."""
         self.mode.not_a_mask(self.key, self.draw._replace(branch=branch))
         return NotAMask(
-            f"the random mask at {self.key!r} is used in {use}, where undrop can't put noise in its "
-            "place: undrop no longer treats it as a site, so repeat the call."
+            f"the random mask at {self.key!r} is used in {use}, where undrop can't replace it by "
+            "noise, so it is no longer a site: call again."
         )
 
     def gradients(self) -> AbstractContextManager[Any]:

@@ -23,7 +23,7 @@ class Site:
     """A place where a model multiplies an activation (or a weight) h by 1 + ε·σ·η."""
 
     name: str
-    """The path of the module that drops; from its second call on with a number, such as ``#2``."""
+    """The path of the module; later calls of the same module get a suffix such as ``#2``."""
     kind: str
     """dropout, dropout1d/2d/3d, attention, recurrent, locked, weight, embedding, or a model's own."""
     p: float
@@ -46,7 +46,7 @@ class Site:
         """σ = sqrt(q / (1 - q)).
 
         Raises:
-            UnsupportedDropoutError: if q = 1, which drops everything.
+            UnsupportedDropoutError: if not 0 < p < 1.
         """
         if not 0.0 < self.p < 1.0:
             raise UnsupportedDropoutError(

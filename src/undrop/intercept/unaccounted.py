@@ -71,7 +71,7 @@ class RandomOps(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: to skip its compiler, torch would first load all of it."""
+        """Return False: True would make torch import all of torch._dynamo just to skip it."""
         return False
 
     def __torch_dispatch__(

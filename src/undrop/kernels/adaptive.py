@@ -49,9 +49,9 @@ class AdaptiveOutput(OutputLayer):
     ) -> None:
         self.parameters = tuple(x for layer in (head, *tails) for x in layer)
         self.shortlist = cutoffs[0]
-        self.words = cutoffs[-1] + len(tails[-1].weight)
-        self.tails = [range(a, b) for a, b in pairwise((*cutoffs, self.words))]
-        self.classes = max(len(layer.weight) for layer in (head, *tails))
+        self.num_classes = cutoffs[-1] + len(tails[-1].weight)
+        self.tails = [range(a, b) for a, b in pairwise((*cutoffs, self.num_classes))]
+        self.softmax_size = max(len(layer.weight) for layer in (head, *tails))
         self.chunk, self.width = chunk, head.weight.shape[1]
 
     def layers(self, parameters: Parameters) -> list[Layer]:
@@ -92,7 +92,7 @@ class AdaptiveOutput(OutputLayer):
 
     def members(self, target: Tensor, words: range) -> Tensor:
         """Return which targets are in a tail; the last tail also gets those beyond the vocabulary."""
-        last = words.stop == self.words
+        last = words.stop == self.num_classes
         return target >= words.start if last else (target >= words.start) & (target < words.stop)
 
     def head_target(self, target: Tensor) -> Tensor:

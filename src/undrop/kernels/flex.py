@@ -1,4 +1,4 @@
-"""FlexAttention with dropout on its probabilities, which torch's own does not have.
+"""FlexAttention with dropout on the attention probabilities; torch's FlexAttention has no dropout.
 
 Dropout multiplies the attention probabilities p by factors m = 1 + ε·σ·η. Torch's kernel does not
 return p. But with scores s and lse = log Σ exp(s), two calls of it give the same result:
@@ -67,9 +67,9 @@ def flex_attention(
 ) -> Any:
     """``torch.nn.attention.flex_attention.flex_attention`` with ``dropout_p``, as in torch's SDPA.
 
-    Under undrop's objectives, ``dropout_p`` makes an attention site. Elsewhere it drops, in eval mode
-    too, so pass ``self.p if self.training else 0.0``. The log-sum-exp, if it is requested, is computed
-    without dropout.
+    Under undrop's objectives, ``dropout_p`` makes an attention site. Elsewhere it drops even in eval
+    mode, so pass ``self.p if self.training else 0.0``. The log-sum-exp, if it is requested, is
+    computed without dropout.
 
     The noise takes memory: one number per query and key. On the CPU, torch's kernels have no gradient,
     so attention is computed in plain operations.
@@ -130,7 +130,7 @@ def in_kernel(call: FlexCall, factors: Tensor | None) -> Any:
 def without_kernel(
     call: FlexCall, factors: Tensor | None, softmax: Callable[[Tensor, int], Tensor] = torch.softmax
 ) -> Any:
-    """Use plain operations, which every engine can differentiate, as torch does without a kernel."""
+    """Compute in plain operations, like torch's own fallback; every engine can differentiate them."""
     groups = call.query.shape[1] // call.key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (call.key, call.value))
     scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale

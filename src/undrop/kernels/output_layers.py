@@ -2,8 +2,8 @@
 
 Memory never holds more than one chunk of logits. A *sweep* goes through all chunks once. For each chunk
 it computes the logits, forms the gradients of the total in them by the closed forms of ``softmax.py``,
-and multiplies these back: three matrix products, over the rows of the features f and of their tangent ḟ
-together. Rows without a tangent cost as much as the loss alone.
+and backpropagates them to features and weights: three matrix products, over the rows of the features f
+and of their tangent ḟ together. Rows without a tangent cost as much as the loss alone.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class OutputLayer(ABC):
 
     parameters: Parameters
     chunk: int | None = None  # rows at a time; None chooses by the number of classes
-    classes: int  # the number of classes of its largest softmax
-    words: int  # the number of classes that a target can have
+    softmax_size: int  # the number of classes of its largest softmax
+    num_classes: int  # the number of classes that a target can have
     width: int  # the number of features
 
     @abstractmethod
@@ -106,14 +106,14 @@ class OutputLayer(ABC):
 
     def _chunks(self, rows: OutputRows) -> list[slice]:
         """Return chunks of the rows without a tangent, then of the rows with one."""
-        plain = row_chunks(rows.plain, self.classes, self.chunk)
-        moved = row_chunks(len(rows.target) - rows.plain, self.classes, self.chunk)
-        return [*plain, *(slice(rows.plain + m.start, rows.plain + m.stop) for m in moved)]
+        plain = row_chunks(rows.plain, self.softmax_size, self.chunk)
+        with_tangent = row_chunks(len(rows.target) - rows.plain, self.softmax_size, self.chunk)
+        return [*plain, *(slice(rows.plain + m.start, rows.plain + m.stop) for m in with_tangent)]
 
     def plain_means(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> Tensor:
-        """Return the three means in plain operations, which hold all logits."""
+        """Return the three means in plain operations, which keep all logits in memory."""
         parts = (slice(0, rows.plain), slice(rows.plain, len(rows.target)))
         some = [rows.part(part) for part in parts if part.stop > part.start]
         terms = [torch.stack(self.terms(part, parameters, options)) for part in some]
@@ -248,7 +248,7 @@ class LinearOutput(OutputLayer):
     def __init__(self, weight: Tensor, bias: Tensor | None, chunk: int | None) -> None:
         self.parameters = (weight, bias)
         self.chunk, self.width = chunk, weight.shape[1]
-        self.classes = self.words = len(weight)
+        self.softmax_size = self.num_classes = len(weight)
 
     def terms(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
@@ -284,23 +284,23 @@ class LinearOutput(OutputLayer):
             z = torch.mm(stack, weight.t(), out=out).to(dtype)
             if bias is not None:
                 z[:n].add_(bias)
-            # The gradients of z and u take the memory of u and z.
+            # The gradients of z and u are written over u and z.
             places = None if c is None else GradientBuffers(z[:plain], z[n:], z[plain:n])
             times = None if c is None else c.times(some.weight)
             logits = some._replace(features=z[:n], tangent=z[n:])
             means += sweep(logits, options, times, places)
             if c is not None:
-                _multiply_back(z, weight, some, to, (part, rows.of_tangent(part)))
+                _backpropagate(z, weight, some, to, (part, rows.of_tangent(part)))
         return SweepResult(means, to)
 
 
-def _multiply_back(
+def _backpropagate(
     g: Tensor, weight: Tensor, rows: OutputRows, to: Parameters, places: tuple[slice, slice]
 ) -> None:
     """Add the gradients in features, tangent, W and b that follow from those in the logits.
 
-    g holds the gradients of z without a tangent, of u, and of the other z. ``places`` are the rows of
-    the chunk in the features and in the tangent.
+    The rows of g are, in order: z without a tangent, u, z with a tangent. ``places`` are the rows of the
+    chunk in the features and in the tangent.
     """
     n, plain = len(rows.target), rows.plain
     features, tangent, to_weight, to_bias = to

@@ -159,8 +159,8 @@ def loss_rows(
 
     dz may be z itself; if c is None, it is not computed.
     """
-    wanted = expected(z, target, smoothing)
-    loss = _softmax(z, dz) - wanted
+    target_z = expected(z, target, smoothing)
+    loss = _softmax(z, dz) - target_z
     if c is not None:
         _subtract_target_(dz.mul_(c), target, smoothing, c)
     zero = torch.zeros_like(loss)
@@ -174,14 +174,14 @@ def tangent_rows(
 
     ``work.v`` may be u itself and ``work.pv`` z itself.
     """
-    wanted_z, wanted_u = (expected(x, target, options.smoothing) for x in (z, u))
+    target_z, target_u = (expected(x, target, options.smoothing) for x in (z, u))
     norm = torch.linalg.vecdot(u, u) if options.form == "identity" else None
     log_sum = _softmax(z, work.p)
     mean = torch.mul(work.p, u, out=work.pv).sum(-1)
     v = torch.sub(u, mean.unsqueeze(-1), out=work.v)
     pv = torch.mul(work.p, v, out=work.pv)
     quadratic = torch.linalg.vecdot(pv, v) if norm is None else norm
-    return RowTerms(log_sum - wanted_z, quadratic, mean - wanted_u, mean)
+    return RowTerms(log_sum - target_z, quadratic, mean - target_u, mean)
 
 
 def tangent_gradients_(
@@ -229,8 +229,8 @@ class OutputRows(NamedTuple):
         """Return blocks of rows, each with its slice of the tangent; None for rows without a tangent."""
         plain, classes = self.plain, self.features.shape[-1]
         without = [(rows, None) for rows in row_blocks(plain, classes)]
-        moved = row_blocks(len(self.target) - plain, classes)
-        return [*without, *((slice(plain + b.start, plain + b.stop), b) for b in moved)]
+        with_tangent = row_blocks(len(self.target) - plain, classes)
+        return [*without, *((slice(plain + b.start, plain + b.stop), b) for b in with_tangent)]
 
 
 def sweep(
@@ -267,10 +267,10 @@ _FEW = 1 << 15  # with at most this many logits, the number of calls dominates t
 def _few_logits(
     z: Tensor, u: Tensor, target: Tensor, c: Any
 ) -> tuple[Derivatives, tuple[Tensor, Tensor]]:
-    """Compute the same as ``sweep``, for the Hessian and few logits, in as few calls as possible.
+    """Compute the same as ``sweep_with_gradients``, in as few calls as possible.
 
-    The coefficients c are numbers, u belongs to the last rows, and all N rows count, each with the
-    weight w = 1/N.
+    It is for the Hessian and few logits. The coefficients c are numbers, u belongs to the last
+    rows, and all N rows count, each with the weight w = 1/N.
     """
     n = len(z)
     w, plain = 1.0 / n, n - len(u)

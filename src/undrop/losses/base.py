@@ -143,14 +143,16 @@ class Loss(GivenLoss):
     ignores the entries for other tensors. All tensors have the batch in ``dim``.
     """
     in_any_order: bool = False
-    """Whether the loss stays the same if examples and targets are permuted alike."""
+    """Whether the loss stays the same if examples and targets are permuted in the same way."""
     forms_gradients: bool = False
-    """Whether the loss implements ``total_and_gradients``, which saves the engine a part of the graph.
+    """Whether the loss implements ``total_and_gradients``, so the engine needs no graph for the loss.
 
-    Such a loss receives one tensor, and stays the same if examples and targets are permuted alike.
+    Such a loss receives one tensor, and stays the same if examples and targets are permuted in the
+    same way.
     """
     counts_calls: bool = False
-    """Whether calls have side effects, such as a trainer's metrics: then a step calls the loss once."""
+    """Whether a call has side effects, for example because a trainer logs metrics in it. Then undrop
+    skips the checks that would call the loss once more."""
 
     def select(self, output: Any) -> Any:
         """Return the part of the model's output that the loss receives."""
@@ -185,7 +187,7 @@ class Loss(GivenLoss):
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """N, the number of terms that the mean is over (at least 1), as a 0-d float tensor.
 
-        In float32 at least: half precision can't count beyond 256.
+        In float32 at least: bfloat16 can't count beyond 256.
         """
 
     @abstractmethod
@@ -194,12 +196,12 @@ class Loss(GivenLoss):
 
     @abstractmethod
     def _derivatives(self, output: Tensor, u: Tensor, target: Tensor, form: str) -> Derivatives:
-        """``derivatives`` for the forms "hessian" and "identity", with u of the output's shape."""
+        """Like ``derivatives``, but only for "hessian" and "identity", with u of the output's shape."""
 
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
     ) -> Derivatives:
-        """``_derivatives`` if u belongs to the last entries along ``dim``."""
+        """Like ``_derivatives``, but u may belong only to the last entries along ``dim``."""
         return self._derivatives(output, padded(u, output, dim), target, form)
 
     def derivatives(
@@ -245,9 +247,10 @@ class Loss(GivenLoss):
     def _combined(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
-        """``combined``; a loss that forms its gradient in the forward pass overrides this.
+        """Compute what ``combined`` returns.
 
-        A loss may skip a part whose coefficient is 0, and report 0 for it.
+        A loss that forms its gradient in the forward pass overrides this. It may skip a part whose
+        coefficient is 0, and report 0 for it.
         """
         parts = self.derivatives(output, u, target, form, dim=dim)
         return c.total(parts), Derivatives(*(part.detach() for part in parts))

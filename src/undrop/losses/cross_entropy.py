@@ -21,8 +21,9 @@ from undrop.losses.targets import not_ignored
 
 
 class CrossEntropy(SoftmaxLoss):
-    """ℓ = -log softmax(F)_y, for logits F and class indices y (the shape of F without its classes).
+    """ℓ = -log softmax(F)_y, for logits F and class indices y.
 
+    y has the shape of F without its class dimension.
     With p = softmax(F) and v = u - Σ_k p_k u_k the quadratic form is uᵀHu = Σ p v², and
     ∂ℓ/∂ε = Σ p u - u_y. The mean is over targets other than ``ignore_index``.
 
@@ -117,7 +118,8 @@ class CrossEntropy(SoftmaxLoss):
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
         logits, target = self._rows(precise(output), target)
-        kept = not_ignored(target, self.ignore_index)  # the value itself may be one of the classes
+        # ``ignore_index`` may itself be a valid class
+        kept = not_ignored(target, self.ignore_index)
         logits = logits[kept]
         p = torch.softmax(logits.detach(), -1)
         label = torch.multinomial(p, 1, generator=generator).squeeze(-1)

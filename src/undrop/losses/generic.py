@@ -75,7 +75,8 @@ class Generic(Loss):
         self.whole_output = whole_output
         self._second = ""  # how to differentiate twice: "reverse mode", "differences" or "zero"
         self._curvature_checked = False
-        self._without_dropout: set[bool] = set()  # values of ``training`` for which it used none
+        # modes (train or eval) in which the function is known to use no dropout
+        self._without_dropout: set[bool] = set()
 
     def parameters(self) -> Sequence[Tensor]:
         """The parameters of the function, if it is a module."""
@@ -207,15 +208,15 @@ class Generic(Loss):
         """
         with self.keep_state():
             loss, copies, gradient = self._gradient(flat, target)
-        if any(g.requires_grad for g in gradient) and _has_two_more(flat, gradient, copies):
+        if any(g.requires_grad for g in gradient) and _has_third_derivative(flat, gradient, copies):
             return "reverse mode"
         with self.keep_state():
             again = self.value(flat.output(flat.tensors), target)
         if not torch.allclose(loss, again, rtol=1e-5, atol=0.0, equal_nan=True):
             raise OptionError(
-                f"the loss {_name(self.function)} needs differences of its values, since torch can't "
-                "differentiate it three times, but two calls on the same output differ: draw its random "
-                "numbers from torch's, NumPy's or Python's global generators."
+                f"the loss {_name(self.function)} must be differentiated by finite differences, since "
+                "torch can't differentiate it three times, but returns different values for the same "
+                "output: draw its random numbers from torch's, NumPy's or Python's global generators."
             )
         if not self._curved(flat, gradient, target):
             return "zero"
@@ -252,7 +253,9 @@ class Generic(Loss):
             )
 
 
-def _has_two_more(flat: _Flat, gradient: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
+def _has_third_derivative(
+    flat: _Flat, gradient: Sequence[Tensor], copies: Sequence[Tensor]
+) -> bool:
     """Return whether torch can compute uᵀHu and its gradient from the gradient of the loss."""
     try:
         second = gradients(flat.along(gradient), copies, create_graph=True)

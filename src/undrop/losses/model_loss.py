@@ -79,7 +79,7 @@ def _each_token(model: Any, labels: Tensor, smoothing: float) -> Task:
 
 @HEADS.register("ForSequenceClassificationLoss")
 def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
-    """One class, several classes or numbers: by ``problem_type``, or else as Transformers guesses."""
+    """Predict one class, several classes or numbers: ``problem_type``, or what Transformers guesses."""
     problem = model.config.problem_type
     if problem is None and model.config.num_labels == 1:
         problem = "regression"

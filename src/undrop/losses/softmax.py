@@ -93,7 +93,7 @@ class FeatureLoss(SoftmaxLoss):
         super().__init__(layer, ignore_index, label_smoothing)
         if layer.chunk is not None and layer.chunk < 1:
             raise OptionError(f"chunk must be at least 1 row, got {layer.chunk}.")
-        self.width, self.classes, self.chunk = layer.width, layer.words, layer.chunk
+        self.width, self.classes, self.chunk = layer.width, layer.num_classes, layer.chunk
 
     def _shape(self, output: Tensor) -> tuple[int, ...]:
         return (*output.shape[:-1], self.classes)
@@ -130,7 +130,7 @@ class FeatureLoss(SoftmaxLoss):
         rows = kept.detach()
         labels = torch.empty(len(rows), dtype=torch.long, device=rows.device)
         with torch.no_grad():
-            for part in row_chunks(len(rows), self.layer.classes, self.chunk):
+            for part in row_chunks(len(rows), self.layer.softmax_size, self.chunk):
                 labels[part] = self._sample_labels(rows[part], generator)
         mean = self.layer.loss(kept, labels, SoftmaxOptions(ignore_index=-1))
         return mean * self.count(output, target)

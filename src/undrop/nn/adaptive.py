@@ -26,7 +26,7 @@ from undrop.options import check_increasing, check_int
 class AdaptiveEmbedding(nn.Module):
     """One table of rows per cluster: word w of cluster c is embedded as ``E_c[w] P_c``.
 
-    The rows of cluster c have ``size // shrink**c`` numbers; without shrinking there are no P. The
+    The rows of cluster c have ``size // shrink**c`` entries; without shrinking there are no P. The
     first table ends with one row per tail, which no token looks up: a tied head uses these rows to
     choose the tail. They are part of that table so that the head's matrix is one parameter.
 
@@ -114,7 +114,7 @@ class AdaptiveHead(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(count) for count in counts)
 
     def forward(self, features: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """Return the log-probabilities (…, V) of features (…, d), which are also logits."""
+        """Return the log-probabilities (…, V) for features (…, d); they can serve as logits."""
         weight, bias, tails = self._layers(embedding)
         head = F.log_softmax(F.linear(features, weight, bias), dim=-1)
         shortlist, picks = head.split([self.cutoffs[0], len(tails)], dim=-1)

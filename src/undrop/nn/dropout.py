@@ -66,11 +66,13 @@ class WeightDrop(nn.Module):
     def __init__(self, module: nn.Module, names: Sequence[str], p: float = 0.5) -> None:
         super().__init__()
         missing = [n for n in names if n not in module._parameters]
-        if missing or not names:
-            has = ", ".join(module._parameters) or "none"
+        has = ", ".join(module._parameters) or "none"
+        if not names:
+            raise OptionError(f"names is empty: choose from {has}.")
+        if missing:
             raise OptionError(
-                f"{type(module).__name__} has no parameter {', '.join(missing) or '(none named)'}: "
-                f"its own parameters are {has}."
+                f"{type(module).__name__} has no parameter {', '.join(missing)}: its own parameters are "
+                f"{has}."
             )
         self.module = module
         self.names = list(names)

@@ -55,8 +55,9 @@ class Analytic(Objective):
             implicit part times its square root.
         batch_dim: the dimension of the batch in the targets; None finds it.
         exact_output: evaluate the loss at the output without noise, and return that output as
-            ``step.output``. By default both have an error of O(ε₀²), or O(ε₀) with mean 0 if examples
-            without noise use a weight with noise. A step costs about 1 + 2ρ plain steps.
+            ``step.output``. By default both have an error of O(ε₀²). With noise on weights and
+            fraction < 1 the error is O(ε₀) per step, with mean O(ε₀²). A step costs about 1 + 2ρ plain
+            steps.
         loss: as for every objective.
         generator: as for every objective.
     """

@@ -58,7 +58,7 @@ class Objective(ABC):
     engine: Engine
     """The engine of an objective with analytic terms."""
     mask = "as-declared"
-    """Its mask structure."""
+    """The mask structure of η; see ``Analytic``."""
     interval = 1
     """Every ``interval``-th step regularizes."""
 

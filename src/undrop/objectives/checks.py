@@ -51,7 +51,7 @@ def has_no_effect(parts: Mapping[str, float]) -> bool:
 class _Pending(NamedTuple):
     step: int
     names: list[str]
-    values: Tensor  # on the host; valid when ``arrived`` has happened
+    values: Tensor  # on the host; valid once the event ``arrived`` has completed
     arrived: Any
     parts: Mapping[str, Tensor]
 
@@ -69,7 +69,7 @@ class StepCheck:
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        self._effect_known = False  # whether it is known if dropout has an effect
+        self._effect_known = False  # if True, the question is settled; stop checking
         self._weights: float | None = None  # at the first step without an effect
 
     def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Objective) -> None:

@@ -122,7 +122,7 @@ class Jacobian(Objective):
 
     E‖J η‖² = ‖J‖² for η of random signs, and J η ≈ [F(h + δη) - F(h - δη)]/2δ: two plain passes.
     Token indices have no derivative, so h is the activation at a dropout site, by default the first
-    one, which in a language model is the embedded words.
+    one, which in a language model is the token embeddings.
 
     Args:
         weight: λ ≥ 0.

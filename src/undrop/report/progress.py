@@ -107,8 +107,8 @@ class Progress:
         """Print a line above the bars, or on stderr if there are none."""
         if self._console is None:
             return
-        wrap = not self.drawn  # by words on a terminal; a file has no width
-        self._console.print(text, highlight=False, soft_wrap=wrap, markup=False)
+        whole_line = not self.drawn  # a terminal breaks lines at spaces; a file has no width
+        self._console.print(text, highlight=False, soft_wrap=whole_line, markup=False)
 
     def refresh(self, *, now: bool = False) -> None:
         """Draw the bars, unless they were drawn less than 0.1 s ago."""

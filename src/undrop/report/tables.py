@@ -15,7 +15,7 @@ _GAP = 2  # spaces between columns
 _NARROWEST = 8  # the smallest width of a wrapped column of text
 _UNLIMITED = 10_000
 _BLANK = "\N{NO-BREAK SPACE}"
-_IN_A_FIGURE = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) | (?==)|(?<==) ")  # "p = 1.2 ± 0.3", "5 %"
+_IN_A_NUMBER = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) | (?==)|(?<==) ")  # "p = 1.2 ± 0.3", "5 %"
 _IN_AN_ERROR = re.compile(r"(?<=[\d?]) (?=%)|(?<=±) ")  # the spaces in "± 0.3" and "5 %"
 
 
@@ -34,12 +34,12 @@ def terminal_width(stream: TextIO | None = None) -> int:
 
 
 def unbroken(text: str) -> str:
-    """Return a text in which a figure, such as "1.2 ± 0.3" or "5 %", never breaks across lines."""
-    return _IN_A_FIGURE.sub(_BLANK, text)
+    """Return a text in which a number, such as "1.2 ± 0.3" or "5 %", never breaks across lines."""
+    return _IN_A_NUMBER.sub(_BLANK, text)
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Return the lines of a text; those that are too long break at spaces, but not within a figure.
+    """Return the lines of a text; those that are too long break at spaces, but not within a number.
 
     A word that is too long, such as a path, stays whole, so that people can copy it.
 
@@ -55,13 +55,13 @@ class Table:
     """Headings and cells of text.
 
     Attributes:
-        heads: the headings.
+        headers: the column headers.
         rows: the cells; a cell may have several lines, of which all but the first are remarks.
-        numbers: the headings of columns of figures, which are aligned right and never broken.
+        numbers: the headings of columns of numbers, which are aligned right and never broken.
         title: a line above the table.
     """
 
-    heads: Sequence[str]
+    headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     numbers: Collection[str] = ()
     title: str = ""
@@ -84,17 +84,19 @@ class Table:
         if widths is None:
             return [], [line for row in self.rows for line in self._block(row, width)][:-1]
         body = [line for row in self.rows for line in self._row(row, widths)]
-        return list(self._row(self.heads, widths)), body
+        return list(self._row(self.headers, widths)), body
 
     def _widths(self, room: int) -> list[int] | None:
         """Return the width of every column, or None if the table does not fit."""
-        cells = [max([_cells(row[i]) for row in self.rows] or [0]) for i in range(len(self.heads))]
-        widths = [max(cell, _cells(head)) for cell, head in zip(cells, self.heads, strict=True)]
+        cells = [
+            max([_cells(row[i]) for row in self.rows] or [0]) for i in range(len(self.headers))
+        ]
+        widths = [max(cell, _cells(head)) for cell, head in zip(cells, self.headers, strict=True)]
         least = [
             max([cell, *map(_cells, head.split())])
             if head in self.numbers
-            else max(min(w, _NARROWEST), 0, *(_longest_figure(row[i]) for row in self.rows))
-            for i, (cell, head, w) in enumerate(zip(cells, self.heads, widths, strict=True))
+            else max(min(w, _NARROWEST), 0, *(_longest_number(row[i]) for row in self.rows))
+            for i, (cell, head, w) in enumerate(zip(cells, self.headers, widths, strict=True))
         ]
         excess = sum(widths) + _GAP * (len(widths) - 1) - room
         while excess > 0:
@@ -111,12 +113,12 @@ class Table:
         for i in range(max(map(len, columns), default=0)):
             pieces = [
                 _padded(column[i] if i < len(column) else "", width, right=head in self.numbers)
-                for head, column, width in zip(self.heads, columns, widths, strict=True)
+                for head, column, width in zip(self.headers, columns, widths, strict=True)
             ]
             yield (" " * _GAP).join(pieces).rstrip()
 
     def _block(self, row: Sequence[str], room: int) -> Iterator[str]:
-        shown = [(head, cell) for head, cell in zip(self.heads, row, strict=True) if cell]
+        shown = [(head, cell) for head, cell in zip(self.headers, row, strict=True) if cell]
         label = min(max((_cells(head) for head, _ in shown), default=0), room // 2)
         for head, cell in shown:
             left = list(_wrapped(head, label))
@@ -128,8 +130,8 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table in Markdown."""
-        rule = ["---:" if head in self.numbers else "---" for head in self.heads]
-        lines = [self.heads, rule, *self.rows]
+        rule = ["---:" if head in self.numbers else "---" for head in self.headers]
+        lines = [self.headers, rule, *self.rows]
         return "\n".join("| " + " | ".join(map(_in_pipes, line)) + " |" for line in lines)
 
     def html(self, kind: str = "", marks: dict[str, str] | None = None) -> str:
@@ -139,21 +141,21 @@ class Table:
             kind: the CSS class; the rows of "cards" become cards on a narrow screen.
             marks: the CSS class of cells by their text.
         """
-        heads = "".join(
-            f'<th scope="col"{self._align(head)}>{escape(head)}</th>' for head in self.heads
+        headers = "".join(
+            f'<th scope="col"{self._align(head)}>{escape(head)}</th>' for head in self.headers
         )
         rows = "\n".join(
             "<tr>"
             + "".join(
                 f'<td{self._align(head)} data-head="{escape(head)}">{_marked(cell, marks or {})}</td>'
-                for head, cell in zip(self.heads, row, strict=True)
+                for head, cell in zip(self.headers, row, strict=True)
             )
             + "</tr>"
             for row in self.rows
         )
         title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         return (
-            f'<div class="scroll"><table class="{kind}">{title}<thead><tr>{heads}</tr></thead>\n'
+            f'<div class="scroll"><table class="{kind}">{title}<thead><tr>{headers}</tr></thead>\n'
             f"<tbody>\n{rows}\n</tbody></table></div>"
         )
 
@@ -162,12 +164,12 @@ class Table:
 
 
 def _in_column(cell: str, width: int) -> list[str]:
-    """Return the lines of a cell; a figure breaks only before its ±."""
+    """Return the lines of a cell; a number breaks only before its ±."""
     lines = _wrapped(_IN_AN_ERROR.sub(_BLANK, cell), width)
     return [line.replace(_BLANK, " ") for line in lines]
 
 
-def _longest_figure(cell: str) -> int:
+def _longest_number(cell: str) -> int:
     """Return the width of the widest figure in a cell, broken before its ±."""
     pieces = _IN_AN_ERROR.sub(_BLANK, cell).replace("\n", " ").split(" ")
     return max((_cells(piece) for piece in pieces if _BLANK in piece), default=0)
@@ -190,7 +192,7 @@ def _padded(text: str, width: int, *, right: bool = False) -> str:
 
 
 def _wrapped(text: str, width: int, *, whole_words: bool = False) -> Iterator[str]:
-    """Break a text at spaces; a word that is too wide breaks after a mark such as a slash."""
+    """Break a text at spaces; a word that is too wide breaks after punctuation such as a slash."""
     for paragraph in text.split("\n"):
         if _cells(paragraph) <= width:
             yield paragraph

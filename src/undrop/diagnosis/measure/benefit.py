@@ -2,7 +2,7 @@
 
 Branches of training start from the model's weights: one with the dropout that the model declares, one
 for each site without its dropout, one without any dropout, and one with more weight decay. Each repeat
-has other batches and masks. A table of differences has a row for each repeat and a column for each
+uses different batches and masks. A table of differences has a row for each repeat and a column for each
 validation batch; both are random samples.
 """
 
@@ -214,7 +214,7 @@ class _BenefitStudy:
         self.repeats = 0
 
     def late(self, budget: Budget) -> bool:
-        """Return whether the time is up; the two repeats that an error needs may take longer."""
+        """Return whether the time is up; the two repeats that a standard error needs may take longer."""
         limit = 1.0 if self.repeats > 1 else _OVERTIME
         return budget.spent(self.repeats / REPEATS) and budget.elapsed >= limit
 
@@ -250,8 +250,8 @@ class _BenefitStudy:
         if found is None:
             raise NonFiniteError(
                 f"{STEPS} steps of {self.optimizer.name} with a learning rate of "
-                f"{self.optimizer.learning_rate:g} make the loss of {self.measured.name} infinite: pass "
-                "the optimizer= or the learning_rate= that trains this model."
+                f"{self.optimizer.learning_rate:g} make the loss of {self.measured.name} not finite: "
+                "pass the optimizer= or the learning_rate= that trains this model."
             )
         return found
 

@@ -266,7 +266,7 @@ def sample_mask(expanded: Expansion, noise: SiteNoise) -> tuple[MaskSample, Term
     return MaskSample(r_drop, total.half_quadratic, total.curvature), terms
 
 
-class RDrop(NamedTuple):
+class RDropEstimate(NamedTuple):
     """R_drop, its parts, and how much of it is quadratic."""
 
     parts: Parts
@@ -283,7 +283,7 @@ def measure_r_drop(
     masks: int = 8,
     generator: torch.Generator | None = None,
     max_batches: int = 1000,
-) -> RDrop:
+) -> RDropEstimate:
     """Measure R_drop and ½E[uᵀHu], with the same number of masks on every batch.
 
     Args:
@@ -305,4 +305,4 @@ def measure_r_drop(
                 sample, _ = sample_mask(expanded, noise)
                 samples.add(batch.number, expanded.count, sample)
     share = samples.ratio(lambda s: s.half_quadratic, lambda s: s.r_drop)
-    return RDrop(parts_of(samples, lambda s: s), share, samples.count)
+    return RDropEstimate(parts_of(samples, lambda s: s), share, samples.count)

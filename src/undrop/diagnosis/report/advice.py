@@ -15,7 +15,7 @@ from undrop.diagnosis.measure.implicit import Implicit
 from undrop.intercept import Sites
 
 GOOD = 0.8
-"""The share of ½E[uᵀHu] in R_drop from which it is good; the paper reports this share."""
+"""At or above this share of R_drop, ½E[uᵀHu] counts as a good description."""
 _POOR = 0.5
 _NOTHING = 0.01  # a share below this does not matter
 _SOME = 0.2  # a part above this matters
@@ -50,9 +50,15 @@ def _explicit_sentences(explicit: Explicit) -> Iterator[str]:
         yield f"Dropout lowers the loss by {r_drop.scaled(-1.0)}."
     shown = percent(share, interval=True)
     if share.low >= GOOD and share.high <= 2.0 - GOOD:
-        yield f"The explicit regularizer ½E[uᵀHu] makes up {shown} of that, so it describes it well."
+        yield (
+            f"The explicit regularizer ½E[uᵀHu] makes up {shown} of that, so the second-order "
+            "approximation describes this dropout well."
+        )
     elif share.high < _POOR or share.low > 2.0 - _POOR:
-        yield f"The explicit regularizer ½E[uᵀHu] is {shown} of that, so it describes it badly."
+        yield (
+            f"The explicit regularizer ½E[uᵀHu] is {shown} of that, so the second-order approximation "
+            "describes this dropout poorly."
+        )
     elif share.high - share.low <= _POOR:
         yield f"The explicit regularizer ½E[uᵀHu] is {shown} of that: a rough description."
     else:
@@ -103,7 +109,7 @@ def _benefit_sentence(benefit: Benefit) -> str:
     if total.value > 0.0:
         return f"Dropout helps: {after} without it the validation loss is higher by {total}."
     by = total.scaled(-1.0)
-    return f"Dropout does harm: {after} without it the validation loss is lower by {by}."
+    return f"Dropout hurts: {after} without it the validation loss is lower by {by}."
 
 
 def advise(
@@ -156,7 +162,7 @@ def _benefit_advice(benefit: Benefit) -> Iterator[str]:
     for name, found in reversed(ordered):
         if found.high < 0.0:
             by = found.scaled(-1.0)
-            yield f"Dropout at `{name}` does harm, so lower its p: {after} lower by {by}."
+            yield f"Dropout at `{name}` hurts, so lower its p: {after} lower by {by}."
     unknown = [f"`{name}`" for name, found in ordered if found.includes_zero]
     if unknown:
         way_out = "more seconds" if benefit.validation_batches > 1 else "more validation batches"
@@ -174,7 +180,7 @@ def _decay_advice(benefit: Benefit) -> Iterator[str]:
     elif decay.low > 0.0:
         yield f"Weight decay helps as well: {signed(decay)} {how}."
     elif decay.high < 0.0:
-        yield f"More weight decay would do harm: {signed(decay)} {how}."
+        yield f"More weight decay would hurt: {signed(decay)} {how}."
 
 
 def _explicit_advice(explicit: Explicit) -> Iterator[str]:
@@ -199,14 +205,14 @@ def _explicit_advice(explicit: Explicit) -> Iterator[str]:
 
 
 def _breakdown(curve: list[Point]) -> Iterator[str]:
-    """Name the smallest p at which second order misses a lot, if it is accurate at smaller p."""
+    """Name the smallest p at which the approximation misses a lot, if it is accurate at smaller p."""
     bad = [point for point in curve if _misses(point)]
     good = [point for point in curve if point.p < min((b.p for b in bad), default=0.0)]
     if bad and good:
         point = min(bad, key=lambda b: b.p)
         yield (
-            f"Second order breaks down once the largest p is about {point.p:.2g}: there it misses "
-            f"{point.parts.rest} of R_drop = {point.parts.r_drop}."
+            f"The second-order approximation breaks down once the largest p is about {point.p:.2g}: "
+            f"there it misses {point.parts.rest} of R_drop = {point.parts.r_drop}."
         )
 
 
@@ -232,8 +238,8 @@ def _noise_advice(implicit: Implicit) -> Iterator[str]:
     ratio = implicit.batch_ratio
     if ratio is not None and ratio.low > 1.0:
         yield (
-            f"Keep the noise in mind: dropout makes {ratio} times the gradient noise of mini-batching, "
-            "so averaging over masks (Drop_k) or using larger batches changes training."
+            f"Keep the noise in mind: dropout adds {ratio} times the gradient noise of mini-batching, "
+            "so averaging over masks (`Dropout(k)`) or using larger batches changes training."
         )
     elif ratio is not None and ratio.high < _SOME:
         yield (

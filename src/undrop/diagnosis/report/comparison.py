@@ -55,8 +55,7 @@ class Comparison:
             models = f"The models differ: {self.before} before, {self.after} after. "
         if not certain:
             return models + (
-                "No figure changed by more than its error: the two are alike, or there is too "
-                "little data to say."
+                "No number changed significantly: the two are alike, or there is too little data to say."
             )
         certain.sort(key=lambda change: -abs(_z(change)))
         named = [_described(change) for change in certain[:_NAMED]]

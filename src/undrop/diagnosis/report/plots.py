@@ -231,4 +231,4 @@ def _summary(diagnosis: Diagnosis) -> list[str]:
 
 def _tables(diagnosis: Diagnosis) -> list[str]:
     """Return the tables; the rows of wide ones become cards on a narrow screen."""
-    return [table.html("cards" if len(table.heads) > 3 else "") for table in diagnosis.tables()]
+    return [table.html("cards" if len(table.headers) > 3 else "") for table in diagnosis.tables()]

@@ -256,13 +256,20 @@ class Generic(Loss):
 def _has_third_derivative(
     flat: _Flat, gradient: Sequence[Tensor], copies: Sequence[Tensor]
 ) -> bool:
-    """Return whether torch can compute uᵀHu and its gradient from the gradient of the loss."""
+    """Return whether torch can compute the gradient of uᵀHu, or uᵀHu itself is not finite.
+
+    Differences would hide a loss whose second derivative is infinite, which a step refuses.
+    """
     try:
         second = gradients(flat.along(gradient), copies, create_graph=True)
         third = gradients(flat.along(second), copies)
     except (RuntimeError, NotImplementedError):
         return False
-    return all(bool(x.isfinite().all()) for x in third)
+    return _finite(third) or not _finite(second)
+
+
+def _finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors)
 
 
 def _as_leaf(x: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def diagnose(
             generator and enough seconds, the figures are reproducible.
         max_batches: the largest number of training and of validation batches to use.
         classes: the names of the output's classes.
-        batch_dim: the dimension of the examples in the targets.
+        batch_dim: the dimension of the examples in the inputs.
         generator: seeds the masks.
         progress: whether to show a bar on stderr, if that is a terminal.
 

@@ -19,7 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from undrop.intercept.wrappers import frames, running_path
 
-_OURS = (f"{Path(__file__).parent.parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", "<")
+_NOT_USER_CODE = (
+    f"{Path(__file__).parent.parent}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+    "<",
+)
 
 
 class Unaccounted(NamedTuple):
@@ -77,7 +81,7 @@ class RandomOps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation."""
+        """Record the operation if it draws, and run it."""
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
             name = func.overloadpacket.__name__
             self._calls[(running_path(self._names), name, _where())] += 1
@@ -105,7 +109,7 @@ def _where() -> str:
     """Return the file and line of the innermost call that is neither torch's nor undrop's."""
     for frame in frames():
         file = frame.f_code.co_filename
-        if not file.startswith(_OURS):
+        if not file.startswith(_NOT_USER_CODE):
             return f"{file}:{frame.f_lineno}"
     return ""
 

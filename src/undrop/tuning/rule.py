@@ -5,7 +5,7 @@
 z is the difference between the branches of the trial, divided by its standard error, which is at least
 the standard deviation of the last ten trials. The size starts at the rate. It doubles when a trial
 agrees with the previous trial of the same site, or of weight decay, and halves when it does not. So a
-few trials correct a start that is far off, whatever the rate, and trials without evidence move nothing.
+few trials correct a start that is far off, whatever the rate, and trials without evidence move little.
 """
 
 from __future__ import annotations

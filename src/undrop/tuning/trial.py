@@ -2,9 +2,9 @@
 
 It needs no optimizer: each tensor moves along its gradient, in the first step as far as a step of the
 run moved it. The steps then fall linearly to 0, as a learning rate does at the end of a run. With
-steps of one length, the weights of a branch bounce around those that it learns. If the steps are large,
-this changes the validation loss by more than noise does, and a trial would compare where its branches
-happen to be after their last steps.
+steps of constant length, the weights of a branch bounce around the values that they converge to. If the
+steps are large, this changes the validation loss by more than dropout does, and a trial would compare
+where its branches happen to be after their last steps.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
     """The result of a trial."""
 
     benefit: Estimate
-    """L_val with less minus L_val with more, over the validation batches: positive if more helps."""
+    """The validation loss with less noise or decay, minus that with more: positive if more helps."""
     gap: Estimate
     """How far the validation loss is above the loss on earlier training batches; NaN without them."""
 

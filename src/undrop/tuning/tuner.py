@@ -42,13 +42,13 @@ class Tuner:
     Every ``interval`` steps it makes a trial: it trains two branches for ten steps each, from the
     weights of the run and on its last batches, one with more noise and one with less, compares their
     validation losses, and moves p towards the better one. Trials of all sites together alternate with
-    trials of single sites. A trial is 20 steps without an optimizer's update and 12 passes: about 25 %
-    of a step on average at the default interval.
+    trials of single sites. A trial is 20 steps without an optimizer's update and 12 passes: this adds
+    about 25 % to the average step at the default interval.
 
-    Every site starts at p = 0.1, whatever p the model declares, and σ² rises to it before the first
-    trial. While the model overfits, p does not fall below 0.1; otherwise it does not rise above 0.1.
-    A site that declares 0 is not tuned. Weight decay does not fall below its start while the model
-    overfits, and falls while the validation loss is clearly below the training loss.
+    Every site starts at p = 0.1, whatever p the model declares; before the first trial, σ² rises from
+    0 to its value there. While the model overfits, p does not fall below 0.1; otherwise it does not
+    rise above 0.1. A site that declares 0 is not tuned. Weight decay does not fall below its start while
+    the model overfits, and falls while the validation loss is clearly below the training loss.
 
     Examples:
         >>> import torch, undrop
@@ -125,7 +125,7 @@ class Tuner:
         }
 
     def step(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
-        """Evaluate the objective on a batch, adjusting p first at every ``interval``-th call.
+        """Adjust p as :meth:`observe` does, and evaluate the objective on a batch.
 
         Args:
             model: in train mode.
@@ -136,7 +136,9 @@ class Tuner:
         return self.objective(model, inputs, targets)
 
     def observe(self, model: nn.Module, inputs: Any, targets: Any) -> dict[str, float] | None:
-        """Count a step, and adjust p every ``interval`` steps; for loops that call the objective.
+        """Count a step, and adjust p if it is due; for a training loop that calls the objective itself.
+
+        p rises in the first steps, and changes every ``interval`` steps after that.
 
         Returns:
             The ``figures()`` after a trial, else None.

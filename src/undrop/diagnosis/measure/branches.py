@@ -43,7 +43,7 @@ class Branches(NamedTuple):
     batches: Sequence[tuple[Any, Any]]
     """The batches that a branch trains on, one step each."""
     held: Sequence[tuple[Any, Any]]
-    """The batches that the losses after the last step are of; the validation batches, as a rule."""
+    """The batches on which the losses are computed after the last step, usually validation batches."""
     seed: int
     """The seed of the random numbers that every branch draws."""
 

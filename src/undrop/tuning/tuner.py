@@ -43,7 +43,7 @@ class Tuner:
     weights of the run and on its last batches, one with more noise and one with less, compares their
     validation losses, and moves p towards the better one. Trials of all sites together alternate with
     trials of single sites. A trial is 20 steps without an optimizer's update and 12 passes: this adds
-    about 25 % to the average step at the default interval.
+    25 to 32 % to the average step at the default interval.
 
     Every site starts at p = 0.1, whatever p the model declares; before the first trial, σ² rises from
     0 to its value there. While the model overfits, p does not fall below 0.1; otherwise it does not

@@ -1,6 +1,5 @@
 """What every test has: one thread, so that timings and sums do not depend on the machine."""
 
-import gc
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
@@ -48,12 +47,7 @@ def launch() -> Callable[..., str]:
 
 @pytest.fixture(params=["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> str:
-    """A backend of torch.compile that works here.
-
-    If a model of another test is deleted while torch traces, its guards on what undrop knows about
-    models fail, and the model runs uncompiled. So those models are deleted first.
-    """
-    gc.collect()
+    """A backend of torch.compile that works here."""
     if request.param == "inductor":
         request.getfixturevalue("inductor")
     return request.param

@@ -1,5 +1,6 @@
 """One stacked pass: what it agrees with, when it is trusted, and what it costs."""
 
+import gc
 import random
 from functools import partial
 
@@ -356,6 +357,36 @@ def test_a_compiled_model_has_the_gradients_of_the_eager_one(how, fraction, back
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+class ChangesItsInputs(nn.Sequential):
+    """A model that changes its inputs in place, so that every pass needs a copy of them."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(2.0))
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, ChangesItsInputs])
+def test_a_compiled_model_has_the_eager_gradients_if_another_model_is_deleted_while_it_compiles(
+    kind,
+):
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 8), torch.randint(4, (16,))
+    plain = kind(*net())
+    wanted = gradients(plain, plain, x.clone(), y)
+    others = [ChangesItsInputs(nn.Dropout(0.5), nn.Linear(8, 4))]
+    undrop.Analytic()(others[0], x.clone(), y)
+
+    def deleting(graph, inputs):
+        others.clear()
+        gc.collect()
+        return graph
+
+    under = kind(*net())
+    torch._dynamo.reset()
+    found = gradients(torch.compile(under, backend=deleting), under, x.clone(), y)
+    assert not others
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @WAYS

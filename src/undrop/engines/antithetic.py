@@ -75,9 +75,10 @@ class Antithetic(Engine):
                     return found
             except (PlanChanged, NotStackable):
                 pass
-            except (RuntimeError, IndexError, ValueError):
+            except (RuntimeError, IndexError, ValueError) as error:
                 if again:
                     raise
+                _log.info("undrop searches for another stacked pass: %r", error)
             before.restore()  # the model took another branch: try another plan, once
         return self._two_passes(request, "a stacked pass reaches different sites")
 

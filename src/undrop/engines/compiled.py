@@ -13,6 +13,7 @@ from torch import nn
 
 from undrop.engines.plan import NotStackable, PlanChanged
 from undrop.engines.stacked import run_stacked
+from undrop.intercept.model_call import meet_needs
 from undrop.torch_compat import Backend, compiled
 
 _log = logging.getLogger("undrop")
@@ -39,12 +40,15 @@ def _copied(function: Any) -> FunctionType:
 
 def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(model: nn.Module, *args: Any) -> Any:
+        *others, inputs = args
         from torch._dynamo import exc
         from torch._dynamo.utils import counters
 
         try:
-            with compiled():
-                output, _ = run(model, *args)
+            # Compiled code must not read the dictionary of all models' needs: torch guards what it
+            # reads, and fails if another model is deleted while it traces.
+            with compiled(), meet_needs(model, inputs) as usable:
+                output, _ = run(model, *others, usable)
             # A new branch, or a new value that a graph depends on, makes a new graph.
             return output, int(counters["stats"]["unique_graphs"])
         except (PlanChanged, NotStackable):

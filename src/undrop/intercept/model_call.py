@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -112,12 +112,21 @@ def arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 def call(model: nn.Module, inputs: Any) -> Any:
     """Return what the model returns for these inputs."""
+    if torch.compiler.is_compiling():
+        return _call(model, inputs)  # the caller of the compiled code meets the model's needs
+    with meet_needs(model, inputs) as usable:
+        return _call(model, usable)
+
+
+@contextmanager
+def meet_needs(model: nn.Module, inputs: Any) -> Iterator[Any]:
+    """Yield inputs that the model may change, in a context with gradients if it needs them."""
     needs = _needs.get(model)
     if needs is None:
-        return _call(model, inputs)
-    copies = map_tensors(torch.clone, inputs) if needs.copies else inputs
+        yield inputs
+        return
     with torch.set_grad_enabled(needs.graph or torch.is_grad_enabled()):
-        return _call(model, copies)
+        yield map_tensors(torch.clone, inputs) if needs.copies else inputs
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import undrop
 from engine_helpers import (
@@ -186,3 +187,41 @@ def test_a_compiled_model_with_hand_made_masks_has_the_gradients_of_the_eager_on
     # torch 2.8 compiles no mask, and 2.15 none that sets entries by index
     if version >= (2, 13) and not (version >= (2, 15) and kind == "index"):
         assert "without torch.compile" not in caplog.text
+
+
+class TensorP(nn.Module):
+    """A mask from a probability that is a tensor; ``flipped`` is the mask that drops where it is 1."""
+
+    def __init__(self, flipped):
+        super().__init__()
+        self.a, self.b, self.flipped = nn.Linear(5, 5), nn.Linear(5, 3), flipped
+        self.register_buffer("p", torch.tensor(0.3))
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        if self.flipped:
+            h = h.masked_fill(torch.bernoulli(self.p.expand(h.shape)).bool(), 0.0)
+        else:
+            h = h * torch.bernoulli((1 - self.p).expand(h.shape))
+        return self.b(h / (1 - self.p))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_mask_whose_p_is_a_tensor_is_stacked_whichever_value_drops(flipped, compiled):
+    model = TensorP(flipped)
+    if compiled:
+        model.compile(backend="eager")
+    step = undrop.Analytic()(model, torch.randn(4, 5), torch.randint(3, (4,)))
+    step.backward()
+    assert step.engine == "antithetic: one stacked pass"
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_changed_value_of_a_tensor_p_changes_the_site(flipped):
+    model, x, y = TensorP(flipped), torch.randn(4, 5), torch.randint(3, (4,))
+    objective = undrop.Analytic()
+    before = objective(model, x, y).parts["loss"]
+    model.p.fill_(0.6)
+    assert objective(model, x, y).parts["loss"] == pytest.approx(before, rel=1e-3)
+    assert [site.p for site in undrop.sites(model, x)] == pytest.approx([0.6])

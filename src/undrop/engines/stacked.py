@@ -126,12 +126,13 @@ class StackedPass(Interception):
         return {}
 
     def chance(self, p: Any) -> float | None:
-        """Return p as a number; if it is a tensor, read the number from the plan."""
-        if not isinstance(p, Tensor):
-            return float(p)
-        if self.index >= len(self.plan.sites):
+        """Return p as a number; read it from the plan where reading a tensor is slow or not possible."""
+        if not isinstance(p, Tensor) or (p.device.type == "cpu" and not self._compiled):
+            return super().chance(p)
+        if self.draw_index >= len(self.plan.draws) or self.index >= len(self.plan.sites):
             return None
-        return 1.0 - self.plan.sites[self.index].site.p
+        drop = self.plan.sites[self.index].site.p
+        return drop if self.plan.draws[self.draw_index] else 1.0 - drop
 
     def blockwise(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of block tensors once per block."""

@@ -106,11 +106,11 @@ class StackedPass(Interception):
         """Raise ``PlanChanged``, because the draw was a mask in the plain pass."""
         raise PlanChanged
 
-    def drops(self, key: str, default: bool) -> bool:
+    def drops_at_one(self, key: str, default: bool) -> bool:
         """Return whether a mask drops where it is 1, as the plan says."""
         return bool(self.plan.draws[int(key)])
 
-    def blends_enclosing(self, key: str) -> bool:
+    def is_module_drop(self, key: str) -> bool:
         """Return whether a random branch blends the enclosing module, as the plan says."""
         return self.site().kind == "module-drop"
 
@@ -125,10 +125,10 @@ class StackedPass(Interception):
         """Return nothing: the plan describes the site."""
         return {}
 
-    def chance(self, p: Any) -> float | None:
+    def as_probability(self, p: Any) -> float | None:
         """Return p as a number; read it from the plan where reading a tensor is slow or not possible."""
         if not isinstance(p, Tensor) or (p.device.type == "cpu" and not self._compiled):
-            return super().chance(p)
+            return super().as_probability(p)
         if self.draw_index >= len(self.plan.draws) or self.index >= len(self.plan.sites):
             return None
         drop = self.plan.sites[self.index].site.p

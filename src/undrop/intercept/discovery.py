@@ -166,7 +166,7 @@ def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interc
             if isinstance(error, UndropError) or not followed:
                 raise
             # Perhaps code that needs a real tensor got a mask: draw real numbers there.
-            known_draws(model).others.add(followed[-1])
+            known_draws(model).not_masks.add(followed[-1])
 
 
 def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:

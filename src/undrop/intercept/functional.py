@@ -22,14 +22,14 @@ aten: Any = torch.ops.aten
 
 def _noisy(mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **how: Any) -> Tensor:
     if not inplace:
-        return _new(mode.noisy(h, p, kind=kind, label=kind, **how), h)
+        return _copy_if_same(mode.noisy(h, p, kind=kind, label=kind, **how), h)
     # The caller may use h itself afterwards, so this writes into h, as torch's in-place dropout does.
     # The clone keeps the old value, which the derivative in η needs.
     return h.copy_(mode.noisy(h.clone(), p, kind=kind, label=kind, **how))
 
 
-def _new(out: Tensor, h: Tensor) -> Tensor:
-    """Return a copy if nothing happened to h: the model may change it in place, and use h again."""
+def _copy_if_same(out: Tensor, h: Tensor) -> Tensor:
+    """Return ``out``, or a copy if it is h: the model may change it in place and use h again."""
     return h.clone() if out is h else out
 
 
@@ -111,7 +111,7 @@ def _structured_dropout(
 ) -> Tensor:
     if not training or not p:
         return mode.off(h, training)
-    return _new(mode.noisy(h, p, **{"kind": "dropout", **structure}), h)
+    return _copy_if_same(mode.noisy(h, p, **{"kind": "dropout", **structure}), h)
 
 
 @SITE_RULES.register(
@@ -183,7 +183,7 @@ def _bernoulli_(mode: Interception, input: Tensor, p: Any = 0.5, **kwargs: Any) 
     return mode.bernoulli(
         lambda k: _full_like(input, k),
         lambda: input.bernoulli_(p, **kwargs),
-        mode.chance(p),
+        mode.as_probability(p),
         input.dtype,
         target=input,
     )
@@ -197,7 +197,7 @@ def _bernoulli(mode: Interception, input: Tensor, p: Any = None, **kwargs: Any) 
     return mode.bernoulli(
         lambda k: _full_like(input, k),
         lambda: torch.bernoulli(input, *given, **kwargs),
-        mode.chance(input if p is None else p),
+        mode.as_probability(input if p is None else p),
         input.dtype,
     )
 
@@ -248,20 +248,23 @@ def register_site(
     return _declared(target, 0, p, how)
 
 
-def _compiled_mode() -> bool:
-    """Whether compiled code runs under a mode, which has_torch_function does not see there."""
+def _compiles_under_mode() -> bool:
+    """Return whether torch.compile traces under a mode: ``has_torch_function`` misses it there."""
     return torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled()
 
 
 def _declared(
-    function: Callable[..., Any], place: int, p: Any, how: dict[str, Any]
+    function: Callable[..., Any], h_index: int, p: Any, how: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return the function with its calls passed to the active interception, if there is one."""
+    """Return a function that passes its calls to the active interception, if there is one.
+
+    ``h_index`` is the position of h among the arguments: 0 for a function, 1 for a method.
+    """
     signature = inspect.signature(function)
     names = list(signature.parameters)
-    if len(names) <= place:
+    if len(names) <= h_index:
         raise OptionError(f"{function.__qualname__} has no argument that noise could multiply.")
-    if isinstance(p, str) and place == 0 and p not in names:
+    if isinstance(p, str) and h_index == 0 and p not in names:
         raise OptionError(
             f"{function.__qualname__} has no argument {p!r}: it has {', '.join(names)}."
         )
@@ -270,25 +273,27 @@ def _declared(
 
     @functools.wraps(function)
     def declared(*args: Any, **kwargs: Any) -> Any:
-        h = args[place] if len(args) > place else kwargs[names[place]]
-        if has_torch_function_unary(h) or _compiled_mode():
+        h = args[h_index] if len(args) > h_index else kwargs[names[h_index]]
+        if has_torch_function_unary(h) or _compiles_under_mode():
             return handle_torch_function(declared, (h,), *args, **kwargs)
         return function(*args, **kwargs)
 
     @SITE_RULES.register(declared)
     def rule(mode: Interception, *args: Any, **kwargs: Any) -> Any:
         values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        owner = args[0] if place else None
+        owner = args[0] if h_index else None
         training = owner.training if isinstance(owner, nn.Module) else values.get("training", True)
         if callable(p):
             rate = p(*args, **kwargs)
         elif isinstance(p, str):
-            rate = getattr(owner, p) if place else values[p]
+            rate = getattr(owner, p) if h_index else values[p]
         else:
             rate = p
-        h = values[names[place]]
+        h = values[names[h_index]]
         if not training or not rate:
             return mode.off(h, training)
-        return _new(mode.noisy(h, float(rate), label=None if place else how["kind"], **how), h)
+        return _copy_if_same(
+            mode.noisy(h, float(rate), label=None if h_index else how["kind"], **how), h
+        )
 
     return declared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -30,41 +31,40 @@ H = TypeVar("H")
 
 @dataclass
 class KnownDraws:
-    """What is known about the random draws of a model, by key."""
+    """What earlier passes found out about the random draws of a model, by key."""
 
-    others: set[str] = field(default_factory=set)
-    """Draws that are not masks."""
-    drops: dict[str, bool] = field(default_factory=dict)
-    """Whether 1 means dropped, for masks whose uses reveal it."""
-    blends_enclosing: set[str] = field(default_factory=set)
-    """Random branches that blend the outputs of the enclosing module, not those of the next module."""
+    not_masks: set[str] = field(default_factory=set)
+    drops_at_one: dict[str, bool] = field(default_factory=dict)
+    """Whether a mask drops where it is 1, for the masks whose uses show it."""
+    module_drops: set[str] = field(default_factory=set)
+    """Random branches that blend two outputs of the enclosing module; see ``branches.py``."""
     tried_reversed: set[str] = field(default_factory=set)
-    """Branches that were tried with the less probable value of the condition."""
+    """Branches for which a pass has tried the less probable value of the condition."""
 
     def learn(self, uses: Mapping[str, set[bool]], masks: Mapping[str, MaskDraw]) -> bool:
-        """Note which value of each mask drops; return whether the assumption was wrong for any."""
+        """Store which value of each mask drops; return whether the pass assumed a wrong one."""
         wrong = False
         for key, right in uses.items():
-            if len(right) == 1 and key not in self.drops:
+            if len(right) == 1 and key not in self.drops_at_one:
                 (is_right,) = right
-                self.drops[key] = masks[key].flipped == is_right
+                self.drops_at_one[key] = masks[key].flipped == is_right
                 wrong = wrong or not is_right
         return wrong
 
     def rule_out(self, key: str, draw: MaskDraw | None = None) -> None:
-        """Note that a draw is not a mask.
+        """Store that a draw did not work as a mask.
 
-        A branch is first tried with the other value of the condition, and then by blending the enclosing
-        module.
+        For a branch, the next pass tries the other value of the condition, and the pass after that
+        blends the enclosing module. If this fails too, the draw is not a mask.
         """
-        if draw is None or not draw.branch or key in self.blends_enclosing:
-            self.others.add(key)
+        if draw is None or not draw.branch or key in self.module_drops:
+            self.not_masks.add(key)
         elif key not in self.tried_reversed:
             self.tried_reversed.add(key)
-            self.drops[key] = not draw.flipped
+            self.drops_at_one[key] = not draw.flipped
         else:
-            self.drops.pop(key)
-            self.blends_enclosing.add(key)
+            self.drops_at_one.pop(key)
+            self.module_drops.add(key)
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, KnownDraws] = weakref.WeakKeyDictionary()
@@ -81,12 +81,12 @@ ForcedDraws: TypeAlias = Callable[[str, Callable[[float], Tensor]], Tensor | Non
 
 @dataclass
 class Replay:
-    """A part of the pass that is run again with the other answer to a branch."""
+    """A second run of a part of the pass, in which one condition has its other value."""
 
     key: str
-    """The draw of the branch."""
+    """The key of the draw that decides the condition."""
     begun: bool = False
-    """Whether the draw has happened."""
+    """Whether the second run has reached this draw."""
 
 
 KINDS = {
@@ -142,37 +142,37 @@ class HandMasks:
         return name if count == 1 else f"{name}#{count}"
 
     def next_draw(self) -> str | None:
-        """Return the key of the current random draw; None if it is not a mask."""
+        """Return the key of the current random draw; None if it is known not to be a mask."""
         key = self.numbered(f"{running_path(self._names)}.random".lstrip("."))
-        mask = key not in self._known.others
+        mask = key not in self._known.not_masks
         self.draws[key] = False if mask else None
         return key if mask else None
 
     def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
-        """Note that a draw is not a mask; see :meth:`KnownDraws.rule_out`."""
+        """Store that a draw did not work as a mask; see :meth:`KnownDraws.rule_out`."""
         self._known.rule_out(key, draw)
 
-    def drops(self, key: str, default: bool) -> bool:
+    def drops_at_one(self, key: str, default: bool) -> bool:
         """Return whether a mask drops where it is 1.
 
         If its uses do not show it, this is ``default``: whether 1 is its less probable value.
         """
-        self.draws[key] = self._known.drops.get(key, default)
+        self.draws[key] = self._known.drops_at_one.get(key, default)
         return bool(self.draws[key])
 
-    def blends_enclosing(self, key: str) -> bool:
-        """Return whether a random branch blends the enclosing module, not the next one."""
-        return key in self._known.blends_enclosing
+    def is_module_drop(self, key: str) -> bool:
+        """Return whether a random branch blends two outputs of the enclosing module."""
+        return key in self._known.module_drops
 
     def position(self) -> tuple[int, int]:
         """Return how many sites and draws the pass has seen so far."""
         return len(self.sites), len(self.draws)
 
     def note_mask(self, key: str, draw: MaskDraw) -> None:
-        """Note how a draw became a mask."""
+        """Store how a draw became a mask."""
         self.masks[key] = draw._replace(site=self.sites[-1].name)
 
-    def chance(self, p: Any) -> float | None:
+    def as_probability(self, p: Any) -> float | None:
         """Return p as a number; None if it is a tensor with several values."""
         if not isinstance(p, Tensor):
             return float(p)
@@ -236,41 +236,41 @@ class HandMasks:
         self,
         fill: Callable[[float], Tensor],
         draw: Callable[[], Tensor],
-        chance: float | None,
+        probability: float | None,
         dtype: torch.dtype,
         *,
         target: Tensor | None = None,
     ) -> Any:
-        """Return zeros and ones, 1 with probability ``chance`` (None if it is not a single number)."""
-        certain = chance is not None and not 0.0 < chance < 1.0
+        """Return zeros and ones, 1 with probability ``probability`` (None if it varies)."""
+        certain = probability is not None and not 0.0 < probability < 1.0
         key, given = (None, None) if certain else self._next(fill)
         if given is not None:
             given = given.to(dtype)
             return given if target is None else target.copy_(given)
-        if key is None or chance is None:
+        if key is None or probability is None:
             return draw()
-        made = self.mask(key, fill, chance, dtype=dtype, threshold=None, below=True)
+        made = self.mask(key, fill, probability, dtype=dtype, threshold=None, below=True)
         return made if target is None else self._alias(target, made)
 
     def mask(
         self,
         key: str,
         fill: Callable[[float], Tensor],
-        chance: float,
+        probability: float,
         *,
         dtype: torch.dtype,
         threshold: float | None,
         below: bool,
         moved: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Mask:
-        """Return the mask that is 1 with probability ``chance``, a site with h = keep·ones."""
-        flipped = self.drops(key, chance < 0.5 or (chance == 0.5 and below))
+        """Return the mask that is 1 with probability ``probability``, a site with h = keep·ones."""
+        flipped = self.drops_at_one(key, probability < 0.5 or (probability == 0.5 and below))
         draw = MaskDraw(threshold, below, flipped)
-        p = round(chance if flipped else 1.0 - chance, 12)
+        p = round(probability if flipped else 1.0 - probability, 12)
 
         def make(kind: str | None) -> Tensor:
             h = fill(1.0 - p)
-            with torch.set_grad_enabled(self.gradients or torch.is_grad_enabled()):
+            with self.enable_grad():
                 soft = self.noisy(h, p, **self.site_options(h.shape, kind))
                 made = draw._replace(single=h.numel() == 1, branch=kind is not None)
                 self.note_mask(key, made)
@@ -282,8 +282,12 @@ class HandMasks:
             mask.value()  # a single bool may be a branch, which has another kind
         return mask
 
+    def enable_grad(self) -> AbstractContextManager[Any]:
+        """Enable gradients if the pass has them: models often make masks under ``no_grad``."""
+        return torch.set_grad_enabled(self.gradients or torch.is_grad_enabled())
+
     def _alias(self, target: Tensor, value: RandomValue) -> RandomValue:
-        """Let ``target``, which was filled in place, stand for ``value`` wherever the model uses it."""
+        """Use ``value`` wherever the model uses ``target``, the tensor that it filled in place."""
         if not torch.compiler.is_compiling():
             known = self._aliases or {}
             self._aliases = {k: v for k, v in known.items() if v[0]() is not None}
@@ -319,13 +323,13 @@ class HandMasks:
         return self._tracker
 
     def branch(self, mask: Mask) -> bool:
-        """Return the value of ``if mask:`` for which the branch that keeps runs; blend both branches."""
+        """Return the value of ``if mask:`` that drops nothing; both branches are blended later."""
         if self._replay is not None and self._replay.key == mask.key:
             return not mask.keeps
         if mask.key not in self._branched:
             tracker = self.track_modules()
             tracker.check()
-            enclosing = self.blends_enclosing(mask.key)
+            enclosing = self.is_module_drop(mask.key)
             value = mask.value("module-drop" if enclosing else "layer-drop")
             if value.numel() != 1:
                 raise mask.refuse("a branch on many values")

@@ -69,8 +69,8 @@ class outside_interception:
         outside_depth.value -= 1
 
 
-_COND = torch.ops.higher_order.cond
-"""It has no entry in the rules, because torch 2.8 could not compile a table with this key."""
+_COND_FUNCTION = torch.ops.higher_order.cond
+"""``torch.cond``; it has no rule, because torch 2.8 can't compile a table of rules with this key."""
 
 
 class Interception(HandMasks, TorchFunctionMode):
@@ -113,7 +113,7 @@ class Interception(HandMasks, TorchFunctionMode):
         """Start to intercept, except in ``outside_interception`` blocks."""
         self._depth = outside_depth.value
         self.entered += 1
-        if self._known.blends_enclosing:
+        if self._known.module_drops:
             self.track_modules()
         super().__enter__()
         return self
@@ -129,7 +129,7 @@ class Interception(HandMasks, TorchFunctionMode):
             found = self.on_random_values(func, types, args, kwargs or {})
             if found is not NotImplemented:
                 return found
-        if func is _COND:
+        if func is _COND_FUNCTION:
             raise NotImplementedError("torch.cond")  # ``model_call`` turns it into an error message
         if rule is None or outside_depth.value != self._depth:
             return func(*args, **(kwargs or {}))
@@ -164,7 +164,7 @@ class Interception(HandMasks, TorchFunctionMode):
         return self.__torch_function__(func, (), args, kwargs)
 
     def prepare_recomputation(self) -> None:
-        """Make a checkpointed region run again under the same interception, or raise an error."""
+        """Give checkpointed regions the same noise in the backward pass, or raise an error."""
         if not torch.is_grad_enabled():
             function = enclosing_function() if self.gradients else None
             if function is not None:
@@ -197,7 +197,7 @@ class Interception(HandMasks, TorchFunctionMode):
         self._bound.add(region)
 
     def _continuation(self) -> Callable[[], Interception]:
-        """Return a function that makes an interception that continues from this point of the pass."""
+        """Return a function that creates an interception which continues from this point of the pass."""
         calls = Counter(self._calls)
 
         def make() -> Interception:

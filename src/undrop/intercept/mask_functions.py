@@ -41,9 +41,8 @@ class _Call(NamedTuple):
 
     def first_of(self, kind: type[R]) -> R | None:
         """Return the first argument of that kind."""
-        for (
-            leaf
-        ) in self.leaves():  # older versions of torch.compile can't trace next() with a default
+        # Older versions of torch.compile can't trace next() with a default.
+        for leaf in self.leaves():
             if isinstance(leaf, kind):
                 return leaf
         return None
@@ -132,7 +131,7 @@ def evaluate(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: 
     mask = call.first_of(Mask)
     if mask is None:
         return mode.dispatch(func, *call.args, **call.kwargs)
-    with mask.gradients():
+    with mode.enable_grad():
         return _of_mask(mask, call)
 
 
@@ -167,8 +166,8 @@ def _of_uniform(u: Uniform, call: _Call) -> Any:
     if other is None:
         return NotImplemented
     if operation in ("lt", "gt"):
-        chance, threshold, below = u.split_at(other, (operation == "lt") == first)
-        return _mask(u, chance, threshold, below, torch.bool)
+        probability, threshold, below = u.split_at(other, (operation == "lt") == first)
+        return _mask(u, probability, threshold, below, torch.bool)
     scale, shift = _affine(operation, first, other)
     return NotImplemented if scale is None else u.affine(scale, shift, inplace)
 
@@ -203,12 +202,12 @@ def _floored(u: Uniform) -> Any:
     return _mask(u, u.shift, 1.0 - u.shift, False, u.like().dtype)
 
 
-def _mask(u: Uniform, chance: float, threshold: float, below: bool, dtype: torch.dtype) -> Any:
-    if not 0.0 < chance < 1.0:
+def _mask(u: Uniform, probability: float, threshold: float, below: bool, dtype: torch.dtype) -> Any:
+    if not 0.0 < probability < 1.0:
         u.mode.off(None, True)
-        return u.moved(u.fill(chance)).to(dtype)
+        return u.moved(u.fill(probability)).to(dtype)
     return u.mode.mask(
-        u.key, u.fill, chance, dtype=dtype, threshold=threshold, below=below, moved=u.moved
+        u.key, u.fill, probability, dtype=dtype, threshold=threshold, below=below, moved=u.moved
     )
 
 

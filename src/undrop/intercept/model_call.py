@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from undrop.errors import EngineError, OutputError
 from undrop.torch_compat import Backend, fresh_autocast_cache
 
-_COND = "torch._higher_order_ops.cond"
+_COND_MODULE = "torch._higher_order_ops.cond"
 
 
 class _Place(NamedTuple):
-    """A place where an object holds tensors: how to read it, how to write it, and its name."""
+    """An attribute or item of an object that contains tensors: how to read and write it, its name."""
 
     read: Callable[[Any, Any], Any]
     write: Callable[[Any, Any, Any], None]
@@ -33,14 +33,13 @@ class _Place(NamedTuple):
 
 
 def _places(x: Any) -> list[_Place]:
-    """All places of an object that hold tensors; none for a module, whose tensors are not data."""
+    """Return where an object contains tensors; nowhere for a module, whose tensors are not data."""
     if isinstance(x, nn.Module):
         return []
     slots = [name for c in type(x).__mro__ for name in _slots(c) if hasattr(x, name)]
     names = [*slots, *getattr(x, "__dict__", ())]
-    places = [
-        _Place(getattr, object.__setattr__, name) for name in names
-    ]  # object's setattr also writes to frozen dataclasses
+    # object.__setattr__ also writes to frozen dataclasses.
+    places = [_Place(getattr, object.__setattr__, name) for name in names]
     if isinstance(x, MutableMapping):
         places += [_Place(operator.getitem, operator.setitem, key) for key in x]
     return [p for p in places if any(isinstance(t, Tensor) for t in tree_leaves(p.read(x, p.name)))]
@@ -135,7 +134,7 @@ def _call(model: nn.Module, inputs: Any) -> Any:
             args, kwargs = arguments(inputs)
             return model(*args, **kwargs)
     except Exception as error:
-        if any(f.f_globals["__name__"] == _COND for f, _ in walk_tb(error.__traceback__)):
+        if any(f.f_globals["__name__"] == _COND_MODULE for f, _ in walk_tb(error.__traceback__)):
             raise EngineError(
                 f"{type(model).__name__} calls torch.cond, which traces its branches, so undrop "
                 "can't follow them: use an if statement, or torch.where."

@@ -10,7 +10,6 @@ tensors. A step that does not lead to a mask gets real random numbers, and then 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,7 +52,7 @@ class NotAMask(UnsupportedDropoutError):
 
 
 class RandomValue:
-    """Stands for a random tensor in a pass; its interception evaluates every function of it."""
+    """Replaces a random tensor in a pass; the interception evaluates every function that uses it."""
 
     def __init__(self, mode: Interception, key: str) -> None:
         self.mode = mode
@@ -63,7 +62,7 @@ class RandomValue:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Evaluate a function where the interception itself is off, as within one of its rules."""
+        """Evaluate a function that is called while the interception is off, as inside a rule."""
         owner = next(x for x in leaves_of((args, kwargs or {})) if isinstance(x, RandomValue))
         return owner.mode.on_random_values(func, types, args, kwargs or {})
 
@@ -114,9 +113,9 @@ class Uniform(RandomValue):
         self.steps: list[Step] = []
         self.drawn: Tensor | None = None
         self.target: Tensor | None = None
-        """The tensor that was drawn in place."""
+        """The tensor that the model fills in place, if it does."""
         self.became: Any = None
-        """The result of an in-place function of it."""
+        """The mask that an in-place function made of this value."""
 
     def like(self) -> Tensor:
         """Return zeros of the same shape, or the numbers themselves once they are drawn."""
@@ -186,7 +185,7 @@ class Mask(RandomValue):
         self.dtype = dtype
         self.draw, self.binary = draw, binary
         self.keeps = not draw.flipped
-        """Whether it is 1 where the site keeps."""
+        """Whether the mask is 1 where the site keeps h."""
         self.large = False
         """Whether it is multiplied by a large number, like a mask that is added to scores."""
         self._value: Tensor | None = None
@@ -220,7 +219,7 @@ class Mask(RandomValue):
         return made
 
     def used(self, *, drops: bool) -> None:
-        """Note that a use drops something where this mask is 1, or where it is 0."""
+        """Record whether a use of this mask drops entries where it is 1, or where it is 0."""
         if self.mode.uses is not None:
             self.mode.uses.setdefault(self.key, set()).add(drops != self.keeps)
 
@@ -231,16 +230,12 @@ class Mask(RandomValue):
         return self
 
     def refuse(self, use: str, branch: bool = False) -> NotAMask:
-        """Return the error for a use that undrop can't follow, and stop treating the draw as a site."""
+        """Return the error for a use that undrop can't follow; the draw may stop being a mask."""
         self.mode.not_a_mask(self.key, self.draw._replace(branch=branch))
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't replace it by "
             "noise, so it is no longer a site: call again."
         )
-
-    def gradients(self) -> AbstractContextManager[Any]:
-        """Record a graph if the pass has gradients: models make masks under no_grad."""
-        return torch.set_grad_enabled(self.mode.gradients or torch.is_grad_enabled())
 
 
 def _method(name: str) -> Callable[..., Any]:

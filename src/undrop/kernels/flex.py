@@ -115,8 +115,10 @@ def in_kernel(call: FlexCall, factors: Tensor | None) -> Any:
     if factors is None:
         return _result(call, out, lse, largest)
     if factors.shape != call.shape:
-        raise ValueError(f"noise of shape {tuple(factors.shape)} for attention of {call.shape}")
-    score_mod, logs = call.score_mod or _same, factors.log()
+        raise ValueError(
+            f"the noise has shape {tuple(factors.shape)}, the attention probabilities {call.shape}"
+        )
+    score_mod, logs = call.score_mod or _unmodified, factors.log()
 
     def with_noise(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score_mod(score, b, h, q, k) + logs[b, h, q, k]
@@ -138,9 +140,8 @@ def without_kernel(
     scores = _modified(call, (call.query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale)
     with torch.no_grad():
         empty = (scores.detach() == -math.inf).all(-1, keepdim=True)
-    filled = scores.masked_fill(
-        empty, 0.0
-    )  # a row of -inf, where no key is allowed, would make NaN
+    # The softmax of a row of -inf, where no key is allowed, would be NaN.
+    filled = scores.masked_fill(empty, 0.0)
     p = softmax(filled, -1).masked_fill(empty, 0.0)
     if factors is not None:
         p = p * factors
@@ -173,7 +174,7 @@ def _modified(call: FlexCall, scores: Tensor) -> Tensor:
     return scores
 
 
-def _same(score: Tensor, *places: Tensor) -> Tensor:
+def _unmodified(score: Tensor, *places: Tensor) -> Tensor:
     return score
 
 

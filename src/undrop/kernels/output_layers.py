@@ -276,11 +276,12 @@ class LinearOutput(OutputLayer):
             stack = some.features
             if some.tangent is not None:
                 stack = torch.cat((stack, some.tangent))
-            if buffer.numel() < len(stack) * len(
-                weight
-            ):  # new memory costs as much as a pass over it
-                buffer = weight.new_empty(len(stack) * len(weight))
-            out = buffer[: len(stack) * len(weight)].view(len(stack), len(weight))
+            size = len(stack) * len(weight)
+            if (
+                buffer.numel() < size
+            ):  # chunks share memory: new memory costs as much as a pass over it
+                buffer = weight.new_empty(size)
+            out = buffer[:size].view(len(stack), len(weight))
             z = torch.mm(stack, weight.t(), out=out).to(dtype)
             if bias is not None:
                 z[:n].add_(bias)

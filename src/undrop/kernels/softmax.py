@@ -27,7 +27,7 @@ Weight = float | Tensor  # a number, a 0-d tensor, or a column with one entry fo
 
 
 class Derivatives(NamedTuple):
-    """A loss along the output tangent u = ∂F/∂ε: of each row, or as means over the loss's terms."""
+    """Derivatives of a loss along the output tangent u = ∂F/∂ε, for each row or as means over rows."""
 
     loss: Tensor  # ℓ(F)
     quadratic: Tensor  # uᵀHu, or the requested form
@@ -203,7 +203,7 @@ def tangent_gradients_(
 
 
 class OutputRows(NamedTuple):
-    """The rows of an output layer, or of its logits; in that case the features are the logits."""
+    """Rows of features with their targets; for a loss on logits, the features are the logits."""
 
     features: Tensor  # (rows, features)
     tangent: Tensor | None  # of all rows, or of the last ones; None if no row has one
@@ -236,9 +236,10 @@ class OutputRows(NamedTuple):
 def sweep(
     rows: OutputRows, options: SoftmaxOptions, c: Coefficients | None, to: GradientBuffers | None
 ) -> Tensor:
-    """Return the means of the three terms of logits z along u; write the gradients in z and u to ``to``.
+    """Return the means of ℓ, uᵀHu and ∂ℓ/∂ε for logits z (the features) and their tangent u.
 
-    ``c`` holds the coefficients of each row; if it is None, no gradient is computed.
+    ``c`` contains the coefficients of each row. If it is not None, the gradients of the total with
+    respect to z and u are written to ``to``.
     """
     z_all, u_all = rows.features, rows.tangent
     parts, blocks = [], rows.blocks()

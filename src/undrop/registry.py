@@ -27,16 +27,23 @@ class Registry(Mapping[K, V], Generic[K, V]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.about: dict[K, str] = {}
         self._entries: dict[K, V] = {}
 
-    def register(self, *keys: K) -> Callable[[New], New]:
-        """Return a decorator that adds what it decorates under each of the keys."""
+    def register(self, *keys: K, about: str = "") -> Callable[[New], New]:
+        """Return a decorator that adds what it decorates under each of the keys.
+
+        Args:
+            keys: the keys of the new entry.
+            about: one line about the entry, for lists and shell completion.
+        """
 
         def add(value: New) -> New:
             for key in dict.fromkeys(keys):
                 if key in self._entries:
                     raise ValueError(f"{key!r} is already registered as a {self.kind}.")
                 self._entries[key] = value  # type: ignore[assignment]
+                self.about[key] = about
             return value
 
         return add

@@ -91,7 +91,7 @@ def _classifier(model: nn.Module, x: Tensor, classes: int = 10) -> Subject:
     return Subject(model, lambda: nn.functional.cross_entropy(model(x), y), x, y, CrossEntropy())
 
 
-@SUBJECTS.register("awd-lstm")
+@SUBJECTS.register("awd-lstm", about="AWD-LSTM; the paper's size is its model for Penn Treebank")
 def awd_lstm(size: str) -> Subject:
     """AWD-LSTM; size "paper" is the paper's model for Penn Treebank."""
     if size == "paper":
@@ -100,7 +100,10 @@ def awd_lstm(size: str) -> Subject:
     return _language_model(model, length=35, batch=20)
 
 
-@SUBJECTS.register("transformer")
+@SUBJECTS.register(
+    "transformer",
+    about="A causal transformer; the paper's size has the widths of its Transformer-XL",
+)
 def transformer(size: str) -> Subject:
     """A causal transformer; the paper's size has the widths of its Transformer-XL."""
     if size == "paper":
@@ -110,7 +113,7 @@ def transformer(size: str) -> Subject:
     return _language_model(model, length=128, batch=8)
 
 
-@SUBJECTS.register("mlp")
+@SUBJECTS.register("mlp", about="A classifier with two hidden layers")
 def mlp(size: str) -> Subject:
     """A classifier with two hidden layers."""
     width, batch = (2048, 256) if size == "paper" else (512, 128)
@@ -123,18 +126,26 @@ def small_mlp(size: str, inputs: int, width: int, batch: int) -> Subject:
     return _classifier(MLP((inputs, width, width, 10), dropout=0.2), torch.randn(batch, inputs))
 
 
-SUBJECTS.register("mlp-64")(partial(small_mlp, inputs=287, width=64, batch=32))
-SUBJECTS.register("mlp-256")(partial(small_mlp, inputs=784, width=256, batch=64))
+SUBJECTS.register("mlp-64", about="A classifier with two hidden layers of 64 units, batch 32")(
+    partial(small_mlp, inputs=287, width=64, batch=32)
+)
+SUBJECTS.register("mlp-256", about="A classifier with two hidden layers of 256 units, batch 64")(
+    partial(small_mlp, inputs=784, width=256, batch=64)
+)
 
 
-@SUBJECTS.register("lstm-100")
+@SUBJECTS.register(
+    "lstm-100", about="The language model of the small reproduction: 2 × 100 units, 1,000 words"
+)
 def lstm_100(size: str) -> Subject:
     """The language model of the small reproduction: 2×100, 1,000 words, batch 10, DropConnect."""
     model = AWDLSTM(1_000, embedding_size=100, hidden_size=100, layers=2)
     return _language_model(model, length=35, batch=10, words=1_000)
 
 
-@SUBJECTS.register("convnet")
+@SUBJECTS.register(
+    "convnet", about="Two convolutions with max pooling, and dropout before the last layer"
+)
 def convnet(size: str) -> Subject:
     """Two convolutions with max pooling, dropout before the last layer, batch 64."""
     model = nn.Sequential(
@@ -151,10 +162,18 @@ def gpt(size: str, width: int, compiled: bool = False) -> Subject:
     return _language_model(model, length=128, batch=8, words=2_000, compiled=compiled)
 
 
-SUBJECTS.register("gpt-128")(partial(gpt, width=128))
-SUBJECTS.register("gpt-256")(partial(gpt, width=256))
-SUBJECTS.register("gpt-128-compiled")(partial(gpt, width=128, compiled=True))
-SUBJECTS.register("gpt-256-compiled")(partial(gpt, width=256, compiled=True))
+SUBJECTS.register("gpt-128", about="A causal transformer: 4 layers of 128 features, 2,000 words")(
+    partial(gpt, width=128)
+)
+SUBJECTS.register("gpt-256", about="A causal transformer: 4 layers of 256 features, 2,000 words")(
+    partial(gpt, width=256)
+)
+SUBJECTS.register("gpt-128-compiled", about="gpt-128 under torch.compile")(
+    partial(gpt, width=128, compiled=True)
+)
+SUBJECTS.register("gpt-256-compiled", about="gpt-256 under torch.compile")(
+    partial(gpt, width=256, compiled=True)
+)
 
 
 Step: TypeAlias = Callable[[], None]
@@ -170,19 +189,21 @@ def _step(subject: Subject, objective: Objective) -> Step:
     return lambda: objective(subject.model, subject.inputs, subject.targets).backward()
 
 
-@METHODS.register("none")
+@METHODS.register("none", about="The loss alone")
 def none(subject: Subject) -> Step:
     """The loss alone."""
     return _step(subject, NoRegularization(loss=subject.loss))
 
 
-@METHODS.register("dropout")
+@METHODS.register(
+    "dropout", about="The baseline: a step of plain PyTorch with dropout, without undrop"
+)
 def dropout(subject: Subject) -> Step:
     """The baseline: a hand-written step on PyTorch's own fastest path, without undrop."""
     return lambda: subject.plain().backward()
 
 
-@METHODS.register("drop8")
+@METHODS.register("drop8", about="Dropout averaged over 8 masks")
 def drop8(subject: Subject) -> Step:
     """Drop_8, the mean over eight masks."""
     return _step(subject, Dropout(k=8, loss=subject.loss))
@@ -193,12 +214,24 @@ def analytic(subject: Subject, **options: Any) -> Step:
     return _step(subject, Analytic(loss=subject.loss, batch_dim=subject.batch_dim, **options))
 
 
-METHODS.register("reverse-explicit")(partial(analytic, engine="reverse", implicit=False))
-METHODS.register("reverse-both")(partial(analytic, engine="reverse"))
-METHODS.register("tangent-both")(partial(analytic, engine="tangent"))
-METHODS.register("antithetic-both")(partial(analytic, engine="antithetic"))
-METHODS.register("antithetic-both-quarter")(partial(analytic, engine="antithetic", fraction=0.25))
-METHODS.register("antithetic-both-eighth")(partial(analytic, engine="antithetic", fraction=0.125))
+METHODS.register("reverse-explicit", about="The explicit part, by the reverse engine")(
+    partial(analytic, engine="reverse", implicit=False)
+)
+METHODS.register("reverse-both", about="Both parts, by the reverse engine")(
+    partial(analytic, engine="reverse")
+)
+METHODS.register("tangent-both", about="Both parts, by the tangent engine")(
+    partial(analytic, engine="tangent")
+)
+METHODS.register("antithetic-both", about="Both parts, by the antithetic engine")(
+    partial(analytic, engine="antithetic")
+)
+METHODS.register(
+    "antithetic-both-quarter", about="Both parts, with noise on a quarter of the batch"
+)(partial(analytic, engine="antithetic", fraction=0.25))
+METHODS.register(
+    "antithetic-both-eighth", about="Both parts, with noise on an eighth of the batch"
+)(partial(analytic, engine="antithetic", fraction=0.125))
 
 
 _LEAST = 0.02  # seconds of one measurement; shorter steps are repeated

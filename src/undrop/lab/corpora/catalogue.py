@@ -84,8 +84,10 @@ def _wikitext(archive: str, checksum: str, *more: Mirror) -> tuple[Mirror, ...]:
     return (zips[0], *more, *zips[1:])
 
 
-for _entry in (
-    Entry(name="pydocs", license="PSF-2.0", files={split: f"{split}.txt" for split in SPLITS}),
+CATALOGUE.register("pydocs", about="The language reference that comes with Python; no download")(
+    Entry(name="pydocs", license="PSF-2.0", files={split: f"{split}.txt" for split in SPLITS})
+)
+CATALOGUE.register("ptb", about="Penn Treebank: news, with a vocabulary of 10,000 words")(
     Entry(
         name="ptb",
         license="LDC",
@@ -94,7 +96,9 @@ for _entry in (
         tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
         vocabulary=10_000,
         sha256=_PTB_SHA256,
-    ),
+    )
+)
+CATALOGUE.register("wikitext-2", about="720 good and featured articles of Wikipedia")(
     Entry(
         name="wikitext-2",
         license="CC BY-SA 3.0",
@@ -106,7 +110,9 @@ for _entry in (
             "valid": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
             "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
         },
-    ),
+    )
+)
+CATALOGUE.register("wikitext-103", about="28,595 good and featured articles of Wikipedia")(
     Entry(
         name="wikitext-103",
         license="CC BY-SA 3.0",
@@ -124,9 +130,8 @@ for _entry in (
         ),
         tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
         vocabulary=267_735,
-    ),
-):
-    CATALOGUE.register(_entry.name)(_entry)
+    )
+)
 
 
 _SCHEMES = ("https",)

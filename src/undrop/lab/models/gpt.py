@@ -59,7 +59,7 @@ class _Layer(nn.Module):
         return x
 
 
-@MODELS.register("gpt")
+@MODELS.register("gpt", about="A causal transformer like GPT-2 (Radford et al. 2019)")
 class GPT(LanguageModel):
     """A causal transformer with norms before its blocks and learned positions.
 

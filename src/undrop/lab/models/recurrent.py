@@ -108,7 +108,9 @@ def _embedding(
     return embedding
 
 
-@MODELS.register("awd-lstm")
+@MODELS.register(
+    "awd-lstm", about="LSTM layers with DropConnect and locked dropout (Merity et al. 2018)"
+)
 class AWDLSTM(RecurrentLM):
     """LSTM layers with DropConnect on hidden-to-hidden weights, and locked dropout between layers.
 
@@ -204,7 +206,9 @@ class QRNNLayer(nn.Module):
         return tuple(torch.zeros(1, x.shape[1], n, dtype=x.dtype, device=x.device) for n in sizes)
 
 
-@MODELS.register("qrnn")
+@MODELS.register(
+    "qrnn", about="Quasi-recurrent layers with the dropouts of AWD-LSTM (Bradbury et al. 2017)"
+)
 class QRNN(RecurrentLM):
     """Quasi-recurrent layers with the dropouts of AWD-LSTM.
 

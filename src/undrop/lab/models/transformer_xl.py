@@ -147,7 +147,9 @@ class _PositionDropout(nn.Module):
         return f"p={self.p}"
 
 
-@MODELS.register("transformer-xl")
+@MODELS.register(
+    "transformer-xl", about="A transformer that attends to earlier windows too (Dai et al. 2019)"
+)
 class TransformerXL(LanguageModel):
     """A transformer that also attends to its own activations in earlier windows.
 

@@ -30,20 +30,52 @@ from undrop.registry import Registry
 OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry("objective")
 """The objectives; the paper's variants are the same classes with other defaults."""
 
-OBJECTIVES.register("none")(objectives.NoRegularization)
-OBJECTIVES.register("l2")(partial(objectives.L2, weight=1e-5))
-OBJECTIVES.register("dropout")(objectives.Dropout)
-OBJECTIVES.register("drop-k")(partial(objectives.Dropout, k=8))
-OBJECTIVES.register("drop-k-resampled")(partial(objectives.Dropout, k=8, noise="resampled"))
-OBJECTIVES.register("drop-k-analytic")(partial(objectives.Dropout, k=8, noise="analytic"))
-OBJECTIVES.register("analytic")(objectives.Analytic)
-OBJECTIVES.register("explicit")(partial(objectives.Analytic, implicit=False))
-OBJECTIVES.register("implicit")(partial(objectives.Analytic, explicit=None))
-OBJECTIVES.register("r-drop")(objectives.RDrop)
-OBJECTIVES.register("jacobian")(objectives.Jacobian)
-OBJECTIVES.register("sam")(objectives.SAM)
-OBJECTIVES.register("weight-noise")(objectives.WeightNoise)
-OBJECTIVES.register("early-dropout")(objectives.EarlyDropout)
+OBJECTIVES.register("none", about="The loss alone, with every dropout of the model switched off")(
+    objectives.NoRegularization
+)
+OBJECTIVES.register(
+    "l2", about="The loss plus weight · Σ ‖W‖² over all trainable parameters, without dropout"
+)(partial(objectives.L2, weight=1e-5))
+OBJECTIVES.register(
+    "dropout", about="Plain dropout; the option k averages the loss over k masks (Algorithm 1)"
+)(objectives.Dropout)
+OBJECTIVES.register("drop-k", about="Dropout averaged over k = 8 masks")(
+    partial(objectives.Dropout, k=8)
+)
+OBJECTIVES.register(
+    "drop-k-resampled",
+    about="drop-k plus the noise that averaging removes, from fresh masks (Sec. 3.1)",
+)(partial(objectives.Dropout, k=8, noise="resampled"))
+OBJECTIVES.register(
+    "drop-k-analytic",
+    about="drop-k plus the noise that averaging removes, as ξ_approx (Algorithm 4)",
+)(partial(objectives.Dropout, k=8, noise="analytic"))
+OBJECTIVES.register("analytic", about="R_approx and ξ_approx in place of dropout (Algorithm 2)")(
+    objectives.Analytic
+)
+OBJECTIVES.register("explicit", about="R_approx alone in place of dropout")(
+    partial(objectives.Analytic, implicit=False)
+)
+OBJECTIVES.register("implicit", about="ξ_approx alone in place of dropout")(
+    partial(objectives.Analytic, explicit=None)
+)
+OBJECTIVES.register(
+    "r-drop",
+    about="Dropout with two masks, plus the distance between their predictions (Liang et al. 2021)",
+)(objectives.RDrop)
+OBJECTIVES.register(
+    "jacobian", about="½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman et al. 2019)"
+)(objectives.Jacobian)
+OBJECTIVES.register(
+    "sam", about="Sharpness-aware minimization, on top of dropout (Foret et al. 2021)"
+)(objectives.SAM)
+OBJECTIVES.register(
+    "weight-noise",
+    about="Noise on the weights in both directions, without dropout (Zhang et al. 2024)",
+)(objectives.WeightNoise)
+OBJECTIVES.register(
+    "early-dropout", about="Dropout for the first `until` steps, and none after (Liu et al. 2023)"
+)(objectives.EarlyDropout)
 
 _SUPPLIED = {"vocab_size", "generator", "loss", "batch_dim"}
 """Arguments that the trainer passes itself. They are not options."""

@@ -1,16 +1,21 @@
 """The names that options accept, with one line about each, for lists and shell completion.
 
-Nothing here imports torch, so undrop refuses a wrong name, and completes a name in the shell, in a
-fraction of a second. A test compares these names with the registries.
+A name and its line are written once, where a model, objective, corpus or benchmark is registered::
+
+    @MODELS.register("gpt", about="A causal transformer like GPT-2 (Radford et al. 2019)")
+
+Importing that file would import torch, which takes seconds. :func:`registered` reads the line from the
+source code instead, so undrop completes a name, or refuses a wrong one, in a fraction of a second.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from undrop.errors import UnknownNameError
 
@@ -19,73 +24,44 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Names = Mapping[str, str]
+Names: TypeAlias = Mapping[str, str]
 """Names, and one line about each."""
 
-MODELS = {
-    "awd-lstm": "LSTM layers with DropConnect and locked dropout (Merity et al. 2018)",
-    "qrnn": "Quasi-recurrent layers with the dropouts of AWD-LSTM (Bradbury et al. 2017)",
-    "transformer-xl": "A transformer that attends to earlier windows too (Dai et al. 2019)",
-    "gpt": "A causal transformer like GPT-2 (Radford et al. 2019)",
-}
-"""The language models."""
+_LAB = Path(__file__).parents[1]
 
-OBJECTIVES = {
-    "none": "The loss alone, with every dropout of the model switched off",
-    "l2": "The loss plus weight · Σ ‖W‖² over all trainable parameters, without dropout",
-    "dropout": "Plain dropout; the option k averages the loss over k masks (Algorithm 1)",
-    "drop-k": "Dropout averaged over k = 8 masks",
-    "drop-k-resampled": "drop-k plus the noise that averaging removes, from fresh masks (Sec. 3.1)",
-    "drop-k-analytic": "drop-k plus the noise that averaging removes, as ξ_approx (Algorithm 4)",
-    "analytic": "R_approx and ξ_approx in place of dropout (Algorithm 2)",
-    "explicit": "R_approx alone in place of dropout",
-    "implicit": "ξ_approx alone in place of dropout",
-    "r-drop": "Dropout with two masks, plus the distance between their predictions "
-    "(Liang et al. 2021)",
-    "jacobian": "½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman et al. 2019)",
-    "sam": "Sharpness-aware minimization, on top of dropout (Foret et al. 2021)",
-    "weight-noise": "Noise on the weights in both directions, without dropout (Zhang et al. 2024)",
-    "early-dropout": "Dropout for the first `until` steps, and none after (Liu et al. 2023)",
-}
-"""The objectives."""
 
-CORPORA = {
-    "pydocs": "The language reference that comes with Python; no download",
-    "ptb": "Penn Treebank: news, with a vocabulary of 10,000 words",
-    "wikitext-2": "720 good and featured articles of Wikipedia",
-    "wikitext-103": "28,595 good and featured articles of Wikipedia",
-}
-"""The named corpora."""
+@cache
+def registered(registry: str) -> Names:
+    """Return the names in a registry of the workbench, without importing what they stand for.
 
-BENCH_MODELS = {
-    "awd-lstm": "AWD-LSTM; the paper's size is its model for Penn Treebank",
-    "transformer": "A causal transformer; the paper's size has the widths of its Transformer-XL",
-    "mlp": "A classifier with two hidden layers",
-    "mlp-64": "A classifier with two hidden layers of 64 units, batch 32",
-    "mlp-256": "A classifier with two hidden layers of 256 units, batch 64",
-    "lstm-100": "The language model of the small reproduction: 2 × 100 units, 1,000 words",
-    "convnet": "Two convolutions with max pooling, and dropout before the last layer",
-    "gpt-128": "A causal transformer: 4 layers of 128 features, 2,000 words",
-    "gpt-256": "A causal transformer: 4 layers of 256 features, 2,000 words",
-    "gpt-128-compiled": "gpt-128 under torch.compile",
-    "gpt-256-compiled": "gpt-256 under torch.compile",
-}
-"""The models that ``undrop bench`` times."""
+    This function finds the calls ``REGISTRY.register("name", about="line")`` in the source code. Both
+    arguments must be literals; a test compares the result with the registry.
 
-BENCH_METHODS = {
-    "none": "The loss alone",
-    "dropout": "The baseline: a step of plain PyTorch with dropout, without undrop",
-    "drop8": "Dropout averaged over 8 masks",
-    "reverse-explicit": "The explicit part, by the reverse engine",
-    "reverse-both": "Both parts, by the reverse engine",
-    "tangent-both": "Both parts, by the tangent engine",
-    "antithetic-both": "Both parts, by the antithetic engine",
-    "antithetic-both-quarter": "Both parts, with noise on a quarter of the batch",
-    "antithetic-both-eighth": "Both parts, with noise on an eighth of the batch",
-}
-"""The methods that ``undrop bench`` times."""
+    Args:
+        registry: the variable that holds the registry, such as ``MODELS``.
+    """
+    names: dict[str, str] = {}
+    for file in sorted(_LAB.rglob("*.py")):
+        code = file.read_text(encoding="utf-8")
+        if f"{registry}.register(" not in code:
+            continue
+        for statement in ast.parse(code).body:
+            for node in ast.walk(statement):
+                match node:
+                    case ast.Call(
+                        ast.Attribute(ast.Name(variable), "register"),
+                        [ast.Constant(str(name))],
+                        [ast.keyword("about", ast.Constant(str(line)))],
+                    ) if variable == registry:
+                        names[name] = line
+    return names
 
-_PRESETS = Path(__file__).parents[2] / "presets"
+
+models = partial(registered, "MODELS")
+objectives = partial(registered, "OBJECTIVES")
+corpora = partial(registered, "CATALOGUE")
+bench_models = partial(registered, "SUBJECTS")
+bench_methods = partial(registered, "METHODS")
 
 
 @cache
@@ -93,7 +69,7 @@ def presets() -> Names:
     """Return the presets of ``undrop train``."""
     return {
         file.stem: tomllib.loads(file.read_text(encoding="utf-8"))["description"]
-        for file in sorted(_PRESETS.glob("*.toml"), key=lambda file: file.stem)
+        for file in sorted((_LAB.parent / "presets").glob("*.toml"), key=lambda file: file.stem)
     }
 
 
@@ -125,36 +101,40 @@ def check_corpus(name: str | None, data_dir: Path | None = None) -> None:
         return
     if data_dir is None or not (data_dir / name).is_dir():
         hint = ", or give a folder with train, valid and test text files"
-        check_name("corpus", name, CORPORA, hint)
+        check_name("corpus", name, corpora(), hint)
+
+
+def completion(names: Callable[[], Names]) -> Callable[[str], list[tuple[str, str]]]:
+    """Return the function with which an option or argument completes these names in the shell."""
+
+    def complete(incomplete: str) -> list[tuple[str, str]]:
+        return [item for item in names().items() if item[0].startswith(incomplete)]
+
+    return complete
 
 
 def named(
     kind: str,
     names: Names | Callable[[], Names],
-    unless: Callable[[str], bool] | None = None,
+    is_path: Callable[[str], bool] = lambda value: False,
     hint: str = "",
 ) -> dict[str, Any]:
     """Return the arguments of a typer option whose value is one name or several.
 
-    The shell completes the names. A wrong name is refused before anything is imported.
+    The shell completes the names, and a wrong name is refused before the command runs.
 
     Args:
         kind: what the names stand for, in errors.
         names: the names, or a function that reads them from files.
-        unless: tells whether a value is something other than a name, such as a path.
+        is_path: whether a value is a path, which is not checked.
         hint: what else the option accepts, as the end of the error.
     """
-
-    def known() -> Names:
-        return names() if callable(names) else names
-
-    def complete(incomplete: str) -> list[tuple[str, str]]:
-        return [item for item in known().items() if item[0].startswith(incomplete)]
+    read_names = names if callable(names) else lambda: names
 
     def check(value: Any) -> Any:
         for name in value if isinstance(value, list | tuple) else [value]:
-            if unless is None or name is None or not unless(name):
-                check_name(kind, name, known(), hint)
+            if name is not None and not is_path(name):
+                check_name(kind, name, read_names(), hint)
         return value
 
-    return {"autocompletion": complete, "callback": check}
+    return {"autocompletion": completion(read_names), "callback": check}

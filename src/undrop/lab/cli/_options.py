@@ -10,7 +10,7 @@ import typer
 
 from undrop.errors import OptionError
 from undrop.files import near_path
-from undrop.lab.cli._names import CORPORA, MODELS, check_corpus, named
+from undrop.lab.cli._names import check_corpus, completion, corpora, models, named
 
 if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
@@ -49,14 +49,14 @@ class SourceOptions:
         typer.Option(
             help="Instead of RUN: a new model, by its name in `undrop models`, or your own as "
             f"{_IMPORT_PATH}.",
-            **named("model", MODELS, _is_import_path, f", or give your own as {_IMPORT_PATH}"),
+            **named("model", models, _is_import_path, f", or give your own as {_IMPORT_PATH}"),
         ),
     ] = None
     data: Annotated[
         str | None,
         typer.Option(
             help=f"For --model: a corpus, or your own (inputs, targets) pairs as {_IMPORT_PATH}.",
-            autocompletion=named("corpus", CORPORA)["autocompletion"],
+            autocompletion=completion(corpora),
         ),
     ] = None
     loss: Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import BENCH_METHODS, BENCH_MODELS, check_name, named
+from undrop.lab.cli._names import bench_methods, bench_models, check_name, named
 from undrop.lab.cli._output import check_outputs
 from undrop.report import Progress, Table, as_json
 
@@ -23,7 +23,7 @@ _SIZES = {"small": "seconds on a laptop", "paper": "the sizes of the paper"}
 @COMMANDS.register("bench")
 def bench(
     model: Annotated[
-        str, typer.Option(help="The model to time.", **named("bench model", BENCH_MODELS))
+        str, typer.Option(help="The model to time.", **named("bench model", bench_models))
     ] = "awd-lstm",
     size: Annotated[
         str, typer.Option(help="small or paper.", **named("bench size", _SIZES))
@@ -43,7 +43,7 @@ def bench(
     """Time the forward and backward pass of a step with each method, in turn, in one process."""
     chosen = [name.strip() for name in methods.split(",") if name.strip()]
     for name in chosen:
-        check_name("bench method", name, BENCH_METHODS)
+        check_name("bench method", name, bench_methods())
     check_outputs(files=[save], pictures=[plot])
     import torch
 

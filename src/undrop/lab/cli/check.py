@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import OBJECTIVES, named
+from undrop.lab.cli._names import named, objectives
 from undrop.lab.cli._options import ShowProgress, SourceOptions
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def check(
         typer.Option(
             help="An objective with analytic terms.",
             show_default="the run's own, or analytic",
-            **named("objective", OBJECTIVES),
+            **named("objective", objectives),
         ),
     ] = None,
     seconds: Annotated[

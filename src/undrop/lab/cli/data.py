@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import CORPORA, check_corpus, named
+from undrop.lab.cli._names import check_corpus, completion, corpora
 from undrop.lab.cli._options import DataDir
 from undrop.report import Table
 
@@ -22,7 +22,7 @@ CacheDir = Annotated[
         show_default="$UNDROP_CACHE, or the user's cache",
     ),
 ]
-_COMPLETE = named("corpus", CORPORA)["autocompletion"]
+_COMPLETE = completion(corpora)
 
 
 @COMMANDS.register("data list")
@@ -34,7 +34,7 @@ def list_corpora(cache_dir: CacheDir = None) -> Answer:
     rows: list[dict[str, Any]] = [
         {
             "name": entry.name,
-            "about": CORPORA[entry.name],
+            "about": CATALOGUE.about[entry.name],
             "license": entry.license,
             "tokens": dict(entry.tokens) or None,
             "vocabulary": entry.vocabulary,

@@ -8,4 +8,4 @@ from undrop.lab.cli import COMMANDS, Answer, _names
 @COMMANDS.register("models")
 def models() -> Answer:
     """List the language models of `undrop train --model`."""
-    return Answer.names(_names.MODELS)
+    return Answer.names(_names.models())

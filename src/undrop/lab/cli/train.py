@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import CORPORA, MODELS, OBJECTIVES, check_corpus, named, presets
+from undrop.lab.cli import COMMANDS, Answer, _names
+from undrop.lab.cli._names import check_corpus, completion, named
 from undrop.lab.cli._options import DataDir, Settings
 from undrop.report import duration
 
@@ -35,26 +35,27 @@ class TrainingOptions:
         str | None,
         typer.Option(
             help="Settings to start from: a name listed by `undrop presets`, or a .toml file.",
-            **named("preset", presets, unless=lambda text: text.endswith(".toml")),
+            **named("preset", _names.presets, is_path=lambda text: text.endswith(".toml")),
         ),
     ] = None
     model: Annotated[
         str | None,
         typer.Option(
-            help="A name listed by `undrop models`.", **named("model", MODELS, hint=_YOUR_OWN)
+            help="A name listed by `undrop models`.",
+            **named("model", _names.models, hint=_YOUR_OWN),
         ),
     ] = None
     data: Annotated[
         str | None,
         typer.Option(
             help="A name listed by `undrop data list`, or a folder with train, valid and test files.",
-            autocompletion=named("corpus", CORPORA)["autocompletion"],
+            autocompletion=completion(_names.corpora),
         ),
     ] = None
     objective: Annotated[
         str | None,
         typer.Option(
-            help="A name listed by `undrop objectives`.", **named("objective", OBJECTIVES)
+            help="A name listed by `undrop objectives`.", **named("objective", _names.objectives)
         ),
     ] = None
     data_dir: DataDir = None

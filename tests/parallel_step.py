@@ -30,9 +30,9 @@ def _agree_on_noise(world: World) -> None:
         share = BATCH // world.size
         dim = 1 if len(shape) == 3 else 0  # (1, B, features), or all sites at once: (B, features)
         if shape[dim] != share:  # noise on weights, which all examples share
-            return noise.draw(kind, shape, q, like=like, scale=scale, generator=generator)
+            return noise.draw_noise(kind, shape, q, like=like, scale=scale, generator=generator)
         whole = (*shape[:dim], BATCH, *shape[dim + 1 :])
-        drawn = noise.draw(kind, whole, q, like=like, scale=scale, generator=generator)
+        drawn = noise.draw_noise(kind, whole, q, like=like, scale=scale, generator=generator)
         own = world.share(BATCH)
         return drawn[own] if dim == 0 else drawn[:, own].contiguous()
 

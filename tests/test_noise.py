@@ -6,13 +6,13 @@ import torch.nn.functional as F
 
 from device import new_generator
 from undrop.errors import OptionError
-from undrop.noise import NOISES, draw, mask_shape, sigma, structured_dropout
+from undrop.noise import NOISES, draw_noise, mask_shape, sigma, structured_dropout
 
 LIKE = torch.empty(0, dtype=torch.float64)
 
 
 def drawn(noise, n, q=0.3, seed=0):
-    return draw(noise, (n,), q, like=LIKE, generator=new_generator(seed))
+    return draw_noise(noise, (n,), q, like=LIKE, generator=new_generator(seed))
 
 
 @pytest.mark.parametrize("q", [0.01, 0.3, 0.5, 0.9])
@@ -44,7 +44,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def test_a_dropped_entry_is_zero_in_every_precision(dtype):
     """1 + σ·η is exactly 0 where it drops, and 1/(1 - q) to the rounding of σ·η elsewhere."""
     for q in (k / 100 for k in range(1, 100)):
-        noise = draw("dropout", (500,), q, scale=sigma(q), like=torch.empty(0, dtype=dtype))
+        noise = draw_noise("dropout", (500,), q, scale=sigma(q), like=torch.empty(0, dtype=dtype))
         h = torch.rand(500, dtype=torch.float64).to(dtype) + 0.5
         dropped = torch.addcmul(h, h, noise) == 0
         assert torch.equal(dropped, noise < 0), q
@@ -59,7 +59,7 @@ def test_a_dropped_entry_is_zero_in_every_precision(dtype):
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_is_multiplied_by_its_scale(noise):
     one, three = (
-        draw(noise, (50,), 0.3, scale=scale, like=LIKE, generator=new_generator(0))
+        draw_noise(noise, (50,), 0.3, scale=scale, like=LIKE, generator=new_generator(0))
         for scale in (1.0, 3.0)
     )
     torch.testing.assert_close(three, 3.0 * one, rtol=1e-14, atol=0.0)
@@ -80,12 +80,12 @@ def test_noise_comes_from_its_generator_alone(noise):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_has_the_dtype_of_its_activation(noise, dtype):
-    assert draw(noise, (2, 3), 0.5, like=torch.empty(1, dtype=dtype)).dtype == dtype
+    assert draw_noise(noise, (2, 3), 0.5, like=torch.empty(1, dtype=dtype)).dtype == dtype
 
 
 def test_an_unknown_noise_is_named_with_the_known_ones():
     with pytest.raises(OptionError, match=r"no noise 'uniform': use one of dropout, sign"):
-        draw("uniform", (1,), 0.5, like=LIKE)
+        draw_noise("uniform", (1,), 0.5, like=LIKE)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ It may fill the tensor that it gets; its result has the same shape, type and dev
 """
 
 
-def draw(
+def draw_noise(
     noise: str,
     shape: Sequence[int],
     q: float,

@@ -56,7 +56,7 @@ class RngSnapshot:
     A model may draw random numbers that are not dropout: stochastic depth, sampled activations. Passes
     that are compared must draw the same ones. Otherwise u ≈ (F₊ - F₋)/2ε₀ would count their difference,
     multiplied by 1/2ε₀, as an effect of ε. Other threads draw from the same generators, so restore the
-    state only if ``moved()`` reports a change.
+    state only if ``changed_generators()`` reports a change.
 
     As a context manager, it restores the state at the end of the block.
 
@@ -68,10 +68,10 @@ class RngSnapshot:
         self._states = {name: source.get() for name, source in _sources().items()}
         self._held = [(each, _state(each)) for each in _held_by(model)]
 
-    def moved(self) -> set[str]:
+    def changed_generators(self) -> set[str]:
         """Return the names of the generators that have advanced since the snapshot.
 
-        They are any of "torch", "python", "numpy" and "held".
+        They are any of "torch", "python", "numpy" and "model".
         """
         now = {name: source.get() for name, source in _sources().items()}
         moved = {
@@ -80,7 +80,7 @@ class RngSnapshot:
             if not _same(self._states.get(name), state)
         }
         if any(not _same(state, _state(each)) for each, state in self._held):
-            moved.add("held")
+            moved.add("model")
         return moved
 
     @classmethod

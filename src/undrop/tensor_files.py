@@ -30,7 +30,7 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         if isinstance(value, Tensor):
             name = names.setdefault(_identity(value), path)
             if name == path:
-                tensors[path] = owned(value)
+                tensors[path] = with_own_storage(value)
             return {_TENSOR: name}
         if isinstance(value, dict):
             return _pack_dict(value, path, visit)
@@ -58,7 +58,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
 
 
-def owned(tensor: Tensor) -> Tensor:
+def with_own_storage(tensor: Tensor) -> Tensor:
     """Return the tensor in main memory, contiguous, with its own storage."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

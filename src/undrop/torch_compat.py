@@ -92,7 +92,7 @@ class _PortableLSTM(TorchFunctionMode):
         return (lstm if func is torch.lstm else func)(*args, **(kwargs or {}))
 
 
-def eager() -> contextlib.AbstractContextManager[object]:
+def force_eager() -> contextlib.AbstractContextManager[object]:
     """A context in which compiled models and functions run as plain Python.
 
     Compiled code has torch's own dropout in it, which no interception sees.
@@ -127,8 +127,8 @@ def backend_of(function: Any) -> Backend:
 
 
 @contextlib.contextmanager
-def compiled() -> Iterator[None]:
-    """A context in which compiled functions run compiled, even within :func:`eager`."""
+def allow_compiled() -> Iterator[None]:
+    """A context in which compiled functions run compiled, even within :func:`force_eager`."""
     with torch.compiler.set_stance("default"), _rand_like_seen():
         yield
 

@@ -15,7 +15,7 @@ from engine_helpers import BOTH, evaluate, gradient, random_signs, relative
 from problems import D, Problem
 from undrop.engines import Antithetic, Exact, Reverse, Tangent
 from undrop.errors import OptionError
-from undrop.kernels.flex import FlexCall, in_kernel, without_kernel
+from undrop.kernels.flex import FlexCall, attend_with_kernel, attend_without_kernel
 from undrop.losses import CrossEntropy
 from undrop.nn import flex_attention
 
@@ -83,7 +83,7 @@ def kernel_gradients(monkeypatch):
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
 
 
-@pytest.mark.parametrize("path", [without_kernel, in_kernel])
+@pytest.mark.parametrize("path", [attend_without_kernel, attend_with_kernel])
 @pytest.mark.parametrize("noise", FACTORS)
 @pytest.mark.parametrize("case", CASES)
 def test_flex_attention_has_the_value_and_gradient_of_eager_attention(
@@ -105,7 +105,7 @@ def test_the_log_sum_exp_is_computed_without_noise(kernel_gradients):
     call = made(mask=causal)
     factors = FACTORS["signs"](call.shape)
     _, lse = reference(call, factors)
-    for path in (without_kernel, in_kernel):
+    for path in (attend_without_kernel, attend_with_kernel):
         torch.testing.assert_close(path(call._replace(return_lse=True), factors)[1], lse)
         if not hasattr(torch_flex, "AuxRequest"):  # older than torch 2.9
             continue
@@ -120,8 +120,10 @@ def test_a_negative_factor_is_never_silently_used():
     factors[0, 0, 0, 0] = -0.5
     with torch.no_grad():
         call = call._replace(**{n: getattr(call, n).detach() for n in ("query", "key", "value")})
-        assert in_kernel(call, factors).isnan().any()
-        torch.testing.assert_close(without_kernel(call, factors), reference(call, factors)[0])
+        assert attend_with_kernel(call, factors).isnan().any()
+        torch.testing.assert_close(
+            attend_without_kernel(call, factors), reference(call, factors)[0]
+        )
 
 
 def test_without_dropout_flex_attention_equals_torchs():
@@ -222,7 +224,7 @@ def test_the_fused_kernel_gives_the_same_stacked_pass(kernel_gradients, monkeypa
     flex, _ = twins()
     expected = evaluate(Antithetic(), flex, random_signs(flex, 3))
     theirs = gradient(expected.total, flex.model)
-    monkeypatch.setattr("undrop.intercept.attention.attend", in_kernel)
+    monkeypatch.setattr("undrop.intercept.attention.attend", attend_with_kernel)
     found = evaluate(Antithetic(), flex, random_signs(flex, 3))
     torch.testing.assert_close(found.total, expected.total, rtol=1e-9, atol=1e-12)
     assert relative(gradient(found.total, flex.model), theirs) < 1e-8

@@ -11,7 +11,7 @@ import undrop
 from device import new_generator
 from undrop.errors import OptionError, TargetError
 from undrop.losses import Coefficients, Generic, as_loss
-from undrop.losses.base import padded
+from undrop.losses.base import pad_tangent
 
 D = torch.float64
 
@@ -263,7 +263,9 @@ def test_a_loss_of_several_heads_takes_u_for_a_part_of_the_batch():
     loss = Generic(two_heads)
     output = {"class": a, "number": b}
     found = loss.combined(output, {"class": ua, "number": ub}, target)
-    wanted = loss.combined(output, {"class": padded(ua, a, 0), "number": padded(ub, b, 0)}, target)
+    wanted = loss.combined(
+        output, {"class": pad_tangent(ua, a, 0), "number": pad_tangent(ub, b, 0)}, target
+    )
     torch.testing.assert_close(found, wanted)
 
 

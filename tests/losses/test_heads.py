@@ -12,7 +12,7 @@ from problems import Problem
 from undrop.engines import Antithetic, Exact, Tangent
 from undrop.errors import EngineError, OptionError, TargetError
 from undrop.losses import MSE, BCEWithLogits, CrossEntropy, ModelLoss
-from undrop.losses.model_loss import check_attention, decoder_inputs, head_of, read_head
+from undrop.losses.model_loss import check_attention, decoder_inputs, find_task, loss_function_name
 
 D = torch.float64
 NAMES = list(FAMILIES)
@@ -23,7 +23,7 @@ def problem(name: str, attention: str, n: int = 1) -> Problem:
     family = FAMILIES[name]
     model, inputs = family.model(attention, D), family.data(n, D)
     labels = inputs.pop("labels")
-    task = read_head(model, labels)
+    task = find_task(model, labels)
     return Problem(model, decoder_inputs(model, inputs, labels), task.targets(labels), task.loss)
 
 
@@ -149,8 +149,8 @@ def test_one_objective_trains_each_model_with_its_own_loss():
 
 
 def test_a_model_without_its_own_loss_has_no_head():
-    assert head_of(hf.BertModel(hf.BertConfig(**BERT))) is None
-    assert head_of(torch.nn.Linear(2, 3)) is None
+    assert loss_function_name(hf.BertModel(hf.BertConfig(**BERT))) is None
+    assert loss_function_name(torch.nn.Linear(2, 3)) is None
 
 
 def agrees(model, batch, labels):
@@ -184,27 +184,27 @@ def test_each_kind_of_classifier_has_its_loss(config, labels, loss):
     model, batch = classifier(**config), text(2)
     if loss is MSE:
         model.config.problem_type = "regression"  # or Transformers takes whole numbers for classes
-    task = read_head(model, labels)
+    task = find_task(model, labels)
     assert type(task.loss) is loss
     given = labels.float() if loss is MSE else labels
     assert agrees(model, batch, given)
 
 
 def test_without_problem_type_one_number_is_regression():
-    assert isinstance(read_head(classifier(num_labels=1), torch.tensor([0.5])).loss, MSE)
+    assert isinstance(find_task(classifier(num_labels=1), torch.tensor([0.5])).loss, MSE)
 
 
 def test_label_smoothing_is_for_class_labels_only():
-    task = read_head(classifier(), torch.tensor([1]), 0.1)
+    task = find_task(classifier(), torch.tensor([1]), 0.1)
     assert task.loss.label_smoothing == 0.1
     with pytest.raises(OptionError, match=r"label_smoothing_factor is for class labels.*MSE"):
-        read_head(classifier(num_labels=1), torch.tensor([0.5]), 0.1)
+        find_task(classifier(num_labels=1), torch.tensor([0.5]), 0.1)
 
 
 def test_a_head_that_undrop_does_not_know_is_refused():
     model = hf.BertForQuestionAnswering(hf.BertConfig(**BERT))
     with pytest.raises(OptionError, match=r"ForQuestionAnsweringLoss.*pass loss=.*`undrop_task`"):
-        read_head(model, torch.tensor([1]))
+        find_task(model, torch.tensor([1]))
 
 
 @pytest.mark.skipif(

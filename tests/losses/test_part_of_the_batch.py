@@ -15,7 +15,7 @@ from undrop.losses import (
     LinearCrossEntropy,
     as_loss,
 )
-from undrop.losses.base import padded
+from undrop.losses.base import pad_tangent
 
 C = Coefficients(0.7, 1.3, -0.4)
 D = torch.float64
@@ -28,7 +28,7 @@ D = torch.float64
 def test_u_of_the_last_examples_is_u_padded_with_zeros(name, form, dim, carrying):
     loss, output, u, target = problem(name, dim % 3, carrying)
     found = loss.combined(output, u, target, form, C, dim=dim)
-    wanted = loss.combined(output, padded(u, output, dim), target, form, C)
+    wanted = loss.combined(output, pad_tangent(u, output, dim), target, form, C)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(tuple(found[1]), tuple(wanted[1]), rtol=1e-12, atol=1e-14)
     inputs = [output, u, *loss.parameters()]
@@ -60,7 +60,7 @@ def test_the_class_dimension_of_torch_works_with_the_batch_behind_it():
     output, u, target = leaf(3, 7, 5), leaf(3, 7, 2), torch.randint(7, (3, 5))
     loss = CrossEntropy(class_dim=1)
     found = loss.combined(output, u, target, coefficients=C, dim=2)
-    wanted = loss.combined(output, padded(u, output, 2), target, coefficients=C)
+    wanted = loss.combined(output, pad_tangent(u, output, 2), target, coefficients=C)
     torch.testing.assert_close(found, wanted)
 
 
@@ -127,6 +127,8 @@ def test_weighted_and_summed_losses_keep_torchs_value(theirs, carrying):
     assert torch.equal(ours.value(output, target), want)
     total, parts = ours.combined(output, u, target)
     assert torch.equal(parts.loss, want.detach())
-    along = torch.autograd.functional.jvp(lambda f: theirs(f, target), output, padded(u, output, 0))
+    along = torch.autograd.functional.jvp(
+        lambda f: theirs(f, target), output, pad_tangent(u, output, 0)
+    )
     torch.testing.assert_close(parts.directional, along[1])
     assert torch.isfinite(torch.autograd.grad(total, output)[0]).all()

@@ -30,7 +30,7 @@ def test_the_gradients_computed_with_the_loss_equal_those_of_autograd(noisy, ign
     want = torch.autograd.grad(total, (f, u))
     torch.testing.assert_close(found.total, total.detach())
     torch.testing.assert_close(torch.stack(list(found.means)), torch.stack(parts).detach())
-    torch.testing.assert_close((found.in_output, found.in_u), want)
+    torch.testing.assert_close((found.output_gradient, found.u_gradient), want)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class Antithetic(Engine):
                 return self._two_passes(request, reason)
             before = before or StateBeforeStep(request.batch.model)
             try:
-                if not again and not request.loss.counts_calls:  # before the graph takes memory
+                if not again and not request.loss.has_side_effects:  # before the graph takes memory
                     measure_kinks(request, partial(self._one_pass, plan=plan))
                 found, trail = self._one_pass(request, plan)
                 if plan_holds(request, trail, before.rng) or again:
@@ -134,7 +134,7 @@ class Antithetic(Engine):
         rng = RngSnapshot.of(batch.model, draw.generator)
 
         def run(epsilon: float) -> tuple[Any, Any]:
-            if rng.moved():
+            if rng.changed_generators():
                 rng.restore()
             with Interception(batch.model, ScaledNoise(draw, epsilon)):
                 return request.run()
@@ -195,7 +195,7 @@ def _combined(
     """
     loss, c, rho = request.loss, request.coefficients, rows.layout.noisy / rows.layout.batch
     scaled = Coefficients(c.loss, c.quadratic / rho, c.directional / math.sqrt(rho))
-    if loss.forms_gradients:
+    if loss.computes_gradients:
         found = _one_node(request, plan, rows, stacked, factor, scaled)
         if found is not None:
             return found
@@ -222,7 +222,7 @@ def _one_node(
         found = request.loss.total_and_gradients(f, u, targets, request.form, c, dim=dim)
         if found is None:
             return None
-        gradient = rows.gradient_in_stacked(x, found.in_output, found.in_u, dim, factor)
+        gradient = rows.gradient_in_stacked(x, found.output_gradient, found.u_gradient, dim, factor)
     return _WithGradient.apply(x, found.total, gradient), WeightedParts(c, found.means)
 
 

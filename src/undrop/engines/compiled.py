@@ -14,7 +14,7 @@ from torch import nn
 from undrop.engines.plan import NotStackable, PlanChanged
 from undrop.engines.stacked import run_stacked
 from undrop.intercept.model_call import meet_needs
-from undrop.torch_compat import Backend, compiled
+from undrop.torch_compat import Backend, allow_compiled
 
 _log = logging.getLogger("undrop")
 _compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             # Compiled code must not read the dictionary of all models' needs: torch guards what it
             # reads, and fails if another model is deleted while it traces.
-            with compiled(), meet_needs(model, inputs) as usable:
+            with allow_compiled(), meet_needs(model, inputs) as usable:
                 output, _ = run(model, *others, usable)
             # A new branch, or a new value that a graph depends on, makes a new graph.
             return output, int(counters["stats"]["unique_graphs"])

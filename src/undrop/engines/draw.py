@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef
 
 from undrop.errors import OptionError
 from undrop.intercept import Selection, Site
-from undrop.noise import draw as draw_noise
+from undrop.noise import draw_noise
 
 if TYPE_CHECKING:
     from undrop.engines.layout import Rows

@@ -13,7 +13,7 @@ from undrop.engines.layout import Layout, Rows
 from undrop.engines.plan import NotStackable, Plan, PlanChanged, SitePlan, map_dims
 from undrop.engines.stacked import StackedPass
 from undrop.intercept import Interception, Site, call, tensors_in
-from undrop.noise import draw as draw_noise
+from undrop.noise import draw_noise
 
 if TYPE_CHECKING:
     from undrop.engines.proving import Prover

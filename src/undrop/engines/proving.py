@@ -119,7 +119,7 @@ class Prover:
             with self.running(mode):
                 outputs.append(self.batch.forward())
                 self.buffers = buffers_of(self.batch.model)
-                self.random = self._rng is not None and bool(self._rng.moved())
+                self.random = self._rng is not None and bool(self._rng.changed_generators())
             self.sites, self.draws = mode.sites, tuple(mode.draws.values())
             self.aliased = mode.aliased
         self.output = outputs[-1]

@@ -111,11 +111,11 @@ class PolicyLoss(Generic):
     The targets are the indices of the examples: they tell the loss the order of a stacked pass.
     """
 
-    counts_calls = True
+    has_side_effects = True
 
     def __init__(self) -> None:
         super().__init__(self._in_order, whole_output=False)
-        self._second = "reverse mode"  # trying it out would add a call to the trainer's metrics
+        self._method = "reverse mode"  # trying it out would add a call to the trainer's metrics
         self.trainer_loss: Callable[[Tensor], Tensor] | None = None
         """The trainer's loss of the policy's output in the order of the batch."""
 

@@ -34,7 +34,7 @@ from undrop.intercept import (
     uncompiled,
 )
 from undrop.losses import ModelLoss, Task
-from undrop.losses.model_loss import check_attention, check_same_loss, decoder_inputs, read_head
+from undrop.losses.model_loss import check_attention, check_same_loss, decoder_inputs, find_task
 from undrop.objectives import Analytic, Objective, Step
 from undrop.objectives.checks import has_no_effect
 from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes
@@ -146,7 +146,7 @@ class UndropMixin(_Base):
             model: the model, without wrappers.
             labels: the labels of the first batch.
         """
-        return read_head(model, labels, self.args.label_smoothing_factor)
+        return find_task(model, labels, self.args.label_smoothing_factor)
 
     def compute_loss(
         self,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.intercept.interception import SITE_RULES, Interception
-from undrop.kernels.flex import FlexCall, attend, flex_attention, without_kernel
+from undrop.kernels.flex import FlexCall, attend, flex_attention, attend_without_kernel
 
 
 class AttentionCall(NamedTuple):
@@ -136,4 +136,4 @@ def unfused_flex(
     mode: Interception, call: FlexCall, softmax: Callable[[Tensor, int], Tensor] = torch.softmax
 ) -> Any:
     """FlexAttention with noise in plain operations, for engines that the kernel does not support."""
-    return without_kernel(call, _factors(mode, call), softmax)
+    return attend_without_kernel(call, _factors(mode, call), softmax)

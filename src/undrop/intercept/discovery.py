@@ -28,7 +28,7 @@ from undrop.intercept.site import Site, Sites
 from undrop.intercept.unaccounted import Unaccounted, unaccounted
 from undrop.intercept.wrappers import bare, is_sharded, paths, uncompiled
 from undrop.rng_snapshot import RngSnapshot, seed_current
-from undrop.torch_compat import eager
+from undrop.torch_compat import force_eager
 
 _MOST_PASSES = 48  # to look for sites behind random branches
 _SEARCHING = RLock()  # held while a search changes the mode of a model
@@ -60,7 +60,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 def find_sites(model: nn.Module, inputs: Any, *, acts: bool = False) -> Sites:
     """List the sites as ``sites`` does; with ``acts``, also find out which noise reaches the output."""
     model = uncompiled(model)
-    with eager(), _SEARCHING, preserve_model(model):
+    with force_eager(), _SEARCHING, preserve_model(model):
         if not model.training:
             model.train()
         mode, others = _search(model, inputs)
@@ -98,7 +98,7 @@ def _search(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccount
             f"{type(model).__name__} reaches {first.sites[0].name!r} in its first pass only, so it "
             "keeps a result from one call to the next: compute it in every call of forward."
         )
-    moved = before.moved()
+    moved = before.changed_generators()
     if not moved:
         return mode, []
     before.restore()

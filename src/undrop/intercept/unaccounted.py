@@ -51,7 +51,7 @@ def unaccounted(
     """Return the random numbers of a pass that belong to no site.
 
     ``names`` are the paths of the modules by id, ``run`` runs the model without noise, and ``moved``
-    are the generators that drew in an earlier pass (``RngSnapshot.moved``).
+    are the generators that drew in an earlier pass (``RngSnapshot.changed_generators``).
     """
     found: list[Unaccounted] = []
     ops = RandomOps(names)
@@ -60,7 +60,7 @@ def unaccounted(
     found = [*ops.found, *found]
     if "torch" in moved and not ops.found:
         found.append(Unaccounted("", "torch's generator, by an unknown kernel", "", 1))
-    if "held" in moved and not ops.found:
+    if "model" in moved and not ops.found:
         found.append(Unaccounted("", "a generator that the model holds", "", 1))
     return found
 

@@ -105,11 +105,11 @@ def flex_attention(
 
 def attend(call: FlexCall, factors: Tensor | None) -> Any:
     """Return Σ_k p_k m_k v_k for the factors m of the probabilities; None means 1."""
-    path = without_kernel if call.query.device.type == "cpu" else in_kernel
+    path = attend_without_kernel if call.query.device.type == "cpu" else attend_with_kernel
     return path(call, factors)
 
 
-def in_kernel(call: FlexCall, factors: Tensor | None) -> Any:
+def attend_with_kernel(call: FlexCall, factors: Tensor | None) -> Any:
     """Use torch's kernels: one call for the log-sum-exp, and one with log m in the scores."""
     out, lse, largest = _kernel(call, call.score_mod)
     if factors is None:
@@ -129,7 +129,7 @@ def in_kernel(call: FlexCall, factors: Tensor | None) -> Any:
     return _result(call, noisy * gap.exp().unsqueeze(-1).to(noisy.dtype), lse, largest)
 
 
-def without_kernel(
+def attend_without_kernel(
     call: FlexCall, factors: Tensor | None, softmax: Callable[[Tensor, int], Tensor] = torch.softmax
 ) -> Any:
     """Compute in plain operations, like torch's own fallback; every engine can differentiate them."""

@@ -75,7 +75,7 @@ def count_tensor(n: int, like: Tensor) -> Tensor:
     return torch.full((), max(n, 1), dtype=working_dtype(like.dtype), device=like.device)
 
 
-def padded(u: Tensor, output: Tensor, dim: int) -> Tensor:
+def pad_tangent(u: Tensor, output: Tensor, dim: int) -> Tensor:
     """Return the tangent of the whole output: u for the last entries along ``dim``, 0 for the others."""
     if u.shape == output.shape:
         return u
@@ -94,8 +94,8 @@ class TotalAndGradients(NamedTuple):
 
     total: Tensor
     means: Means  # without coefficients
-    in_output: Tensor
-    in_u: Tensor
+    output_gradient: Tensor
+    u_gradient: Tensor
 
 
 class GivenLoss(ABC):
@@ -144,13 +144,13 @@ class Loss(GivenLoss):
     """
     in_any_order: bool = False
     """Whether the loss stays the same if examples and targets are permuted in the same way."""
-    forms_gradients: bool = False
+    computes_gradients: bool = False
     """Whether the loss implements ``total_and_gradients``, so the engine needs no graph for the loss.
 
     Such a loss receives one tensor, and stays the same if examples and targets are permuted in the
     same way.
     """
-    counts_calls: bool = False
+    has_side_effects: bool = False
     """Whether a call has side effects, for example because a trainer logs metrics in it. Then undrop
     skips the checks that would call the loss once more."""
 
@@ -202,7 +202,7 @@ class Loss(GivenLoss):
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
     ) -> Derivatives:
         """Like ``_derivatives``, but u may belong only to the last entries along ``dim``."""
-        return self._derivatives(output, padded(u, output, dim), target, form)
+        return self._derivatives(output, pad_tangent(u, output, dim), target, form)
 
     def derivatives(
         self, output: Tensor, u: Tensor, target: Tensor, form: str = "hessian", *, dim: int = 0
@@ -242,9 +242,9 @@ class Loss(GivenLoss):
 
         The other arguments are those of ``derivatives``.
         """
-        return self._combined(output, u, target, form, Coefficients(*coefficients), dim)
+        return self._total_and_parts(output, u, target, form, Coefficients(*coefficients), dim)
 
-    def _combined(
+    def _total_and_parts(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
         """Compute what ``combined`` returns.
@@ -267,7 +267,7 @@ class Loss(GivenLoss):
     ) -> TotalAndGradients | None:
         """Return the total of ``combined`` and its gradients; None if autograd must compute them.
 
-        Only a loss with ``forms_gradients`` has it.
+        Only a loss with ``computes_gradients`` has it.
         """
         return None
 

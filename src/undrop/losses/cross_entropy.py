@@ -41,7 +41,7 @@ class CrossEntropy(SoftmaxLoss):
         self.class_dim = class_dim
 
     @property
-    def forms_gradients(self) -> bool:  # type: ignore[override]
+    def computes_gradients(self) -> bool:  # type: ignore[override]
         """False for subclasses, which may have other formulas."""
         return type(self) is CrossEntropy
 

@@ -18,7 +18,7 @@ from undrop.intercept import SITE_RULES
 from undrop.intercept.model_call import map_tensors, tensors_in
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.kernels.softmax import Coefficients, Derivatives
-from undrop.losses.base import Loss, count_tensor, padded, precise
+from undrop.losses.base import Loss, count_tensor, pad_tangent, precise
 from undrop.rng_snapshot import RngSnapshot
 
 _log = logging.getLogger("undrop")
@@ -73,7 +73,7 @@ class Generic(Loss):
         if whole_output is None:
             whole_output = bool(getattr(function, "whole_output", False))
         self.whole_output = whole_output
-        self._second = ""  # how to differentiate twice: "reverse mode", "differences" or "zero"
+        self._method = ""  # how to differentiate twice: "reverse mode", "differences" or "zero"
         self._curvature_checked = False
         # modes (train or eval) in which the function is known to use no dropout
         self._without_dropout: set[bool] = set()
@@ -134,18 +134,18 @@ class Generic(Loss):
         self, output: Any, u: Any, target: Any, form: str, dim: int
     ) -> Derivatives:
         def pad(x: Tensor, tangent: Any) -> Any:
-            return padded(tangent, x, dim) if x.is_floating_point() else tangent
+            return pad_tangent(tangent, x, dim) if x.is_floating_point() else tangent
 
         return self._derivatives(output, map_tensors(pad, output, u), target, form)
 
-    def _combined(
+    def _total_and_parts(
         self, output: Any, u: Any, target: Any, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
         """The total and its parts; a quadratic part whose coefficient is 0 is not computed."""
         skipped = isinstance(c.quadratic, float | int) and c.quadratic == 0
         if not skipped:
-            return super()._combined(output, u, target, form, c, dim)
-        total, parts = super()._combined(output, u, target, "identity", c, dim)
+            return super()._total_and_parts(output, u, target, form, c, dim)
+        total, parts = super()._total_and_parts(output, u, target, "identity", c, dim)
         return total, parts._replace(quadratic=torch.zeros_like(parts.quadratic))
 
     def _derivatives(self, output: Any, u: Any, target: Any, form: str) -> Derivatives:
@@ -155,9 +155,9 @@ class Generic(Loss):
                 parts = self._derivatives(free, u, target, form)
             return Derivatives(*(part.detach() for part in parts))
         flat = _Flat.of(output, u)
-        if not self._second:
-            self._second = self._choose(flat, target)
-        by_differences = self._second == "differences"
+        if not self._method:
+            self._method = self._choose(flat, target)
+        by_differences = self._method == "differences"
         method = self._by_differences if by_differences else self._by_reverse_mode
         found = method(flat, target, form)
         if form == "identity":
@@ -178,7 +178,7 @@ class Generic(Loss):
 
     def _by_reverse_mode(self, flat: _Flat, target: Any, form: str) -> Derivatives:
         loss, copies, gradient = self._gradient(flat, target)
-        if self._second == "zero":
+        if self._method == "zero":
             gradient = [g.detach() for g in gradient]
         directional = flat.along(gradient)
         if form == "identity" or not any(g.requires_grad for g in gradient):
@@ -302,12 +302,12 @@ class RefuseDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call the function, or the site rule of a dropout, which calls ``off`` or ``noisy``."""
+        """Call the function, or the site rule of a dropout."""
         if func in _DROPOUTS:
             return SITE_RULES[func](self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def off(self, h: Tensor, training: bool | None) -> Tensor:
+    def idle_dropout(self, h: Tensor, training: bool | None) -> Tensor:
         """Return h at a dropout that does not drop."""
         return h
 

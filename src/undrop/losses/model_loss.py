@@ -43,7 +43,7 @@ class Task(NamedTuple):
     targets: Callable[[Tensor], Tensor]
 
 
-HEADS: Registry[str, Callable[[Any, Tensor, float], Task]] = Registry("Transformers head")
+TASK_BUILDERS: Registry[str, Callable[[Any, Tensor, float], Task]] = Registry("Transformers head")
 """From the name of a model's loss function to a function (model, labels, smoothing) -> ``Task``."""
 
 
@@ -65,19 +65,19 @@ def _classes(labels: Tensor) -> Tensor:
     return labels.reshape(len(labels))
 
 
-@HEADS.register("ForCausalLMLoss")
+@TASK_BUILDERS.register("ForCausalLMLoss")
 def _language_model(model: Any, labels: Tensor, smoothing: float) -> Task:
     loss = CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing)
     # The labels of an encoder-decoder are already aligned with the decoder's outputs.
     return Task(loss, _same if model.config.is_encoder_decoder else _next_token)
 
 
-@HEADS.register("ForMaskedLMLoss", "ForTokenClassification")
+@TASK_BUILDERS.register("ForMaskedLMLoss", "ForTokenClassification")
 def _each_token(model: Any, labels: Tensor, smoothing: float) -> Task:
     return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _same)
 
 
-@HEADS.register("ForSequenceClassificationLoss")
+@TASK_BUILDERS.register("ForSequenceClassificationLoss")
 def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
     """Predict one class, several classes or numbers: ``problem_type``, or what Transformers guesses."""
     problem = model.config.problem_type
@@ -93,7 +93,7 @@ def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
     return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _classes)
 
 
-def head_of(model: nn.Module) -> str | None:
+def loss_function_name(model: nn.Module) -> str | None:
     """The name of a Transformers model's loss function; None for a model without one.
 
     Transformers gives every model a ``loss_function``, even one without a head, which takes no labels.
@@ -106,7 +106,7 @@ def head_of(model: nn.Module) -> str | None:
     return getattr(getattr(model, "loss_function", None), "__name__", None)
 
 
-def read_head(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
+def find_task(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
     """The task of a ``…ForCausalLM``, ``…ForMaskedLM``, ``…ForConditionalGeneration`` or classifier.
 
     Args:
@@ -117,8 +117,8 @@ def read_head(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
     Raises:
         OptionError: for a head of another kind, or smoothing of labels that are not classes.
     """
-    kind = head_of(model)
-    task = None if kind is None else HEADS.find(kind)
+    kind = loss_function_name(model)
+    task = None if kind is None else TASK_BUILDERS.find(kind)
     if task is None:
         raise OptionError(
             f"{type(model).__name__} is trained with {kind or 'no loss function'}, which undrop does "
@@ -155,7 +155,7 @@ def decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
 def check_not_shifted(model: nn.Module, inputs: Any, labels: Tensor) -> None:
     """Raise a ``TargetError`` if the labels of a language model are already the next tokens."""
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
-    if head_of(model) != "ForCausalLMLoss" or not isinstance(ids, Tensor):
+    if loss_function_name(model) != "ForCausalLMLoss" or not isinstance(ids, Tensor):
         return
     if ids.shape != labels.shape or ids.shape[-1] < 2:
         return
@@ -235,7 +235,7 @@ class ModelLoss(GivenLoss):
         """
         inputs, targets = split_labels(inputs, targets)
         inner = bare(model)
-        if head_of(inner) is None:
+        if loss_function_name(inner) is None:
             return Batch(model, inputs, targets, loss=_CROSS_ENTROPY)
         if not isinstance(targets, Tensor):
             raise TargetError(
@@ -246,7 +246,7 @@ class ModelLoss(GivenLoss):
         if task is None:
             check_attention(inner)
             check_not_shifted(inner, inputs, targets)
-            task = self._tasks[inner] = read_head(inner, targets)
+            task = self._tasks[inner] = find_task(inner, targets)
         if inner not in self._verified and _agrees(model, inputs, targets, task):
             self._verified.add(inner)
         inputs = decoder_inputs(inner, inputs, targets)

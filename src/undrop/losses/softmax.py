@@ -75,12 +75,12 @@ class SoftmaxLoss(ClosedForm):
         with self.explaining_errors(output, target):
             return self.layer.derivatives(*rows, self._options(form))
 
-    def _combined(
+    def _total_and_parts(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
         """The total, with its gradient formed in the same sweep over the rows."""
         if form == "loss-jacobian":
-            return super()._combined(output, u, target, form, c, dim)
+            return super()._total_and_parts(output, u, target, form, c, dim)
         rows = self._paired(output, u, target, dim)
         with self.explaining_errors(output, target):
             return self.layer.combined(*rows, self._options(form, c))

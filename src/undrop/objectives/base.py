@@ -36,7 +36,7 @@ from undrop.intercept import (
 from undrop.losses import Coefficients, Loss, as_loss
 from undrop.objectives.checks import StepCheck, warn_of_unused_outputs
 from undrop.objectives.step import AutocastState, Step
-from undrop.torch_compat import Backend, eager, portable_lstm, untraced
+from undrop.torch_compat import Backend, force_eager, portable_lstm, untraced
 
 _log = logging.getLogger("undrop")
 
@@ -121,7 +121,7 @@ class Objective(ABC):
             UndropError: one of its subclasses, for bad input; the model is then unchanged.
         """
         # Another model's pass may call this, and compiled code would hide the dropout.
-        with outside_interception(), eager():
+        with outside_interception(), force_eager():
             inner = uncompiled(model)  # raises an error if it is not a module
             backend = self._backend(model)
             batch = self.loss.prepare(inner, inputs, targets)._replace(backend=backend)
@@ -144,7 +144,7 @@ class Objective(ABC):
     ) -> Iterator[Evaluation]:
         """Run further evaluations under the autocast of the first, without updating statistics."""
         while True:
-            with autocast.restored(), outside_interception(), eager(), keep_statistics(batch.model):
+            with autocast.restored(), outside_interception(), force_eager(), keep_statistics(batch.model):
                 evaluation = next(evaluations, None)
                 if evaluation is None:
                     return

@@ -27,7 +27,7 @@ from undrop.intercept import (
     no_noise,
 )
 from undrop.losses import Coefficients, Loss
-from undrop.noise import draw as draw_noise
+from undrop.noise import draw_noise
 from undrop.objectives.base import Objective
 from undrop.objectives.dropout import Dropout
 from undrop.options import as_float
@@ -161,7 +161,7 @@ class Jacobian(Objective):
         buffers = copied_buffers(batch.model)
         with Interception(batch.model, partial(shift, 1.0)):
             output = batch.forward()
-        if rng.moved():
+        if rng.changed_generators():
             rng.restore()
         with keep_buffers(batch.model, buffers), Interception(batch.model, partial(shift, -1.0)):
             other = batch.forward()

@@ -30,8 +30,7 @@ from undrop.intercept import (
     uncompiled,
 )
 from undrop.losses import GivenLoss, Loss, as_loss
-from undrop.noise import draw as draw_noise
-from undrop.noise import sigma
+from undrop.noise import draw_noise, sigma
 
 Pair = tuple[Any, Any]
 """Inputs and targets, as the user passes them."""

@@ -30,7 +30,7 @@ from undrop.files import (
     sha256,
     write_json,
 )
-from undrop.tensor_files import load_tensors, owned, pack, save_tensors, unpack
+from undrop.tensor_files import load_tensors, pack, save_tensors, unpack, with_own_storage
 
 _FORMAT = 1
 _REFUSED = ".refused"
@@ -208,7 +208,7 @@ class RunFolder:
     def write_best(self, weights: Mapping[str, Tensor]) -> None:
         """Save the weights of the best epoch so far."""
         with replacing(self._best) as temporary:
-            save_tensors(temporary, {name: owned(value) for name, value in weights.items()})
+            save_tensors(temporary, {name: with_own_storage(value) for name, value in weights.items()})
 
     def read_best(self) -> dict[str, Tensor]:
         """Read the weights of the best epoch.

@@ -50,8 +50,8 @@ from undrop.intercept import (
     tensors_in,
 )
 from undrop.intercept.random_values import Uniform
-from undrop.intercept.unaccounted import RandomOps, Unaccounted, python_draws
-from undrop.intercept.wrappers import paths
+from undrop.intercept.unaccounted import RandomOps, Unaccounted, record_python_draws
+from undrop.intercept.wrappers import module_paths
 
 RESULTS = Path(__file__).parents[1] / "results" / "census.jsonl"
 SECONDS = 20
@@ -77,13 +77,13 @@ def open_branches(model: nn.Module) -> None:
 
 def plain_draws(built: Built) -> list[Unaccounted]:
     """What a plain training pass draws, by module."""
-    names = paths(built.model)
+    names = module_paths(built.model)
     found: list[Unaccounted] = []
     ops = RandomOps(names)
     seed(0)
-    with preserve_model(built.model), python_draws(names, found), ops:
+    with preserve_model(built.model), record_python_draws(names, found), ops:
         run(built)
-    return [*ops.found, *found]
+    return [*ops.unaccounted, *found]
 
 
 class AlsoDropping(nn.Module):
@@ -114,17 +114,21 @@ def found_sites(built: Built) -> Sites:
 def unread_draws(built: Built) -> Counter[str]:
     """The number of draws of each module, by its path, that no code reads."""
     read: set[str] = set()
-    draw = Uniform.real
+    draw = Uniform.materialize
 
-    def real(value: Uniform) -> Tensor:
+    def materialize(value: Uniform) -> Tensor:
         read.add(value.key)
         return draw(value)
 
-    with preserve_model(built.model), patch.object(Uniform, "real", real):
+    with preserve_model(built.model), patch.object(Uniform, "materialize", materialize):
         seed(0)
         with torch.no_grad(), Interception(built.model, no_noise) as mode:
             run(built)
-    keys = [k for k, drops in mode.draws.items() if drops is not None and k not in mode.masks]
+    keys = [
+        k
+        for k, drops in mode.mask_draws.items()
+        if drops is not None and k not in mode.mask_origins
+    ]
     return Counter(key.rpartition("random")[0].rstrip(".") for key in keys if key not in read)
 
 
@@ -132,7 +136,7 @@ def missed_by_place(
     draws: list[Unaccounted], found: Sites, model: nn.Module, unread: Counter[str]
 ) -> dict[str, int]:
     """The number of draws of each module that are neither sites nor named."""
-    modules = set(paths(model).values())
+    modules = set(module_paths(model).values())
     known = Counter(unread)
     for site in found:
         path = site.name.partition("#")[0]

@@ -106,7 +106,7 @@ class Antithetic(Engine):
         if not plan.late:
             inputs = map_dims(rows.stacked, inputs, plan.input_dims)
         run: Callable[..., Any] = run_stacked
-        if batch.backend is not None and not plan.aliased:
+        if batch.backend is not None and not plan.reads_filled_tensor:
             run = compiled_pass(batch.model, batch.backend)
         stacked, trail = run(batch.model, plan, layout, rows.index, noise, inputs)
         total, values = _combined(request, plan, rows, stacked, 0.5 / epsilon)

@@ -13,7 +13,7 @@ from torch import nn
 
 from undrop.engines.plan import NotStackable, PlanChanged
 from undrop.engines.stacked import run_stacked
-from undrop.intercept.model_call import meet_needs
+from undrop.intercept.model_call import call_context
 from undrop.torch_compat import Backend, allow_compiled
 
 _log = logging.getLogger("undrop")
@@ -47,7 +47,7 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             # Compiled code must not read the dictionary of all models' needs: torch guards what it
             # reads, and fails if another model is deleted while it traces.
-            with allow_compiled(), meet_needs(model, inputs) as usable:
+            with allow_compiled(), call_context(model, inputs) as usable:
                 output, _ = run(model, *others, usable)
             # A new branch, or a new value that a graph depends on, makes a new graph.
             return output, int(counters["stats"]["unique_graphs"])

@@ -78,10 +78,10 @@ class Plan:
     sites: tuple[SitePlan, ...]
     midpoints: bool = True
     """Whether functions with kinks choose their branch at the midpoint of ±ε₀."""
-    draws: tuple[bool | None, ...] = ()
+    mask_draws: tuple[bool | None, ...] = ()
     """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
     draw is not a mask."""
-    aliased: bool = False
+    reads_filled_tensor: bool = False
     """Whether the model read a mask through the tensor that it filled in place, rather than through the
     return value."""
 

@@ -69,8 +69,8 @@ class Prover:
         """The names of the buffers that the pass changed."""
         self.random = False
         """Whether the model draws random numbers that are not dropout."""
-        self.draws: tuple[bool | None, ...] = ()
-        self.aliased = False
+        self.mask_draws: tuple[bool | None, ...] = ()
+        self.reads_filled_tensor = False
         self.no_effect = False
         """Whether noise had no effect on the output, so the comparison proves nothing."""
 
@@ -120,8 +120,8 @@ class Prover:
                 outputs.append(self.batch.forward())
                 self.buffers = buffers_of(self.batch.model)
                 self.random = self._rng is not None and bool(self._rng.changed_generators())
-            self.sites, self.draws = mode.sites, tuple(mode.draws.values())
-            self.aliased = mode.aliased
+            self.sites, self.mask_draws = mode.sites, tuple(mode.mask_draws.values())
+            self.reads_filled_tensor = mode.reads_filled_tensor
         self.output = outputs[-1]
         self.changed_buffers = changed(self.before, self.buffers)
         for a, b in zip(
@@ -223,8 +223,8 @@ class Prover:
                 for s, major in zip(self.sites, majors, strict=True)
             ),
             midpoints=False,
-            draws=self.draws,
-            aliased=self.aliased,
+            mask_draws=self.mask_draws,
+            reads_filled_tensor=self.reads_filled_tensor,
         )
 
     def _candidate(self, reference: Reference, dim: int, late: bool, time_major: bool) -> Plan:

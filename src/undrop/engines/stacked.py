@@ -23,7 +23,7 @@ from undrop.engines.plan import NotStackable, Plan, PlanChanged
 from undrop.intercept import SITE_RULES, Interception, Rule, Site, call
 from undrop.intercept.checkpointing import Region, enclosing_function
 from undrop.intercept.interception import outside_depth
-from undrop.intercept.random_values import MaskDraw
+from undrop.intercept.random_values import MaskOrigin
 from undrop.intercept.recurrent import RECURRENT, RecurrentCall, parse_call, portable, run_layers
 
 _METADATA = frozenset(("__get__", "__len__", "size", "dim", "numel"))
@@ -41,21 +41,21 @@ class StackedPass(Interception):
         TorchFunctionMode.__init__(self)
         self.plan, self.rows, self.noise = plan, rows, noise
         self.index = 0
-        self.idle = False
+        self.has_idle_dropout = False
         self.trail = 0
         self.stacked = not plan.late
         self._model = model
         self._rules = stacked_rules(plan.midpoints)
-        self.gradients = torch.is_grad_enabled()
+        self.grad_enabled = torch.is_grad_enabled()
         self.draw_index = 0
         self._compiled = torch.compiler.is_compiling()
         if not self._compiled:
             self._depth = outside_depth.value
-            self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
+            self._prepared_regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> StackedPass:
         """Start to intercept."""
-        self.entered += 1
+        self.open_blocks += 1
         if any(s.site.kind == "module-drop" for s in self.plan.sites):
             self.track_modules()
         TorchFunctionMode.__enter__(self)
@@ -68,8 +68,8 @@ class StackedPass(Interception):
         rule = self._rules.get(func)
         if not self._compiled and getattr(func, "__name__", "") not in _METADATA:
             self.trail = hash((self.trail, func))
-        if types or self._aliases:
-            found = self.on_random_values(func, types, args, kwargs or {})
+        if types or self._filled_tensors:
+            found = self.handle_random_values(func, types, args, kwargs or {})
             if found is not NotImplemented:
                 return found
         if types and BlockTensor in types and func not in RECURRENT:
@@ -85,7 +85,7 @@ class StackedPass(Interception):
                 return func(*args, **(kwargs or {}))
             if torch.is_grad_enabled() or func in SITE_RULES:
                 self.prepare_recomputation()
-            elif self.gradients and enclosing_function() is not None:
+            elif self.grad_enabled and enclosing_function() is not None:
                 return func(*args, **(kwargs or {}))  # an autograd function has its own backward
         return rule(self, *args, **(kwargs or {}))
 
@@ -94,31 +94,31 @@ class StackedPass(Interception):
         types = (BlockTensor,) if has_blocks((*args, *kwargs.values())) else ()
         return self.__torch_function__(func, types, args, kwargs)
 
-    def next_draw(self) -> str | None:
+    def next_draw_key(self) -> str | None:
         """Return the key of the next random draw, its number in the plan; None if it is not a mask."""
         index = self.draw_index
         self.draw_index += 1
-        if index >= len(self.plan.draws):
+        if index >= len(self.plan.mask_draws):
             raise PlanChanged
-        return None if self.plan.draws[index] is None else str(index)
+        return None if self.plan.mask_draws[index] is None else str(index)
 
-    def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
+    def rule_out(self, key: str, draw: MaskOrigin | None = None) -> None:
         """Raise ``PlanChanged``, because the draw was a mask in the plain pass."""
         raise PlanChanged
 
     def drops_at_one(self, key: str, default: bool) -> bool:
         """Return whether a mask drops where it is 1, as the plan says."""
-        return bool(self.plan.draws[int(key)])
+        return bool(self.plan.mask_draws[int(key)])
 
     def is_module_drop(self, key: str) -> bool:
         """Return whether a random branch blends the enclosing module, as the plan says."""
         return self.site().kind == "module-drop"
 
-    def position(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
         """Return how many sites and draws the pass has reached."""
         return self.index, self.draw_index
 
-    def note_mask(self, key: str, draw: MaskDraw) -> None:
+    def record_mask(self, key: str, draw: MaskOrigin) -> None:
         """Do nothing: only the plain pass records masks."""
 
     def site_options(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
@@ -129,10 +129,10 @@ class StackedPass(Interception):
         """Return p as a number; read it from the plan where reading a tensor is slow or not possible."""
         if not isinstance(p, Tensor) or (p.device.type == "cpu" and not self._compiled):
             return super().as_probability(p)
-        if self.draw_index >= len(self.plan.draws) or self.index >= len(self.plan.sites):
+        if self.draw_index >= len(self.plan.mask_draws) or self.index >= len(self.plan.sites):
             return None
         drop = self.plan.sites[self.index].site.p
-        return drop if self.plan.draws[self.draw_index] else 1.0 - drop
+        return drop if self.plan.mask_draws[self.draw_index] else 1.0 - drop
 
     def blockwise(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of block tensors once per block."""
@@ -148,7 +148,7 @@ class StackedPass(Interception):
 
         return make
 
-    def _where(self) -> str:
+    def _location(self) -> str:
         return "the model"
 
     def noisy(self, h: Tensor, p: float, **_: Any) -> Tensor:

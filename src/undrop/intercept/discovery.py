@@ -26,7 +26,7 @@ from undrop.intercept.random_values import NotAMask
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.intercept.site import Site, Sites
 from undrop.intercept.unaccounted import Unaccounted, unaccounted
-from undrop.intercept.wrappers import bare, is_sharded, paths, uncompiled
+from undrop.intercept.wrappers import bare, is_sharded, module_paths, uncompiled
 from undrop.rng_snapshot import RngSnapshot, seed_current
 from undrop.torch_compat import force_eager
 
@@ -102,7 +102,7 @@ def _search(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccount
     if not moved:
         return mode, []
     before.restore()
-    others = unaccounted(paths(model), lambda: _run(model, inputs), moved)
+    others = unaccounted(module_paths(model), lambda: _run(model, inputs), moved)
     _add_hidden_sites(model, inputs, mode)
     return mode, others
 
@@ -137,16 +137,16 @@ def _proven_pass(
     known = known_draws(model)
     while True:
         mode = _run(model, inputs, action)
-        if known.learn(mode.uses or {}, mode.masks):
+        if known.learn(mode.uses or {}, mode.mask_origins):
             continue  # run again, with the p that the uses imply
         try:
-            bad = disproven(model, inputs, mode.masks)
+            bad = disproven(model, inputs, mode.mask_origins)
         except NotAMask:
             continue
         if not bad:
             return mode
         for key in bad:
-            known.rule_out(key, mode.masks[key])
+            known.rule_out(key, mode.mask_origins[key])
 
 
 def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interception:
@@ -162,7 +162,7 @@ def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interc
         except (NotAMask, NeedsGraph):
             continue
         except Exception as error:
-            followed = [key for key, mask in mode.draws.items() if mask is not None]
+            followed = [key for key, mask in mode.mask_draws.items() if mask is not None]
             if isinstance(error, UndropError) or not followed:
                 raise
             # Perhaps code that needs a real tensor got a mask: draw real numbers there.
@@ -173,7 +173,7 @@ def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:
     """Return whether a pass uses dropout with p = 0, and none with p > 0."""
     with preserve_model(model):
         mode = _run(model, inputs)
-    return mode.idle and not mode.sites
+    return mode.has_idle_dropout and not mode.sites
 
 
 def in_training(model: nn.Module) -> bool:

@@ -45,7 +45,9 @@ def _dropout(
 ) -> Tensor:
     training = training if train is None else train
     active = training and p
-    return _noisy(mode, input, p, inplace, "dropout") if active else mode.off(input, training)
+    return (
+        _noisy(mode, input, p, inplace, "dropout") if active else mode.idle_dropout(input, training)
+    )
 
 
 SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
@@ -59,7 +61,7 @@ def _native_dropout(
 ) -> tuple[Tensor, Any]:
     """Treated as a mask made by hand, because the caller also gets the mask and may use it."""
     if train is False or not p:
-        return mode.off(input, train), torch.ones_like(input, dtype=torch.bool)
+        return mode.idle_dropout(input, train), torch.ones_like(input, dtype=torch.bool)
     keep = mode.bernoulli(
         lambda k: torch.full_like(input, k, requires_grad=False),
         lambda: torch.rand_like(input) >= p,
@@ -89,7 +91,7 @@ def _feature_dropout(
     """
     training = training if train is None else train
     if not training or not p:
-        return mode.off(input, training)
+        return mode.idle_dropout(input, training)
     shared = tuple(range(1 if input.dim() == unbatched else 2, input.dim()))
     return _noisy(mode, input, p, inplace, kind, mask="per feature map", shared=shared)
 
@@ -110,7 +112,7 @@ def _structured_dropout(
     mode: Interception, h: Tensor, p: float, *, training: bool = True, **structure: Any
 ) -> Tensor:
     if not training or not p:
-        return mode.off(h, training)
+        return mode.idle_dropout(h, training)
     return _copy_if_same(mode.noisy(h, p, **{"kind": "dropout", **structure}), h)
 
 
@@ -291,7 +293,7 @@ def _declared(
             rate = p
         h = values[names[h_index]]
         if not training or not rate:
-            return mode.off(h, training)
+            return mode.idle_dropout(h, training)
         return _copy_if_same(
             mode.noisy(h, float(rate), label=None if h_index else how["kind"], **how), h
         )

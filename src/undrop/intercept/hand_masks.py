@@ -17,7 +17,7 @@ from undrop.intercept.branches import Blend, EnclosingBlend, ModuleTracker
 from undrop.intercept.mask_functions import META
 from undrop.intercept.random_values import (
     Mask,
-    MaskDraw,
+    MaskOrigin,
     RandomValue,
     Uniform,
     leaves_of,
@@ -41,17 +41,17 @@ class KnownDraws:
     tried_reversed: set[str] = field(default_factory=set)
     """Branches for which a pass has tried the less probable value of the condition."""
 
-    def learn(self, uses: Mapping[str, set[bool]], masks: Mapping[str, MaskDraw]) -> bool:
+    def learn(self, uses: Mapping[str, set[bool]], masks: Mapping[str, MaskOrigin]) -> bool:
         """Store which value of each mask drops; return whether the pass assumed a wrong one."""
         wrong = False
         for key, right in uses.items():
             if len(right) == 1 and key not in self.drops_at_one:
                 (is_right,) = right
-                self.drops_at_one[key] = masks[key].flipped == is_right
+                self.drops_at_one[key] = masks[key].drops_at_one == is_right
                 wrong = wrong or not is_right
         return wrong
 
-    def rule_out(self, key: str, draw: MaskDraw | None = None) -> None:
+    def rule_out(self, key: str, draw: MaskOrigin | None = None) -> None:
         """Store that a draw did not work as a mask.
 
         For a branch, the next pass tries the other value of the condition, and the pass after that
@@ -61,7 +61,7 @@ class KnownDraws:
             self.not_masks.add(key)
         elif key not in self.tried_reversed:
             self.tried_reversed.add(key)
-            self.drops_at_one[key] = not draw.flipped
+            self.drops_at_one[key] = not draw.drops_at_one
         else:
             self.drops_at_one.pop(key)
             self.module_drops.add(key)
@@ -101,33 +101,33 @@ KINDS = {
 class HandMasks:
     """The part of :class:`Interception` that follows random values from their draw to their use."""
 
-    gradients: bool
+    grad_enabled: bool
     """Whether the pass has gradients."""
     forced_draws: ForcedDraws | None = None
-    aliased = False
+    reads_filled_tensor = False
     """Whether the model read a mask through the tensor that it filled in place, rather than through the
     return value."""
-    _aliases: dict[int, tuple[TensorWeakRef, RandomValue]] | None = None
+    _filled_tensors: dict[int, tuple[TensorWeakRef, RandomValue]] | None = None
     _branched: frozenset[str] = frozenset()
     _replay: Replay | None = None
     _tracker: ModuleTracker | None = None
     uses: dict[str, set[bool]] | None = None
     """For each mask, whether its uses agree with the value that is assumed to drop; None if the pass
     does not record it."""
-    entered = 0
+    open_blocks = 0
     """How many ``with`` blocks of this interception are open: some rules open another one."""
     functions = 0
     """How many functions the model has called."""
 
     sites: list[Site]
-    draws: dict[str, bool | None]
+    mask_draws: dict[str, bool | None]
     """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
     draw is not a mask."""
-    masks: dict[str, MaskDraw]
+    mask_origins: dict[str, MaskOrigin]
     """How draws became masks, by key."""
     batch: int | None = None
     """The number of examples, if it is known; :func:`mask_structure` needs it."""
-    _names: dict[int, str]
+    _module_paths: dict[int, str]
     _calls: Counter[str]
     _known: KnownDraws
     dispatch: Callable[..., Any]
@@ -141,14 +141,14 @@ class HandMasks:
         count = self._calls[name]
         return name if count == 1 else f"{name}#{count}"
 
-    def next_draw(self) -> str | None:
+    def next_draw_key(self) -> str | None:
         """Return the key of the current random draw; None if it is known not to be a mask."""
-        key = self.numbered(f"{running_path(self._names)}.random".lstrip("."))
+        key = self.numbered(f"{running_path(self._module_paths)}.random".lstrip("."))
         mask = key not in self._known.not_masks
-        self.draws[key] = False if mask else None
+        self.mask_draws[key] = False if mask else None
         return key if mask else None
 
-    def not_a_mask(self, key: str, draw: MaskDraw | None = None) -> None:
+    def rule_out(self, key: str, draw: MaskOrigin | None = None) -> None:
         """Store that a draw did not work as a mask; see :meth:`KnownDraws.rule_out`."""
         self._known.rule_out(key, draw)
 
@@ -157,20 +157,20 @@ class HandMasks:
 
         If its uses do not show it, this is ``default``: whether 1 is its less probable value.
         """
-        self.draws[key] = self._known.drops_at_one.get(key, default)
-        return bool(self.draws[key])
+        self.mask_draws[key] = self._known.drops_at_one.get(key, default)
+        return bool(self.mask_draws[key])
 
     def is_module_drop(self, key: str) -> bool:
         """Return whether a random branch blends two outputs of the enclosing module."""
         return key in self._known.module_drops
 
-    def position(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
         """Return how many sites and draws the pass has seen so far."""
-        return len(self.sites), len(self.draws)
+        return len(self.sites), len(self.mask_draws)
 
-    def note_mask(self, key: str, draw: MaskDraw) -> None:
+    def record_mask(self, key: str, draw: MaskOrigin) -> None:
         """Store how a draw became a mask."""
-        self.masks[key] = draw._replace(site=self.sites[-1].name)
+        self.mask_origins[key] = draw._replace(site=self.sites[-1].name)
 
     def as_probability(self, p: Any) -> float | None:
         """Return p as a number; None if it is a tensor with several values."""
@@ -195,7 +195,7 @@ class HandMasks:
                 kind = next((k for k, words in KINDS.items() if plain.endswith(words)), None)
                 if kind is not None:
                     return kind
-            if isinstance(owner, nn.Module) and id(owner) in self._names:
+            if isinstance(owner, nn.Module) and id(owner) in self._module_paths:
                 break
         return "mask"
 
@@ -227,7 +227,7 @@ class HandMasks:
         if self._replay is not None and not self._replay.begun:
             self._replay.begun = True
             return self._replay.key, None
-        key = self.next_draw()
+        key = self.next_draw_key()
         return key, None if key is None or self.forced_draws is None else self.forced_draws(
             key, fill
         )
@@ -264,17 +264,17 @@ class HandMasks:
         moved: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Mask:
         """Return the mask that is 1 with probability ``probability``, a site with h = keep·ones."""
-        flipped = self.drops_at_one(key, probability < 0.5 or (probability == 0.5 and below))
-        draw = MaskDraw(threshold, below, flipped)
-        p = round(probability if flipped else 1.0 - probability, 12)
+        drops_at_one = self.drops_at_one(key, probability < 0.5 or (probability == 0.5 and below))
+        draw = MaskOrigin(threshold, below, drops_at_one)
+        p = round(probability if drops_at_one else 1.0 - probability, 12)
 
         def make(kind: str | None) -> Tensor:
             h = fill(1.0 - p)
             with self.enable_grad():
                 soft = self.noisy(h, p, **self.site_options(h.shape, kind))
                 made = draw._replace(single=h.numel() == 1, branch=kind is not None)
-                self.note_mask(key, made)
-                return moved(self.dispatch(torch.rsub, soft, 1.0) if flipped else soft)
+                self.record_mask(key, made)
+                return moved(self.dispatch(torch.rsub, soft, 1.0) if drops_at_one else soft)
 
         like = moved(fill(0.0)) if dtype == torch.bool else None
         mask = Mask(self, key, make, dtype, draw, like=like)  # type: ignore[arg-type]
@@ -284,26 +284,26 @@ class HandMasks:
 
     def enable_grad(self) -> AbstractContextManager[Any]:
         """Enable gradients if the pass has them: models often make masks under ``no_grad``."""
-        return torch.set_grad_enabled(self.gradients or torch.is_grad_enabled())
+        return torch.set_grad_enabled(self.grad_enabled or torch.is_grad_enabled())
 
     def _alias(self, target: Tensor, value: RandomValue) -> RandomValue:
         """Use ``value`` wherever the model uses ``target``, the tensor that it filled in place."""
         if not torch.compiler.is_compiling():
-            known = self._aliases or {}
-            self._aliases = {k: v for k, v in known.items() if v[0]() is not None}
-            self._aliases[id(target)] = (TensorWeakRef(target), value)
+            known = self._filled_tensors or {}
+            self._filled_tensors = {k: v for k, v in known.items() if v[0]() is not None}
+            self._filled_tensors[id(target)] = (TensorWeakRef(target), value)
         return value
 
     def forget(self, target: Tensor) -> None:
         """Treat a tensor that was filled in place as an ordinary one from now on."""
-        if self._aliases is not None:
-            self._aliases.pop(id(target), None)
+        if self._filled_tensors is not None:
+            self._filled_tensors.pop(id(target), None)
 
     def with_random_values(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Replace tensors that were filled in place by their random values; None if there are none."""
-        aliases = self._aliases
+        aliases = self._filled_tensors
         if aliases is None or func in META:
             return None
 
@@ -313,7 +313,7 @@ class HandMasks:
 
         if not any(look(x) is not x for x in leaves_of((args, kwargs))):
             return None
-        self.aliased = True
+        self.reads_filled_tensor = True
         return map_leaves(args, look), map_leaves(kwargs, look)
 
     def track_modules(self) -> ModuleTracker:
@@ -347,13 +347,13 @@ class HandMasks:
         Raises:
             NotAMask: if that part has its own sites or draws.
         """
-        before = self.position()
+        before = self.progress()
         self._replay = replay = Replay(mask.key)
         try:
             output = run()
         finally:
             self._replay = None
-        if not replay.begun or self.position() != before:
+        if not replay.begun or self.progress() != before:
             raise mask.refuse("a branch around other random numbers", branch=True)
         return output
 

@@ -27,7 +27,7 @@ from undrop.intercept.mask_functions import evaluate
 from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
-from undrop.intercept.wrappers import paths, running_module, running_path
+from undrop.intercept.wrappers import module_paths, running_module, running_path
 from undrop.noise import mask_shape
 from undrop.registry import Registry
 
@@ -94,25 +94,25 @@ class Interception(HandMasks, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         self.action = action
         self.sites = []
-        self.idle = False
+        self.has_idle_dropout = False
         """Whether the pass has used a dropout with p = 0."""
         self.trail = 0
         """A hash of all functions that the pass has called, in order."""
         self._rules = {**SITE_RULES, **(rules or {})}
         self._extra_rules = rules
         self._model = model
-        self._names = paths(model)
+        self._module_paths = module_paths(model)
         self._calls = Counter()
-        self.gradients = torch.is_grad_enabled()
-        self.draws, self.masks = {}, {}
+        self.grad_enabled = torch.is_grad_enabled()
+        self.mask_draws, self.mask_origins = {}, {}
         self.forced_draws = forced_draws
         self._known = known_draws(model)
-        self._bound: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._prepared_regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> Interception:
         """Start to intercept, except in ``outside_interception`` blocks."""
         self._depth = outside_depth.value
-        self.entered += 1
+        self.open_blocks += 1
         if self._known.module_drops:
             self.track_modules()
         super().__enter__()
@@ -125,8 +125,8 @@ class Interception(HandMasks, TorchFunctionMode):
         rule = self._rules.get(func)
         self.trail = hash((self.trail, func))
         self.functions += 1
-        if types or self._aliases:
-            found = self.on_random_values(func, types, args, kwargs or {})
+        if types or self._filled_tensors:
+            found = self.handle_random_values(func, types, args, kwargs or {})
             if found is not NotImplemented:
                 return found
         if func is _COND_FUNCTION:
@@ -136,7 +136,7 @@ class Interception(HandMasks, TorchFunctionMode):
         self.prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
 
-    def on_random_values(
+    def handle_random_values(
         self,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -152,8 +152,8 @@ class Interception(HandMasks, TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         """Stop intercepting."""
         super().__exit__(*error)
-        self.entered -= 1
-        if self._tracker is not None and not self.entered:
+        self.open_blocks -= 1
+        if self._tracker is not None and not self.open_blocks:
             self._tracker.remove()
             if error[0] is None:
                 self._tracker.check(end=True)
@@ -166,22 +166,22 @@ class Interception(HandMasks, TorchFunctionMode):
     def prepare_recomputation(self) -> None:
         """Give checkpointed regions the same noise in the backward pass, or raise an error."""
         if not torch.is_grad_enabled():
-            function = enclosing_function() if self.gradients else None
+            function = enclosing_function() if self.grad_enabled else None
             if function is not None:
                 raise RecomputationError(
-                    f"{self._where()} runs inside the autograd function {function}, whose backward "
+                    f"{self._location()} runs inside the autograd function {function}, whose backward "
                     "can't see the same noise: pass use_reentrant=False to activation checkpointing, or "
                     "use engine='antithetic' for a function of your own."
                 )
             return
         for region in regions():
-            if region not in self._bound:
+            if region not in self._prepared_regions:
                 self._bind(region)
 
     def _bind(self, region: Region) -> None:
         if forward._current_level >= 0:
             raise RecomputationError(
-                f"{self._where()} is under activation checkpointing, whose second run has no forward "
+                f"{self._location()} is under activation checkpointing, whose second run has no forward "
                 "mode: use engine='antithetic'."
             )
         again, run = self._continuation(), region.recompute_fn
@@ -194,7 +194,7 @@ class Interception(HandMasks, TorchFunctionMode):
                 run(*args)
 
         region.recompute_fn = run_again
-        self._bound.add(region)
+        self._prepared_regions.add(region)
 
     def _continuation(self) -> Callable[[], Interception]:
         """Return a function that creates an interception which continues from this point of the pass."""
@@ -207,13 +207,13 @@ class Interception(HandMasks, TorchFunctionMode):
 
         return make
 
-    def _where(self) -> str:
-        path = running_path(self._names)
+    def _location(self) -> str:
+        path = running_path(self._module_paths)
         return repr(path) if path else "the model"
 
-    def off(self, h: H, training: bool | None) -> H:
+    def idle_dropout(self, h: H, training: bool | None) -> H:
         """Return h at a dropout that does not drop: in eval mode, or with p = 0."""
-        self.idle = self.idle or training is not False
+        self.has_idle_dropout = self.has_idle_dropout or training is not False
         return h
 
     def noisy(self, h: Tensor, p: float, **how: Any) -> Tensor:
@@ -239,11 +239,11 @@ class Interception(HandMasks, TorchFunctionMode):
 
     def _name(self, kind: str, label: str | None) -> tuple[str, str]:
         """Return the name and kind of the running module's site; a dropout module needs no label."""
-        module = running_module(self._names)
+        module = running_module(self._module_paths)
         named = kind in KINDS and type(module).__name__.lower().endswith(KINDS[kind])
         if named or isinstance(module, nn.modules.dropout._DropoutNd):
             label = None
         elif isinstance(module, nn.MultiheadAttention) and kind == "dropout":
             label = kind = "attention"
-        path = running_path(self._names)
+        path = running_path(self._module_paths)
         return self.numbered(".".join(part for part in (path, label) if part) or kind), kind

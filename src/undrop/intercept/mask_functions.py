@@ -140,7 +140,7 @@ def _latest(x: Any) -> Any:
 
 
 def _drawn(x: Any) -> Any:
-    return x.real() if isinstance(x, Uniform) else x
+    return x.materialize() if isinstance(x, Uniform) else x
 
 
 def _of_uniform(u: Uniform, call: _Call) -> Any:
@@ -204,7 +204,7 @@ def _floored(u: Uniform) -> Any:
 
 def _mask(u: Uniform, probability: float, threshold: float, below: bool, dtype: torch.dtype) -> Any:
     if not 0.0 < probability < 1.0:
-        u.mode.off(None, True)
+        u.mode.idle_dropout(None, True)
         return u.moved(u.fill(probability)).to(dtype)
     return u.mode.mask(
         u.key, u.fill, probability, dtype=dtype, threshold=threshold, below=below, moved=u.moved

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from undrop.intercept.interception import Interception
 from undrop.intercept.model_call import call, tensors_in
-from undrop.intercept.random_values import MaskDraw
+from undrop.intercept.random_values import MaskOrigin
 from undrop.intercept.site import Site
 from undrop.rng_snapshot import RngSnapshot
 
 
-def disproven(model: nn.Module, inputs: Any, masks: Mapping[str, MaskDraw]) -> set[str]:
+def disproven(model: nn.Module, inputs: Any, masks: Mapping[str, MaskOrigin]) -> set[str]:
     """Return the draws, by key, that are not masks after all.
 
     The model is in train mode, and ``masks`` says how each draw became a mask in a pass without noise.
@@ -78,7 +78,7 @@ class _Numbers:
     Of the masks with a single value, those in ``dropped`` drop and the others keep.
     """
 
-    def __init__(self, masks: Mapping[str, MaskDraw], dropped: set[str]) -> None:
+    def __init__(self, masks: Mapping[str, MaskOrigin], dropped: set[str]) -> None:
         self._masks, self._dropped = masks, dropped
         self._keys = {draw.site: key for key, draw in masks.items()}
         self._drawn: dict[str, Tensor] = {}
@@ -91,7 +91,7 @@ class _Numbers:
         if key not in self._drawn:
             draw = self._masks[key]
             self._drawn[key] = (
-                torch.full(shape, draw.flipped == (key in self._dropped))
+                torch.full(shape, draw.drops_at_one == (key in self._dropped))
                 if draw.single
                 else torch.rand(shape, generator=self._generator) < 0.5
             )
@@ -113,4 +113,4 @@ class _Numbers:
         if key not in self.at_sites:
             return h
         ones = self._ones(key, h.shape).to(h.device)
-        return (ones != self._masks[key].flipped).to(h.dtype)
+        return (ones != self._masks[key].drops_at_one).to(h.dtype)

@@ -113,12 +113,12 @@ def call(model: nn.Module, inputs: Any) -> Any:
     """Return what the model returns for these inputs."""
     if torch.compiler.is_compiling():
         return _call(model, inputs)  # the caller of the compiled code meets the model's needs
-    with meet_needs(model, inputs) as usable:
+    with call_context(model, inputs) as usable:
         return _call(model, usable)
 
 
 @contextmanager
-def meet_needs(model: nn.Module, inputs: Any) -> Iterator[Any]:
+def call_context(model: nn.Module, inputs: Any) -> Iterator[Any]:
     """Yield inputs that the model may change, in a context with gradients if it needs them."""
     needs = _needs.get(model)
     if needs is None:

@@ -25,13 +25,13 @@ Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function that moves entries or casts them, with its further arguments."""
 
 
-class MaskDraw(NamedTuple):
+class MaskOrigin(NamedTuple):
     """How a draw became a mask: it is 1 where U is below (or above) the threshold."""
 
     threshold: float | None
     """None for a draw that is 0 or 1 by itself."""
     below: bool
-    flipped: bool
+    drops_at_one: bool
     """Whether the mask drops where it is 1: then the site is 1 - mask."""
     single: bool = False
     """Whether it is one value for the whole batch."""
@@ -64,7 +64,7 @@ class RandomValue:
     ) -> Any:
         """Evaluate a function that is called while the interception is off, as inside a rule."""
         owner = next(x for x in leaves_of((args, kwargs or {})) if isinstance(x, RandomValue))
-        return owner.mode.on_random_values(func, types, args, kwargs or {})
+        return owner.mode.handle_random_values(func, types, args, kwargs or {})
 
     def like(self) -> Tensor:
         """Return a tensor of the same shape, type and device."""
@@ -129,7 +129,7 @@ class Uniform(RandomValue):
             x = self.mode.dispatch(function, x, *args, **kwargs)
         return x
 
-    def real(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Draw the numbers. After that, this is an ordinary tensor and not a site."""
         if self.drawn is None:
             drawn = self.draw() * self.scale + self.shift
@@ -174,7 +174,7 @@ class Mask(RandomValue):
         key: str,
         make: Callable[[str | None], Tensor],
         dtype: torch.dtype,
-        draw: MaskDraw,
+        draw: MaskOrigin,
         *,
         binary: bool = True,
         like: Tensor | None = None,
@@ -184,7 +184,7 @@ class Mask(RandomValue):
         self.make: Callable[[str | None], Tensor] | None = make
         self.dtype = dtype
         self.draw, self.binary = draw, binary
-        self.keeps = not draw.flipped
+        self.keeps = not draw.drops_at_one
         """Whether the mask is 1 where the site keeps h."""
         self.large = False
         """Whether it is multiplied by a large number, like a mask that is added to scores."""
@@ -231,7 +231,7 @@ class Mask(RandomValue):
 
     def refuse(self, use: str, branch: bool = False) -> NotAMask:
         """Return the error for a use that undrop can't follow; the draw may stop being a mask."""
-        self.mode.not_a_mask(self.key, self.draw._replace(branch=branch))
+        self.mode.rule_out(self.key, self.draw._replace(branch=branch))
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't replace it by "
             "noise, so it is no longer a site: call again."

@@ -55,12 +55,12 @@ def unaccounted(
     """
     found: list[Unaccounted] = []
     ops = RandomOps(names)
-    with python_draws(names, found), ops:
+    with record_python_draws(names, found), ops:
         run()
-    found = [*ops.found, *found]
-    if "torch" in moved and not ops.found:
+    found = [*ops.unaccounted, *found]
+    if "torch" in moved and not ops.unaccounted:
         found.append(Unaccounted("", "torch's generator, by an unknown kernel", "", 1))
-    if "model" in moved and not ops.found:
+    if "model" in moved and not ops.unaccounted:
         found.append(Unaccounted("", "a generator that the model holds", "", 1))
     return found
 
@@ -70,7 +70,7 @@ class RandomOps(TorchDispatchMode):
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
-        self._names = names
+        self._module_paths = names
         self._calls: Counter[tuple[str, str, str]] = Counter()
 
     @classmethod
@@ -84,11 +84,11 @@ class RandomOps(TorchDispatchMode):
         """Record the operation if it draws, and run it."""
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
             name = func.overloadpacket.__name__
-            self._calls[(running_path(self._names), name, _where())] += 1
+            self._calls[(running_path(self._module_paths), name, _where())] += 1
         return func(*args, **(kwargs or {}))
 
     @property
-    def found(self) -> list[Unaccounted]:
+    def unaccounted(self) -> list[Unaccounted]:
         """The recorded operations, in the order of their first calls."""
         return [Unaccounted(*key, calls) for key, calls in self._calls.items()]
 
@@ -126,7 +126,7 @@ _STATES: dict[str, Callable[[], Any]] = {
 
 
 @contextmanager
-def python_draws(names: dict[int, str], found: list[Unaccounted]) -> Iterator[None]:
+def record_python_draws(names: dict[int, str], found: list[Unaccounted]) -> Iterator[None]:
     """Add to ``found`` what a pass draws from Python's and NumPy's generators, by innermost module."""
     stack: list[nn.Module] = []
     last = {source: state() for source, state in _STATES.items()}

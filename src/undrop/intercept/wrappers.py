@@ -76,7 +76,7 @@ def _is_compiled(function: object) -> bool:
     return marked and not getattr(function, "_torchdynamo_disable", False)
 
 
-def paths(model: nn.Module) -> dict[int, str]:
+def module_paths(model: nn.Module) -> dict[int, str]:
     """The path of every module by its id, without the names that wrappers add."""
     return {id(module): _without_wrappers(name) for name, module in bare(model).named_modules()}
 

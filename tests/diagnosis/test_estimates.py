@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from undrop.diagnosis.measure.estimates import Estimate, Samples, percent, ratio_of, t95
+from undrop.diagnosis.measure.estimates import Estimate, Samples, percent, ratio_of_independent, t95
 
 
 @pytest.mark.parametrize("freedom", [1, 1.7, 2, 3, 5.5, 10, 30, 100, 1000, 1e6])
@@ -44,6 +44,16 @@ def test_samples_that_are_equal_by_chance_say_nothing_about_the_error():
     assert samples_of([[1.0, 2.0]]).ratio(lambda x: x, lambda x: x).stderr == 0.0
 
 
+def test_a_ratio_that_is_the_same_for_every_mask_is_exact():
+    """Rounding must not turn the share of a model's only site into "100 % ± 2.7e-16 %"."""
+    generator = np.random.default_rng(0)
+    for batches in (1, 3):
+        values = generator.normal(0.02, 0.005, size=(batches, 5)).tolist()
+        found = samples_of(values).ratio(lambda x: x, lambda x: 3 * x)
+        assert found == pytest.approx((1 / 3, 0.0, 1 / 3, 1 / 3), rel=1e-12)
+        assert percent(found) == "33.3 %"
+
+
 def test_a_figure_that_some_samples_lack_uses_the_others():
     samples = samples_of([[{"a": 1.0, "b": 1.0}, {"a": 3.0}]])
     assert samples.mean(lambda s: s["a"]).value == 2.0
@@ -68,7 +78,7 @@ def test_fiellers_interval_is_unbounded_if_the_denominator_may_be_zero():
     found = samples_of([rows]).ratio(lambda s: s[0], lambda s: s[1])
     assert (found.low, found.high) == (-math.inf, math.inf)
     assert percent(found) == "–"
-    assert ratio_of(Estimate.of(1.0, 0.1), Estimate.of(0.1, 0.1)).high == math.inf
+    assert ratio_of_independent(Estimate.of(1.0, 0.1), Estimate.of(0.1, 0.1)).high == math.inf
 
 
 def test_fiellers_interval_equals_its_formula():

@@ -1,11 +1,11 @@
 """Figures with standard errors and 95 % intervals, from samples over masks within batches.
 
-A figure is a mean over batches (weighted by their terms) of means over masks. Its variance is
-estimated in two ways: from the spread of the batches' means, which contains the noise of the masks as
-well, and from the spread of the masks within each batch. Each way gives an interval with Student's t
-for its own degrees of freedom. The wider interval is used, because with few batches the first can be
-small by chance. The interval of a ratio is Fieller's, which is valid even if the denominator is
-uncertain.
+A figure is a mean over batches of means over masks; the number of terms in a batch's loss is the weight
+of the batch. The variance of a figure is estimated in two ways: from the spread of the batches' means,
+which also contains the noise of the masks, and from the spread of the masks within each batch. Each
+variance gives an interval by Student's t, with its degrees of freedom. The wider interval is used,
+because with few batches the first one can be narrow by chance. The interval of a ratio is Fieller's,
+which is valid even if the denominator is uncertain.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from numpy.typing import NDArray
 
 S = TypeVar("S")
 
+_ROUNDING = 1e-7  # relative error of a standard error that is 0 but for rounding
+
 
 @cache
 def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The nodes and weights of Gauss-Legendre quadrature on [-1, 1]."""
+    """Return the nodes and weights of Gauss-Legendre quadrature on [-1, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(200)
     return nodes, weights
 
 
 @lru_cache(maxsize=4096)
 def t95(freedom: float) -> float:
-    """Student's t with P(|T| ≤ t) = 0.95, by bisection; 1.96 for infinitely many degrees of freedom.
+    """Return the t with P(|T| ≤ t) = 0.95 for Student's T, by bisection.
 
-    With T = √n·tan φ the probability is ∫ cosⁿ⁻¹φ dφ up to arctan(t/√n), divided by the same integral
-    up to π/2.
+    With n degrees of freedom and T = √n·tan φ, the probability is ∫ cosⁿ⁻¹φ dφ from 0 to arctan(t/√n),
+    divided by the same integral from 0 to π/2. As n → ∞, t approaches 1.96.
     """
     if freedom > 1e5:
         return 1.959963985
@@ -46,11 +48,14 @@ def t95(freedom: float) -> float:
         return float(0.5 * end * (weights @ np.cos(angles) ** (freedom - 1.0)))
 
     logs = math.lgamma(0.5 * freedom) - math.lgamma(0.5 * (freedom + 1.0))
-    whole = 0.5 * math.sqrt(math.pi) * math.exp(logs)
+    integral_to_half_pi = 0.5 * math.sqrt(math.pi) * math.exp(logs)
     low, high = 0.0, 0.5 * math.pi
     for _ in range(60):
         midpoint = 0.5 * (low + high)
-        low, high = (midpoint, high) if integral(midpoint) < 0.95 * whole else (low, midpoint)
+        if integral(midpoint) < 0.95 * integral_to_half_pi:
+            low = midpoint
+        else:
+            high = midpoint
     return math.sqrt(freedom) * math.tan(0.5 * (low + high))
 
 
@@ -59,7 +64,7 @@ class Estimate(NamedTuple):
 
     value: float
     stderr: float | None
-    """One standard error; 0 for an exact figure, None if the samples do not determine it."""
+    """One standard error; 0 if the figure is exact, None if the samples can't determine the error."""
     low: float = -math.inf
     """The lower end of the 95 % interval; -∞ if the error is unknown."""
     high: float = math.inf
@@ -67,7 +72,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, value: float, stderr: float | None, freedom: float = math.inf) -> Estimate:
-        """The estimate with Student's interval for ``freedom`` degrees of freedom."""
+        """Return an estimate with Student's interval for ``freedom`` degrees of freedom."""
         if stderr is None or math.isnan(stderr):
             return cls(value, None)
         half = t95(freedom) * stderr if stderr else 0.0
@@ -75,16 +80,16 @@ class Estimate(NamedTuple):
 
     @property
     def includes_zero(self) -> bool:
-        """Whether 0 lies in the interval, so not even the sign is known."""
+        """Whether 0 lies in the interval: then even the sign is unknown."""
         return not (self.low > 0.0 or self.high < 0.0)
 
     @property
     def z(self) -> float | None:
-        """The value in standard errors; None without an error."""
+        """The value divided by its standard error; None if that is 0 or unknown."""
         return self.value / self.stderr if self.stderr else None
 
     def scaled(self, factor: float) -> Estimate:
-        """The estimate times a number."""
+        """Return the estimate times a number."""
         low, high = sorted((factor * self.low, factor * self.high)) if factor else (0.0, 0.0)
         error = None if self.stderr is None else abs(factor) * self.stderr
         return Estimate(factor * self.value, error, low, high)
@@ -108,7 +113,7 @@ class Estimate(NamedTuple):
 def percent(share: Estimate, *, interval: bool = False) -> str:
     """Return a share as text, with its standard error or its interval.
 
-    The text is a dash if the share is NaN or its interval is unbounded.
+    If the share is NaN or its interval is unbounded, the text is a dash.
     """
     if math.isnan(share.value):
         return "–"
@@ -127,125 +132,135 @@ def percent(share: Estimate, *, interval: bool = False) -> str:
 
 def _rounded(value: float, stderr: float) -> str:
     """Round a value to the second digit of its error, so that both have the same number of decimals."""
-    places = 1 - int(f"{stderr:.1e}"[4:]) if math.isfinite(stderr) else 0
-    if not -4 <= places <= 6:
+    decimals = 1 - int(f"{stderr:.1e}"[4:]) if math.isfinite(stderr) else 0
+    if not -4 <= decimals <= 6:
         return f"{value:.3g}" if abs(value) > stderr else f"{value:.2g}"
-    return f"{round(value, places) + 0.0:.{max(places, 0)}f}"  # + 0.0: no minus before zero
+    return f"{round(value, decimals) + 0.0:.{max(decimals, 0)}f}"  # + 0.0 turns -0.0 into 0.0
 
 
 class BatchMoments(NamedTuple):
-    """The number of samples of some figures in one batch, their means and covariances."""
+    """Means and covariances of some figures over the samples of one batch."""
 
     weight: float
     size: int
+    """The number of samples."""
     mean: NDArray[np.float64]
     covariance: NDArray[np.float64]
     """With the divisor size - 1; zero for one sample."""
 
 
-class _Spread(NamedTuple):
-    """One way to estimate the covariance of the weighted means."""
+class _MeanCovariance(NamedTuple):
+    """One estimate of the covariance of the weighted means."""
 
-    covariance: NDArray[np.float64]
+    matrix: NDArray[np.float64]
     freedom: Callable[[NDArray[np.float64]], float]
-    """The degrees of freedom of the variance along given coefficients."""
+    """Returns the degrees of freedom of the variance of Σ coefficient · figure."""
+
+    def stderr(self, coefficients: NDArray[np.float64]) -> float:
+        """Return the standard error of Σ coefficient · figure."""
+        return math.sqrt(max(float(coefficients @ self.matrix @ coefficients), 0.0))
 
 
-def linear(batches: Sequence[BatchMoments], coefficients: Sequence[float]) -> Estimate:
-    """The weighted mean of Σ coefficient · figure; NaN without samples."""
+def linear_combination(batches: Sequence[BatchMoments], coefficients: Sequence[float]) -> Estimate:
+    """Return the weighted mean of Σ coefficient · figure; NaN without samples."""
     if not batches:
         return Estimate(math.nan, None)
     c = np.asarray(coefficients, dtype=float)
-    value = float(c @ _mean(batches))
-    found = [_student(value, spread, c) for spread in _spreads(batches)]
-    error = max((e.stderr or 0.0 for e in found), default=0.0)
-    if not found or (error == 0.0 and value):  # equal by chance, as with few masks and a small p
+    value = float(c @ _weighted_mean(batches))
+    estimates = [Estimate.of(value, v.stderr(c), v.freedom(c)) for v in _mean_covariances(batches)]
+    error = max((e.stderr or 0.0 for e in estimates), default=0.0)
+    # Few masks with a small p can give equal samples by chance, which say nothing about the error.
+    if not estimates or (error == 0.0 and value):
         return Estimate(value, None)
-    return Estimate(value, error, min(e.low for e in found), max(e.high for e in found))
+    return Estimate(value, error, min(e.low for e in estimates), max(e.high for e in estimates))
 
 
-def _student(value: float, spread: _Spread, c: NDArray[np.float64]) -> Estimate:
-    variance = max(float(c @ spread.covariance @ c), 0.0)
-    return Estimate.of(value, math.sqrt(variance), spread.freedom(c))
-
-
-def ratio(batches: Sequence[BatchMoments]) -> Estimate:
-    """The ratio of the means of two figures, with Fieller's interval."""
+def ratio_of_means(batches: Sequence[BatchMoments]) -> Estimate:
+    """Return the ratio of the means of two figures, with Fieller's interval."""
     if not batches:
         return Estimate(math.nan, None)
-    a, b = map(float, _mean(batches))
+    a, b = map(float, _weighted_mean(batches))
     if b == 0.0:
         return Estimate(math.nan, None)
     value = a / b
-    # the delta method: R̂ - R ≈ mean(a - R·b)/b
-    error = linear(batches, (1.0 / b, -value / b)).stderr
-    ends, spreads = [], _spreads(batches)
-    for spread in spreads:
-        t = t95(spread.freedom(np.array([1.0, -value])))
-        (v_aa, v_ab), (_, v_bb) = spread.covariance
-        ends.append(_fieller(a, b, t * t * v_aa, t * t * v_ab, t * t * v_bb))
-    if error is None or not any(s.covariance.any() for s in spreads):
+    covariances = _mean_covariances(batches)
+    if not any(v.matrix.any() for v in covariances):
         return Estimate(value, None)
-    return Estimate(value, error, min(low for low, _ in ends), max(high for _, high in ends))
+    c = np.array([1.0, -value]) / b  # the delta method: the error is about mean(a - value·b)/b
+    error = max(v.stderr(c) for v in covariances)
+    if error <= _ROUNDING * max(float(abs(c) @ np.sqrt(v.matrix.diagonal())) for v in covariances):
+        return Estimate.of(value, 0.0)  # all samples have the same ratio
+    intervals = []
+    for covariance in covariances:
+        t = t95(covariance.freedom(c))
+        (v_aa, v_ab), (_, v_bb) = t * t * covariance.matrix
+        intervals.append(_fieller(a, b, v_aa, v_ab, v_bb))
+    lows, highs = zip(*intervals, strict=True)
+    return Estimate(value, error, min(lows), max(highs))
 
 
-def ratio_of(a: Estimate, b: Estimate) -> Estimate:
-    """The ratio of two independent estimates, with Fieller's interval."""
+def ratio_of_independent(a: Estimate, b: Estimate) -> Estimate:
+    """Return the ratio of two independent estimates, with Fieller's interval."""
     if b.value == 0.0 or math.isnan(b.value):
         return Estimate(math.nan, None)
     value = a.value / b.value
     if a.stderr is None or b.stderr is None:
         return Estimate(value, None)
     error = math.hypot(a.stderr, value * b.stderr) / abs(b.value)
-    halves = [(0.5 * (e.high - e.low)) ** 2 for e in (a, b)]
-    return Estimate(value, error, *_fieller(a.value, b.value, halves[0], 0.0, halves[1]))
+    v_aa, v_bb = ((0.5 * (e.high - e.low)) ** 2 for e in (a, b))
+    return Estimate(value, error, *_fieller(a.value, b.value, v_aa, 0.0, v_bb))
 
 
-def _fieller(a: float, b: float, aa: float, ab: float, bb: float) -> tuple[float, float]:
-    """All R with (a - R·b)² ≤ aa - 2R·ab + R²·bb; unbounded if b may be 0."""
-    square, middle, constant = b * b - bb, a * b - ab, a * a - aa
+def _fieller(a: float, b: float, v_aa: float, v_ab: float, v_bb: float) -> tuple[float, float]:
+    """Return the interval of all R with (a - R·b)² ≤ v_aa - 2R·v_ab + R²·v_bb.
+
+    The v are t² times the variances and the covariance. If b may be 0, the interval is unbounded.
+    """
+    square, middle, constant = b * b - v_bb, a * b - v_ab, a * a - v_aa
     if not square > 0.0:
         return -math.inf, math.inf
     root = math.sqrt(max(middle * middle - square * constant, 0.0))
     return (middle - root) / square, (middle + root) / square
 
 
-def _weights(batches: Sequence[BatchMoments]) -> NDArray[np.float64]:
+def _normalized_weights(batches: Sequence[BatchMoments]) -> NDArray[np.float64]:
     weights = np.array([batch.weight for batch in batches])
     return np.asarray(weights / weights.sum())
 
 
-def _mean(batches: Sequence[BatchMoments]) -> NDArray[np.float64]:
-    return np.asarray(_weights(batches) @ np.stack([batch.mean for batch in batches]))
+def _weighted_mean(batches: Sequence[BatchMoments]) -> NDArray[np.float64]:
+    return np.asarray(_normalized_weights(batches) @ np.stack([batch.mean for batch in batches]))
 
 
-def _spreads(batches: Sequence[BatchMoments]) -> list[_Spread]:
-    """The covariance from the batches' means, and from the masks within each batch."""
-    found, n, weights = [], len(batches), _weights(batches)
+def _mean_covariances(batches: Sequence[BatchMoments]) -> list[_MeanCovariance]:
+    """Estimate the covariance of the means between batches, and from the masks within each batch."""
+    estimates, n, weights = [], len(batches), _normalized_weights(batches)
     if n > 1:
-        centered = np.stack([batch.mean for batch in batches]) - _mean(batches)
+        centered = np.stack([batch.mean for batch in batches]) - _weighted_mean(batches)
         between = n / (n - 1) * np.einsum("k,ki,kj->ij", weights**2, centered, centered)
-        found.append(_Spread(between, lambda c: n - 1.0))
+        estimates.append(_MeanCovariance(between, lambda c: n - 1.0))
     if all(batch.size > 1 for batch in batches):
         parts = [w**2 * b.covariance / b.size for w, b in zip(weights, batches, strict=True)]
-        counts = [batch.size for batch in batches]
-        found.append(_Spread(np.sum(parts, axis=0), lambda c: _satterthwaite(parts, counts, c)))
-    return found
+        sizes = [batch.size for batch in batches]
+        within = np.sum(parts, axis=0)
+        estimates.append(_MeanCovariance(within, lambda c: _satterthwaite(parts, sizes, c)))
+    return estimates
 
 
 def _satterthwaite(
-    parts: Sequence[NDArray[np.float64]], counts: Sequence[int], c: NDArray[np.float64]
+    parts: Sequence[NDArray[np.float64]], sizes: Sequence[int], c: NDArray[np.float64]
 ) -> float:
-    """The degrees of freedom of a sum of variances, each from its own samples."""
+    """Return the degrees of freedom of a sum of variances, estimated from samples of these sizes."""
     variances = [max(float(c @ part @ c), 0.0) for part in parts]
-    below = math.fsum(v * v / (n - 1) for v, n in zip(variances, counts, strict=True))
-    return math.fsum(variances) ** 2 / below if below > 0.0 else math.inf
+    denominator = math.fsum(v * v / (n - 1) for v, n in zip(variances, sizes, strict=True))
+    return math.fsum(variances) ** 2 / denominator if denominator > 0.0 else math.inf
 
 
 class Samples(Generic[S]):
-    """Samples, one per mask, grouped by batch. A figure is a function of a sample.
+    """Samples, usually one per mask, grouped by batch.
 
-    A sample for which the function returns None is left out.
+    A figure is a function of a sample. If the function returns None for a sample, the figure is computed
+    from the other samples.
     """
 
     def __init__(self) -> None:
@@ -258,7 +273,7 @@ class Samples(Generic[S]):
         self._samples.setdefault(batch, []).append(sample)
 
     @property
-    def batches(self) -> int:
+    def batch_count(self) -> int:
         """The number of batches with samples."""
         return len(self._samples)
 
@@ -271,23 +286,25 @@ class Samples(Generic[S]):
         return (sample for samples in self._samples.values() for sample in samples)
 
     def mean(self, figure: Callable[[S], float | None]) -> Estimate:
-        """The mean of one figure."""
-        return linear(self._moments(figure), (1.0,))
+        """Return the mean of a figure."""
+        return linear_combination(self._moments(figure), (1.0,))
 
     def ratio(
         self, numerator: Callable[[S], float | None], denominator: Callable[[S], float | None]
     ) -> Estimate:
-        """The ratio of the means of two figures, over the samples that have both."""
-        return ratio(self._moments(numerator, denominator))
+        """Return the ratio of the means of two figures, over the samples that have both."""
+        return ratio_of_means(self._moments(numerator, denominator))
 
     def _moments(self, *figures: Callable[[S], float | None]) -> list[BatchMoments]:
-        found = []
+        moments = []
         for batch, samples in self._samples.items():
             rows = [[figure(sample) for figure in figures] for sample in samples]
-            kept = np.array([row for row in rows if None not in row], dtype=float)
-            if len(kept):
-                square = np.zeros((len(figures), len(figures)))
-                if len(kept) > 1:
-                    square = np.atleast_2d(np.cov(kept.T, ddof=1))
-                found.append(BatchMoments(self._weights[batch], len(kept), kept.mean(0), square))
-        return found
+            complete = np.array([row for row in rows if None not in row], dtype=float)
+            size = len(complete)
+            if size == 0:
+                continue
+            covariance = np.zeros((len(figures), len(figures)))
+            if size > 1:
+                covariance = np.atleast_2d(np.cov(complete.T, ddof=1))
+            moments.append(BatchMoments(self._weights[batch], size, complete.mean(0), covariance))
+        return moments

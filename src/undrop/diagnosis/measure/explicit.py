@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, Samples, ratio
+from undrop.diagnosis.measure.estimates import BatchMoments, Estimate, Samples, ratio_of_means
 from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.r_drop import (
     Expander,
@@ -98,7 +98,7 @@ class ClassShares:
             ClassShare(
                 int(c),
                 str(c) if self._names is None else self._names[c],
-                ratio([b.moments(int(c)) for b in batches]),
+                ratio_of_means([b.moments(int(c)) for b in batches]),
                 float(weight[c]),
             )
             for c in order
@@ -218,7 +218,7 @@ class _ExplicitStudy:
             sites={site.name: self._site(site) for site in self.measured.sites},
             curve=[self._point(factor) for factor in sorted([*self.factors, 1.0])],
             classes=self.classes.top(),
-            batches=samples.batches,
+            batches=samples.batch_count,
             batches_given=len(self.measured.batches),
             masks=samples.count,
             differences=self.expander.blocked,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from undrop.diagnosis.measure.estimates import Estimate, Samples, ratio_of
+from undrop.diagnosis.measure.estimates import Estimate, Samples, ratio_of_independent
 from undrop.diagnosis.measure.gradients import GradientNoise, Sketch
 from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
@@ -227,7 +227,7 @@ class _NoiseStudy:
         drop, analytic = (torch.stack(kept) for kept in self.directions)
         trace_dropout = self.pairs.mean(lambda s: math.fsum(s.dropout.values()))
         trace_batch = None
-        if self.between.batches:
+        if self.between.batch_count:
             trace_batch = self.between.mean(lambda s: math.fsum(s.values()))
         return Implicit(
             trace_dropout=trace_dropout,
@@ -236,7 +236,9 @@ class _NoiseStudy:
             analytic_ratio=self.pairs.ratio(
                 lambda s: math.fsum(s.analytic.values()), lambda s: math.fsum(s.dropout.values())
             ),
-            batch_ratio=None if trace_batch is None else ratio_of(trace_dropout, trace_batch),
+            batch_ratio=None
+            if trace_batch is None
+            else ratio_of_independent(trace_dropout, trace_batch),
             cosine=cosine(*(torch.stack(kept) for kept in self.squares)),
             overlap=_overlap(drop, analytic, self.sketch.places),
             groups={group: self._group(group) for group in self.sizes},
@@ -251,7 +253,7 @@ class _NoiseStudy:
         )
 
     def _group(self, group: str) -> Group:
-        has_batches = self.between.batches > 0
+        has_batches = self.between.batch_count > 0
         return Group(
             self.pairs.mean(lambda s: s.dropout[group]),
             self.pairs.mean(lambda s: s.analytic[group]),

@@ -34,8 +34,7 @@ NOT_REPEATED = (
 
 
 def auto():
-    engine = Auto()
-    engine._antithetic = Antithetic(STEP)
+    engine = Auto(STEP)
     return engine
 
 

@@ -65,7 +65,7 @@ class Antithetic(Engine):
         for again in (False, True):
             plan, reason = self.plan(request, again)
             if plan is None:
-                return self._two_passes(request, reason)
+                return self.without_plan(request, reason)
             before = before or StateBeforeStep(request.batch.model)
             try:
                 if not again and not request.loss.has_side_effects:  # before the graph takes memory
@@ -80,7 +80,7 @@ class Antithetic(Engine):
                     raise
                 _log.info("undrop searches for another stacked pass: %r", error)
             before.restore()  # the model took another branch: try another plan, once
-        return self._two_passes(request, "a stacked pass reaches different sites")
+        return self.without_plan(request, "a stacked pass reaches different sites")
 
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
         """Return the plan for a stacked pass, or None and the reason why there is none."""
@@ -117,8 +117,8 @@ class Antithetic(Engine):
 
         return Evaluation(total, values, output, "antithetic: one stacked pass"), trail
 
-    def _two_passes(self, request: Request, reason: str) -> Evaluation:
-        """Run the model at +ε₀ and at -ε₀."""
+    def without_plan(self, request: Request, reason: str) -> Evaluation:
+        """Evaluate a request that has no plan: run the model at +ε₀, and again at -ε₀."""
         batch, draw = request.batch, request.draw
         if reason == NO_DROPOUT:
             raise NoDropoutError(no_active_dropout(batch.model))

@@ -8,19 +8,19 @@ import weakref
 from torch import nn
 
 from undrop.engines.antithetic import Antithetic
-from undrop.engines.base import ENGINES, Engine, Evaluation, Request
+from undrop.engines.base import ENGINES, Evaluation, Request
+from undrop.engines.plan import Plan
 from undrop.engines.proven import first_unproven_op
 from undrop.engines.proving import NO_DROPOUT
 from undrop.engines.tangent import Tangent
 from undrop.errors import EngineError
 
 _log = logging.getLogger("undrop")
-_chosen: weakref.WeakKeyDictionary[nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
-"""For each model, why one stacked pass is not correct, and the engine to use instead."""
+_HALF_PRECISION = "half precision with batch norm needs more digits than ±ε₀ leaves"
 
 
 @ENGINES.register("auto")
-class Auto(Engine):
+class Auto(Antithetic):
     """One stacked pass if examples are independent, else the tangent engine if possible.
 
     If examples interact, or with batch norm in half precision, a stacked pass is not correct, and two
@@ -30,40 +30,42 @@ class Auto(Engine):
 
     name = "auto"
 
-    def __init__(self) -> None:
-        self._tangent, self._antithetic = Tangent(), Antithetic()
+    def __init__(self, epsilon: float | None = None) -> None:
+        super().__init__(epsilon)
+        self._tangent = Tangent()
 
-    def evaluate(self, request: Request) -> Evaluation:
-        """Return the evaluation of the engine that is chosen for this model."""
-        engine = self.choose(request)
-        try:
-            return engine.evaluate(request)
-        except EngineError:
-            if engine is self._antithetic:
-                raise
-            return self._antithetic.evaluate(
-                request
-            )  # the model took a branch without proven rules
+    def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
+        """Return the plan for a stacked pass, or None and the reason why there is none."""
+        plan, reason = super().plan(request, again)
+        if plan is not None and request.half_precision and _has_batch_norm(request.batch.model):
+            return None, _HALF_PRECISION
+        return plan, reason
 
-    def choose(self, request: Request) -> Engine:
-        """Return the engine for this model, and log the reason when it changes."""
-        model = request.batch.model
-        plan, reason = self._antithetic.plan(request)
-        if plan is not None and not (request.half_precision and _has_batch_norm(model)):
-            return self._antithetic
-        if request.fraction < 1.0 or reason == NO_DROPOUT:
-            return self._antithetic  # it raises an error with the reason
-        reason = reason or "half precision with batch norm needs more digits than ±ε₀ leaves"
-        known = _chosen.get(model)
-        if known is None or known[0] != reason:
-            unproven = first_unproven_op(model, request.batch.inputs)
-            name = self._antithetic.name if unproven else self._tangent.name
-            _chosen[model] = known = (reason, name)
-            if not unproven:
-                _log.warning(
-                    "undrop uses the tangent engine for %s, since %s.", type(model).__name__, reason
-                )
-        return self._tangent if known[1] == self._tangent.name else self._antithetic
+    def without_plan(self, request: Request, reason: str) -> Evaluation:
+        """Evaluate a request that has no plan: by the tangent engine if it can, else in two passes."""
+        if request.fraction == 1.0 and reason != NO_DROPOUT and _tangent_fits(request, reason):
+            try:
+                return self._tangent.evaluate(request)
+            except EngineError:
+                pass  # the model took a branch with an unproven op
+        return super().without_plan(request, reason)
+
+
+_fits: weakref.WeakKeyDictionary[nn.Module, tuple[str, bool]] = weakref.WeakKeyDictionary()
+"""For each model, why it has no plan, and whether the tangent engine fits."""
+
+
+def _tangent_fits(request: Request, reason: str) -> bool:
+    """Return whether every op has a proven rule; find out, and log, when the reason changes."""
+    model = request.batch.model
+    if _fits.get(model, ("", False))[0] != reason:
+        fits = first_unproven_op(model, request.batch.inputs) is None
+        _fits[model] = (reason, fits)
+        if fits:
+            _log.warning(
+                "undrop uses the tangent engine for %s, since %s.", type(model).__name__, reason
+            )
+    return _fits[model][1]
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

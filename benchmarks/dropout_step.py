@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 import undrop
-from undrop.lab.bench import SIZES, SUBJECTS, Subject, subject
+from undrop.lab.bench import SIZES, SUBJECTS, Subject, make_subject
 
 Step = Callable[[], object]
 
@@ -40,7 +40,7 @@ def steps(what: Subject) -> tuple[Step, Step]:
     inputs = what.inputs["tokens"] if isinstance(what.inputs, dict) else what.inputs
     objective = undrop.Dropout()
     return (
-        lambda: what.plain().backward(),
+        lambda: what.plain_loss().backward(),
         lambda: objective(what.model, inputs, what.targets).backward(),
     )
 
@@ -91,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"{'model':12} {'wall-clock time':>24} {'CPU time':>24}")
     for name in options.models:
-        clock, cpu = measure(subject(name, options.size), options.rounds, options.seconds)
+        clock, cpu = measure(make_subject(name, options.size), options.rounds, options.seconds)
         print(f"{name:12} {clock!s:>24} {cpu!s:>24}")
 
 

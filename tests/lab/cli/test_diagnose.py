@@ -325,7 +325,7 @@ def test_a_model_that_cannot_run_on_your_data_is_one_sentence(
     [
         (
             ("--model", "mine", "--data", "mine:batches"),
-            "transformer-xl, gpt, or give your own as MODULE:NAME or path/to/file.py:NAME.",
+            "qrnn, transformer-xl, or give your own as MODULE:NAME or path/to/file.py:NAME.",
         ),
         (("--model", "gpt", "--data", "mine:batches"), "gpt is one of undrop's language models"),
         (

@@ -48,7 +48,7 @@ def bench(
     import torch
 
     from undrop.files import write_json
-    from undrop.lab.bench import METHODS, draw
+    from undrop.lab.bench import METHODS, draw_ratios
     from undrop.lab.train.environment import find_device
 
     place = str(find_device(device, "--device"))
@@ -65,7 +65,7 @@ def bench(
             )
     files = (
         (save, lambda path: write_json(path, as_json(figures))),
-        (plot, lambda path: draw(path, f"{model}, {size}", rows)),
+        (plot, lambda path: draw_ratios(path, f"{model}, {size}", rows)),
     )
     return Answer(figures, _table(rows), files=files)
 

@@ -24,9 +24,9 @@ from undrop.engines import Draw, Evaluation
 from undrop.engines.draw import ScaledNoise
 from undrop.intercept import Batch, no_noise
 from undrop.lab.reproduce.results import mean_interval
-from undrop.lab.reproduce.worker import single_threaded
+from undrop.lab.reproduce.worker import use_one_thread
 from undrop.lab.scoreboard import board as training
-from undrop.lab.scoreboard.board import Board, read_records
+from undrop.lab.scoreboard.board import TaskRuns, read_records
 from undrop.lab.scoreboard.data import batches
 from undrop.lab.scoreboard.tasks import TASKS
 from undrop.objectives import Dropout, Objective
@@ -90,7 +90,7 @@ def _parts(model: nn.Module, task: Any, data: Any) -> dict[str, float]:
         implicit=False,
         draws=24,
         seconds=30.0,
-        batch_dim=data.dim,
+        batch_dim=data.batch_dim,
         generator=torch.Generator().manual_seed(0),
         progress=False,
     ).explicit.parts
@@ -99,14 +99,14 @@ def _parts(model: nn.Module, task: Any, data: Any) -> dict[str, float]:
 
 def measure(root: Path, results: Path, records: Path, seeds: int) -> None:
     """Do the runs that have no record yet."""
-    single_threaded()
+    use_one_thread()
     known = read(records)
     done = {(r["task"], r["seed"], r["method"]) for r in known}
     board = read_records(results)
     records.parent.mkdir(parents=True, exist_ok=True)
     for seed in range(1, seeds + 1):
         for task in TASKS:
-            chosen = Board(task, board, 1).chosen("dropout", timed=False)
+            chosen = TaskRuns(task, board, 1).chosen_spec("dropout", equal_time=False)
             assert chosen is not None, "run `undrop reproduce scoreboard` first"
             for method in METHODS:
                 if (task, seed, method) in done:

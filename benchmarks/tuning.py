@@ -21,7 +21,7 @@ from torch import nn
 from tuning_tasks import TASKS, Data, Task, batches, schedule
 
 import undrop
-from undrop.tuning.rule import log_odds
+from undrop.tuning.moves import log_odds
 
 GRID = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65)
 ANALYTIC = (0.1, 0.2, 0.35, 0.5)
@@ -68,7 +68,7 @@ def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any
     for (module, name), p in zip(dropout_slots(model), how.get("ps", []), strict=False):
         setattr(module, name, p)
     loss, step, curve = task.loss(), 0, []
-    total = data.train[0].shape[data.dim] // task.batch * task.epochs
+    total = data.train[0].shape[data.batch_dim] // task.batch * task.epochs
     decay = how.get("decay", how.get("shrinkage", 0.0) / (0.5 * task.lr * total))
     kind = torch.optim.SGD if task.sgd else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=task.lr, weight_decay=decay)
@@ -115,7 +115,11 @@ def plain(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size:
 def analytic_objective(loss: undrop.Loss, data: Data) -> undrop.Analytic:
     """The analytic regularizers with Taylor's half, on a quarter of the batch."""
     return undrop.Analytic(
-        loss=loss, engine="antithetic", fraction=0.25, strength=undrop.TAYLOR, batch_dim=data.dim
+        loss=loss,
+        engine="antithetic",
+        fraction=0.25,
+        strength=undrop.TAYLOR,
+        batch_dim=data.batch_dim,
     )
 
 
@@ -134,11 +138,11 @@ class Started(undrop.Tuner):
 
     start: float | None = None
 
-    def _begin(self, model: nn.Module, inputs: Any) -> None:
-        super()._begin(model, inputs)
+    def _initialize(self, model: nn.Module, inputs: Any) -> None:
+        super()._initialize(model, inputs)
         if self.start is not None:
             self._log_values |= dict.fromkeys(self.probabilities, log_odds(self.start))
-            self._apply(self._log_values)
+            self._apply_values(self._log_values)
 
 
 def tuned(kind: str, *, decay: bool = False, start: float | None = None, rate: float = 0.7):

@@ -40,7 +40,7 @@ def advised(task: Task, data: Data, seed: int) -> undrop.tuning.Advice:
     """The advice for one case."""
     torch.manual_seed(1000 + seed)
     model, order = task.model(0.5), torch.Generator().manual_seed(seed)
-    epochs = STEPS * task.batch // data.train[0].shape[data.dim] + 1
+    epochs = STEPS * task.batch // data.train[0].shape[data.batch_dim] + 1
     every = [b for _ in range(epochs) for b in batches(data, "train", task.batch, order)]
     held = list(batches(data, "validation", task.batch, torch.Generator().manual_seed(0)))
     kind = torch.optim.SGD if task.sgd else torch.optim.AdamW

@@ -75,7 +75,7 @@ def diagnosed(task: Task, data: Data, model: nn.Module, optimizer: Any) -> Run:
         implicit=False,
         draws=REPEATS,
         seconds=1000.0,
-        batch_dim=data.dim,
+        batch_dim=data.batch_dim,
         generator=torch.Generator().manual_seed(0),
         progress=False,
     ).benefit

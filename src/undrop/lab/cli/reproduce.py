@@ -123,7 +123,7 @@ def _scoreboard(
         data_dir,
         seeds=seeds,
         jobs=jobs,
-        say=lambda spec, record: typer.echo(f"{spec}: {record['validation']:.4f}", err=True),
+        on_record=lambda spec, record: typer.echo(f"{spec}: {record['validation']:.4f}", err=True),
     )
     typer.echo(f"{_records(count)} in {folder}: see `undrop report {folder}`.")
 
@@ -131,9 +131,9 @@ def _scoreboard(
 def _measure_step_costs(worklist: Worklist, data_dir: str | None) -> None:
     """Print the lines of step_costs.toml for the worklist's settings."""
     from undrop.lab.reproduce import tables
-    from undrop.lab.reproduce.worker import measure_step_costs, single_threaded
+    from undrop.lab.reproduce.worker import measure_step_costs, use_one_thread
 
-    single_threaded()
+    use_one_thread()
     for base in dict.fromkeys(cell.setting.base for cell in worklist.cells.values()):
         methods = {
             c.method.name: c.method for c in worklist.cells.values() if c.setting.base == base

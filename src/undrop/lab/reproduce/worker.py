@@ -75,8 +75,8 @@ def _windows(run: Run, device: torch.device) -> Iterator[tuple[dict[str, Any], t
 _TIMES = "times.json"
 
 
-def single_threaded() -> None:
-    """Use one thread, so that a machine can do as many runs at a time as it has cores."""
+def use_one_thread() -> None:
+    """Make torch use one thread, so that a machine can do as many runs in parallel as it has cores."""
     torch.set_num_threads(1)
 
 
@@ -89,7 +89,7 @@ def execute(job: PlannedRun, scratch: str) -> Record:
     Raises:
         UndropError: if something went wrong; ``scratch`` then holds the work done so far.
     """
-    single_threaded()
+    use_one_thread()
     folder = Path(scratch)
     stopwatch = Stopwatch(folder, on_cpu=find_device(job.config.train.device).type == "cpu")
     ended, test = "diverged", None

@@ -1,1 +1,1 @@
-"""A scoreboard: dropout, weight decay and the regularizers on a few of today's tasks."""
+"""The scoreboard: dropout, weight decay and undrop's regularizers on seven small tasks."""

@@ -1,4 +1,4 @@
-"""The scoreboard's runs: the search on seed 0, then every method on the reported seeds."""
+"""The scoreboard's runs: for every method a search on seed 0, then runs on the reported seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from undrop.engines.antithetic import Antithetic
 from undrop.files import naming_disk_errors, read_json, write_json
-from undrop.lab.reproduce.worker import git_commit, single_threaded
+from undrop.lab.reproduce.worker import git_commit, use_one_thread
 from undrop.lab.scoreboard.data import Data, batches
 from undrop.lab.scoreboard.tasks import TASKS, Task
 from undrop.lab.train.environment import machine, versions
@@ -27,18 +27,18 @@ from undrop.losses import Loss
 from undrop.objectives import Analytic, Dropout
 from undrop.tuning import Tuner
 
-_EVALUATIONS = 8  # during a run, on the validation and the test split
+_EVALUATIONS = 8  # in a run, on the validation and the test split
 
-Step = Callable[[nn.Module, Tensor, Tensor], Any]
-"""Returns something to call ``backward()`` on: a loss, or the step of an objective."""
+TrainingStep = Callable[[nn.Module, Tensor, Tensor], Any]
+"""A function of (model, inputs, targets). It returns a loss or a step, which has ``backward()``."""
 
 
 @dataclass(frozen=True)
 class Spec:
     """Everything that affects the result of a run."""
 
-    task: str  # its name
-    kind: str  # "none", "dropout", "analytic", "tuner", or "analytic:ε₀" with another ε₀
+    task: str  # a name in TASKS
+    kind: str  # "none", "dropout", "analytic", "tuner", or "analytic:ε₀" for another ε₀
     p: float  # the drop probability of the model's dropouts
     decay: float  # the weight decay
     seed: int  # of the data, the weights and the noise
@@ -46,24 +46,24 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """The hash of the run."""
+        """The hash that names the run's record."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def execute(spec: Spec, root: str) -> dict[str, Any]:
-    """Train, and return the record.
+def run_spec(spec: Spec, root: str) -> dict[str, Any]:
+    """Train and evaluate the model of a spec, and return the record.
 
-    Its losses are those at the best of eight evaluations by validation loss.
+    The record has the validation and test loss of the evaluation with the lowest validation loss.
     """
-    single_threaded()
+    use_one_thread()
     task = TASKS[spec.task]
     data = task.data(Path(root), spec.seed)
     torch.manual_seed(1_000 + spec.seed)
     model = task.model(Path(root), 0.0 if spec.kind == "none" else spec.p).train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=spec.decay)
-    curve, seconds, steps = train(spec, model, optimizer, _step(spec, task, data), data)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=task.lr, weight_decay=spec.decay)
+    curve, seconds, steps = train(spec, model, optimizer, _training_step(spec, task, data), data)
     best = min(curve, default=[math.inf, math.inf])
     return {
         "spec": asdict(spec),
@@ -78,26 +78,31 @@ def execute(spec: Spec, root: str) -> dict[str, Any]:
 
 
 def train(
-    spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, data: Data
+    spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, step: TrainingStep, data: Data
 ) -> tuple[list[list[float]], float, int]:
-    """Return [validation, test] at each evaluation, CPU seconds of training, and steps."""
+    """Train, and return [validation loss, test loss] per evaluation, CPU seconds, and steps.
+
+    The seconds do not include evaluation. A validation loss that is not finite ends the run.
+    """
     task = TASKS[spec.task]
-    order = torch.Generator().manual_seed(spec.seed)
-    per_epoch = 1 if data.whole else data.train[0].shape[data.dim] // task.batch
+    generator = torch.Generator().manual_seed(spec.seed)
+    per_epoch = 1 if data.full_batch else data.train[0].shape[data.batch_dim] // task.batch
     total, steps, seconds, curve = per_epoch * spec.epochs, 0, 0.0, []
-    evaluated = {math.ceil(spec.epochs * (k + 1) / _EVALUATIONS) - 1 for k in range(_EVALUATIONS)}
+    evaluate_after = {
+        math.ceil(spec.epochs * (k + 1) / _EVALUATIONS) - 1 for k in range(_EVALUATIONS)
+    }
     for epoch in range(spec.epochs):
-        began = time.process_time()
-        for inputs, targets in batches(data, "train", task.batch, order):
-            falling = 0.5 * (1.0 + math.cos(math.pi * steps / total))
-            optimizer.param_groups[0]["lr"] = task.lr * falling
+        start = time.process_time()
+        for inputs, targets in batches(data, "train", task.batch, generator):
+            cosine = 0.5 * (1.0 + math.cos(math.pi * steps / total))
+            optimizer.param_groups[0]["lr"] = task.lr * cosine
             optimizer.zero_grad()
             step(model, inputs, targets).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             steps += 1
-        seconds += time.process_time() - began
-        if epoch in evaluated:
+        seconds += time.process_time() - start
+        if epoch in evaluate_after:
             losses = [_evaluate(model, task.loss(), data, part) for part in ("validation", "test")]
             if not math.isfinite(losses[0]):
                 break
@@ -106,14 +111,14 @@ def train(
 
 
 def _evaluate(model: nn.Module, loss: Loss, data: Data, part: str) -> float:
-    """The mean loss on a part, without dropout."""
+    """Return the mean loss on a part of the data, in eval mode."""
     model.eval()
     total = count = 0.0
     with torch.no_grad():
         for inputs, targets in batches(data, part, 200, None):
-            rows = float((targets != -100).sum())
-            total += float(loss.value(_logits(model(inputs)), targets)) * rows
-            count += rows
+            targets_used = float((targets != -100).sum())
+            total += float(loss.value(_logits(model(inputs)), targets)) * targets_used
+            count += targets_used
     model.train()
     return total / count
 
@@ -123,124 +128,147 @@ def _logits(output: Any) -> Tensor:
     return logits
 
 
-def _step(spec: Spec, task: Task, data: Data) -> Step:
+def _training_step(spec: Spec, task: Task, data: Data) -> TrainingStep:
     loss = task.loss()
     if spec.kind in ("none", "dropout"):  # plain PyTorch, the baseline
         return lambda model, inputs, targets: loss.value(_logits(model(inputs)), targets)
     if spec.kind == "tuner":
-        shuffled = torch.Generator().manual_seed(spec.seed)
-        held = batches(data, "validation", task.batch, shuffled)
-        return Tuner(Dropout(loss=loss), held).step
+        generator = torch.Generator().manual_seed(spec.seed)
+        validation = batches(data, "validation", task.batch, generator)
+        return Tuner(Dropout(loss=loss), validation).step
     epsilon = spec.kind.partition(":")[2]
     engine = Antithetic(float(epsilon)) if epsilon else "auto"
-    return Analytic(loss=loss, engine=engine, fraction=task.fraction, batch_dim=data.dim)
+    return Analytic(loss=loss, engine=engine, fraction=task.fraction, batch_dim=data.batch_dim)
 
 
 TUNING_SEED = 0
-"""The seed of every search; the reported seeds are 1, 2, …"""
-_SLOWER = 1.05  # a step that costs more than this means fewer epochs at equal time
+"""The seed of every search. The reported seeds are 1, 2, …"""
+_SAME_COST = 1.05  # at equal time, a method whose step costs less than this keeps all its epochs
 
-RunRecords = dict[str, dict[str, Any]]  # by key
+RunRecords = dict[str, dict[str, Any]]
+"""Records by :attr:`Spec.key`."""
 
 
 @dataclass(frozen=True)
-class Method:
-    """A way to train, and which of its options the search tunes."""
+class BoardMethod:
+    """A way to train, and the options that the search tunes."""
 
     label: str
-    kind: str
+    kind: str  # of its specs
     tunes_p: bool = False
-    tunes_decay: bool = False  # at the best p
+    tunes_decay: bool = False  # with the best p
 
 
 METHODS = {
-    "none": Method("no regularization", "none"),
-    "decay": Method("weight decay", "none", tunes_decay=True),
-    "dropout": Method("dropout", "dropout", tunes_p=True),
-    "dropout-decay": Method("dropout + decay", "dropout", tunes_p=True, tunes_decay=True),
-    "analytic": Method("Analytic", "analytic", tunes_p=True),
-    "analytic-decay": Method("Analytic + decay", "analytic", tunes_p=True, tunes_decay=True),
-    "analytic-quarter-step": Method("Analytic, ε₀ = 1/4", "analytic:0.25", tunes_p=True),
-    "analytic-whole-step": Method("Analytic, ε₀ = 1", "analytic:1", tunes_p=True),
-    "tuner": Method("tuner (dropout)", "tuner"),
+    "none": BoardMethod("no regularization", "none"),
+    "decay": BoardMethod("weight decay", "none", tunes_decay=True),
+    "dropout": BoardMethod("dropout", "dropout", tunes_p=True),
+    "dropout-decay": BoardMethod("dropout + decay", "dropout", tunes_p=True, tunes_decay=True),
+    "analytic": BoardMethod("Analytic", "analytic", tunes_p=True),
+    "analytic-decay": BoardMethod("Analytic + decay", "analytic", tunes_p=True, tunes_decay=True),
+    "analytic-quarter-step": BoardMethod("Analytic, ε₀ = 1/4", "analytic:0.25", tunes_p=True),
+    "analytic-whole-step": BoardMethod("Analytic, ε₀ = 1", "analytic:1", tunes_p=True),
+    "tuner": BoardMethod("tuner (dropout)", "tuner"),
 }
 """The methods by name."""
 
 
-class Board:
-    """The runs of one task with ``seeds`` reported seeds, and their results."""
+class TaskRuns:
+    """The runs of one task: those that are missing, and the results of those that have a record.
+
+    Args:
+        task: a name in ``TASKS``.
+        records: the records of all tasks.
+        seeds: the number of reported seeds.
+    """
 
     def __init__(self, task: str, records: RunRecords, seeds: int) -> None:
         self.name, self.task, self.records = task, TASKS[task], records
         self.seeds = range(1, seeds + 1)
-        self.methods = {n: m for n, m in METHODS.items() if n not in self.task.refused}
+        self.methods = {
+            name: method
+            for name, method in METHODS.items()
+            if name not in self.task.excluded_methods
+        }
 
     def missing(self) -> list[Spec]:
-        """Return the runs without a record that do not wait for the result of another one."""
+        """Return the runs without a record that can start now.
+
+        Other runs may follow: the weight decay is tuned after p, and the reported seeds need both.
+        """
         return [s for s in dict.fromkeys(self._needed()) if s.key not in self.records]
 
     def _needed(self) -> Iterator[Spec]:
         for name, method in self.methods.items():
             yield from self._search(method)[0]
-            for timed in (False, True):
-                found = self.chosen(name, timed=timed)
-                yield from () if found is None else (replace(found, seed=s) for s in self.seeds)
+            for equal_time in (False, True):
+                spec = self.chosen_spec(name, equal_time=equal_time)
+                if spec is not None:
+                    yield from (replace(spec, seed=seed) for seed in self.seeds)
 
-    def _search(self, method: Method) -> tuple[list[Spec], Spec | None]:
-        """The runs to try, p first and then the decay at the best p, and the best if all are tried."""
+    def _search(self, method: BoardMethod) -> tuple[list[Spec], Spec | None]:
+        """Return the runs of a method's search, and the best of them once all have a record.
+
+        The search tries every p first, and then every weight decay with the best p.
+        """
         start = Spec(self.name, method.kind, 0.2, 0.0, TUNING_SEED, self.task.epochs)
-        tries = (
+        specs = (
             [replace(start, p=p) for p in self.task.probabilities] if method.tunes_p else [start]
         )
-        best = self._best(tries)
+        best = self._best(specs)
         if method.tunes_decay and best is not None:
-            tries += [replace(best, decay=decay) for decay in self.task.decays]
-            best = self._best(tries)
-        return tries, best
+            specs += [replace(best, decay=decay) for decay in self.task.decays]
+            best = self._best(specs)
+        return specs, best
 
-    def _best(self, tries: Sequence[Spec]) -> Spec | None:
-        """The best by validation; None until all are tried."""
-        if any(s.key not in self.records for s in tries):
+    def _best(self, specs: Sequence[Spec]) -> Spec | None:
+        """Return the spec with the lowest validation loss; None if one has no record."""
+        if any(s.key not in self.records for s in specs):
             return None
-        return min(tries, key=lambda s: float(self.records[s.key]["validation"]))
+        return min(specs, key=lambda s: float(self.records[s.key]["validation"]))
 
-    def chosen(self, name: str, *, timed: bool) -> Spec | None:
-        """Return the run that the search chose; if ``timed``, with epochs that fit dropout's time."""
+    def chosen_spec(self, name: str, *, equal_time: bool) -> Spec | None:
+        """Return the spec that a method's search chose; None if the search has not ended.
+
+        With ``equal_time``, it has as many epochs as fit into the time of dropout's run.
+        """
         _, best = self._search(METHODS[name])
-        cost = self.cost(name)
-        if best is None or not timed:
+        if best is None or not equal_time:
             return best
+        cost = self.step_cost(name)
         if cost is None:
             return None
-        fit = best.epochs if cost < _SLOWER else max(1, int(best.epochs / cost))
-        return replace(best, epochs=fit)
+        epochs = best.epochs if cost < _SAME_COST else max(1, int(best.epochs / cost))
+        return replace(best, epochs=epochs)
 
-    def cost(self, name: str) -> float | None:
-        """Return the CPU time of a step divided by dropout's, from the search."""
-        own, plain = self._pace(METHODS[name].kind), self._pace("dropout")
-        return None if own is None or plain is None else own / plain
+    def step_cost(self, name: str) -> float | None:
+        """Return the CPU time of a step divided by dropout's, both measured in the search."""
+        seconds = self._seconds_per_step(METHODS[name].kind)
+        dropout_seconds = self._seconds_per_step("dropout")
+        return None if seconds is None or dropout_seconds is None else seconds / dropout_seconds
 
-    def _pace(self, kind: str) -> float | None:
-        paces = [
+    def _seconds_per_step(self, kind: str) -> float | None:
+        """Return the median over the search's runs of a kind; None without a record."""
+        seconds = [
             record["seconds"] / record["steps"]
             for record in self.records.values()
             if record["spec"]["task"] == self.name
             and record["spec"]["kind"] == kind
             and record["spec"]["seed"] == TUNING_SEED
         ]
-        return statistics.median(paces) if paces else None
+        return statistics.median(seconds) if seconds else None
 
-    def losses(self, name: str, *, timed: bool) -> dict[int, float]:
+    def test_losses(self, name: str, *, equal_time: bool) -> dict[int, float]:
         """Return the test losses of a method by seed."""
-        chosen = self.chosen(name, timed=timed)
-        if chosen is None:
+        spec = self.chosen_spec(name, equal_time=equal_time)
+        if spec is None:
             return {}
-        runs = {seed: self.records.get(replace(chosen, seed=seed).key) for seed in self.seeds}
-        return {seed: run["test"] for seed, run in runs.items() if run is not None}
+        records = {seed: self.records.get(replace(spec, seed=seed).key) for seed in self.seeds}
+        return {seed: record["test"] for seed, record in records.items() if record is not None}
 
 
 def read_records(folder: Path) -> RunRecords:
-    """Return the records in a folder, by key."""
+    """Return the records in the ``records/`` of a folder, by key."""
     return {path.stem: read_json(path) for path in sorted((folder / "records").glob("*.json"))}
 
 
@@ -251,17 +279,17 @@ def run_board(
     tasks: Iterable[str] = tuple(TASKS),
     seeds: int = 5,
     jobs: int = 1,
-    say: Callable[[Spec, dict[str, Any]], None] = lambda spec, record: None,
+    on_record: Callable[[Spec, dict[str, Any]], None] = lambda spec, record: None,
 ) -> int:
     """Do the runs without a record, task by task, and return the number of records.
 
     Args:
-        folder: the folder of results; records are in its ``records/``.
+        folder: the folder of results; the records are in its ``records/``.
         root: the folder of the corpora.
-        tasks: names of ``TASKS``.
+        tasks: names in ``TASKS``.
         seeds: the number of reported seeds.
-        jobs: runs at a time, with one thread each.
-        say: called with each new record.
+        jobs: the number of runs in parallel, with one thread each.
+        on_record: called with the spec and the record of every new run.
     """
     with naming_disk_errors(folder):
         (folder / "records").mkdir(parents=True, exist_ok=True)
@@ -269,11 +297,11 @@ def run_board(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context) as pool:
         for task in tasks:
-            while missing := Board(task, records, seeds).missing():
-                waiting = {pool.submit(execute, s, str(root.absolute())): s for s in missing}
-                for future in as_completed(waiting):
-                    spec, record = waiting[future], future.result()
+            while missing := TaskRuns(task, records, seeds).missing():
+                specs = {pool.submit(run_spec, s, str(root.absolute())): s for s in missing}
+                for future in as_completed(specs):
+                    spec, record = specs[future], future.result()
                     records[spec.key] = record
                     write_json(folder / "records" / f"{spec.key}.json", record)
-                    say(spec, record)
+                    on_record(spec, record)
     return len(records)

@@ -1,15 +1,14 @@
-"""The scoreboard as a page: every method against dropout, at equal steps and at equal time."""
+"""The scoreboard's page: every method compared with dropout, at equal steps and at equal time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from undrop.errors import RunError
 from undrop.files import naming_disk_errors
 from undrop.lab.reproduce.results import Interval, mean_interval
-from undrop.lab.scoreboard.board import METHODS, TUNING_SEED, Board, read_records
+from undrop.lab.scoreboard.board import METHODS, RunRecords, TaskRuns, read_records
 from undrop.lab.scoreboard.tasks import TASKS
 from undrop.report import Table, html
 from undrop.report.figures import OURS, check_drawable, new_figure, save, styled
@@ -18,20 +17,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _REFERENCE = "dropout"
-_HOW = """
-Every number is a test loss (nats, or squared error) at the best of eight evaluations by validation \
-loss. p and the weight decay of each method are chosen on the validation split of seed 0, which is \
-not reported. A difference is a method's loss minus that of tuned dropout on the same seed; below 0 \
-is better. Its interval is Student's, widened so that all intervals of this page hold simultaneously \
-with 95 % confidence (Bonferroni). At equal time, a method whose step takes longer than dropout's \
-(in CPU time, measured in the search) trains for fewer epochs, with the same cosine schedule to zero. \
-The tuner has no search: its one run is compared with the best run of dropout. ε₀ is the size of the \
-noise from which the engine computes u, 0.05 by default: with a larger one, u also contains higher \
-orders of the noise."""
+_EXPLANATION = """
+A test loss is in nats, or a mean squared error. Each run evaluates the model eight times, and reports \
+the test loss at the lowest validation loss. For each method, a search chooses p and the weight decay \
+by the validation loss on seed 0, which the results leave out. The columns "equal steps" and "equal \
+time" show the method's test loss minus that of tuned dropout on the same seed; a negative difference \
+is an improvement. The intervals are Student's, widened so that all intervals of this page hold \
+simultaneously with 95 % confidence (Bonferroni). At equal time, a method whose step takes longer than \
+dropout's (in CPU time, measured in the search) trains for fewer epochs, and its learning rate still \
+falls along a cosine to zero. The tuner has no search: one run with it is compared with dropout after \
+its search. ε₀ is the size of the noise from which the engine computes u, 0.05 by default. With a \
+larger ε₀, u also contains higher orders of the noise."""
 
 
 def write_board(folder: Path, out: Path, seeds: int | None = None) -> Path:
-    """Write ``report.md`` and ``figures/scoreboard.png`` from the records of a folder.
+    """Write ``report.md`` and ``figures/scoreboard.png`` from the records in a folder.
 
     Raises:
         RunError: if there are no records.
@@ -41,106 +41,112 @@ def write_board(folder: Path, out: Path, seeds: int | None = None) -> Path:
     records = read_records(folder)
     if not records:
         raise RunError(f"{folder} has no records: run `undrop reproduce scoreboard` first.")
-    most = max(record["spec"]["seed"] for record in records.values())
-    boards = [Board(name, records, seeds or max(1, most)) for name in TASKS]
-    run = [board for board in boards if board.losses(_REFERENCE, timed=False)]
-    comparisons = sum(len(list(_others(b))) for b in run) * 2
+    last_seed = max(record["spec"]["seed"] for record in records.values())
+    all_tasks = [TaskRuns(name, records, seeds or max(1, last_seed)) for name in TASKS]
+    done = [runs for runs in all_tasks if runs.test_losses(_REFERENCE, equal_time=False)]
+    comparisons = sum(len(_compared_methods(runs)) for runs in done) * 2
     with naming_disk_errors(out):
         (out / "figures").mkdir(parents=True, exist_ok=True)
-    parts = ["# A scoreboard of today's tasks", _summary(run, boards, records), _HOW.strip()]
+    parts = ["# Scoreboard", _summary(done, all_tasks, records), _EXPLANATION.strip()]
     parts.append("![Difference from tuned dropout](figures/scoreboard.png)")
-    for board in run:
-        parts += [f"## {board.task.label}", _table(board, comparisons).markdown()]
+    for runs in done:
+        parts += [f"## {runs.task.label}", _table(runs, comparisons).markdown()]
         parts += [
-            f"{METHODS[name].label}: refused, {why}." for name, why in board.task.refused.items()
+            f"Left out: {METHODS[name].label}, because {reason}."
+            for name, reason in runs.task.excluded_methods.items()
         ]
     html.write(out / "report.md", "\n\n".join(parts) + "\n")
     with styled():
-        save(_figure(run, comparisons), out / "figures" / "scoreboard.png")
+        save(_figure(done, comparisons), out / "figures" / "scoreboard.png")
     return out / "report.md"
 
 
-def _others(board: Board) -> Iterator[str]:
-    return (name for name in board.methods if name != _REFERENCE)
+def _compared_methods(runs: TaskRuns) -> list[str]:
+    return [name for name in runs.methods if name != _REFERENCE]
 
 
-def _summary(run: list[Board], boards: list[Board], records: dict[str, dict[str, float]]) -> str:
+def _summary(done: list[TaskRuns], all_tasks: list[TaskRuns], records: RunRecords) -> str:
     hours = sum(record["seconds"] for record in records.values()) / 3600.0
-    missing = [board.task.label for board in boards if board not in run]
+    missing = [runs.task.label for runs in all_tasks if runs not in done]
     text = f"{len(records)} runs, {hours:.2f} hours of one core."
     return text + (f" Not run yet: {'; '.join(missing)}." if missing else "")
 
 
-def difference(board: Board, name: str, *, timed: bool, comparisons: int) -> Interval | None:
+def difference(runs: TaskRuns, name: str, *, equal_time: bool, comparisons: int) -> Interval | None:
     """Return a method's test loss minus dropout's, paired by seed; None if no seed has both."""
-    own, plain = board.losses(name, timed=timed), board.losses(_REFERENCE, timed=False)
-    shared = sorted(own.keys() & plain.keys())
-    if not shared:
+    losses = runs.test_losses(name, equal_time=equal_time)
+    reference = runs.test_losses(_REFERENCE, equal_time=False)
+    seeds = sorted(losses.keys() & reference.keys())
+    if not seeds:
         return None
-    return mean_interval([own[s] - plain[s] for s in shared], comparisons=comparisons)
+    return mean_interval([losses[s] - reference[s] for s in seeds], comparisons=comparisons)
 
 
-def _table(board: Board, comparisons: int) -> Table:
-    first, last = ("method", "chosen"), ("equal steps", "equal time", "seeds")
-    heads = (*first, "cost of a step", "test loss", *last)
+def _table(runs: TaskRuns, comparisons: int) -> Table:
+    text_headers = ("method", "chosen")
+    number_headers = ("cost of a step", "test loss", "equal steps", "equal time", "seeds")
     rows = []
-    for name, method in board.methods.items():
-        losses = list(board.losses(name, timed=False).values())
-        cost = board.cost(name)
-        differences = ("", "")
+    for name, method in runs.methods.items():
+        losses = list(runs.test_losses(name, equal_time=False).values())
+        cost = runs.step_cost(name)
+        differences = ["", ""]
         if name != _REFERENCE:
-            steps, time = (
-                difference(board, name, timed=timed, comparisons=comparisons)
-                for timed in (False, True)
-            )
-            differences = (_shown(steps), _shown(time))
-        pace = "" if cost is None else f"× {cost:.2f}"
-        mean = f"{sum(losses) / len(losses):.4f}" if losses else "not run yet"
+            differences = [
+                _as_text(difference(runs, name, equal_time=equal_time, comparisons=comparisons))
+                for equal_time in (False, True)
+            ]
         rows.append(
-            (method.label, _choice(board, name), pace, mean, *differences, str(len(losses)))
+            (
+                method.label,
+                _choice(runs, name),
+                "" if cost is None else f"× {cost:.2f}",
+                f"{sum(losses) / len(losses):.4f}" if losses else "not run yet",
+                *differences,
+                str(len(losses)),
+            )
         )
-    return Table(heads, rows, numbers=heads[2:])
+    return Table((*text_headers, *number_headers), rows, numbers=number_headers)
 
 
-def _choice(board: Board, name: str) -> str:
-    spec, method = board.chosen(name, timed=False), METHODS[name]
+def _choice(runs: TaskRuns, name: str) -> str:
+    """Return the options that the search chose, as text."""
+    spec, method = runs.chosen_spec(name, equal_time=False), METHODS[name]
     if spec is None:
         return ""
-    assert spec.seed == TUNING_SEED
     words = [f"p = {spec.p:g}"] if method.tunes_p else []
     words += [f"decay {spec.decay:g}"] if method.tunes_decay else []
     return ", ".join(words)
 
 
-def _shown(interval: Interval | None) -> str:
+def _as_text(interval: Interval | None) -> str:
     if interval is None:
         return "not run yet"
     mark = " better" if interval.high < 0 else " worse" if interval.low > 0 else ""
     return f"{interval.estimate:+.4f} ({interval.low:+.4f} – {interval.high:+.4f}){mark}"
 
 
-def _figure(boards: list[Board], comparisons: int) -> Figure:
-    """A panel for each task: differences from dropout at equal time, the best first."""
-    columns = min(3, len(boards))
-    rows = -(-len(boards) // columns)
+def _figure(done: list[TaskRuns], comparisons: int) -> Figure:
+    """Return a panel for each task: the differences from dropout at equal time, the best on top."""
+    columns = min(3, len(done))
+    rows = -(-len(done) // columns)
     figure = new_figure(3.6 * columns, 0.5 + 2.2 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).flat
-    for panel in panels[len(boards) :]:
+    for panel in panels[len(done) :]:
         panel.set_visible(False)
-    for panel, board in zip(panels, boards, strict=False):
-        found = {
+    for panel, runs in zip(panels, done, strict=False):
+        intervals = {
             METHODS[name].label: interval
-            for name in _others(board)
-            if (interval := difference(board, name, timed=True, comparisons=comparisons))
+            for name in _compared_methods(runs)
+            if (interval := difference(runs, name, equal_time=True, comparisons=comparisons))
             is not None
         }
-        ordered = sorted(found.items(), key=lambda item: item[1].estimate, reverse=True)
-        for place, (_, interval) in enumerate(ordered):
-            panel.plot([interval.low, interval.high], [place] * 2, color=OURS, lw=2, alpha=0.5)
-            panel.plot(interval.estimate, place, "o", color=OURS, ms=4)
+        ordered = sorted(intervals.items(), key=lambda item: item[1].estimate, reverse=True)
+        for y, (_, interval) in enumerate(ordered):
+            panel.plot([interval.low, interval.high], [y] * 2, color=OURS, lw=2, alpha=0.5)
+            panel.plot(interval.estimate, y, "o", color=OURS, ms=4)
         panel.axvline(0.0, color="black", lw=0.8)
         panel.set_yticks(range(len(ordered)), [label for label, _ in ordered], fontsize=7)
         panel.tick_params(axis="x", labelsize=7)
-        panel.set_title(board.task.label, fontsize=8)
+        panel.set_title(runs.task.label, fontsize=8)
     figure.supxlabel("test loss minus tuned dropout's, at equal time (left is better)", fontsize=8)
     return figure

@@ -1,4 +1,4 @@
-"""The tasks of the scoreboard and their models. To add one, add a :class:`Task` to ``TASKS``."""
+"""The scoreboard's tasks and their models. To add a task, register a :class:`Task` in ``TASKS``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from undrop.registry import Registry
 
 
 class _Block(nn.Module):
-    """A residual block whose branch is dropped for whole examples (stochastic depth)."""
+    """A residual block that drops its branch for random examples (stochastic depth)."""
 
     def __init__(self, width: int, p: float) -> None:
         super().__init__()
@@ -29,12 +29,11 @@ class _Block(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         branch = self.branch(h)
-        kept = structured_dropout(branch, self.p, shared=(1, 2, 3), training=self.training)
-        return h + kept
+        return h + structured_dropout(branch, self.p, shared=(1, 2, 3), training=self.training)
 
 
 class ResidualNet(nn.Module):
-    """A ConvNet with stochastic depth (Huang et al. 2016): p rises linearly to the last block."""
+    """A ConvNet with stochastic depth (Huang et al. 2016): p rises linearly from block to block."""
 
     def __init__(self, p: float, *, depth: int = 4, width: int = 16, classes: int = 10) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ class ResidualNet(nn.Module):
         self.head = nn.Linear(width * 49, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, 1, 14, 14)."""
+        """Return the logits (B, classes) of images (B, 1, 14, 14)."""
         h = self.stem(x)
         for block in self.blocks:
             h = block(h)
@@ -54,25 +53,25 @@ class ResidualNet(nn.Module):
 class GCN(nn.Module):
     """Two graph convolutions with dropout on their inputs (Kipf & Welling 2017).
 
-    An input row is the node's row of the normalized adjacency matrix, then its features.
+    An input row is a node's row of the normalized adjacency matrix, followed by the node's features.
     """
 
     def __init__(self, nodes: int, features: int, classes: int, p: float, width: int = 32) -> None:
         super().__init__()
         self.nodes = nodes
         self.dropouts = nn.ModuleList([nn.Dropout(p), nn.Dropout(p)])
-        self.first, self.second = nn.Linear(features, width), nn.Linear(width, classes)
+        self.hidden, self.output = nn.Linear(features, width), nn.Linear(width, classes)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Logits (nodes, classes)."""
+        """Return the logits (nodes, classes)."""
         adjacency, x = rows[:, : self.nodes], rows[:, self.nodes :]
-        h = torch.relu(adjacency @ self.first(self.dropouts[0](x)))
-        logits: Tensor = adjacency @ self.second(self.dropouts[1](h))
+        h = torch.relu(adjacency @ self.hidden(self.dropouts[0](x)))
+        logits: Tensor = adjacency @ self.output(self.dropouts[1](h))
         return logits
 
 
 class _LoRA(nn.Module):
-    """A frozen linear layer plus a trainable low-rank layer with dropout on its input."""
+    """A frozen linear layer plus a trainable low-rank one, which has dropout on its input."""
 
     def __init__(self, base: nn.Linear, rank: int, p: float) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class _LoRA(nn.Module):
         return y
 
 
-_SIZES = {"size": 64, "layers": 2, "heads": 4, "context": 32}
+_GPT_SIZES = {"size": 64, "layers": 2, "heads": 4, "context": 32}
 VOCABULARY = 1_000
 _WIKITEXT = "wikitext-2/wiki.train.tokens"
 _SHAKESPEARE = "tinyshakespeare/input.txt"
@@ -95,14 +94,14 @@ _SHAKESPEARE = "tinyshakespeare/input.txt"
 
 @cache
 def _pretrained(root: Path) -> dict[str, Tensor]:
-    """The weights of a small GPT after a few hundred steps on WikiText-2."""
+    """Return the weights of a small GPT after two epochs on 100,000 words of WikiText-2."""
     text = data.words(root, 0, _WIKITEXT, (100_000, 1_000, 1_000), VOCABULARY, 32, _WIKITEXT)
     torch.manual_seed(0)
-    model = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_SIZES)
+    model = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_GPT_SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    order = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        for inputs, targets in data.batches(text, "train", 20, order):
+        for inputs, targets in data.batches(text, "train", 20, generator):
             optimizer.zero_grad()
             logits, _ = model(inputs)
             nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
@@ -111,46 +110,51 @@ def _pretrained(root: Path) -> dict[str, Tensor]:
 
 
 class AdaptedGPT(nn.Module):
-    """A GPT trained on WikiText-2, with LoRA adapters (Hu et al. 2022)."""
+    """A GPT that was trained on WikiText-2, with LoRA adapters (Hu et al. 2022)."""
 
     def __init__(self, root: Path, p: float, rank: int = 8) -> None:
         super().__init__()
-        seed = torch.random.get_rng_state()
+        # Only the first call of _pretrained draws random numbers. Restore the generator, so that all
+        # models of a seed have the same adapters.
+        rng_state = torch.random.get_rng_state()
         weights = _pretrained(root)
-        torch.random.set_rng_state(seed)  # so that the cache does not change the adapters
-        self.gpt = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_SIZES)
+        torch.random.set_rng_state(rng_state)
+        self.gpt = GPT(VOCABULARY, dropout=0.0, attention_dropout=0.0, **_GPT_SIZES)
         self.gpt.load_state_dict(weights)
         self.gpt.requires_grad_(False)
-        chosen = [
+        adapted = [
             (parent, name, layer)
             for parent in self.gpt.modules()
             for name, layer in parent.named_children()
             if name in ("query_key_value", "inner") and isinstance(layer, nn.Linear)
         ]
-        for parent, name, layer in chosen:
+        for parent, name, layer in adapted:
             setattr(parent, name, _LoRA(layer, rank, p))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (T, B, V) of tokens (T, B)."""
+        """Return the logits (T, B, V) of tokens (T, B)."""
         logits: Tensor = self.gpt(tokens)[0]
         return logits
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all methods share: data, model, and AdamW with a cosine schedule to zero."""
+    """The data, the model and the training settings that all methods share.
+
+    The optimizer is AdamW. Its learning rate falls along a cosine to zero.
+    """
 
     label: str  # in the report
-    data: data.Load
-    model: Callable[[Path, float], nn.Module]  # from the corpora's folder and p
+    data: data.Loader
+    model: Callable[[Path, float], nn.Module]  # of (the folder of the corpora, p)
     batch: int
-    epochs: int  # of plain dropout
-    lr: float  # the learning rate at the start
-    probabilities: tuple[float, ...] = (0.1, 0.2, 0.4)  # the p to try
-    decays: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)  # the weight decays to try
+    epochs: int  # at equal time, those of dropout
+    lr: float  # the initial learning rate
+    probabilities: tuple[float, ...] = (0.1, 0.2, 0.4)  # the search tries each p
+    decays: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)  # the search tries each weight decay
     loss: Callable[[], Loss] = CrossEntropy
-    fraction: float = 0.25  # of the batch that Analytic regularizes; 1 if examples interact
-    refused: Mapping[str, str] = field(default_factory=dict)  # methods that refuse it, and why
+    fraction: float = 0.25  # ρ of Analytic: 1 if the examples interact, as the nodes of a graph do
+    excluded_methods: Mapping[str, str] = field(default_factory=dict)  # name: the reason
 
 
 def _gpt(vocabulary: int, p: float) -> nn.Module:
@@ -241,6 +245,8 @@ TASKS.register("graph")(
         lr=1e-2,
         probabilities=(0.2, 0.4, 0.6),
         fraction=1.0,
-        refused={"tuner": "training sees the inputs of the validation split: it is the same graph"},
+        excluded_methods={
+            "tuner": "the validation nodes are in the same graph, so training sees their inputs"
+        },
     )
 )

@@ -25,6 +25,13 @@ def check_int(field: str, value: int, *, least: int = 1) -> int:
     return value
 
 
+def check_not_negative(field: str, value: float) -> float:
+    """``value``, if it is finite and not negative."""
+    if not 0.0 <= as_float(value) < math.inf:
+        raise OptionError(f"{field} must be finite and not negative, got {value!r}.")
+    return value
+
+
 def check_probability(field: str, value: float) -> float:
     """``value``, if it is a drop probability."""
     if not 0.0 <= value < 1.0:

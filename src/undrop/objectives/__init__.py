@@ -2,16 +2,11 @@
 
 from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
 from undrop.objectives.base import Objective
-from undrop.objectives.dropout import Dropout
-from undrop.objectives.rivals import (
-    L2,
-    SAM,
-    EarlyDropout,
-    Jacobian,
-    NoRegularization,
-    RDrop,
-    WeightNoise,
-)
+from undrop.objectives.dropout import Dropout, EarlyDropout
+from undrop.objectives.jacobian import Jacobian
+from undrop.objectives.no_regularization import L2, NoRegularization
+from undrop.objectives.perturbed_weights import SAM, WeightNoise
+from undrop.objectives.r_drop import RDrop
 from undrop.objectives.step import Step
 
 __all__ = [

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from undrop.engines import Engine, Evaluation, Request, as_engine
 from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
-from undrop.losses import FORMS, Coefficients, Loss
-from undrop.objectives.base import Objective
+from undrop.losses import FORMS, Coefficients
+from undrop.objectives.base import LossLike, Objective
 from undrop.options import as_float, check_int
 
 PAPER = 1.0
@@ -76,7 +75,7 @@ class Analytic(Objective):
         interval: int = 1,
         batch_dim: int | None = None,
         exact_output: bool = False,
-        loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        loss: LossLike = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(loss=loss, generator=generator)

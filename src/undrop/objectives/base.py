@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,9 @@ from undrop.torch_compat import Backend, force_eager, portable_lstm, untraced
 
 _log = logging.getLogger("undrop")
 
+LossLike: TypeAlias = Loss | Callable[[Tensor, Any], Tensor] | None
+"""A loss as users pass it; None takes the model's own loss, or cross-entropy on its output."""
+
 
 class Objective(ABC):
     """What training minimizes. ``objective(model, inputs, targets)`` returns a :class:`Step`.
@@ -65,7 +68,7 @@ class Objective(ABC):
     def __init__(
         self,
         *,
-        loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        loss: LossLike = None,
         generator: torch.Generator | None = None,
     ) -> None:
         self.loss = as_loss(loss)
@@ -144,7 +147,12 @@ class Objective(ABC):
     ) -> Iterator[Evaluation]:
         """Run further evaluations under the autocast of the first, without updating statistics."""
         while True:
-            with autocast.restored(), outside_interception(), force_eager(), keep_statistics(batch.model):
+            with (
+                autocast.restored(),
+                outside_interception(),
+                force_eager(),
+                keep_statistics(batch.model),
+            ):
                 evaluation = next(evaluations, None)
                 if evaluation is None:
                     return

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from undrop.engines import Engine, Evaluation, as_engine, dropout_masks
 from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
-from undrop.losses import Coefficients, Loss
-from undrop.objectives.base import Objective
+from undrop.losses import Coefficients
+from undrop.objectives.base import LossLike, Objective
 from undrop.objectives.site_p import SiteMasks, Slots, slots, with_p
 from undrop.options import check_int
 
@@ -51,7 +49,7 @@ class Dropout(Objective):
         engine: str | Engine = "auto",
         mask: str = "as-declared",
         sites: str | Iterable[str] | Mapping[str, float] | None = None,
-        loss: Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        loss: LossLike = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(loss=loss, generator=generator)
@@ -104,3 +102,26 @@ class Dropout(Objective):
         total = loss if factor == 1.0 else factor * loss
         last = self.k == 1  # then nothing was averaged, and there is no noise to add back
         return Evaluation(total, {part: total.detach()}, lambda: output, last=last)
+
+
+class EarlyDropout(Dropout):
+    """Dropout for the first ``until`` steps, and none after that (Liu et al. 2023).
+
+    Args:
+        until: the number of steps with dropout.
+        loss: as for every objective.
+        generator: as for every objective.
+    """
+
+    def __init__(
+        self, until: int = 1000, *, loss: LossLike = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(loss=loss, generator=generator)
+        self.until = check_int("until", until, least=0)
+
+    def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
+        """Yield dropout, or the plain loss."""
+        if self.steps < self.until:
+            yield from super().evaluations(batch)
+        else:
+            yield self.plain_loss(batch)

@@ -1,4 +1,4 @@
-"""The rivals against what their papers say, written out by hand."""
+"""The other objectives against the formulas of their papers, written out by hand."""
 
 import pytest
 import torch

@@ -31,12 +31,7 @@ class Registry(Mapping[K, V], Generic[K, V]):
         self._entries: dict[K, V] = {}
 
     def register(self, *keys: K, about: str = "") -> Callable[[New], New]:
-        """Return a decorator that adds what it decorates under each of the keys.
-
-        Args:
-            keys: the keys of the new entry.
-            about: one line about the entry, for lists and shell completion.
-        """
+        """Return a decorator that adds what it decorates under each key, with a line ``about`` it."""
 
         def add(value: New) -> New:
             for key in dict.fromkeys(keys):

@@ -99,12 +99,12 @@ def test_a_command_that_returns_an_answer_prints_text_or_json(tmp_path, monkeypa
     monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
     monkeypatch.setattr(cli.COMMANDS, "_entries", {})
     command = importlib.import_module("undrop.lab.cli.count")
-    shown = cli._command(command.count)
+    shown = cli._typer_function(command.count)
     shown(most=3)
     assert capsys.readouterr() == ("n\n0\n1\n2\ndone\n3\n", "written: 3\n")
     shown(most=3, json=True)
     assert capsys.readouterr().out == '{\n  "most": 3\n}\n3\n'
-    assert "json" not in inspect.signature(cli._command(command.silently)).parameters
+    assert "json" not in inspect.signature(cli._typer_function(command.silently)).parameters
 
 
 @pytest.mark.parametrize("name", list(cli.commands()))

@@ -1,8 +1,8 @@
 """The command line: ``undrop COMMAND``, one file per command.
 
-A file of this folder whose name does not start with an underscore is a command: ``train.py`` is
-``undrop train``. The first line of its docstring is its line in ``undrop --help``. It registers one
-function, or one for each of its sub-commands::
+Every file of this folder is a command, unless its name starts with an underscore: ``train.py`` is
+``undrop train``. The first line of the file's docstring is the command's line in ``undrop --help``. The
+file registers one function, or one function for each subcommand::
 
     @COMMANDS.register("train")
     def train(...): ...
@@ -10,16 +10,16 @@ function, or one for each of its sub-commands::
     @COMMANDS.register("data list")
     def list_corpora(...): ...
 
-The arguments of the function are the options of the command, and its docstring is the help. An argument
-whose type is a dataclass stands for the dataclass's fields: options that several commands share. A
-function that returns an :class:`Answer` gets the option ``--json``.
+The arguments of the function are the options of the command, and its docstring is the help. Options that
+several commands share are the fields of a dataclass, which is the type of one argument. A function that
+returns an :class:`Answer` gets the option ``--json``.
 
-``undrop --help`` imports no command, and ``undrop train`` imports ``train.py`` alone. A command file
-imports torch inside its function, so that help, completion and the error for a wrong name are fast.
+``undrop --help`` imports no command, and ``undrop train`` imports only ``train.py``. A command imports
+torch inside its function, so that help, completion and the error for a wrong name are fast.
 
-A command raises an :class:`~undrop.errors.UndropError` if something goes wrong; :func:`main` prints
-it as one sentence on stderr and returns the exit code 2, with the traceback only under ``--debug``.
-Results go to stdout, everything else to stderr.
+If something goes wrong, a command raises an :class:`~undrop.errors.UndropError`. :func:`main` prints it
+as one sentence on stderr and returns the exit code 2; ``--debug`` adds the traceback. Results go to
+stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -46,7 +46,7 @@ from undrop.registry import Registry
 __all__ = ["COMMANDS", "GROUPS", "Answer", "app_for", "commands", "main"]
 
 COMMANDS: Registry[str, Callable[..., Answer | None]] = Registry("command")
-"""The functions behind the commands that have been imported."""
+"""The functions of the commands that have been imported."""
 
 GROUPS = {
     "Train": ("demo", "train", "watch", "runs", "plot", "eval", "generate"),
@@ -54,34 +54,34 @@ GROUPS = {
     "Compare and reproduce": ("bench", "reproduce", "report"),
     "List what is available": ("presets", "models", "objectives", "data"),
 }
-"""The headings of ``undrop --help``; a command under none of them comes last, under "More"."""
+"""The headings of ``undrop --help``. Commands that have no heading come last, under "More"."""
 
-_COMPLETION = "_UNDROP_COMPLETE"
-_COMPLETED_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # set by bash, set by the other shells
+_COMPLETION = "_UNDROP_COMPLETE"  # the variable that asks for completion
+_TYPED_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in bash, in the other shells
 
 
 def commands() -> dict[str, str]:
-    """Return the name of every command with its line of help, in the order of ``--help``."""
+    """Return the name of every command and its line of help, in the order of ``--help``."""
     files = [file for folder in __path__ for file in Path(folder).glob("[!_]*.py")]
-    found = {file.stem.replace("_", "-"): _first_line(file) for file in files}
-    known = [name for names in GROUPS.values() for name in names if name in found]
-    return {name: found[name] for name in [*known, *sorted(found.keys() - set(known))]}
+    lines = {file.stem.replace("_", "-"): _first_line(file) for file in files}
+    grouped = [name for names in GROUPS.values() for name in names if name in lines]
+    return {name: lines[name] for name in [*grouped, *sorted(lines.keys() - set(grouped))]}
 
 
 def _first_line(file: Path) -> str:
-    """The first line of a file's docstring, without parsing the file."""
+    """Return the first line of a file's docstring, without parsing the file."""
     with file.open(encoding="utf-8") as text:
         return text.readline().strip().strip('"')
 
 
-class _Grouped(TyperGroup):
+class _CommandsWithHeadings(TyperGroup):
     """A group of commands whose help has headings."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands under the headings of :data:`GROUPS`."""
         lines = commands()
-        headed = {name for names in GROUPS.values() for name in names}
-        groups = {**GROUPS, "More": tuple(name for name in lines if name not in headed)}
+        grouped = {name for names in GROUPS.values() for name in names}
+        groups = {**GROUPS, "More": tuple(name for name in lines if name not in grouped)}
         width = max(map(len, lines))
         for heading, names in groups.items():
             rows = [(name.ljust(width), lines[name]) for name in names if name in lines]
@@ -90,19 +90,19 @@ class _Grouped(TyperGroup):
                     formatter.write_dl(rows)
 
 
-def app_for(loaded: Sequence[str]) -> typer.Typer:
-    """Return an app that imports only the ``loaded`` commands; the others have just a name and help."""
+def app_for(names: Sequence[str]) -> typer.Typer:
+    """Return the app, and import only the commands of these ``names``; the others have help alone."""
     app = typer.Typer(
         name="undrop",
-        cls=_Grouped,
+        cls=_CommandsWithHeadings,
         no_args_is_help=True,
-        rich_markup_mode=None,  # rich would take longer than everything else that --help does
+        rich_markup_mode=None,  # importing rich would take longer than the rest of --help
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit them
+        context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
     )
     app.callback()(_root)
     for name, line in commands().items():
-        if name in loaded:
+        if name in names:
             _add(app, name)
         else:
             app.command(name, help=line)(lambda: None)
@@ -110,48 +110,48 @@ def app_for(loaded: Sequence[str]) -> typer.Typer:
 
 
 def _add(app: typer.Typer, name: str) -> None:
-    """Import a command's file and add what it registers."""
+    """Import the file of a command, and add the command or its subcommands to the app."""
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    for key, function in COMMANDS.items():
-        first, _, second = key.partition(" ")
-        if first == name:
-            (group if second else app).command(second or name)(_command(function))
+    for words, function in COMMANDS.items():
+        command, _, subcommand = words.partition(" ")
+        if command == name:
+            (group if subcommand else app).command(subcommand or name)(_typer_function(function))
     if group.registered_commands:
         app.add_typer(group, name=name, help=module.__doc__)
 
 
-def _command(function: Callable[..., Answer | None]) -> Callable[..., None]:
-    """Return the function for typer: it turns dataclasses into options and prints the answer."""
+def _typer_function(function: Callable[..., Answer | None]) -> Callable[..., None]:
+    """Return the function for typer, which has an argument for each option and prints the answer."""
     signature = inspect.signature(function, eval_str=True)
-    kinds = {name: p.annotation for name, p in signature.parameters.items()}
-    groups = {
-        name: get_type_hints(kind, include_extras=True)
-        for name, kind in kinds.items()
-        if is_dataclass(kind)
-    }
-    flat: list[inspect.Parameter] = []
+    dataclasses: dict[str, Any] = {}
+    options: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        fields = [parameter]
-        if name in groups:
-            of_group = inspect.signature(kinds[name]).parameters.values()
-            fields = [field.replace(annotation=groups[name][field.name]) for field in of_group]
-        flat += [field.replace(kind=field.KEYWORD_ONLY) for field in fields]
+        if is_dataclass(parameter.annotation):
+            dataclasses[name] = parameter.annotation
+            types = get_type_hints(dataclasses[name], include_extras=True)
+            options += [
+                option.replace(annotation=types[option.name])
+                for option in inspect.signature(dataclasses[name]).parameters.values()
+            ]
+        else:
+            options.append(parameter)
     if signature.return_annotation not in (None, signature.empty):
-        flat.append(_JSON)
+        options.append(_JSON)
 
     @wraps(function)
-    def command(*, json: bool = False, **values: Any) -> None:
-        for name, types in groups.items():
-            values[name] = kinds[name](**{field: values.pop(field) for field in types})
+    def typer_function(*, json: bool = False, **values: Any) -> None:
+        for name, kind in dataclasses.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         answer = function(**values)
         if answer is not None:
             answer.show(json=json)
 
-    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=flat, return_annotation=None
+    typer_function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[option.replace(kind=option.KEYWORD_ONLY) for option in options],
+        return_annotation=None,
     )
-    return command
+    return typer_function
 
 
 _JSON = inspect.Parameter(
@@ -162,8 +162,8 @@ _JSON = inspect.Parameter(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         from undrop import __version__
 
         typer.echo(f"undrop {__version__}")
@@ -183,25 +183,29 @@ def _root(
 
 
 def _command_in(words: Sequence[str]) -> list[str]:
-    """The command in ``words``: the first without a dash, since undrop's own options take no values."""
+    """Return the command of a command line: the first word without a dash, as a list, or no word.
+
+    The options before the command take no values, so their values can't be mistaken for it.
+    """
     return [word for word in words if not word.startswith("-")][:1]
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` by default) and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
-    gc.disable()  # imports leave little garbage, and looking for it takes a quarter of their time
+    gc.disable()  # imports leave little garbage, and collecting it takes a quarter of their time
     try:
-        return _main(words)
+        return _exit_code(words)
     finally:
         gc.enable()
-        if args is None:  # the process ends, and the system frees the memory faster
+        if args is None:  # the process ends: the system frees the memory faster than Python does
             gc.freeze()
 
 
-def _main(words: list[str]) -> int:
+def _exit_code(words: list[str]) -> int:
+    """Complete the words, or run them as a command line."""
     if _COMPLETION in os.environ:
-        typed = next((os.environ[name] for name in _COMPLETED_WORDS if name in os.environ), "")
+        typed = next((os.environ[name] for name in _TYPED_WORDS if name in os.environ), "")
         return int(app_for(_command_in(typed.split()[1:]))(words, prog_name="undrop") or 0)
     debug = "--debug" in words or os.environ.get("UNDROP_DEBUG", "0") not in ("", "0")
     words = [word for word in words if word != "--debug"] or ["--help"]

@@ -1,12 +1,12 @@
 """The adaptive softmax with its loss, along a tangent.
 
-The head's softmax p is over the shortlist and one class for each tail c, whose probability is π_c;
-each tail has its own softmax. With Var the variance of the logits' tangent under a softmax,
+The head's softmax is over the shortlist and one class for each tail c, whose probability is π_c.
+Each tail has a softmax over its own words. With the variance Var of the logits' tangent under a softmax,
 
-    uᵀHu = Var_head + Σ_c π_c Var_c,
+    uᵀHu = Var_head + Σ_c π_c Var_c.
 
-the expectation of the second derivative over labels (the Fisher form; for a single label, only its own
-tail would count). The sum is over every tail for every row.
+This is the Fisher form, the mean over labels of the second derivative; the second derivative for one
+label has only the tail of that label. So every row needs every tail.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from undrop.kernels.softmax import Derivatives, OutputRows, SoftmaxOptions, work
 
 
 class Layer(NamedTuple):
-    """``W P f + b``; the head has no P."""
+    """The layer ``W P f + b``; the head has no P."""
 
     projection: Tensor | None  # P (projected, features), None for the identity
     weight: Tensor  # W (classes, projected)
     bias: Tensor | None  # b (classes,)
 
     def logits(self, features: Tensor) -> Tensor:
-        """W P f + b."""
+        """Return W P f + b."""
         if self.projection is not None:
             features = F.linear(features, self.projection)
         return F.linear(features, self.weight, self.bias)
@@ -40,8 +40,7 @@ class Layer(NamedTuple):
 class AdaptiveOutput(OutputLayer):
     """The adaptive softmax of features f with its loss -log p(y | f).
 
-    The head's classes are the words of the shortlist and one class for each tail. ``cutoffs`` are the
-    first words of the tails.
+    ``cutoffs`` are the first words of the tails.
     """
 
     def __init__(
@@ -63,40 +62,40 @@ class AdaptiveOutput(OutputLayer):
     ) -> Derivatives:
         """Return the terms of the head for all rows that count, plus those of each tail.
 
-        With a tangent, a tail computes all rows; without one, only the rows of its own words.
+        With a tangent, a tail processes all rows; without one, only the rows of its own words.
         """
-        kept = (rows.weight > 0).nonzero().squeeze(-1)
-        if len(kept) < len(rows.weight):
-            rows = OutputRows(*(None if x is None else x.index_select(0, kept) for x in rows))  # type: ignore[arg-type]
+        counted = (rows.weight > 0).nonzero().squeeze(-1)
+        if len(counted) < len(rows.weight):
+            rows = OutputRows(*(None if x is None else x.index_select(0, counted) for x in rows))  # type: ignore[arg-type]
         f, df, target, weight = rows
         head, *tails = self.layers(parameters)
         z, u = _logits(head, f, df)
-        # The factor of a tail's quadratic form is its probability π_c.
-        shares = torch.ones_like(z) if options.form == "identity" else z.softmax(-1)
-        found = softmax_terms(z, u, self.head_target(target), options)
-        loss, quadratic, directional = (weight @ x for x in found)
-        for number, (tail, words) in enumerate(zip(tails, self.tails, strict=True), self.shortlist):
-            own = self.members(target, words)
-            within = torch.where(own, target - words.start, 0)
+        # The factor of a tail's quadratic form: π_c, or 1 for the identity
+        factors = torch.ones_like(z) if options.form == "identity" else z.softmax(-1)
+        terms = softmax_terms(z, u, self.head_target(target), options)
+        loss, quadratic, directional = (weight @ x for x in terms)
+        for column, (tail, words) in enumerate(zip(tails, self.tails, strict=True), self.shortlist):
+            in_tail = self.members(target, words)
+            tail_target = torch.where(in_tail, target - words.start, 0)
             if df is None:
-                which = own.nonzero().squeeze(-1)
-                f_own, y, w = (x.index_select(0, which) for x in (f, within, weight))
-                terms = softmax_terms(*_logits(tail, f_own, None), y, options)
+                tail_rows = in_tail.nonzero().squeeze(-1)
+                f_tail, y, w = (x.index_select(0, tail_rows) for x in (f, tail_target, weight))
+                terms = softmax_terms(*_logits(tail, f_tail, None), y, options)
                 loss = loss + w @ terms.loss
                 continue
-            terms = softmax_terms(*_logits(tail, f, df), within, options)
-            loss = loss + (weight * own) @ terms.loss
-            quadratic = quadratic + (weight * shares[:, number]) @ terms.quadratic
-            directional = directional + (weight * own) @ terms.directional
+            terms = softmax_terms(*_logits(tail, f, df), tail_target, options)
+            loss = loss + (weight * in_tail) @ terms.loss
+            quadratic = quadratic + (weight * factors[:, column]) @ terms.quadratic
+            directional = directional + (weight * in_tail) @ terms.directional
         return Derivatives(loss, quadratic, directional)
 
     def members(self, target: Tensor, words: range) -> Tensor:
-        """Return which targets are in a tail; the last tail also gets those beyond the vocabulary."""
+        """Return which targets are in a tail; the last tail also gets targets beyond the vocabulary."""
         last = words.stop == self.num_classes
         return target >= words.start if last else (target >= words.start) & (target < words.stop)
 
     def head_target(self, target: Tensor) -> Tensor:
-        """Return the target of the head: a word of the shortlist, or the word's tail."""
+        """Return the class of each target in the head: a word of the shortlist, or the word's tail."""
         tail = torch.zeros_like(target)
         for words in self.tails:
             tail += target >= words.start

@@ -1,9 +1,10 @@
-"""Output layers with their softmax cross-entropy, along a tangent, for a chunk of rows at a time.
+"""Output layers with their softmax cross-entropy, along a tangent, one chunk of rows at a time.
 
 Memory never holds more than one chunk of logits. A *sweep* goes through all chunks once. For each chunk
-it computes the logits, forms the gradients of the total in them by the closed forms of ``softmax.py``,
-and backpropagates them to features and weights: three matrix products, over the rows of the features f
-and of their tangent ḟ together. Rows without a tangent cost as much as the loss alone.
+it computes the logits, then the gradients of the total in the logits by the closed forms of
+``softmax.py``, and backpropagates these gradients to features and weights. This takes three matrix
+products, each over the rows of the features f and of their tangent ḟ together. Plain rows, which have
+no tangent, cost as much as the loss alone.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from undrop.kernels.softmax import (
     RowTerms,
     SoftmaxOptions,
     WorkBuffers,
-    expected,
+    dot_target,
     row_weights,
     sweep,
     sweep_with_gradients,
     tangent_gradients_,
-    tangent_rows,
+    tangent_terms,
     working_dtype,
 )
 
@@ -46,27 +47,27 @@ Needs = Sequence[bool]
 class SweepResult(NamedTuple):
     """The result of a sweep over all rows."""
 
-    means: Tensor  # of ℓ, uᵀHu and ∂ℓ/∂ε, (3,)
-    gradients: Parameters  # of the total, in the features, the tangent and each parameter
+    means: Tensor  # the means of ℓ, uᵀHu and ∂ℓ/∂ε, (3,)
+    gradients: Parameters  # of the total in the features, the tangent and each parameter
 
 
 def row_chunks(rows: int, classes: int, chunk: int | None) -> list[slice]:
     """Cut rows into chunks of about equal size, none longer than ``chunk``."""
-    most = chunk or max(_LEAST_ROWS, _CHUNK_ELEMENTS // max(classes, 1))
-    pieces = -(-rows // most)
-    return [slice(rows * n // pieces, rows * (n + 1) // pieces) for n in range(pieces)]
+    longest = chunk or max(_LEAST_ROWS, _CHUNK_ELEMENTS // max(classes, 1))
+    count = -(-rows // longest)
+    return [slice(rows * n // count, rows * (n + 1) // count) for n in range(count)]
 
 
 class OutputLayer(ABC):
     """An output layer with its loss.
 
     A subclass computes the terms of some rows in plain operations, and ``sweep`` differentiates them
-    chunk by chunk. A subclass with closed forms of the gradients overrides ``sweep``.
+    chunk by chunk. A subclass that has the gradients in closed form overrides ``sweep``.
     """
 
     parameters: Parameters
     chunk: int | None = None  # rows at a time; None chooses by the number of classes
-    softmax_size: int  # the number of classes of its largest softmax
+    softmax_size: int  # the number of classes of the layer's largest softmax
     num_classes: int  # the number of classes that a target can have
     width: int  # the number of features
 
@@ -86,86 +87,91 @@ class OutputLayer(ABC):
         c = options.coefficients
         needs = needs if c is not None else [False] * len(needs)
         means = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
-        to = _zeros(rows, parameters, needs)
-        held = [_leaf(x, need) for x, need in zip(parameters, needs[2:], strict=True)]
-        for part in self._chunks(rows):
-            some = rows.part(part)
-            inputs: list[Any] = [*map(_leaf, some[:2], needs), *held]
-            here = OutputRows(inputs[0], inputs[1], some.target, some.weight)
+        sums = _gradient_sums(rows, parameters, needs)
+        parameter_leaves = [_leaf(x, need) for x, need in zip(parameters, needs[2:], strict=True)]
+        for chunk in self._chunks(rows):
+            part = rows.select_rows(chunk)
+            inputs: list[Any] = [*map(_leaf, part[:2], needs), *parameter_leaves]
+            part = part._replace(features=inputs[0], tangent=inputs[1])
             with torch.set_grad_enabled(any(needs)):
-                terms = torch.stack(self.terms(here, held, options))
+                terms = torch.stack(self.terms(part, parameter_leaves, options))
                 total = terms if c is None else c.total(terms)
             means += terms.detach()
-            places = [part, rows.of_tangent(part), *(slice(None) for _ in held)]
-            used = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
-            if used:
-                leaves = [inputs[i] for i in used]
-                for i, gradient in zip(used, gradients(total, leaves), strict=True):
-                    to[i][places[i]] += gradient  # type: ignore[index]
-        return SweepResult(means, to)
+            slices = [chunk, rows.tangent_slice(chunk), *(slice(None) for _ in parameter_leaves)]
+            needed = [
+                (x, gradient_sum[rows_of_chunk])
+                for x, gradient_sum, rows_of_chunk in zip(inputs, sums, slices, strict=True)
+                if x is not None and gradient_sum is not None
+            ]
+            leaves = [x for x, _ in needed]
+            for (_, to), gradient in zip(needed, gradients(total, leaves), strict=True):
+                to += gradient
+        return SweepResult(means, sums)
 
     def _chunks(self, rows: OutputRows) -> list[slice]:
-        """Return chunks of the rows without a tangent, then of the rows with one."""
-        plain = row_chunks(rows.plain, self.softmax_size, self.chunk)
-        with_tangent = row_chunks(len(rows.target) - rows.plain, self.softmax_size, self.chunk)
-        return [*plain, *(slice(rows.plain + m.start, rows.plain + m.stop) for m in with_tangent)]
+        """Return chunks of the plain rows, then chunks of the rows with a tangent."""
+        n = rows.num_plain
+        plain = row_chunks(n, self.softmax_size, self.chunk)
+        others = row_chunks(len(rows.target) - n, self.softmax_size, self.chunk)
+        return [*plain, *(slice(n + chunk.start, n + chunk.stop) for chunk in others)]
 
-    def plain_means(
+    def differentiable_means(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> Tensor:
-        """Return the three means in plain operations, which keep all logits in memory."""
-        parts = (slice(0, rows.plain), slice(rows.plain, len(rows.target)))
-        some = [rows.part(part) for part in parts if part.stop > part.start]
-        terms = [torch.stack(self.terms(part, parameters, options)) for part in some]
+        """Return the three means in plain operations, with a graph that keeps all logits in memory."""
+        slices = (slice(0, rows.num_plain), slice(rows.num_plain, len(rows.target)))
+        parts = [rows.select_rows(part) for part in slices if part.stop > part.start]
+        terms = [torch.stack(self.terms(part, parameters, options)) for part in parts]
         return torch.stack([rows.weight.new_zeros(3), *terms]).sum(0)
 
     def loss(self, features: Tensor, target: Tensor, options: SoftmaxOptions) -> Tensor:
-        """Return the mean of ℓ over the targets that count, 0 if none does; twice differentiable."""
+        """Return the mean of ℓ over the targets that count, or 0 if none does; twice differentiable."""
         options = options._replace(coefficients=Coefficients(1.0, 0.0, 0.0))
-        mean: Tensor = self._apply(_Combined, features, None, target, options)[0]
+        mean: Tensor = self._apply(_TotalFunction, features, None, target, options)[0]
         return mean
 
     def derivatives(
         self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
     ) -> Derivatives:
-        """Return the means of ℓ, the quadratic form and ∂ℓ/∂ε, along u, the tangent of the last rows."""
-        return Derivatives(*self._apply(_Derivatives, features, u, target, options))
+        """Return the means of ℓ, the quadratic form and ∂ℓ/∂ε along u, the tangent of the last rows."""
+        return Derivatives(*self._apply(_DerivativesFunction, features, u, target, options))
 
     def combined(
         self, features: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
     ) -> tuple[Tensor, Derivatives]:
         """Return the total, and its three means without coefficients or a graph.
 
-        The same sweep computes the values and the gradients; the backward pass only scales them.
+        One sweep computes the values and the gradients. The backward pass only scales the gradients.
         """
-        total, means = self._apply(_Combined, features, u, target, options)
+        total, means = self._apply(_TotalFunction, features, u, target, options)
         return total, Derivatives(*means)
 
     def _apply(
         self, function: Any, features: Tensor, u: Tensor | None, target: Tensor, options: Any
     ) -> Any:
-        """Call an autograd function of this module, with all tensors in the type of matrix products."""
+        """Call an autograd function of this module on rows, in the dtype of the matrix products."""
         dtype, width = self._dtype(features), features.shape[-1]
-        flat = target.reshape(-1).long()
-        weights = row_weights(flat, options.ignore_index, working_dtype(dtype))
-        rows = (None if x is None else x.reshape(-1, width).to(dtype) for x in (features, u))
+        target = target.reshape(-1).long()
+        target_and_weight = row_weights(target, options.ignore_index, working_dtype(dtype))
+        inputs = (None if x is None else x.reshape(-1, width).to(dtype) for x in (features, u))
         parameters = (None if p is None else p.to(dtype) for p in self.parameters)
         with torch.autocast(features.device.type, enabled=False):
-            return function.apply(self, options, *weights, *rows, *parameters)
+            return function.apply(self, options, *target_and_weight, *inputs, *parameters)
 
     def _dtype(self, features: Tensor) -> torch.dtype:
+        """Return the dtype of the matrix products: that of autocast, or of features and parameters."""
         device, dtype = features.device.type, features.dtype
         for parameter in self.parameters:
             dtype = dtype if parameter is None else torch.promote_types(dtype, parameter.dtype)
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
-def _leaf(x: Tensor | None, needed: bool) -> Tensor | None:
-    return None if x is None else x.detach().requires_grad_(needed)
+def _leaf(x: Tensor | None, needs_gradient: bool) -> Tensor | None:
+    return None if x is None else x.detach().requires_grad_(needs_gradient)
 
 
-def _zeros(rows: OutputRows, parameters: Parameters, needs: Needs) -> Parameters:
-    """Return buffers for sums of gradients, in the working type; None if a gradient is not needed."""
+def _gradient_sums(rows: OutputRows, parameters: Parameters, needs: Needs) -> Parameters:
+    """Return zeros to add gradients to, in the working dtype; None for a gradient not needed."""
     dtype = working_dtype(rows.features.dtype)
     return [
         torch.zeros_like(x, dtype=dtype) if need and x is not None else None
@@ -178,25 +184,26 @@ def softmax_terms(
 ) -> Derivatives:
     """Return ℓ, uᵀHu and ∂ℓ/∂ε of each row of logits z along u; without u, ℓ and zeros.
 
-    If the options have coefficients, the closed forms compute the gradient: the result can be
-    differentiated once, and z and u are overwritten. Otherwise it uses plain operations.
+    If the options have coefficients, the gradients come from the closed forms: the result can be
+    differentiated once, and z and u are overwritten. Otherwise all operations are plain ones, which
+    can be differentiated any number of times.
     """
     if u is not None and options.coefficients is not None:
-        return Derivatives(*_RowTerms.apply(z, u, target, options))
+        return Derivatives(*_SoftmaxTermsFunction.apply(z, u, target, options))
     log_p = z.log_softmax(-1)
-    loss = -expected(log_p, target, options.smoothing)
+    loss = -dot_target(log_p, target, options.smoothing)  # ℓ = -Σ t log p
     if u is None:
         return Derivatives(loss, torch.zeros_like(loss), torch.zeros_like(loss))
     p = log_p.exp()
-    mean = torch.linalg.vecdot(p, u)
-    directional = mean - expected(u, target, options.smoothing)
+    mean_u = torch.linalg.vecdot(p, u)
+    directional = mean_u - dot_target(u, target, options.smoothing)  # ∂ℓ/∂ε = Σ p u - Σ t u
     if options.form == "identity":
         return Derivatives(loss, torch.linalg.vecdot(u, u), directional)
-    v = u - mean.unsqueeze(-1)
-    return Derivatives(loss, torch.linalg.vecdot(p * v, v), directional)
+    v = u - mean_u.unsqueeze(-1)  # v = u - Σ p u
+    return Derivatives(loss, torch.linalg.vecdot(p * v, v), directional)  # uᵀHu = Σ p v²
 
 
-class _RowTerms(torch.autograd.Function):
+class _SoftmaxTermsFunction(torch.autograd.Function):
     """The terms of each row along a tangent, with gradients by the closed forms."""
 
     @staticmethod
@@ -204,16 +211,16 @@ class _RowTerms(torch.autograd.Function):
         ctx: Any, z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
         work = WorkBuffers(u, z, torch.empty_like(z))
-        terms = tangent_rows(z, u, target, options, work)
+        terms = tangent_terms(z, u, target, options, work)
         ctx.save_for_backward(target, *work, *terms)
         ctx.options = options
         return terms.loss, terms.quadratic, terms.directional
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
         target, v, pv, p, *terms = ctx.saved_tensors
-        c = Coefficients(*(g.unsqueeze(-1) for g in incoming))
+        c = Coefficients(*(g.unsqueeze(-1) for g in grad_outputs))
         tangent_gradients_(WorkBuffers(v, pv, p), RowTerms(*terms), target, ctx.options, c)
         return v, pv, None, None
 
@@ -230,15 +237,15 @@ class Logits(OutputLayer):
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
     ) -> Derivatives:
         """Return the terms of the softmax."""
-        found = softmax_terms(rows.features, rows.tangent, rows.target, options)
-        return Derivatives(*(rows.weight @ x for x in found))
+        terms = softmax_terms(rows.features, rows.tangent, rows.target, options)
+        return Derivatives(*(rows.weight @ x for x in terms))
 
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
     ) -> SweepResult:
         """Compute the sweep by the closed forms."""
         if options.coefficients is None or not any(needs):
-            return SweepResult(sweep(rows, options, None, None), [None, None])
+            return SweepResult(sweep(rows, options), [None, None])
         return SweepResult(*sweep_with_gradients(rows, options))
 
 
@@ -267,66 +274,68 @@ class LinearOutput(OutputLayer):
         weight, bias = parameters
         assert weight is not None
         c = options.coefficients
-        to = _zeros(rows, parameters, needs if c is not None else [False] * len(needs))
+        sums = _gradient_sums(rows, parameters, needs if c is not None else [False] * len(needs))
         dtype, buffer = working_dtype(weight.dtype), weight.new_empty(0)
         means = rows.features.new_zeros(3, dtype=dtype)
-        for part in row_chunks(len(rows.target), len(weight), self.chunk):
-            some = rows.part(part)
-            n, plain = len(some.target), some.plain
-            stack = some.features
-            if some.tangent is not None:
-                stack = torch.cat((stack, some.tangent))
+        for chunk in row_chunks(len(rows.target), len(weight), self.chunk):
+            part = rows.select_rows(chunk)
+            n, num_plain = len(part.target), part.num_plain
+            stack = part.features
+            if part.tangent is not None:
+                stack = torch.cat((stack, part.tangent))
             size = len(stack) * len(weight)
-            if (
-                buffer.numel() < size
-            ):  # chunks share memory: new memory costs as much as a pass over it
+            if buffer.numel() < size:
                 buffer = weight.new_empty(size)
+            # Chunks share memory, because new memory costs as much as a pass over it.
             out = buffer[:size].view(len(stack), len(weight))
-            z = torch.mm(stack, weight.t(), out=out).to(dtype)
+            z_and_u = torch.mm(stack, weight.t(), out=out).to(dtype)
+            z, u = z_and_u[:n], z_and_u[n:]
             if bias is not None:
-                z[:n].add_(bias)
-            # The gradients of z and u are written over u and z.
-            places = None if c is None else GradientBuffers(z[:plain], z[n:], z[plain:n])
-            times = None if c is None else c.times(some.weight)
-            logits = some._replace(features=z[:n], tangent=z[n:])
-            means += sweep(logits, options, times, places)
-            if c is not None:
-                _backpropagate(z, weight, some, to, (part, rows.of_tangent(part)))
-        return SweepResult(means, to)
+                z.add_(bias)
+            logits = part._replace(features=z, tangent=u)
+            if c is None:
+                means += sweep(logits, options)
+                continue
+            # For plain rows, dz overwrites z. For the others, dz overwrites u, and du overwrites z.
+            buffers = GradientBuffers(dz_plain=z[:num_plain], dz_tangent=u, du=z[num_plain:])
+            means += sweep(logits, options, c.times(part.weight), buffers)
+            slices = (chunk, rows.tangent_slice(chunk))
+            _backpropagate(z_and_u, weight, part, sums, slices)
+        return SweepResult(means, sums)
 
 
 def _backpropagate(
-    g: Tensor, weight: Tensor, rows: OutputRows, to: Parameters, places: tuple[slice, slice]
+    g: Tensor, weight: Tensor, rows: OutputRows, sums: Parameters, slices: tuple[slice, slice]
 ) -> None:
-    """Add the gradients in features, tangent, W and b that follow from those in the logits.
+    """Add the gradients in features, tangent, W and b of a chunk of rows to ``sums``.
 
-    The rows of g are, in order: z without a tangent, u, z with a tangent. ``places`` are the rows of the
-    chunk in the features and in the tangent.
+    The rows of g are, in this order, dz of the plain rows, du, and dz of the rows with a tangent.
+    ``slices`` are the positions of the chunk in the features and in the tangent.
     """
-    n, plain = len(rows.target), rows.plain
-    features, tangent, to_weight, to_bias = to
-    if to_bias is not None:
-        to_bias.add_(g[:plain].sum(0)).add_(g[n:].sum(0))
+    n, num_plain = len(rows.target), rows.num_plain
+    d_features, d_tangent, d_weight, d_bias = sums
+    if d_bias is not None:
+        d_bias.add_(g[:num_plain].sum(0)).add_(g[n:].sum(0))
     g = g.to(weight.dtype)
-    if to_weight is not None:
-        source = rows.features
+    if d_weight is not None:
+        x = rows.features
         if rows.tangent is not None:
-            source = torch.cat((source[:plain], rows.tangent, source[plain:]))
-        if to_weight.dtype == g.dtype:
-            to_weight.addmm_(g.t(), source)
+            x = torch.cat((x[:num_plain], rows.tangent, x[num_plain:]))
+        if d_weight.dtype == g.dtype:
+            d_weight.addmm_(g.t(), x)
         else:
-            to_weight.add_(g.t() @ source)
-    if features is None and tangent is None:
+            d_weight.add_(g.t() @ x)
+    if d_features is None and d_tangent is None:
         return
-    back = g @ weight
-    if features is not None:
-        features[places[0]] = torch.cat((back[:plain], back[n:])) if n < len(back) else back
-    if tangent is not None and rows.tangent is not None:
-        tangent[places[1]] = back[plain:n]
+    dx = g @ weight
+    if d_features is not None:
+        d_features[slices[0]] = torch.cat((dx[:num_plain], dx[n:])) if n < len(dx) else dx
+    if d_tangent is not None and rows.tangent is not None:
+        d_tangent[slices[1]] = dx[num_plain:n]
 
 
-class _Derivatives(torch.autograd.Function):
-    """Means of ℓ, uᵀHu and ∂ℓ/∂ε; the backward pass computes the logits again, chunk by chunk."""
+class _DerivativesFunction(torch.autograd.Function):
+    """The means of ℓ, uᵀHu and ∂ℓ/∂ε; the backward pass computes the logits again, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -344,18 +353,18 @@ class _Derivatives(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         target, weight, *inputs = ctx.saved_tensors
         rows, parameters = OutputRows(inputs[0], inputs[1], target, weight), inputs[2:]
-        options = ctx.options._replace(coefficients=Coefficients(*incoming))
+        options = ctx.options._replace(coefficients=Coefficients(*grad_outputs))
         with torch.autocast(target.device.type, enabled=False):
-            found = ctx.output.sweep(rows, parameters, options, ctx.needs_input_grad[4:])
-        cast = (None if g is None else g.to(inputs[0].dtype) for g in found.gradients)
-        return None, None, None, None, *cast
+            result = ctx.output.sweep(rows, parameters, options, ctx.needs_input_grad[4:])
+        rounded = (None if g is None else g.to(inputs[0].dtype) for g in result.gradients)
+        return None, None, None, None, *rounded
 
 
-class _Combined(torch.autograd.Function):
-    """The weighted total, with its gradients formed in the forward pass, and the three means."""
+class _TotalFunction(torch.autograd.Function):
+    """The weighted total and the three means; the forward pass also computes the gradients."""
 
     @staticmethod
     def forward(
@@ -369,8 +378,9 @@ class _Combined(torch.autograd.Function):
         ctx.output, ctx.options, c = output, options, options.coefficients
         assert c is not None
         rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
-        used = options if any(needs) else options._replace(coefficients=None)
-        means, gradients = output.sweep(rows, inputs[2:], used, needs)
+        if not any(needs):
+            options = options._replace(coefficients=None)
+        means, gradients = output.sweep(rows, inputs[2:], options, needs)
         ctx.mark_non_differentiable(means)
         ctx.save_for_backward(target, weight, *inputs, *gradients)
         return c.total(means), means
@@ -378,15 +388,15 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         target, weight, *saved = ctx.saved_tensors
-        inputs, formed = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        inputs, gradients = saved[: len(saved) // 2], saved[len(saved) // 2 :]
         if not torch.is_grad_enabled():
-            scaled = (None if x is None else (x * g).to(inputs[0].dtype) for x in formed)
+            scaled = (None if x is None else (x * g).to(inputs[0].dtype) for x in gradients)
             return None, None, None, None, *scaled
-        # The graph of this backward pass is needed, for a second derivative.
+        # A second derivative needs a graph of this backward pass: compute the total in plain operations.
         rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
-        plain = ctx.options._replace(coefficients=None)
-        means = ctx.output.plain_means(rows, inputs[2:], plain)
+        without_closed_forms = ctx.options._replace(coefficients=None)
+        means = ctx.output.differentiable_means(rows, inputs[2:], without_closed_forms)
         total = ctx.options.coefficients.total(means)
         leaves = [x for x, need in zip(inputs, needs, strict=True) if need]
-        found = iter(torch.autograd.grad(total, leaves, g, create_graph=True))
-        return None, None, None, None, *(next(found) if need else None for need in needs)
+        gradient = iter(torch.autograd.grad(total, leaves, g, create_graph=True))
+        return None, None, None, None, *(next(gradient) if need else None for need in needs)

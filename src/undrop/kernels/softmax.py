@@ -1,15 +1,19 @@
 """Softmax cross-entropy along an output tangent, in closed form.
 
-With p = softmax(z), u = ∂z/∂ε, v = u - Σ_k p_k u_k and t the target's distribution (one-hot, or
-smoothed), a row's loss is ``ℓ = -Σ t log p``, and ``uᵀHu = Σ p v²``, ``∂ℓ/∂ε = Σ p u - Σ t u``.
-For the total ``c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε`` the gradients are
+For a row of logits z, let p = softmax(z), let u = ∂z/∂ε be its tangent, and let t be the distribution
+of its target (one-hot, or smoothed). With v = u - Σ_k p_k u_k,
+
+    ℓ = -Σ t log p,    uᵀHu = Σ p v²,    ∂ℓ/∂ε = Σ p u - Σ t u,
+
+and the gradients of the total c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε are
 
     d/dz = c₀(p - t) + c₁ p(v² - Σ p v²) + c₂ p v,    d/du = 2c₁ p v + c₂ (p - t).
 
-Each row has a weight: 1/N for a target that counts, 0 for an ignored one. No value is read from the
-device, so a step on a GPU never waits. Rows without a tangent have only the loss.
+A row has the weight 1/N if its target counts, and 0 if its target is ignored. Rows without a tangent
+are *plain* rows. They come first, and only their loss is computed. No function reads a value from a
+GPU, so a training step never waits for it.
 
-The rows are processed in blocks that stay in the cache, because access to memory, above all to newly
+Rows are processed in blocks that stay in the cache, because access to memory, above all to newly
 allocated memory, takes most of the time.
 """
 
@@ -23,7 +27,7 @@ from torch import Tensor
 
 _BLOCK_ELEMENTS = 1 << 17  # in one buffer, so that all buffers of a block fit into a core's cache
 
-Weight = float | Tensor  # a number, a 0-d tensor, or a column with one entry for each row
+Coefficient = float | Tensor  # a number, a 0-d tensor, or a column with one entry per row
 
 
 class Derivatives(NamedTuple):
@@ -34,22 +38,22 @@ class Derivatives(NamedTuple):
     directional: Tensor  # ∂ℓ/∂ε = Dℓ[F]·u
 
 
-Means = Tensor | Derivatives  # of ℓ, uᵀHu and ∂ℓ/∂ε; the tensor is (3,)
+Means = Tensor | Derivatives  # the means of ℓ, uᵀHu and ∂ℓ/∂ε; a tensor of them has shape (3,)
 
 
 class Coefficients(NamedTuple):
     """The total is ``loss·ℓ + quadratic·uᵀHu + directional·∂ℓ/∂ε``."""
 
-    loss: Weight
-    quadratic: Weight
-    directional: Weight
+    loss: Coefficient
+    quadratic: Coefficient
+    directional: Coefficient
 
     def times(self, weight: Tensor) -> Coefficients:
-        """Return the coefficients times the weights of the rows (rows,), as columns."""
+        """Return the coefficients of each row, as columns: c times the row's weight (rows,)."""
         return Coefficients(*(c * weight.unsqueeze(-1) for c in self))
 
-    def part(self, rows: slice) -> Coefficients:
-        """Return the coefficients of some rows, if they are columns."""
+    def select_rows(self, rows: slice) -> Coefficients:
+        """Return the coefficients of some rows; a number is the coefficient of every row."""
         return Coefficients(*(c[rows] if isinstance(c, Tensor) else c for c in self))
 
     def total(self, means: Means) -> Tensor:
@@ -65,40 +69,40 @@ class Coefficients(NamedTuple):
 
 
 class SoftmaxOptions(NamedTuple):
-    """What to compute for rows of logits."""
+    """The options of a softmax cross-entropy."""
 
     smoothing: float = 0.0  # label smoothing, as in torch
     form: str = "hessian"  # or "identity": ‖u‖² in place of uᵀHu
-    coefficients: Coefficients | None = None  # None: compute no gradient
+    coefficients: Coefficients | None = None  # of the total; None computes no gradient
     ignore_index: int = -100  # the target that marks an ignored row
 
 
 class RowTerms(NamedTuple):
-    """The terms of each row, and the mean Σ p u in v = u - Σ p u."""
+    """ℓ, uᵀHu and ∂ℓ/∂ε of each row, and Σ p u, the mean of u under p."""
 
     loss: Tensor
     quadratic: Tensor
     directional: Tensor
-    mean: Tensor
+    mean_u: Tensor
 
     def sums(self, weight: Tensor) -> Tensor:
-        """Return the sums over rows of weight (rows,) times ℓ, uᵀHu and ∂ℓ/∂ε, (3,).
+        """Return the sums over rows of weight (rows,) times ℓ, uᵀHu and ∂ℓ/∂ε, as a tensor (3,).
 
-        A row of weight 0 does not count, even if its logits are not finite.
+        A row of weight 0 contributes nothing, even if its logits are not finite.
         """
         terms = torch.stack((self.loss, self.quadratic, self.directional))
         return terms.masked_fill(weight == 0.0, 0.0).mul_(weight).sum(-1)
 
     @classmethod
-    def joined(cls, parts: Sequence[RowTerms]) -> RowTerms:
-        """Concatenate the terms of parts of the rows."""
-        if len(parts) == 1:
-            return parts[0]
-        return RowTerms(*(torch.cat(x) for x in zip(*parts, strict=True)))
+    def concatenate(cls, blocks: Sequence[RowTerms]) -> RowTerms:
+        """Return the terms of all rows from those of each block."""
+        if len(blocks) == 1:
+            return blocks[0]
+        return RowTerms(*(torch.cat(x) for x in zip(*blocks, strict=True)))
 
 
 class WorkBuffers(NamedTuple):
-    """Buffers (rows, classes) for v, p v and p; the first two become d/dz and d/du."""
+    """Buffers (rows, classes) for v, p v and p; ``tangent_gradients_`` reuses v and p v."""
 
     v: Tensor
     pv: Tensor
@@ -106,7 +110,7 @@ class WorkBuffers(NamedTuple):
 
 
 class GradientBuffers(NamedTuple):
-    """Buffers for gradients; ``dz_tangent`` may share memory with u, the other two with z."""
+    """Buffers for gradients; ``dz_tangent`` may share memory with u, and the other two with z."""
 
     dz_plain: Tensor  # d/dz of the rows without a tangent
     dz_tangent: Tensor  # d/dz of the rows with a tangent
@@ -115,12 +119,12 @@ class GradientBuffers(NamedTuple):
 
 def row_blocks(rows: int, classes: int) -> list[slice]:
     """Cut rows into blocks whose buffers stay in the cache."""
-    most = max(1, _BLOCK_ELEMENTS // max(classes, 1))
-    return [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
+    size = max(1, _BLOCK_ELEMENTS // max(classes, 1))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to compute softmax in: half precision is not enough for sums over classes."""
+    """Return float32 for half precision, which is too coarse for sums; other types stay."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -138,50 +142,51 @@ def _softmax(z: Tensor, p: Tensor) -> Tensor:
     return top.sub_(p.amax(-1).log_())
 
 
-def expected(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Return Σ_k t_k x_k of each row, where t is the target's distribution."""
-    picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    return (1.0 - smoothing) * picked + smoothing * x.mean(-1) if smoothing else picked
+def dot_target(x: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    """Return Σ_k t_k x_k of each row, where t = (1-α)·1_y + α/C is the distribution of the target."""
+    x_y = x.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return (1.0 - smoothing) * x_y + smoothing * x.mean(-1) if smoothing else x_y
 
 
-def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: Weight) -> None:
-    """Compute ``x -= scale · t`` in place."""
+def _subtract_target_(x: Tensor, target: Tensor, smoothing: float, scale: Coefficient) -> None:
+    """Compute x -= scale·t in place."""
     if smoothing:
         x.sub_(scale * smoothing / x.shape[-1])
     value = x.new_ones(()) * scale * (smoothing - 1.0)
     x.scatter_add_(-1, target.unsqueeze(-1), value.expand(len(target), 1))
 
 
-def loss_rows(
-    z: Tensor, target: Tensor, smoothing: float, dz: Tensor, c: Weight | None
+def plain_terms(
+    z: Tensor, target: Tensor, smoothing: float, dz: Tensor, c: Coefficient | None
 ) -> RowTerms:
-    """Return the terms of rows without a tangent, and write d(c·ℓ)/dz = c(p - t) to dz.
+    """Return the terms of plain rows, and write d(c·ℓ)/dz = c(p - t) to dz, which may be z itself.
 
-    dz may be z itself; if c is None, it is not computed.
+    If c is None, dz is only a buffer.
     """
-    target_z = expected(z, target, smoothing)
-    loss = _softmax(z, dz) - target_z
+    target_z = dot_target(z, target, smoothing)
+    loss = _softmax(z, dz) - target_z  # ℓ = log Σ exp z - Σ t z
     if c is not None:
         _subtract_target_(dz.mul_(c), target, smoothing, c)
     zero = torch.zeros_like(loss)
     return RowTerms(loss, zero, zero, zero)
 
 
-def tangent_rows(
+def tangent_terms(
     z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions, work: WorkBuffers
 ) -> RowTerms:
     """Return the terms of each row of logits z along their tangent u, and fill the buffers.
 
-    ``work.v`` may be u itself and ``work.pv`` z itself.
+    ``work.v`` may be u itself, and ``work.pv`` may be z itself.
     """
-    target_z, target_u = (expected(x, target, options.smoothing) for x in (z, u))
+    target_z, target_u = (dot_target(x, target, options.smoothing) for x in (z, u))
     norm = torch.linalg.vecdot(u, u) if options.form == "identity" else None
     log_sum = _softmax(z, work.p)
-    mean = torch.mul(work.p, u, out=work.pv).sum(-1)
-    v = torch.sub(u, mean.unsqueeze(-1), out=work.v)
+    mean_u = torch.mul(work.p, u, out=work.pv).sum(-1)  # Σ p u
+    v = torch.sub(u, mean_u.unsqueeze(-1), out=work.v)  # v = u - Σ p u
     pv = torch.mul(work.p, v, out=work.pv)
-    quadratic = torch.linalg.vecdot(pv, v) if norm is None else norm
-    return RowTerms(log_sum - target_z, quadratic, mean - target_u, mean)
+    quadratic = torch.linalg.vecdot(pv, v) if norm is None else norm  # uᵀHu = Σ p v²
+    # ℓ = log Σ exp z - Σ t z,  ∂ℓ/∂ε = Σ p u - Σ t u
+    return RowTerms(log_sum - target_z, quadratic, mean_u - target_u, mean_u)
 
 
 def tangent_gradients_(
@@ -191,11 +196,12 @@ def tangent_gradients_(
     v, pv, p = work
     c0, c1, c2 = (v.new_ones(()) * weight for weight in c)
     if options.form == "identity":
-        du = (v + terms.mean.unsqueeze(-1)).mul_(2.0 * c1).addcmul_(p, c2)
+        # d/du = 2c₁u + c₂(p - t), with u = v + Σ p u;  d/dz = c₀(p - t) + c₂pv
+        du = (v + terms.mean_u.unsqueeze(-1)).mul_(2.0 * c1).addcmul_(p, c2)
         torch.mul(pv, c2, out=v).addcmul_(p, c0)
         pv.copy_(du)
     else:
-        # d/dz = p(c₀ - c₁Σpv²) + pv(c₁v + c₂) - c₀t
+        # d/dz = pv(c₁v + c₂) + p(c₀ - c₁Σpv²) - c₀t;  d/du = 2c₁pv + c₂(p - t)
         v.mul_(c1).add_(c2).mul_(pv).addcmul_(p, c0 - c1 * terms.quadratic.unsqueeze(-1))
         pv.mul_(2.0 * c1).addcmul_(p, c2)
     _subtract_target_(v, target, options.smoothing, c0)
@@ -206,63 +212,68 @@ class OutputRows(NamedTuple):
     """Rows of features with their targets; for a loss on logits, the features are the logits."""
 
     features: Tensor  # (rows, features)
-    tangent: Tensor | None  # of all rows, or of the last ones; None if no row has one
+    tangent: Tensor | None  # of all rows, or of the last ones; None if all rows are plain
     target: Tensor  # (rows,)
     weight: Tensor  # of each row in the mean: 1/N, or 0 for an ignored target
 
     @property
-    def plain(self) -> int:
-        """The number of rows without a tangent, which come first."""
+    def num_plain(self) -> int:
+        """The number of plain rows, which come first."""
         return len(self.target) - (0 if self.tangent is None else len(self.tangent))
 
-    def of_tangent(self, which: slice) -> slice:
-        """Return the slice of the tangent for a slice of the rows."""
-        return slice(max(which.start - self.plain, 0), max(which.stop - self.plain, 0))
+    def tangent_slice(self, rows: slice) -> slice:
+        """Return the slice of the tangent that belongs to a slice of the rows."""
+        return slice(max(rows.start - self.num_plain, 0), max(rows.stop - self.num_plain, 0))
 
-    def part(self, which: slice) -> OutputRows:
+    def select_rows(self, rows: slice) -> OutputRows:
         """Return some of the rows."""
-        tangent = None if self.tangent is None else self.tangent[self.of_tangent(which)]
+        tangent = None if self.tangent is None else self.tangent[self.tangent_slice(rows)]
         tangent = tangent if tangent is not None and len(tangent) else None
-        return OutputRows(self.features[which], tangent, self.target[which], self.weight[which])
+        return OutputRows(self.features[rows], tangent, self.target[rows], self.weight[rows])
 
     def blocks(self) -> list[tuple[slice, slice | None]]:
-        """Return blocks of rows, each with its slice of the tangent; None for rows without a tangent."""
-        plain, classes = self.plain, self.features.shape[-1]
-        without = [(rows, None) for rows in row_blocks(plain, classes)]
-        with_tangent = row_blocks(len(self.target) - plain, classes)
-        return [*without, *((slice(plain + b.start, plain + b.stop), b) for b in with_tangent)]
+        """Return blocks of rows, each with its slice of the tangent, or None for plain rows."""
+        num_plain, classes = self.num_plain, self.features.shape[-1]
+        plain = [(block, None) for block in row_blocks(num_plain, classes)]
+        others = row_blocks(len(self.target) - num_plain, classes)
+        return [*plain, *((slice(num_plain + b.start, num_plain + b.stop), b) for b in others)]
 
 
 def sweep(
-    rows: OutputRows, options: SoftmaxOptions, c: Coefficients | None, to: GradientBuffers | None
+    rows: OutputRows,
+    options: SoftmaxOptions,
+    c: Coefficients | None = None,
+    gradients: GradientBuffers | None = None,
 ) -> Tensor:
     """Return the means of ℓ, uᵀHu and ∂ℓ/∂ε for logits z (the features) and their tangent u.
 
-    ``c`` contains the coefficients of each row. If it is not None, the gradients of the total with
-    respect to z and u are written to ``to``.
+    With the coefficients c of each row, also write the gradients of the total in z and in u to
+    ``gradients``.
     """
     z_all, u_all = rows.features, rows.tangent
-    parts, blocks = [], rows.blocks()
+    terms, blocks = [], rows.blocks()
     longest = max((block.stop - block.start for block, _ in blocks), default=0)
-    buffers = [z_all.new_empty((longest, z_all.shape[-1])) for _ in range(1 if to else 3)]
-    for block, of_u in blocks:
-        p, *rest = (buffer[: block.stop - block.start] for buffer in buffers)
+    # v and p v are computed in the buffers for gradients, if there are any
+    count = 3 if gradients is None else 1
+    buffers = [z_all.new_empty((longest, z_all.shape[-1])) for _ in range(count)]
+    for block, tangent_block in blocks:
+        p, *others = (buffer[: block.stop - block.start] for buffer in buffers)
         z, target = z_all[block], rows.target[block]
-        if of_u is None or u_all is None:
-            dz = rest[0] if to is None else to.dz_plain[block]
-            weight = None if c is None else c.part(block).loss
-            terms = loss_rows(z, target, options.smoothing, dz, weight)
-        else:
-            dz, du = rest if to is None else (to.dz_tangent[of_u], to.du[of_u])
-            work = WorkBuffers(dz, du, p)
-            terms = tangent_rows(z, u_all[of_u], target, options, work)
-            if c is not None:
-                tangent_gradients_(work, terms, target, options, c.part(block))
-        parts.append(terms)
-    return RowTerms.joined(parts).sums(rows.weight) if parts else z_all.new_zeros(3)
+        if tangent_block is None or u_all is None:
+            dz = others[0] if gradients is None else gradients.dz_plain[block]
+            c_loss = None if c is None else c.select_rows(block).loss
+            terms.append(plain_terms(z, target, options.smoothing, dz, c_loss))
+            continue
+        if gradients is not None:
+            others = [gradients.dz_tangent[tangent_block], gradients.du[tangent_block]]
+        work = WorkBuffers(*others, p)
+        terms.append(tangent_terms(z, u_all[tangent_block], target, options, work))
+        if c is not None:
+            tangent_gradients_(work, terms[-1], target, options, c.select_rows(block))
+    return RowTerms.concatenate(terms).sums(rows.weight) if terms else z_all.new_zeros(3)
 
 
-_FEW = 1 << 15  # with at most this many logits, the number of calls dominates the cost
+_FEW_LOGITS = 1 << 15  # up to this many, the number of calls dominates the cost
 
 
 def _few_logits(
@@ -274,20 +285,22 @@ def _few_logits(
     rows, and all N rows count, each with the weight w = 1/N.
     """
     n = len(z)
-    w, plain = 1.0 / n, n - len(u)
+    w, num_plain = 1.0 / n, n - len(u)
     log_p = torch.log_softmax(z, -1)
-    p = log_p.exp()
-    first = p.scatter_add(-1, target.unsqueeze(-1), p.new_full((n, 1), -1.0)).mul_(w)  # w(p - t)
     loss = torch.nn.functional.nll_loss(log_p, target)
-    p_u, first_u = (p[plain:], first[plain:]) if plain else (p, first)
-    v = u - (p_u * u).sum(-1, keepdim=True)
+    p = log_p.exp()
+    dloss = p.scatter_add(-1, target.unsqueeze(-1), p.new_full((n, 1), -1.0)).mul_(w)  # w(p - t)
+    p_u, dloss_u = (p[num_plain:], dloss[num_plain:]) if num_plain else (p, dloss)
+    v = u - (p_u * u).sum(-1, keepdim=True)  # v = u - Σ p u
     pv = (p_u * v).mul_(w)
     pvv = pv * v
-    quadratic = pvv.sum(-1, keepdim=True)
-    means = Derivatives(loss, quadratic.sum(), (first_u * u).sum())
-    du = (pv * (2.0 * c.quadratic)).add_(first_u, alpha=c.directional)
-    dz = first if c.loss == 1.0 else first.mul_(c.loss)
-    dz_u = dz[plain:] if plain else dz
+    quadratic = pvv.sum(-1, keepdim=True)  # w uᵀHu = w Σ p v²
+    means = Derivatives(loss, quadratic.sum(), (dloss_u * u).sum())
+    # d/du = 2c₁pv + c₂(p - t)
+    du = (pv * (2.0 * c.quadratic)).add_(dloss_u, alpha=c.directional)
+    # d/dz = c₀(p - t) + c₁(pv² - p Σ p v²) + c₂pv
+    dz = dloss if c.loss == 1.0 else dloss.mul_(c.loss)
+    dz_u = dz[num_plain:] if num_plain else dz
     dz_u.add_(pvv.addcmul_(p_u, quadratic, value=-1.0), alpha=c.quadratic)
     dz_u.add_(pv, alpha=c.directional)
     return means, (dz, du)
@@ -300,16 +313,19 @@ def sweep_with_gradients(
     assert options.coefficients is not None
     u = rows.features[:0] if rows.tangent is None else rows.tangent
     dz, du = torch.empty_like(rows.features), torch.empty_like(u)
-    to = GradientBuffers(dz[: rows.plain], dz[rows.plain :], du)
-    return sweep(rows, options, options.coefficients.times(rows.weight), to), (dz, du)
+    gradients = GradientBuffers(dz[: rows.num_plain], dz[rows.num_plain :], du)
+    means = sweep(rows, options, options.coefficients.times(rows.weight), gradients)
+    return means, (dz, du)
 
 
-def _no_target_is(value: int, target: Tensor) -> bool:
-    """Return whether no target has this value; False if this is not known, as on a GPU."""
-    if type(target) is not Tensor or target.device.type != "cpu" or not 0 < len(target) <= _FEW:
+def _all_targets_count(target: Tensor, ignore_index: int) -> bool:
+    """Return whether no target is ignored; False where only a wait for the device would tell."""
+    if type(target) is not Tensor or target.device.type != "cpu":
         return False
-    values = target.numpy()  # host memory: no operation of torch
-    return bool(values.min() > value) or not (values == value).any()
+    if not 0 < len(target) <= _FEW_LOGITS:
+        return False
+    values = target.numpy()  # in host memory: no operation of torch is called
+    return bool(values.min() > ignore_index) or not (values == ignore_index).any()
 
 
 def cross_entropy_and_gradients(
@@ -317,8 +333,8 @@ def cross_entropy_and_gradients(
 ) -> tuple[Tensor, Means, tuple[Tensor, Tensor]]:
     """Return the total c₀·ℓ + c₁·uᵀHu + c₂·∂ℓ/∂ε, its three means, and its gradients in logits and u.
 
-    The means are over the targets (...) that are not ignored (0 if all are). The logits are
-    (..., classes), and u is the tangent of all rows or only of the last ones; it is 0 for the others.
+    The means are over the targets (...) that are not ignored, and 0 if all are. The logits are
+    (..., classes), and u is the tangent of all rows or of the last ones; for the others it is 0.
     No result has a graph.
     """
     c, dtype, classes = options.coefficients, working_dtype(logits.dtype), logits.shape[-1]
@@ -327,12 +343,13 @@ def cross_entropy_and_gradients(
     if logits.dim() != 2:
         z, tangent = (x.reshape(-1, classes) for x in (z, tangent))
         target = target.reshape(-1)
-    few = z.numel() <= _FEW and options.form == "hessian" and not options.smoothing
-    few = few and not any(isinstance(each, Tensor) for each in c)
+    few = z.numel() <= _FEW_LOGITS and options.form == "hessian" and not options.smoothing
+    few = few and not any(isinstance(coefficient, Tensor) for coefficient in c)
     means: Means
-    if few and _no_target_is(options.ignore_index, target):
+    if few and _all_targets_count(target, options.ignore_index):
         means, (dz, du) = _few_logits(z, tangent, target, c)
     else:
-        weighted = row_weights(target, options.ignore_index, dtype)
-        means, (dz, du) = sweep_with_gradients(OutputRows(z, tangent, *weighted), options)
+        target_and_weight = row_weights(target, options.ignore_index, dtype)
+        rows = OutputRows(z, tangent, *target_and_weight)
+        means, (dz, du) = sweep_with_gradients(rows, options)
     return c.total(means), means, (dz.view(logits.shape), du.view(u.shape))

@@ -33,7 +33,7 @@ def _agree_on_noise(world: World) -> None:
             return noise.draw_noise(kind, shape, q, like=like, scale=scale, generator=generator)
         whole = (*shape[:dim], BATCH, *shape[dim + 1 :])
         drawn = noise.draw_noise(kind, whole, q, like=like, scale=scale, generator=generator)
-        own = world.share(BATCH)
+        own = world.columns(BATCH)
         return drawn[own] if dim == 0 else drawn[:, own].contiguous()
 
     draws.draw_noise = agreed

@@ -27,7 +27,7 @@ from undrop.lab import cli, corpora, train
 from undrop.lab.reproduce.records import Curve, Record, Records
 from undrop.lab.train import configure
 from undrop.lab.train.environment import Interrupts, World
-from undrop.lab.train.folder import _check
+from undrop.lab.train.folder import _checksum
 from undrop.lab.train.runs import describe_run
 from undrop.lab.train.session import _resume
 from undrop.lab.train.trainer import Trainer
@@ -118,7 +118,7 @@ def signed(data: bytes) -> bytes:
     try:
         body = json.loads(data)
         body.pop("check", None)
-        return json.dumps({**body, "check": _check(body)}).encode()
+        return json.dumps({**body, "check": _checksum(body)}).encode()
     except (ValueError, TypeError, AttributeError, RecursionError):
         return data
 

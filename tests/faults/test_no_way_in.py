@@ -17,7 +17,7 @@ from undrop.files import sha256
 from undrop.lab import corpora, train
 from undrop.lab.cli.train import RUNS, _name
 from undrop.lab.reproduce.records import Records
-from undrop.lab.train.folder import _check
+from undrop.lab.train.folder import _checksum
 from undrop.tensor_files import load_tensors
 
 SOURCES = sorted(Path(undrop.__file__).parent.rglob("*.py"))
@@ -97,7 +97,7 @@ def test_a_pickle_in_place_of_any_file_is_not_executed(here):
     tensors.write_bytes(evil)
     body = {**body, "sha256": sha256(tensors)}  # and its checksum fits
     body.pop("check")
-    checkpoint.write_text(json.dumps({**body, "check": _check(body)}))
+    checkpoint.write_text(json.dumps({**body, "check": _checksum(body)}))
     with pytest.raises(CheckpointError, match="was truncated or modified"):
         run.checkpoints.load(run.checkpoints.steps()[-1])
     readers = {

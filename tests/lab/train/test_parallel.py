@@ -112,8 +112,8 @@ def test_torchrun_restarts_a_killed_worker_and_the_run_is_bit_for_bit_the_same(
 
 def test_streams_are_shared_without_gap_or_overlap():
     for size in (1, 2, 3, 7):
-        shares = [World(rank, size).share(10) for rank in range(size)]
-        columns = [column for share in shares for column in range(10)[share]]
+        parts = [World(rank, size).columns(10) for rank in range(size)]
+        columns = [column for part in parts for column in range(10)[part]]
         assert columns == list(range(10))
 
 

@@ -190,14 +190,14 @@ def test_a_signal_saves_the_run_and_says_how_to_resume(tiny, tmp_path, number):
 def test_a_signal_during_evaluation_resumes_at_the_evaluation(tiny, tmp_path, monkeypatch):
     config = tiny(train={"epochs": 2})
     whole = train.run(config, out=tmp_path / "whole")
-    original = sessions.Trainer._validate
+    original = sessions.Trainer._finish_epoch
 
     def signalled(self):
         os.kill(os.getpid(), signal.SIGINT)
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sessions.Trainer, "_validate", signalled)
+        patch.setattr(sessions.Trainer, "_finish_epoch", signalled)
         with pytest.raises(StoppedError, match="stopped at step 15"):
             train.run(config, out=tmp_path / "a")
     summary = train.run(out=tmp_path / "a", resume=True)

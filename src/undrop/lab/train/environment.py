@@ -1,4 +1,4 @@
-"""Where a run trains: one process or several, its device, precision, threads and signals."""
+"""The processes, device, precision, threads and signals of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_OUT_OF_MEMORY = (
+_OUT_OF_MEMORY_MESSAGES = (
     "can't allocate memory",  # a RuntimeError on the CPU
     "out of memory",
     "storage size calculation overflowed",
@@ -46,11 +46,11 @@ def find_device(name: str, setting: str = "train.device") -> torch.device:
     """Return the device of that name.
 
     Args:
-        name: "cpu", "cuda", "mps", or "auto" for the fastest that this machine has.
-        setting: the setting or option that gives the name, for the error message.
+        name: "cpu", "cuda", "mps", or "auto" for the fastest device of this machine.
+        setting: the name of the setting or option, for the error message.
 
     Raises:
-        ConfigError: if the machine has no such device.
+        ConfigError: if this machine has no such device.
     """
     available = ["cpu"]
     if torch.backends.mps.is_available():
@@ -123,10 +123,10 @@ def catch_signals() -> Iterator[Interrupts]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, or that a size is beyond any memory."""
+    """Return whether an error reports that memory ran out, or a size that no memory can hold."""
     text = str(error).lower()
     return isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError) or any(
-        sign in text for sign in _OUT_OF_MEMORY
+        message in text for message in _OUT_OF_MEMORY_MESSAGES
     )
 
 
@@ -137,7 +137,7 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: torch.device | str, processes: int = 1) -> dict[str, Any]:
-    """Return a description of the machine and of the part of it that a run uses."""
+    """Return a description of this machine and of the part of it that a run uses."""
     return {
         "platform": platform.platform(),
         "device": str(device),
@@ -148,7 +148,7 @@ def machine(device: torch.device | str, processes: int = 1) -> dict[str, Any]:
 
 
 _CPU = torch.device("cpu")
-_POLL = 0.005  # seconds between two checks of the store
+_POLL_INTERVAL = 0.005  # seconds between two checks of the store
 
 
 @dataclass(frozen=True)
@@ -164,11 +164,11 @@ class World:
         """Whether this process writes the files."""
         return self.rank == 0
 
-    def share(self, columns: int) -> slice:
-        """Return this process's columns of a batch; the shares differ by at most one column."""
-        return slice(self.rank * columns // self.size, (self.rank + 1) * columns // self.size)
+    def columns(self, count: int) -> slice:
+        """Return this process's columns of a batch; processes differ by at most one column."""
+        return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
-    def sums(self, values: list[float]) -> list[float]:
+    def all_reduce(self, values: list[float]) -> list[float]:
         """Sum each value over all processes."""
         if self.size == 1:
             return values
@@ -178,11 +178,11 @@ class World:
 
     def any(self, value: bool) -> bool:
         """Return whether the value is true in any process."""
-        return self.sums([float(value)])[0] > 0.0
+        return self.all_reduce([float(value)])[0] > 0.0
 
-    def from_main(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         """Return the main process's value in every process."""
-        return int(self.sums([float(value) if self.is_main else 0.0])[0])
+        return int(self.all_reduce([float(value) if self.is_main else 0.0])[0])
 
     def gather(self, tree: Any) -> list[Any]:
         """Return the trees of all processes, ordered by rank."""
@@ -194,13 +194,13 @@ class World:
 
 
 def is_main() -> bool:
-    """Return whether this process writes and prints; unlike ``World.is_main``, at any time."""
+    """Return whether this process writes and prints, even before ``join_world``."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def join_world(device: torch.device) -> Iterator[World]:
-    """Join the processes that ``torchrun`` started; without torchrun, train in this process alone."""
+    """Join the processes that ``torchrun`` started; without torchrun, this process is alone."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(device=device)
         return
@@ -215,29 +215,30 @@ def join_world(device: torch.device) -> Iterator[World]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield World(rank, size, device)
-        # This gives gloo's threads time to free the last tensors. A thread that frees one while the
-        # interpreter shuts down aborts the process, and destroying the group does not wait.
+        # Give gloo's threads time to free their tensors: destroying the group does not wait for them,
+        # and a thread that frees a tensor while the interpreter shuts down aborts the process.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
 def new_prefix_store(store: Store, rank: int, size: int, wait: timedelta | None = None) -> Store:
-    """Return an empty section of the store that only the processes of this launch share.
+    """Return an empty section of the store that only the processes of this launch use.
 
-    ``torchrun`` keeps one store across restarts, and a process that finds the address of a killed
-    process in it waits for that process (pytorch issue 135712). So the main process picks a new random
-    name, and every other process requests it with its own random token, which nothing in the store
-    from an earlier start can answer.
+    ``torchrun`` keeps one store across restarts. It still contains the addresses of killed processes,
+    and a process that reads one of them waits for the killed process (pytorch issue 135712). So each
+    launch uses a section with a new random name, which the main process picks. Every other process asks
+    for the name with a random token of its own, because an answer to a new token can't come from an
+    earlier launch.
 
     Args:
         store: the store of ``torchrun``.
         rank: the rank of this process.
         size: the number of processes.
-        wait: how long to wait for the others; by default torch's own timeout.
+        wait: how long to wait for the other processes; by default torch's own timeout.
 
     Raises:
-        TimeoutError: in the main process, if a process did not request the name in time.
+        TimeoutError: in the main process, if a process did not ask for the name in time.
         torch.distributed.DistStoreError: in another process, if the main process did not answer.
     """
     from torch.distributed.distributed_c10d import PrefixStore, default_pg_timeout
@@ -248,7 +249,7 @@ def new_prefix_store(store: Store, rank: int, size: int, wait: timedelta | None 
 
 
 def _offer_name(store: Store, size: int, wait: timedelta) -> str:
-    """Pick a name and answer every request, until all other processes confirm it."""
+    """Pick a name, and answer requests until every other process has confirmed the name."""
     name, missing = uuid.uuid4().hex, set(range(1, size))
     deadline = time.monotonic() + wait.total_seconds()
     while missing:
@@ -259,12 +260,12 @@ def _offer_name(store: Store, size: int, wait: timedelta) -> str:
             raise TimeoutError(
                 f"of {size} processes, ranks {sorted(missing)} did not start in time."
             )
-        time.sleep(_POLL)
+        time.sleep(_POLL_INTERVAL)
     return name
 
 
 def _ask_for_name(store: Store, rank: int, wait: timedelta) -> str:
-    """Ask for the name and confirm it."""
+    """Ask the main process for the name, confirm it, and return it."""
     token = uuid.uuid4().hex
     store.set(f"undrop/asks/{rank}", token)
     store.wait([f"undrop/answer/{token}"], wait)
@@ -274,7 +275,7 @@ def _ask_for_name(store: Store, rank: int, wait: timedelta) -> str:
 
 
 class _ObjectiveModule(nn.Module):
-    """An objective as a module, so that DDP sees all passes of a step as one forward."""
+    """An objective as a module: DDP needs all passes of a step in one ``forward``."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
@@ -290,8 +291,8 @@ class _ObjectiveModule(nn.Module):
 class Gradient:
     """Computes the gradient of a step, averaged over all processes, and stores it in ``.grad``.
 
-    With several processes the step is one forward and one backward of DDP, which holds the graphs of
-    all its samples at once. A single process holds one graph at a time.
+    With several processes, a step is one forward and one backward pass of DDP, which holds the graphs of
+    all samples at the same time. A single process holds one graph at a time.
     """
 
     def __init__(self, model: LanguageModel, objective: Objective, world: World) -> None:
@@ -310,6 +311,6 @@ class Gradient:
             step.backward()
             return step
         self._parallel(inputs, targets).backward()
-        done, self._module.step = self._module.step, None
-        assert done is not None
-        return done
+        parallel_step, self._module.step = self._module.step, None
+        assert parallel_step is not None
+        return parallel_step

@@ -1,8 +1,9 @@
-"""A run's folder: its files, its checkpoints, and a lock that one process can hold.
+"""The folder of a run: its files, its checkpoints, and a lock that one process at a time can hold.
 
-A checkpoint of step 1200 is two files. ``step-00001200.json`` names
-``step-00001200.<token>.safetensors`` and its SHA-256. It is written last, under a temporary name, and
-the checkpoint exists as soon as it is renamed. A kill before that leaves earlier checkpoints unchanged.
+A checkpoint consists of two files. For step 1200, ``step-00001200.<token>.safetensors`` holds the
+tensors. ``step-00001200.json`` holds everything else, and the name and SHA-256 of the tensor file. The
+tensors are written first. The JSON is written under a temporary name, and the checkpoint exists from the
+moment when it is renamed. If the process is killed before, the earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -33,63 +34,71 @@ from undrop.files import (
 from undrop.tensor_files import load_tensors, pack, save_tensors, unpack, with_own_storage
 
 _FORMAT = 1
-_REFUSED = ".refused"
+_DAMAGED_SUFFIX = ".refused"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run; the last ``keep`` are kept."""
+    """The checkpoints of one run. Saving a checkpoint deletes all but the last ``keep``."""
 
     folder: Path
     keep: int = 2
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, oldest first."""
-        found = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.json"))
-        return sorted(int(step) for step in found if step.isdigit())
+        """Return the steps that have a checkpoint, in increasing order."""
+        numbers = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.json"))
+        return sorted(int(number) for number in numbers if number.isdigit())
 
     def path(self, step: int) -> Path:
         """Return the path of the JSON file of a checkpoint."""
         return self.folder / f"step-{step:08d}.json"
 
     def save(self, step: int, state: Any) -> Path:
-        """Write the checkpoint of ``step``, and then delete the oldest ones."""
+        """Write the checkpoint of ``step``, delete old ones, and return the path of its JSON file."""
         with naming_disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         packed, tensors = pack(state)
-        # A new name each time: writing a step again never touches the file that an earlier checkpoint
-        # of the same step needs.
-        weights = self.folder / f"step-{step:08d}.{secrets.token_hex(4)}.safetensors"
-        with replacing(weights) as temporary:
+        # A random name: if this step already has a checkpoint, the new tensors must not overwrite the
+        # old ones before the new JSON exists.
+        tensor_file = self.folder / f"step-{step:08d}.{secrets.token_hex(4)}.safetensors"
+        with replacing(tensor_file) as temporary:
             save_tensors(temporary, tensors)
-        body = {"format": _FORMAT, "step": step, "tensors": weights.name, "sha256": sha256(weights)}
-        body["state"] = packed
+        body = {
+            "format": _FORMAT,
+            "step": step,
+            "tensors": tensor_file.name,
+            "sha256": sha256(tensor_file),
+            "state": packed,
+        }
         path = self.path(step)
         with replacing(path) as temporary:
-            temporary.write_text(json.dumps({**body, "check": _check(body)}), encoding="utf-8")
+            temporary.write_text(json.dumps({**body, "check": _checksum(body)}), encoding="utf-8")
         self._delete_old()
         return path
 
     def _delete_old(self) -> None:
-        """Delete what the kept checkpoints do not need, including leftovers of a killed process."""
-        kept = [self.path(step) for step in self.steps()[-self.keep :]]
-        needed = {path.name for path in kept} | {read_json(path)["tensors"] for path in kept}
-        # The JSON goes before the tensors that it names, so no checkpoint is ever incomplete.
+        """Delete the files that the last checkpoints do not need, and leftovers of a killed process."""
+        needed = set()
+        for step in self.steps()[-self.keep :]:
+            needed.add(self.path(step).name)
+            with contextlib.suppress(CheckpointError):  # damaged JSON does not name its tensors
+                needed.add(_read_body(self.path(step))["tensors"])
+        # JSON files first: after a kill in between, no JSON may name tensors that are already deleted.
         for path in sorted(self.folder.glob("step-*"), key=lambda p: (p.suffix != ".json", p.name)):
-            if path.name not in needed and path.suffix != _REFUSED:
+            if path.name not in needed and path.suffix != _DAMAGED_SUFFIX:
                 path.unlink(missing_ok=True)
 
     def load(self, step: int) -> Any:
         """Load the state of ``step``.
 
         Raises:
-            CheckpointError: if a byte of it or of its tensors has changed; the message names the file.
+            CheckpointError: if a byte of one of its two files has changed; the message names the file.
         """
         path = self.path(step)
-        body = _read(path)
+        body = _read_body(path)
         tensors = self.folder / Path(body["tensors"]).name
         intact = False
-        with contextlib.suppress(OSError, ValueError):  # no such file, or an impossible name
+        with contextlib.suppress(OSError, ValueError):  # no such file, or not a valid file name
             intact = sha256(tensors) == body["sha256"]
         if not intact:
             raise CheckpointError(
@@ -101,34 +110,35 @@ class Checkpoints:
             raise CheckpointError(f"{path} is damaged: its state was modified.") from error
 
     def newest(self, warn: Callable[[str], None]) -> tuple[int, Any] | None:
-        """Load the newest intact checkpoint as (step, state); None if there is no checkpoint.
+        """Return the step and the state of the newest intact checkpoint; None if there is no checkpoint.
 
-        A damaged checkpoint is reported through ``warn`` and renamed.
+        Damaged checkpoints are reported through ``warn`` and renamed.
 
         Raises:
-            CheckpointError: if there are checkpoints and all are damaged.
+            CheckpointError: if there are checkpoints but all are damaged.
         """
-        refused = ""
+        damage = ""
         for step in reversed(self.steps()):
             try:
                 state = self.load(step)
             except CheckpointError as error:
-                refused = str(error)
-                warn(refused)
+                damage = str(error)
+                warn(damage)
                 path = self.path(step)
-                os.replace(path, path.with_suffix(_REFUSED))
+                os.replace(path, path.with_suffix(_DAMAGED_SUFFIX))
             else:
                 return step, state
-        if refused:
-            raise CheckpointError(f"no intact checkpoint is left to resume from: {refused}")
+        if damage:
+            raise CheckpointError(f"no intact checkpoint is left to resume from: {damage}")
         return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_body(path: Path) -> dict[str, Any]:
+    """Read the JSON of a checkpoint, and verify its checksum."""
     try:
         body = read_json(path)
-        check = body.pop("check")
-        intact = check == _check(body) and body["format"] == _FORMAT and "state" in body
+        checksum = body.pop("check")
+        intact = checksum == _checksum(body) and body["format"] == _FORMAT and "state" in body
         intact = intact and all(isinstance(body[key], str) for key in ("tensors", "sha256"))
     except (CheckpointError, AttributeError, KeyError, TypeError):
         intact = False
@@ -140,19 +150,19 @@ def _read(path: Path) -> dict[str, Any]:
     return result
 
 
-def _check(body: dict[str, Any]) -> str:
-    """Return the SHA-256 of a checkpoint's JSON, independent of its layout."""
+def _checksum(body: dict[str, Any]) -> str:
+    """Return the SHA-256 of a checkpoint's JSON, which does not depend on its whitespace."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_LOCK_WAIT = 0.1  # seconds; longer than a process needs to check who holds the lock
+_LOCK_TIMEOUT = 0.1  # seconds; ``holder`` in another process holds the lock for less time
 
 
 class RunFolder:
     """The files of one run.
 
-    - ``config.json``: every setting, as validated;
+    - ``config.json``: all settings, including the defaults;
     - ``metrics.jsonl``: one JSON object per line, for every logged step and every epoch;
     - ``summary.json``: the result, written when the run ends;
     - ``best.safetensors``: the weights of the best epoch by validation;
@@ -170,11 +180,11 @@ class RunFolder:
         self._pid = self.path / "run.pid"
 
     def holds_run(self) -> bool:
-        """Return whether a run was started here, even if its config.json is lost."""
+        """Return whether a run was started in this folder, even if its config.json is lost."""
         return self._config.exists() or self.checkpoints.folder.exists()
 
     def remove_leftovers(self) -> None:
-        """Remove the half-written files of a killed process; call it only while holding the lock."""
+        """Delete the half-written files of a killed process; the caller must hold the lock."""
         for folder in (self.path, self.checkpoints.folder):
             # The second pattern matches the temporary files of safetensors.
             for path in [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{TEMPORARY}*")]:
@@ -188,7 +198,7 @@ class RunFolder:
         """Read the run's settings.
 
         Raises:
-            RunError: if no run was started here.
+            RunError: if there is no config.json.
         """
         if not self._config.exists():
             others = [config.parent.name for config in self.path.parent.glob("*/config.json")]
@@ -198,17 +208,19 @@ class RunFolder:
         return read_json(self._config)
 
     def read_summary(self) -> Any:
-        """Read the result of the run; None if it has not ended."""
+        """Read the result of the run, or return None if the run has not ended."""
         return read_json(self.summary) if self.summary.exists() else None
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, after the metrics that belong to it are on the disk."""
+        """Write a checkpoint with the length of the metrics, once these are on the disk."""
         self.checkpoints.save(step, {**state, "metrics": self.metrics.sync()})
 
     def write_best(self, weights: Mapping[str, Tensor]) -> None:
         """Save the weights of the best epoch so far."""
         with replacing(self._best) as temporary:
-            save_tensors(temporary, {name: with_own_storage(value) for name, value in weights.items()})
+            save_tensors(
+                temporary, {name: with_own_storage(value) for name, value in weights.items()}
+            )
 
     def read_best(self) -> dict[str, Tensor]:
         """Read the weights of the best epoch.
@@ -222,18 +234,18 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder, and keep every other process from training in it.
+        """Create the folder, and hold its lock within the block, so that no other process trains in it.
 
-        The operating system releases the lock when the process ends, however it ends.
+        The operating system releases the lock when the process ends, even if it is killed.
 
         Raises:
-            RunError: naming the process that holds the lock, if another one does.
+            RunError: if another process holds the lock; the message names it.
         """
         with naming_disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             with naming_disk_errors(self._lock):
-                if not stack.enter_context(file_lock(self._lock, timeout=_LOCK_WAIT)):
+                if not stack.enter_context(file_lock(self._lock, timeout=_LOCK_TIMEOUT)):
                     raise self._in_use(self._holder_pid())
                 self._pid.write_text(str(os.getpid()), encoding="utf-8")
             yield
@@ -243,9 +255,9 @@ class RunFolder:
         if not self._lock.exists():
             return None
         try:
-            with file_lock(self._lock, timeout=_LOCK_WAIT) as free:
+            with file_lock(self._lock, timeout=_LOCK_TIMEOUT) as free:
                 return None if free else self._holder_pid()
-        except OSError:  # no process can train on a disk that can't be written to
+        except OSError:  # no process can train on a read-only disk
             return None
 
     def _holder_pid(self) -> str:
@@ -255,20 +267,20 @@ class RunFolder:
             return "(unknown)"
 
     def refuse_if_in_use(self) -> None:
-        """Check that a new run can start here.
+        """Check that a new run can start in this folder.
 
         Raises:
-            RunError: naming the process that trains here, or if a run was started here.
+            RunError: if another process trains in this folder, or the folder holds a run.
         """
         if (holder := self.holder()) is not None:
             raise self._in_use(holder)
         self.refuse_if_started()
 
     def refuse_if_started(self) -> None:
-        """Check that no run was started here.
+        """Check that no run was started in this folder.
 
         Raises:
-            RunError: if one was.
+            RunError: if the folder holds a run.
         """
         if self.holds_run():
             raise RunError(
@@ -282,25 +294,25 @@ class RunFolder:
 
 
 class MetricsFile:
-    """The run's measurements, one JSON object per line."""
+    """``metrics.jsonl``: the records of a run, one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add one line."""
+        """Append a record as one line."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
         with naming_disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line)
 
     def sync(self) -> int:
-        """Wait until all lines are on the disk, and return the file's length."""
+        """Wait until all lines are on the disk, and return the length of the file in bytes."""
         with naming_disk_errors(self.path), self.path.open("ab") as file:
             os.fsync(file.fileno())
             return file.tell()
 
     def truncate(self, length: int) -> None:
-        """Remove everything after the first ``length`` bytes.
+        """Delete everything after the first ``length`` bytes.
 
         Raises:
             RunError: if the file is shorter.
@@ -311,10 +323,10 @@ class MetricsFile:
             file.truncate(length)
 
     def read(self) -> list[dict[str, Any]]:
-        """Read all records, except a last line that a kill cut short.
+        """Read all records, except a last line that a killed process left incomplete.
 
         Raises:
-            RunError: if the file holds anything but JSON objects.
+            RunError: if a line is not a JSON object.
         """
         if not self.path.exists():
             return []

@@ -1,4 +1,4 @@
-"""What a run measures: losses on whole splits, means over steps, and time that survives a restart."""
+"""The measurements of a run: losses on whole splits, means over steps, and the time across restarts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from undrop.lab.corpora.corpus import Tokens
 from undrop.lab.models import LanguageModel
 from undrop.lab.train.environment import World
 
-_LARGEST = 700.0  # exp of anything larger overflows a float
+_MAX_LOSS = 700.0  # exp overflows above 709
 
 
 def perplexity(loss: float) -> float:
     """Return exp(ℓ), kept finite."""
-    return math.exp(min(loss, _LARGEST))
+    return math.exp(min(loss, _MAX_LOSS))
 
 
 @torch.no_grad()
@@ -32,11 +32,11 @@ def mean_loss(
     batch_size: int,
     length: int,
     world: World | None = None,
-    between: Callable[[], None] = lambda: None,
+    after_window: Callable[[], None] = lambda: None,
 ) -> float:
-    """Compute the mean cross-entropy over every token of a split but the first, without noise.
+    """Compute the mean cross-entropy over all tokens of a split except the first, without noise.
 
-    The state carries over from window to window.
+    The hidden state carries over from window to window.
 
     Args:
         model: a language model; its mode is restored.
@@ -44,13 +44,13 @@ def mean_loss(
         batch_size: the number of streams to read in parallel.
         length: the number of steps per window.
         world: the processes that share the streams.
-        between: called after each window; it may raise to stop the evaluation.
+        after_window: called after each window; it can raise an error to stop the evaluation.
 
     Raises:
         NonFiniteError: if the loss is infinite or NaN.
     """
     world = world or World(device=next(model.parameters()).device)
-    columns = world.share(batch_size)
+    columns = world.columns(batch_size)
     loss, state = model.loss(), None
     total = count = 0.0
     training = model.training
@@ -58,16 +58,17 @@ def mean_loss(
     try:
         for window in evaluation_windows(tokens, batch_size, length):
             inputs, targets = window.inputs[:, columns], window.targets[:, columns]
-            counted = int((targets != IGNORED).sum())
-            if inputs.numel() == 0 or counted == 0:
+            tokens_in_window = int((targets != IGNORED).sum())
+            if tokens_in_window == 0:
                 continue
             features, state = model(inputs.to(world.device), state, logits=False)
             value = loss.value(features, targets.to(world.device))
-            total, count = total + float(value) * counted, count + counted
-            between()
+            total += float(value) * tokens_in_window
+            count += tokens_in_window
+            after_window()
     finally:
         model.train(training)
-    total, count = world.sums([total, count])
+    total, count = world.all_reduce([total, count])
     if not math.isfinite(total):
         raise NonFiniteError("the evaluation loss is not finite")
     return total / count
@@ -81,7 +82,7 @@ class Means:
         self._weight = 0.0
 
     def add(self, values: Mapping[str, float], weight: float) -> None:
-        """Add one set of values."""
+        """Add a value for each name, with a weight."""
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + weight * value
         self._weight += weight
@@ -90,7 +91,7 @@ class Means:
         """Return the means over all processes."""
         if not self._weight:
             return {}
-        sums = world.sums([*self._sums.values(), self._weight])
+        sums = world.all_reduce([*self._sums.values(), self._weight])
         return {name: total / sums[-1] for name, total in zip(self._sums, sums, strict=False)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,12 +99,12 @@ class Means:
         return {"sums": dict(self._sums), "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state."""
+        """Restore a state."""
         self._sums, self._weight = dict(state["sums"]), state["weight"]
 
 
 class Clock:
-    """Seconds of work on a run, summed over the processes that resumed it one after the other."""
+    """The seconds of work on a run, including those before it was resumed."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -111,7 +112,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """The seconds so far."""
+        """The seconds until now."""
         running = time.perf_counter() - self._since if self._since is not None else 0.0
         return self._seconds + running
 
@@ -125,5 +126,5 @@ class Clock:
             self._seconds, self._since = self.seconds, None
 
     def start_from(self, seconds: float) -> None:
-        """Continue from the seconds of an earlier process."""
+        """Continue from the seconds of a checkpoint."""
         self._seconds = seconds

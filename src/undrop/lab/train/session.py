@@ -1,4 +1,14 @@
-"""Train a run from its first step, or from its last checkpoint, to its summary."""
+"""Train a run, from its first step or from its newest checkpoint, to its summary.
+
+A run resumes like this:
+
+1. ``_open_trainer`` builds the ``Trainer`` from the config, as for a new run, and calls ``_resume``.
+2. ``Checkpoints.newest`` (``folder.py``) loads the newest checkpoint whose checksums match its files.
+3. ``Trainer.load_state_dict`` (``trainer.py``) restores the state, and ``_resume`` truncates
+   ``metrics.jsonl`` to the length that it had at the checkpoint.
+
+``Trainer.state_dict`` explains why the resumed run is exact.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +38,18 @@ from undrop.lab.train.metrics import perplexity
 from undrop.lab.train.trainer import Trainer
 
 _CHANGEABLE = {
-    *("preset", "data.dir", "train.epochs", "train.patience", "train.loggers"),
-    *("train.log_every", "train.checkpoint_every"),
+    "preset",
+    "data.dir",
+    "train.epochs",
+    "train.patience",
+    "train.loggers",
+    "train.log_every",
+    "train.checkpoint_every",
 }
 """The settings that may change when a run is resumed."""
 
-_WRONG_STATE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-"""What loading a state can raise if it is valid JSON but not a state of this run."""
+_STATE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""The errors that loading can raise for an intact checkpoint that holds no state of this run."""
 
 
 class Summary(BaseModel):
@@ -69,22 +84,22 @@ def run(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Summary:
-    """Train what ``config`` describes, in the folder ``out``.
+    """Train the run that ``config`` describes, in the folder ``out``.
 
     Args:
-        config: every setting; optional with ``resume``.
+        config: all settings. With ``resume`` it can be omitted.
         out: the run's folder, which is created.
-        resume: continue the run in that folder from its last checkpoint, bit for bit as if it had never
-            stopped. If there is no run yet, start one.
+        resume: continue the run in that folder from its newest checkpoint, bit for bit as if it had
+            never stopped. If the folder holds no run yet, start one.
         callbacks: follow the run, in addition to the loggers that the config names.
 
     Raises:
         RunError: if the folder holds a run and ``resume`` is False, or another process uses it.
         StoppedError: if SIGINT or SIGTERM stopped the run; the state is saved.
-        UndropError: for any other problem that you can fix; always a subclass.
+        UndropError: a subclass of it, for any other problem that you can fix.
     """
     folder = RunFolder(out)
-    config = resolve_config(config, folder, resume)
+    config = _resolve_config(config, folder, resume)
     with join_world(find_device(config.train.device)) as world:
         return _train([(config, folder, callbacks)], resume, world)[0]
 
@@ -97,8 +112,8 @@ def train_interleaved(
 ) -> dict[str, Summary]:
     """Train several runs in this process, one epoch of each in turn.
 
-    Each run is bit for bit what it would be alone. Its seconds count only its own epochs, so the times
-    of the runs can be compared: other work on the machine slows all of them down alike.
+    Each run is bit for bit what it would be alone. The seconds of a run count only its own epochs, and
+    other work on the machine slows all runs down alike, so their times can be compared.
 
     Args:
         configs: the runs by name; each name is also the name of the run's folder in ``out``.
@@ -111,12 +126,42 @@ def train_interleaved(
     for name in configs:
         if name in ("", ".", "..") or Path(name).name != name:
             raise OptionError(f"the name of a run must be a plain folder name, got {name!r}.")
-    followers = {name: [callback] for name, callback in (callbacks or {}).items()}
+    callbacks = callbacks or {}
     runs = [
-        (c, RunFolder(Path(out) / name), followers.get(name, [])) for name, c in configs.items()
+        (config, RunFolder(Path(out) / name), [callbacks[name]] if name in callbacks else [])
+        for name, config in configs.items()
     ]
     world = World(device=find_device(runs[0][0].train.device))
     return dict(zip(configs, _train(runs, False, world), strict=True))
+
+
+def _resolve_config(config: Config | None, folder: RunFolder, resume: bool) -> Config:
+    """Return the config to train with; refuse a resumed run whose settings have changed."""
+    if not (resume and folder.holds_run()):
+        if config is None:
+            raise RunError(f"{folder.path} holds no run to resume.")
+        return config
+    original = Config.parse(folder.read_config())
+    if config is None:
+        return original
+    before, now = _settings_by_name(original), _settings_by_name(config)
+    # A changed "model.name" changes the options of the model as well: name it first.
+    for name in sorted(before.keys() | now.keys(), key=lambda n: (not n.endswith(".name"), n)):
+        if before.get(name) != now.get(name) and name not in _CHANGEABLE:
+            raise ConfigError(
+                f"the run in {folder.path} was started with {name} = {before.get(name)!r}, got "
+                f"{now.get(name)!r}: resume without this change, or choose another --out."
+            )
+    return config
+
+
+def _settings_by_name(config: Config) -> dict[str, Any]:
+    """Return the settings with names such as ``optimizer.lr``."""
+    sections = config.as_dict()
+    settings = {"preset": sections.pop("preset")}
+    for section, values in sections.items():
+        settings.update({f"{section}.{key}": value for key, value in values.items()})
+    return settings
 
 
 def _train(
@@ -131,48 +176,10 @@ def _train(
         trainers = [
             stack.enter_context(_open_trainer(*run, resume, world, interrupts)) for run in runs
         ]
-        while waiting := [trainer for trainer in trainers if not trainer.done]:
-            for trainer in waiting:
+        while unfinished := [trainer for trainer in trainers if trainer.end_reason is None]:
+            for trainer in unfinished:
                 trainer.advance()
         return [_finish(trainer) for trainer in trainers]
-
-
-def _finish(trainer: Trainer) -> Summary:
-    """Write the summary; with ``train.test = "end"``, evaluate the test split first."""
-    config, best, last = trainer.config, trainer.best, trainer.last
-    assert best is not None
-    assert last is not None
-    summary = Summary(
-        best_valid_ppl=best["valid_ppl"],
-        best_epoch=best["epoch"],
-        test_ppl=best["test_ppl"] or _test_ppl(trainer),
-        train_ppl=best["train_ppl"],
-        valid_ppl=last["valid_ppl"],
-        epochs=trainer.epoch,
-        steps=trainer.step,
-        seconds=trainer.clock.seconds,
-        ended=str(trainer.ended),
-        parameters=_size(trainer),
-        seed=config.train.seed,
-        preset=config.preset,
-        model=config.model.name,
-        data=trainer.corpus.name,
-        objective=config.objective.name,
-        config_sha256=config.digest(),
-        versions=versions(),
-        machine=machine(trainer.world.device, trainer.world.size),
-    )
-    if trainer.world.is_main:
-        write_json(trainer.folder.summary, summary.model_dump())
-    for callback in trainer.callbacks:
-        callback.end(summary.model_dump())
-    return summary
-
-
-def _test_ppl(trainer: Trainer) -> float:
-    with trainer.clock.running():
-        trainer.model.load_state_dict(trainer.folder.read_best())
-        return perplexity(trainer.loss_on("test"))
 
 
 @contextlib.contextmanager
@@ -184,7 +191,7 @@ def _open_trainer(
     world: World,
     interrupts: Interrupts,
 ) -> Iterator[Trainer]:
-    """Prepare a new run, or one at its last checkpoint, and lock its folder."""
+    """Yield the trainer of a new or resumed run, with the lock on its folder."""
     if not resume and world.is_main:
         folder.refuse_if_in_use()
     corpus = config.load_corpus()
@@ -208,38 +215,12 @@ def _open_trainer(
         yield trainer
 
 
-def resolve_config(config: Config | None, folder: RunFolder, resume: bool) -> Config:
-    """Return the config to train with; refuse changes to the config of the run to resume."""
-    if not (resume and folder.holds_run()):
-        if config is None:
-            raise RunError(f"{folder.path} holds no run to resume.")
-        return config
-    started = Config.parse(folder.read_config())
-    if config is None:
-        return started
-    before, now = _flat(started.as_dict()), _flat(config.as_dict())
-    for name in sorted(before.keys() | now.keys(), key=lambda n: (not n.endswith(".name"), n)):
-        if before.get(name) != now.get(name) and name not in _CHANGEABLE:
-            raise ConfigError(
-                f"the run in {folder.path} was started with {name} = {before.get(name)!r}, got "
-                f"{now.get(name)!r}: resume without this change, or choose another --out."
-            )
-    return config
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    flat = {}
-    for name, value in values.items():
-        inner = value if isinstance(value, dict) else {}
-        flat.update({f"{name}.{key}": item for key, item in inner.items()} or {name: value})
-    return flat
-
-
 def _resume(trainer: Trainer) -> bool:
-    """Load the newest intact checkpoint and truncate the metrics to match; False if the run is new."""
+    """Restore the newest intact checkpoint and truncate the metrics to it; return False without one."""
     world, folder = trainer.world, trainer.folder
-    found = folder.checkpoints.newest(trainer.say) if world.is_main else None
-    step = world.from_main(-1 if found is None else found[0])
+    # The main process chooses the checkpoint, and the other processes load the same one.
+    newest = folder.checkpoints.newest(trainer.say) if world.is_main else None
+    step = world.broadcast(-1 if newest is None else newest[0])
     if step < 0:
         if world.is_main and folder.metrics.sync() > 0:
             raise RunError(
@@ -247,13 +228,13 @@ def _resume(trainer: Trainer) -> bool:
                 "delete the folder to start again."
             )
         return False
-    state = found[1] if found is not None else folder.checkpoints.load(step)
+    state = folder.checkpoints.load(step) if newest is None else newest[1]
     try:
         trainer.load_state_dict(state)
         length = int(state["metrics"])
         if length < 0:
             raise ValueError(f"metrics of {length} bytes")
-    except _WRONG_STATE as error:
+    except _STATE_ERRORS as error:
         raise CheckpointError(
             f"{folder.checkpoints.path(step)} does not hold the state of this run: {error}."
         ) from error
@@ -269,7 +250,7 @@ def _run_info(trainer: Trainer) -> RunInfo:
         model=config.model.name,
         objective=config.objective.name,
         corpus=corpus.name,
-        parameters=_size(trainer),
+        parameters=_parameter_count(trainer),
         vocabulary=corpus.vocabulary.size,
         train_tokens=len(corpus.train),
         device=str(trainer.world.device),
@@ -279,5 +260,44 @@ def _run_info(trainer: Trainer) -> RunInfo:
     )
 
 
-def _size(trainer: Trainer) -> int:
+def _finish(trainer: Trainer) -> Summary:
+    """Write the summary and return it; with ``train.test = "end"``, evaluate the test split first."""
+    config, best, last = trainer.config, trainer.best_record, trainer.last_record
+    assert best is not None
+    assert last is not None
+    summary = Summary(
+        best_valid_ppl=best["valid_ppl"],
+        best_epoch=best["epoch"],
+        test_ppl=best["test_ppl"] or _test_ppl(trainer),
+        train_ppl=best["train_ppl"],
+        valid_ppl=last["valid_ppl"],
+        epochs=trainer.epoch,
+        steps=trainer.step,
+        seconds=trainer.clock.seconds,
+        ended=str(trainer.end_reason),
+        parameters=_parameter_count(trainer),
+        seed=config.train.seed,
+        preset=config.preset,
+        model=config.model.name,
+        data=trainer.corpus.name,
+        objective=config.objective.name,
+        config_sha256=config.digest(),
+        versions=versions(),
+        machine=machine(trainer.world.device, trainer.world.size),
+    )
+    if trainer.world.is_main:
+        write_json(trainer.folder.summary, summary.model_dump())
+    for callback in trainer.callbacks:
+        callback.end(summary.model_dump())
+    return summary
+
+
+def _test_ppl(trainer: Trainer) -> float:
+    """Evaluate the test split with the weights of the best epoch."""
+    with trainer.clock.running():
+        trainer.model.load_state_dict(trainer.folder.read_best())
+        return perplexity(trainer.loss_on("test"))
+
+
+def _parameter_count(trainer: Trainer) -> int:
     return sum(parameter.numel() for parameter in trainer.model.parameters())

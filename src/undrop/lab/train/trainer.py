@@ -1,4 +1,4 @@
-"""The training loop: one model, one objective and one corpus, epoch by epoch, exactly resumable."""
+"""The training loop of one run. ``Trainer.state_dict`` lists the state from which it resumes exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from undrop.lab.train.tuning import tuner_for
 from undrop.rng_snapshot import RngSnapshot, derive_seed, seed_all
 
 _PARTS = {"loss": None, "explicit": None, "implicit": None}
-"""The parts that every record has; None if the objective has no such part."""
+"""The parts that records of steps and epochs always list; None if the objective has no such part."""
 
 
 class _StopRequested(Exception):
@@ -35,14 +35,15 @@ class _StopRequested(Exception):
 class Trainer:
     """Trains one model; each call of ``advance()`` trains and evaluates one epoch.
 
-    A trainer uses the global random generators only while it works and restores them afterwards. So
-    several runs can alternate in one process, and each is bit for bit what it would be alone.
+    Each trainer has its own state of the global random generators. It sets this state before it works,
+    and restores the previous one afterwards. So several runs can alternate in one process, and each is
+    bit for bit what it would be alone.
 
     Args:
-        config: every setting.
+        config: all settings.
         corpus: the text.
         folder: the run's folder, which the main process writes to.
-        callbacks: follow the run; there are none outside the main process.
+        callbacks: follow the run; only the main process has any.
         world: the processes that train together.
         interrupts: remembers a signal that asks the run to stop.
     """
@@ -63,14 +64,14 @@ class Trainer:
         self._interrupts = interrupts
         self.step = 0  # optimizer steps taken
         self.epoch = 0  # epochs trained and evaluated
-        self.best: dict[str, Any] | None = None  # the record of the best epoch
-        self.last: dict[str, Any] | None = None  # the record of the last epoch
+        self.best_record: dict[str, Any] | None = None
+        self.last_record: dict[str, Any] | None = None
         self.clock = Clock()
-        self._trained = False  # whether the current epoch is trained but not yet evaluated
+        self._epoch_trained = False  # whether the current epoch is trained but not yet evaluated
         self._hidden: State | None = None
         self._lr = 0.0
-        self._logged, self._tokens = time.perf_counter(), 0
-        self._since_log, self._since_epoch = Means(), Means()
+        self._last_log_time, self._tokens_since_log = time.perf_counter(), 0
+        self._means_since_log, self._epoch_means = Means(), Means()
         with RngSnapshot():
             seed_all(config.train.seed)
             self._build()
@@ -84,34 +85,30 @@ class Trainer:
         self.tuner, text = tuner_for(config, self.objective, self.corpus.train, self.world)
         self._gradient = Gradient(self.model, self.objective, self.world)
         self._stepper = Stepper(list(self.model.parameters()), config.optimizer)
-        lengths = torch.Generator().manual_seed(derive_seed(config.train.seed, "lengths"))
+        length_generator = torch.Generator()
+        length_generator.manual_seed(derive_seed(config.train.seed, "lengths"))
         self._windows = TrainingWindows(
             text,
             data.batch_size,
             data.length,
-            generator=lengths if data.variable_length else None,
+            generator=length_generator if data.variable_length else None,
             shard=(self.world.rank, self.world.size),
         )
 
     @property
-    def done(self) -> bool:
-        """Whether the run is complete."""
-        return self.ended is not None
-
-    @property
-    def ended(self) -> str | None:
-        """Why the run is complete: "max_steps", "epochs" or "patience"; None if it is not."""
+    def end_reason(self) -> str | None:
+        """Why the run is complete: "max_steps", "epochs" or "patience"; None while it is not."""
         train = self.config.train
-        if train.max_steps is not None and self.step >= train.max_steps and not self._trained:
+        if train.max_steps is not None and self.step >= train.max_steps and not self._epoch_trained:
             return "max_steps"
         if self.epoch >= train.epochs:
             return "epochs"
-        if train.patience is None or self.best is None:
+        if train.patience is None or self.best_record is None:
             return None
-        return "patience" if self.epoch - self.best["epoch"] >= train.patience else None
+        return "patience" if self.epoch - self.best_record["epoch"] >= train.patience else None
 
     def progress(self, position: int | None = None) -> RunProgress:
-        """Return the progress of the run at a position in the epoch, by default the current one."""
+        """Return the progress of the run at a position in the epoch; the default is the current one."""
         train = self.config.train
         position = self._windows.position if position is None else position
         epoch = self.epoch + position / self._windows.steps
@@ -119,17 +116,17 @@ class Trainer:
         return RunProgress(self.step, epoch, min(done, 1.0))
 
     def advance(self) -> dict[str, Any]:
-        """Train the rest of the current epoch, evaluate, save; return the epoch's record.
+        """Train the rest of the current epoch, evaluate it, save the state; return the epoch's record.
 
         Raises:
             StoppedError: if a signal asked the run to stop; the state is saved.
-            NonFiniteError: naming the step, if a number is infinite or NaN.
+            NonFiniteError: if a number is infinite or NaN; the message names the step.
             RunError: if memory ran out, or the run's folder can't be written.
         """
-        with self._own_rng(), self.clock.running():
+        with self._random_state(), self.clock.running():
             try:
-                self._train()
-                return self._validate()
+                self._train_epoch()
+                return self._finish_epoch()
             except _StopRequested:
                 self._save()
                 raise StoppedError(
@@ -138,8 +135,8 @@ class Trainer:
                 ) from None
 
     @contextlib.contextmanager
-    def _own_rng(self) -> Iterator[None]:
-        """Use the run's own state of the random generators within the block."""
+    def _random_state(self) -> Iterator[None]:
+        """Give the global random generators this run's state within the block."""
         with RngSnapshot():
             self._rng.restore()
             try:
@@ -147,17 +144,17 @@ class Trainer:
             finally:
                 self._rng = RngSnapshot()
 
-    def _train(self) -> None:
-        """Train the rest of the current epoch."""
-        if self._trained:
+    def _train_epoch(self) -> None:
+        """Train the rest of the current epoch; if only its evaluation is missing, do nothing."""
+        if self._epoch_trained:
             return
         train = self.config.train
         start = self._windows.position
         if start == 0:
-            self._hidden, self._since_epoch = None, Means()
-        self._logged, self._tokens = time.perf_counter(), 0
+            self._hidden, self._epoch_means = None, Means()
+        self._last_log_time, self._tokens_since_log = time.perf_counter(), 0
         for window in self._windows:
-            with self._explain_failures(f"step {self.step + 1}", *reversed(window.inputs.shape)):
+            with self._explain_failures(*reversed(window.inputs.shape)):
                 self._take_step(window, self.progress(start))
             start = self._windows.position
             if self.step % train.log_every == 0:
@@ -168,7 +165,7 @@ class Trainer:
                 self._save()
             if self.world.any(self._interrupts.received is not None):
                 raise _StopRequested
-        self._trained = True
+        self._epoch_trained = True
 
     def _take_step(self, window: Window, progress: RunProgress) -> None:
         config, device = self.config, self.world.device
@@ -179,27 +176,32 @@ class Trainer:
         inputs = {"tokens": window.inputs.to(device), "state": self._hidden, "logits": False}
         targets = window.targets.to(device)
         with autocast(config.train, device):
-            tuned = self._tune({**inputs, "state": None}, targets)
+            trial = self._tune(inputs, targets)
             step = self._gradient(inputs, targets)
         norm = self._stepper.step(factor)
         self._hidden = detach(step.output[1])
         self.step += 1
         parts, tokens = step.parts, window.inputs.numel()
-        for means in (self._since_log, self._since_epoch):
+        for means in (self._means_since_log, self._epoch_means):
             means.add({**parts, "gradient_norm": norm}, tokens)
-        self._tokens += tokens * self.world.size
+        self._tokens_since_log += tokens * self.world.size
         for callback in self.callbacks:
             callback.step(progress.done, tokens, parts)
-        if tuned is not None:
-            self._record("tune", tuned, {})
+        if trial is not None:
+            self._record("tune", trial, {})
         self._observe(inputs, targets)
 
     def _tune(self, inputs: dict[str, Any], targets: Tensor) -> dict[str, float] | None:
-        """Let the tuner count the step; it compares batches that all begin without a hidden state."""
-        return None if self.tuner is None else self.tuner.observe(self.model, inputs, targets)
+        """Let the tuner count the step; return its figures after a trial.
+
+        A trial compares batches that all begin without a hidden state, so the tuner gets none.
+        """
+        if self.tuner is None:
+            return None
+        return self.tuner.observe(self.model, {**inputs, "state": None}, targets)
 
     def _observe(self, inputs: dict[str, Any], targets: Tensor) -> None:
-        """Let callbacks look at the model, and add their figures to the metrics."""
+        """Let the callbacks observe the model, and add their figures to the metrics."""
         for callback in self._observers:
             with RngSnapshot(), autocast(self.config.train, self.world.device):
                 figures = callback.observe(self, inputs, targets)
@@ -207,30 +209,36 @@ class Trainer:
                 self._record(callback.kind, figures, {})
 
     @contextlib.contextmanager
-    def _explain_failures(self, where: str, streams: int, length: int) -> Iterator[None]:
-        """Add to an error's message where it happened, and the last good checkpoint."""
+    def _explain_failures(self, streams: int, length: int) -> Iterator[None]:
+        """Add the step and the last good checkpoint to an error's message."""
+        step = self.step + 1
         try:
             yield
         except NonFiniteError as error:
-            why = str(error).rstrip(".")
-            raise NonFiniteError(f"stopped at {where}: {why}; {self._last_saved()}.") from error
+            reason = str(error).rstrip(".")
+            raise NonFiniteError(
+                f"stopped at step {step}: {reason}; {self._last_checkpoint()}."
+            ) from error
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             raise RunError(
-                f"out of memory at {where}, on {streams} streams of {length} steps: lower the batch "
-                f"size or data.length; {self._last_saved()}."
+                f"out of memory at step {step}, on {streams} streams of {length} steps: lower the "
+                f"batch size or data.length; {self._last_checkpoint()}."
             ) from error
 
-    def _last_saved(self) -> str:
-        steps = self.folder.checkpoints.steps()
-        where = self.folder.checkpoints.path(steps[-1]) if steps else "none yet"
-        return f"the last good checkpoint is {where}"
+    def _last_checkpoint(self) -> str:
+        checkpoints = self.folder.checkpoints
+        steps = checkpoints.steps()
+        return f"the last good checkpoint is {checkpoints.path(steps[-1]) if steps else 'none yet'}"
 
     def _record(
         self, kind: str, values: Mapping[str, Any], times: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Add a record of the current epoch to the metrics, and return it."""
+        """Add a record of the current epoch to the metrics, and return it.
+
+        Only the values in its ``time`` depend on when the run was interrupted.
+        """
         head = {"kind": kind, "epoch": self.epoch + 1, "step": self.step}
         record = {**head, **values, "time": {"seconds": self.clock.seconds, **times}}
         if self.world.is_main:
@@ -245,29 +253,30 @@ class Trainer:
             callback.say(text)
 
     def _log(self) -> None:
-        means, self._since_log = self._since_log.means(self.world), Means()
+        """Record the means of the steps since the previous record."""
+        means, self._means_since_log = self._means_since_log.means(self.world), Means()
         values = {"lr": self._lr, **_PARTS, **means}
-        seconds = time.perf_counter() - self._logged
-        speed = self._tokens / max(seconds, 1e-9)  # the only figure that a restart may change
-        self._logged, self._tokens = time.perf_counter(), 0
+        seconds = time.perf_counter() - self._last_log_time
+        speed = self._tokens_since_log / max(seconds, 1e-9)
+        self._last_log_time, self._tokens_since_log = time.perf_counter(), 0
         self._record("step", values, {"tokens_per_second": speed})
 
-    def _validate(self) -> dict[str, Any]:
-        """Evaluate the epoch that was trained, and end it."""
+    def _finish_epoch(self) -> dict[str, Any]:
+        """Evaluate the epoch, record it, save the state, and return the record."""
         started = self.clock.seconds
         train = self.config.train
         with self._stepper.average.applied():
             valid = self.loss_on("valid")
             test = self.loss_on("test") if train.test == "epoch" else None
-            plain = self.loss_on("train") if train.train_perplexity else None
-            better = self.best is None or valid < self.best["valid_loss"]
-            if better and self.world.is_main:
+            without_noise = self.loss_on("train") if train.train_perplexity else None
+            is_best = self.best_record is None or valid < self.best_record["valid_loss"]
+            if is_best and self.world.is_main:
                 self.folder.write_best(self.model.state_dict())
         values = {
             "lr": self._lr,
             **_PARTS,
-            **self._since_epoch.means(self.world),
-            "train_ppl": None if plain is None else perplexity(plain),
+            **self._epoch_means.means(self.world),
+            "train_ppl": None if without_noise is None else perplexity(without_noise),
             "valid_loss": valid,
             "valid_ppl": perplexity(valid),
             "test_ppl": None if test is None else perplexity(test),
@@ -275,11 +284,12 @@ class Trainer:
         }
         self._stepper.average.observe(valid)
         times = {"evaluation": self.clock.seconds - started}
-        self.last = self._record("epoch", values, times)
-        self.best = self.last if better else self.best
-        self.epoch, self._trained = self.epoch + 1, False
+        self.last_record = self._record("epoch", values, times)
+        if is_best:
+            self.best_record = self.last_record
+        self.epoch, self._epoch_trained = self.epoch + 1, False
         self._save()
-        return self.last
+        return self.last_record
 
     def loss_on(self, split: str) -> float:
         """Compute the mean loss on a split, without noise."""
@@ -291,51 +301,64 @@ class Trainer:
                 batch_size=data.eval_batch_size,
                 length=data.length,
                 world=self.world,
-                between=self._stop_if_requested,
+                after_window=self._stop_if_requested,
             )
 
     def _stop_if_requested(self) -> None:
-        # Several processes would have to agree here; they stop at their next step instead.
+        # Several processes would have to agree to stop. They do so only after a training step.
         if self.world.size == 1 and self._interrupts.received is not None:
             raise _StopRequested
 
     def save(self) -> None:
-        """Write a checkpoint of the current state."""
-        with self._own_rng():
+        """Write a checkpoint, outside ``advance()``."""
+        with self._random_state():
             self._save()
 
     def _save(self) -> None:
-        own = {
+        state = self.state_dict()  # in every process, because each contributes its part
+        if self.world.is_main:
+            self.folder.save(self.step, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the remaining steps depend on, apart from the config and the text.
+
+        A resumed run is exact because it continues with the same weights, optimizer state, hidden state
+        and random generators, at the same window of the text. The objective and the tuner save their own
+        generators. Everything else is computed from these values, such as the learning rate
+        (:func:`lr_factor`).
+
+        With several processes, each one contributes the part in which they differ, and all return the
+        same state. The global generators must have this run's state, as within ``advance()``.
+        """
+        own_part = {
             "hidden": self._hidden,
             "rng": RngSnapshot().state_dict(),
             "objective": self.objective.state_dict(),
             "tuner": None if self.tuner is None else self.tuner.state_dict(),
-            "since_log": self._since_log.state_dict(),
-            "since_epoch": self._since_epoch.state_dict(),
+            "since_log": self._means_since_log.state_dict(),
+            "since_epoch": self._epoch_means.state_dict(),
         }
-        state = {
+        return {
             "config": self.config.as_dict(),
             "vocabulary": self.corpus.vocabulary.sha256,
             "step": self.step,
             "epoch": self.epoch,
-            "trained": self._trained,
-            "best": self.best,
-            "last": self.last,
+            "trained": self._epoch_trained,
+            "best": self.best_record,
+            "last": self.last_record,
             "seconds": self.clock.seconds,
             "lr": self._lr,
             "model": self.model.state_dict(),
             "stepper": self._stepper.state_dict(),
             "windows": self._windows.state_dict(),
-            "ranks": self.world.gather(own),
+            "ranks": self.world.gather(own_part),
         }
-        if self.world.is_main:
-            self.folder.save(self.step, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the state of a checkpoint.
+        """Restore a state of :meth:`state_dict`.
 
         Raises:
-            RunError: if it belongs to another corpus or another number of processes.
+            RunError: if the state belongs to another text or another number of processes.
         """
         if state["vocabulary"] != self.corpus.vocabulary.sha256:
             raise RunError(
@@ -347,17 +370,17 @@ class Trainer:
                 f"the run was started with {len(state['ranks'])} processes and can't be resumed "
                 f"exactly with {self.world.size}: start {len(state['ranks'])} processes."
             )
-        own = state["ranks"][self.world.rank]
-        self.step, self.epoch, self._trained = state["step"], state["epoch"], state["trained"]
-        self.best, self.last, self._lr = state["best"], state["last"], state["lr"]
+        self.step, self.epoch, self._epoch_trained = state["step"], state["epoch"], state["trained"]
+        self.best_record, self.last_record, self._lr = state["best"], state["last"], state["lr"]
         self.clock.start_from(state["seconds"])
         self.model.load_state_dict(state["model"])
         self._stepper.load_state_dict(state["stepper"])
         self._windows.load_state_dict(state["windows"])
-        self._hidden = tree_map_only(Tensor, lambda x: x.to(self.world.device), own["hidden"])
-        self._rng = RngSnapshot.from_state_dict(own["rng"])
-        self.objective.load_state_dict(own["objective"])
+        own_part = state["ranks"][self.world.rank]
+        self._hidden = tree_map_only(Tensor, lambda x: x.to(self.world.device), own_part["hidden"])
+        self._rng = RngSnapshot.from_state_dict(own_part["rng"])
+        self.objective.load_state_dict(own_part["objective"])
         if self.tuner is not None:
-            self.tuner.load_state_dict(own["tuner"])
-        self._since_log.load_state_dict(own["since_log"])
-        self._since_epoch.load_state_dict(own["since_epoch"])
+            self.tuner.load_state_dict(own_part["tuner"])
+        self._means_since_log.load_state_dict(own_part["since_log"])
+        self._epoch_means.load_state_dict(own_part["since_epoch"])

@@ -1,4 +1,4 @@
-"""Advice before a training run: a verdict with its figure, and where dropout helps now."""
+"""Advice before a training run: a verdict with its evidence, and where dropout helps now."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ import undrop
 from device import new_generator
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError
-from undrop.tuning.trial import gap
+from undrop.tuning.trial import loss_gap
 
 
 def batches(count, seed, rows=32, noise=0.0):
@@ -36,7 +36,7 @@ def advised(train, held, **options):
     return advice
 
 
-def test_a_training_that_learns_noise_by_heart_is_one_that_dropout_will_help():
+def test_dropout_will_help_a_run_that_overfits():
     """12 noisy rows determine 9 weights for each output."""
     advice = advised(batches(2, 1, rows=6, noise=2.0), batches(8, 2), steps=200)
     assert advice.evidence == "helps"
@@ -46,7 +46,7 @@ def test_a_training_that_learns_noise_by_heart_is_one_that_dropout_will_help():
     assert advice.benefit.every_site.value > 0.0
 
 
-def test_plenty_of_clean_data_gives_no_evidence_either_way_and_says_where_it_is_in_the_way():
+def test_a_run_on_plenty_of_clean_data_gives_no_evidence_and_its_dropout_harms():
     advice = advised(batches(100, 1), batches(8, 2), steps=100)
     assert advice.evidence == "no evidence either way"
     assert advice.verdict.startswith(
@@ -79,16 +79,16 @@ def test_the_copy_trains_with_the_p_that_the_advice_names():
     assert sum(seen[80:100]) / 20 == pytest.approx(0.1, abs=4 * (0.09 / (20 * 256)) ** 0.5)
 
 
-def test_the_gap_of_two_means_has_welchs_interval():
+def test_the_gap_of_two_losses_has_welchs_interval():
     """Against scipy, for unequal sizes and variances."""
     stats = pytest.importorskip("scipy.stats")
     a, b = [1.0, 2.0, 4.0, 8.0], [0.5, 0.6, 0.8]
     interval = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
-    found = gap(a, b)
+    found = loss_gap(a, b)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-6)
-    assert gap([1.0], [0.0, 0.1]) == Estimate(0.95, None)
+    assert loss_gap([1.0], [0.0, 0.1]) == Estimate(0.95, None)
 
 
-def test_no_training_batches_are_refused():
+def test_advise_refuses_an_empty_list_of_training_batches():
     with pytest.raises(DataError, match="no training batches"):
         advised([], batches(2, 1))

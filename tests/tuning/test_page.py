@@ -1,4 +1,4 @@
-"""docs/tuning.md shows what the records say."""
+"""The tables of docs/tuning.md match the records in results/tuning."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_tables_of_the_page_are_those_of_the_records(monkeypatch):
+def test_the_tables_of_the_page_match_the_records(monkeypatch):
     pytest.importorskip("scipy")
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     import tuning_report

@@ -1,4 +1,4 @@
-"""A tuned run does not depend on the p that the model declares: it is the same bit for bit."""
+"""A tuned run does not depend on the p that the model declares, not even in the last bit."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def batches(count, seed):
 
 
 def tuned(model, objective):
-    """The trials and the final weights of a run, in float64, where rounding shows."""
+    """The trials and the final weights of a run in float64, which shows rounding differences."""
     torch.manual_seed(0)
     model = model().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, weight_decay=1e-3)
@@ -82,7 +82,7 @@ def tuned(model, objective):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("model", MODELS)
-def test_models_that_declare_another_p_make_the_same_run_to_the_bit(model, objective):
+def test_models_that_declare_different_p_make_bitwise_identical_runs(model, objective):
     runs = [tuned(lambda p=p: MODELS[model](p), OBJECTIVES[objective]) for p in (0.05, 0.2, 0.6)]
     assert len(runs[0][0]) == 6
     assert runs[0] == runs[1] == runs[2]

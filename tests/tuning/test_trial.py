@@ -1,4 +1,4 @@
-"""A trial compares two training runs that differ in one thing, and restores all that it touched."""
+"""A trial compares two branches that differ in one thing, and restores everything it changes."""
 
 import copy
 import math
@@ -11,7 +11,7 @@ from torch import nn
 import undrop
 from device import new_generator
 from undrop.diagnosis.measure.branches import Branches
-from undrop.tuning.trial import RecentSteps, compare
+from undrop.tuning.trial import RecentSteps, run_trial
 
 
 def linear(p=0.5):
@@ -31,7 +31,7 @@ def trial_for(model, objective, length=0.05, seed=7):
     weights = list(model.parameters())
     lengths = torch.full((len(weights),), length)
     branches = Branches(objective, model, weights, data(4, 1), data(2, 2), seed)
-    return partial(compare, branches, lengths)
+    return partial(run_trial, branches, lengths)
 
 
 def by_hand(model, p, decay, length, seed=7):
@@ -59,8 +59,8 @@ def setting(objective, p, decay=0.0):
     return apply
 
 
-def test_the_difference_is_that_of_two_runs_by_hand():
-    """Plain sums in the order of the trial: equal but for the last places."""
+def test_the_benefit_equals_that_of_two_runs_by_hand():
+    """Equal up to rounding."""
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     found = trial_for(model, objective, length=0.2)(
         setting(objective, 0.3, 0.01), setting(objective, 0.1)
@@ -71,20 +71,20 @@ def test_the_difference_is_that_of_two_runs_by_hand():
     assert 0.0 < found.stderr < math.inf
 
 
-def test_the_same_setting_twice_makes_no_difference():
+def test_the_same_setting_twice_has_no_benefit():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     same = setting(objective, 0.3)
     assert trial_for(model, objective)(same, same).benefit.value == 0.0
 
 
-def test_dropout_on_the_inputs_of_a_noiseless_teacher_is_in_the_way():
+def test_dropout_on_the_inputs_of_a_noiseless_teacher_has_a_negative_benefit():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     more, less = setting(objective, 0.5), setting(objective, 0.01)
     found = [trial_for(model, objective, seed=s)(more, less).benefit.value for s in range(10)]
     assert sum(found) / 10 < 0.0
 
 
-def test_a_branch_that_explodes_loses_and_two_of_them_say_nothing():
+def test_a_branch_that_diverges_loses_and_two_that_diverge_give_no_evidence():
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     fine, bad = setting(objective, 0.3), setting(objective, 0.3, math.inf)
     before = copy.deepcopy(model.state_dict())
@@ -96,9 +96,9 @@ def test_a_branch_that_explodes_loses_and_two_of_them_say_nothing():
 
 
 def test_a_model_overfits_if_its_validation_loss_is_clearly_above_its_training_loss():
-    """The same loss on other examples, up to a shift of the targets that training does not see.
+    """The validation targets are shifted by 0 or by 20; the training targets are not.
 
-    Training batches are those of an earlier trial: without them there is no verdict.
+    Without training batches of an earlier trial, the gap has no verdict.
     """
     model, objective = linear(), undrop.Dropout(loss=undrop.MSE())
     same = setting(objective, 0.01)
@@ -107,20 +107,20 @@ def test_a_model_overfits_if_its_validation_loss_is_clearly_above_its_training_l
         held = [(x, y + shift) for x, y in data(4, 2)]
         weights = list(model.parameters())
         branches = Branches(objective, model, weights, data(10, 1), held, 7)
-        trial = partial(compare, branches, torch.full((1,), 0.01), same, same)
+        trial = partial(run_trial, branches, torch.full((1,), 0.01), same, same)
         assert trial().gap.includes_zero
         found.append(trial(data(4, 3)).gap.low > 0.0)
     assert found == [False, True]
 
 
-def test_lengths_are_those_of_the_moves_and_steps_without_one_do_not_count():
+def test_the_mean_length_of_updates_ignores_steps_that_do_not_move_the_weights():
     recent, weight = RecentSteps(), torch.zeros(2, requires_grad=True)
     for shift in (0.0, 3.0, 0.0, 1.0):
         with torch.no_grad():
             weight += torch.tensor([shift, 0.0])
         recent.add([weight], None, None)
-    assert recent.lengths.tolist() == [2.0]
-    again = RecentSteps()
-    again.load_state_dict(recent.state_dict())
-    assert again.lengths.tolist() == [2.0]
-    assert RecentSteps().lengths is None
+    assert recent.update_lengths.tolist() == [2.0]
+    resumed = RecentSteps()
+    resumed.load_state_dict(recent.state_dict())
+    assert resumed.update_lengths.tolist() == [2.0]
+    assert RecentSteps().update_lengths is None

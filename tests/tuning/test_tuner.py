@@ -1,4 +1,4 @@
-"""A tuner moves p by the evidence, resumes bit for bit, and refuses what it can't tune on."""
+"""A tuner moves p by the evidence, resumes bit for bit, and refuses data it can't use."""
 
 import copy
 import math
@@ -13,16 +13,16 @@ from device import new_generator
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.errors import DataError, NoDropoutError, OptionError
 from undrop.tuning import set_aside
-from undrop.tuning.history import EVERY, Entry, History
-from undrop.tuning.rule import LARGEST, SMALLEST, Pace, log_odds
-from undrop.tuning.trial import Outcome
+from undrop.tuning.history import EVERY_SITE, Entry, History
+from undrop.tuning.moves import MAX_SIZE, MIN_SIZE, MoveSize, log_odds
+from undrop.tuning.trial import TrialResult
 
 OBJECTIVES = {
     "analytic": lambda: undrop.Analytic(engine="antithetic", generator=new_generator(1)),
     "dropout": lambda: undrop.Dropout(generator=new_generator(1)),
 }
 BELOW, UNCLEAR, ABOVE = (Estimate.of(value, 0.1) for value in (-1.0, 0.0, 1.0))
-"""How far the validation loss is above the training loss."""
+"""Gaps: the validation loss minus the training loss."""
 
 
 def network(p=0.2):
@@ -33,12 +33,12 @@ def network(p=0.2):
     )
 
 
-class Own(nn.Dropout):
-    """Not torch's own class, so its p is not set."""
+class DropoutSubclass(nn.Dropout):
+    """A subclass of torch's dropout: a tuner does not set its p."""
 
 
 def batches(count, seed, rows=12, noise=0.0):
-    """Classes that depend on the first inputs; the label is random for a share of the rows."""
+    """Classes by a linear teacher; a share ``noise`` of the labels is random."""
     random = new_generator(seed)
     teacher = torch.randn(6, 3, generator=new_generator(99))
     found = []
@@ -68,7 +68,7 @@ def sgd(model, lr=0.2):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_p_of_every_site_moves_within_a_plain_loop_and_reaches_the_objective(name):
+def test_a_plain_loop_moves_p_of_every_site_in_the_tuner_and_in_the_objective(name):
     model, tuner = network(), tuner_for(OBJECTIVES[name](), interval=5)
     train(tuner, model, sgd(model), batches(40, seed=3))
     assert set(tuner.probabilities) == {"2", "5"}
@@ -83,12 +83,12 @@ def test_p_of_every_site_moves_within_a_plain_loop_and_reaches_the_objective(nam
     assert tried == ["every site", "every site", "2", "every site", "every site", "5"]
 
 
-def test_torchs_own_modules_take_the_tuned_p_for_a_pass_and_drop_the_same():
-    """The same numbers as by interception, which a model with another kind of site needs."""
+def test_tuned_p_in_torchs_own_modules_drops_the_same_entries_as_an_interception():
+    """A subclass of ``nn.Dropout`` in the model makes the objective use an interception."""
     x, y = batches(1, seed=3)[0]
     objective, losses = undrop.Dropout(), []
     objective.site_p = {"2": 0.3, "5": 0.6}
-    for model in (network(), nn.Sequential(*network()[:5], Own(0.2), network()[6])):
+    for model in (network(), nn.Sequential(*network()[:5], DropoutSubclass(0.2), network()[6])):
         model.load_state_dict(network().state_dict())
         torch.manual_seed(4)
         losses.append(float(objective(model, x, y).total.detach()))
@@ -108,7 +108,7 @@ def test_tuned_dropout_drops_at_the_tuned_rate():
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_trial_leaves_weights_gradients_buffers_and_random_states_alone(name):
+def test_a_trial_does_not_change_weights_gradients_buffers_or_random_states(name):
     model = nn.Sequential(network(), nn.BatchNorm1d(3))
     objective = OBJECTIVES[name]()
     tuner, data = tuner_for(objective, interval=12), batches(12, seed=3)
@@ -125,41 +125,41 @@ def test_a_trial_leaves_weights_gradients_buffers_and_random_states_alone(name):
 
 
 def test_p_does_not_rise_above_its_start_unless_the_model_overfits(monkeypatch):
-    """The gap of each trial is on training batches of the trial before."""
-    outcome, earlier = Outcome(Estimate.of(1.0, 0.1), UNCLEAR), []
+    """The gap of a trial uses training batches of the previous trial."""
+    result, earlier = TrialResult(Estimate.of(1.0, 0.1), UNCLEAR), []
 
-    def compare(*arguments):
+    def run_trial(*arguments):
         earlier.append(arguments[-1])
-        return outcome
+        return result
 
     model, tuner = network(), tuner_for(undrop.Dropout(), interval=20)
-    monkeypatch.setattr("undrop.tuning.tuner.compare", compare)
+    monkeypatch.setattr("undrop.tuning.tuner.run_trial", run_trial)
     data = batches(60, seed=3)
     train(tuner, model, sgd(model), data[:40])
     assert list(tuner.probabilities.values()) == [pytest.approx(0.1)] * 2
-    outcome = outcome._replace(gap=ABOVE)
+    result = result._replace(gap=ABOVE)
     train(tuner, model, sgd(model), data[40:])
     assert tuner.probabilities["2"] > 0.15
     assert [len(each) for each in earlier] == [0, 4, 4]
     assert [x for x, _ in earlier[1]] == [x for x, _ in data[16:20]]
 
 
-def test_nothing_falls_below_its_start_while_the_model_overfits(monkeypatch):
+def test_p_and_weight_decay_do_not_fall_below_their_start_while_the_model_overfits(monkeypatch):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
     tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
-    outcome = Outcome(Estimate.of(-1.0, 0.1), UNCLEAR)
-    monkeypatch.setattr("undrop.tuning.tuner.compare", lambda *_: outcome)
+    result = TrialResult(Estimate.of(-1.0, 0.1), UNCLEAR)
+    monkeypatch.setattr("undrop.tuning.tuner.run_trial", lambda *_: result)
     train(tuner, model, optimizer, batches(8, seed=3))
     assert max(tuner.probabilities.values()) < 0.05
     assert optimizer.param_groups[0]["weight_decay"] < 5e-3
     resumed = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
     resumed.load_state_dict(tuner.state_dict())
-    outcome = outcome._replace(gap=ABOVE)
+    result = result._replace(gap=ABOVE)
     train(resumed, model, optimizer, batches(2, seed=14))
     assert list(resumed.probabilities.values()) == [pytest.approx(0.1)] * 2
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(1e-2)
-    outcome = Outcome(Estimate.of(1.0, 0.1), ABOVE)
+    result = TrialResult(Estimate.of(1.0, 0.1), ABOVE)
     train(resumed, model, optimizer, batches(4, seed=15))
     assert min(resumed.probabilities.values()) > 0.1
 
@@ -170,17 +170,17 @@ def test_weight_decay_falls_while_the_validation_loss_is_clearly_below_the_train
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
     tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
-    outcome, found = Outcome(Estimate.of(0.0, 0.1), UNCLEAR), []
-    monkeypatch.setattr("undrop.tuning.tuner.compare", lambda *_: outcome)
+    result, found = TrialResult(Estimate.of(0.0, 0.1), UNCLEAR), []
+    monkeypatch.setattr("undrop.tuning.tuner.run_trial", lambda *_: result)
     for gap in (UNCLEAR, BELOW, BELOW, UNCLEAR, ABOVE):
-        outcome = outcome._replace(gap=gap)
+        result = result._replace(gap=gap)
         train(tuner, model, optimizer, batches(2, seed=3))
         found.append(optimizer.param_groups[0]["weight_decay"])
     assert found == pytest.approx([1e-2, 1e-2 / 3, 1e-2 / 9, 1e-2 / 9, 1e-2])
     assert list(tuner.probabilities.values()) == [pytest.approx(0.1)] * 2
 
 
-def test_weights_that_do_not_move_make_no_trial():
+def test_there_is_no_trial_if_the_weights_do_not_move():
     model, tuner = network(), tuner_for(undrop.Dropout(), interval=3)
     for x, y in batches(9, seed=3):
         tuner.step(model, x, y).backward()  # and no optimizer's step
@@ -188,7 +188,7 @@ def test_weights_that_do_not_move_make_no_trial():
     assert list(tuner.probabilities.values()) == [pytest.approx(0.1)] * 2
 
 
-def test_several_processes_are_refused(monkeypatch):
+def test_a_tuner_refuses_to_work_in_several_processes(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with pytest.raises(OptionError, match="works in one process, and there are 2"):
@@ -198,7 +198,7 @@ def test_several_processes_are_refused(monkeypatch):
 @pytest.mark.parametrize("cut", [19, 26])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_resumed_run_is_the_same_to_the_bit(name, cut):
-    """Step 19 lies before the steps that a trial repeats, step 26 among them."""
+    """A trial at step 30 repeats steps 21 to 30: one cut lies before them, one among them."""
     data = batches(60, seed=3)
     model, tuner = network(), tuner_for(OBJECTIVES[name](), interval=15)
     optimizer = sgd(model)
@@ -217,7 +217,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, cut):
     )
 
 
-def test_the_state_survives_being_written_as_json_and_tensors():
+def test_a_state_saved_to_bytes_restores_p_and_the_history():
     from undrop.tensor_files import from_bytes, to_bytes
 
     model, tuner = network(), tuner_for(undrop.Dropout(), interval=2)
@@ -228,7 +228,7 @@ def test_the_state_survives_being_written_as_json_and_tensors():
     assert other.history.entries == tuner.history.entries
 
 
-def test_weight_decay_is_tuned_beside_the_sites_if_an_optimizer_is_given():
+def test_an_optimizer_s_weight_decay_is_tuned_like_a_site():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
     tuner = tuner_for(undrop.Dropout(), interval=2, optimizer=optimizer)
@@ -236,7 +236,7 @@ def test_weight_decay_is_tuned_beside_the_sites_if_an_optimizer_is_given():
     assert optimizer.param_groups[0]["weight_decay"] != 1e-2
     assert "weight decay" in tuner.history.benefits()
     assert "weight decay" not in tuner.probabilities
-    assert tuner.figures()["weight decay"] == optimizer.param_groups[0]["weight_decay"]
+    assert tuner.metrics()["weight decay"] == optimizer.param_groups[0]["weight_decay"]
     assert "weight decay (λ = " in tuner.table().text()
     with pytest.raises(OptionError, match=r"weight decay of 0\.0"):
         tuner_for(undrop.Dropout(), optimizer=sgd(model))
@@ -250,27 +250,27 @@ def test_eight_trials_find_the_best_value_from_every_start_and_over_a_factor_10_
     """z-scores of a quadratic around p = 0.15 with noise of size 1: the mean of 100 such runs."""
     errors, best = [], log_odds(0.15)
     for seed in range(100):
-        random, pace, value = new_generator(seed), Pace(rate), log_odds(start)
+        random, size, value = new_generator(seed), MoveSize(rate), log_odds(start)
         for _ in range(8):
-            value += pace.move(best - value + float(torch.randn((), generator=random)))
+            value += size.next_move(best - value + float(torch.randn((), generator=random)))
         errors.append(abs(value - best))
     assert sum(errors) / 100 < 0.75  # the starts are off by 1.2, 0.3 and 2.1
 
 
-def test_moves_grow_while_trials_agree_and_shrink_when_they_do_not():
-    pace = Pace(0.4)
-    assert [pace.move(z) for z in (-9.0, -3.0, -5.0)] == pytest.approx([-0.4, -0.8, -1.6])
-    assert pace.move(-4.0) == -LARGEST
-    assert [pace.move(z) for z in (4.0, -4.0)] == pytest.approx([LARGEST / 2, -LARGEST / 4])
-    moves = [pace.move(sign) for sign in (1.0, -1.0) * 20]
-    assert abs(moves[-1]) == pytest.approx(SMALLEST / 2)  # z = 1 is half a move
+def test_moves_grow_while_trials_agree_and_shrink_when_their_sign_changes():
+    size = MoveSize(0.4)
+    assert [size.next_move(z) for z in (-9.0, -3.0, -5.0)] == pytest.approx([-0.4, -0.8, -1.6])
+    assert size.next_move(-4.0) == -MAX_SIZE
+    assert [size.next_move(z) for z in (4.0, -4.0)] == pytest.approx([MAX_SIZE / 2, -MAX_SIZE / 4])
+    moves = [size.next_move(sign) for sign in (1.0, -1.0) * 20]
+    assert abs(moves[-1]) == pytest.approx(MIN_SIZE / 2)  # z = 1 is half a move
 
 
-def test_a_trial_without_evidence_moves_nothing_and_changes_nothing():
-    pace = Pace(0.4)
-    pace.move(3.0)
-    assert pace.move(0.0) == 0.0
-    assert pace == Pace(0.4, 1.0)
+def test_a_z_score_of_0_moves_nothing_and_keeps_the_size():
+    size = MoveSize(0.4)
+    size.next_move(3.0)
+    assert size.next_move(0.0) == 0.0
+    assert size == MoveSize(0.4, 1.0)
 
 
 @pytest.mark.parametrize("objective", [undrop.Dropout, undrop.Analytic])
@@ -285,7 +285,7 @@ def test_the_noise_rises_from_zero_to_its_start_before_the_first_trial(objective
     assert found[:10] == pytest.approx([(k + 1) * found[0] for k in range(10)])
 
 
-def test_no_validation_data_is_refused():
+def test_missing_or_malformed_validation_data_is_refused():
     with pytest.raises(DataError, match="no validation data"):
         undrop.Tuner(undrop.Dropout(), [])
     with pytest.raises(DataError, match="only one validation batch"):
@@ -315,7 +315,7 @@ def test_a_model_whose_dropouts_all_have_p_0_is_refused():
         tuner_for(undrop.Dropout()).step(network(0.0), *batches(1, seed=3)[0])
 
 
-def test_a_state_of_something_else_is_refused():
+def test_a_state_of_another_model_or_of_no_tuner_is_refused():
     model, tuner = network(), tuner_for(undrop.Dropout(), interval=2)
     train(tuner, model, sgd(model), batches(4, seed=3))
     with pytest.raises(DataError, match="it lacks earlier, generators, history, log_values"):
@@ -326,11 +326,11 @@ def test_a_state_of_something_else_is_refused():
     with pytest.raises(DataError, match="sites 2, 5, but Sequential has 1"):
         fresh.step(other, *batches(1, seed=3)[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
-    with pytest.raises(DataError, match="the saved run left weight decay and this tuner tunes it"):
+    with pytest.raises(DataError, match="did not adjust weight decay, but this one does"):
         tuner_for(undrop.Dropout(), optimizer=optimizer).load_state_dict(tuner.state_dict())
 
 
-def test_objectives_and_options_that_can_not_be_tuned_are_refused():
+def test_objectives_without_p_and_invalid_options_are_refused():
     with pytest.raises(OptionError, match="adjusts Analytic and Dropout, got L2"):
         tuner_for(undrop.L2(0.1))
     with pytest.raises(OptionError, match="rate must be positive"):
@@ -368,7 +368,7 @@ def test_the_table_names_every_site_and_the_figure_has_a_line_for_each(tmp_path)
     assert (tmp_path / "p.svg").stat().st_size > 1000
 
 
-def test_the_table_writes_every_figure_of_a_column_in_the_same_way():
+def test_the_table_formats_all_numbers_of_a_column_alike():
     history = History()
     values = {"input": 0.0984, "layers.10.feedforward.output_dropout": 0.7, "weight decay": 3e-5}
     trials = [
@@ -388,7 +388,7 @@ def test_the_table_writes_every_figure_of_a_column_in_the_same_way():
     ]
 
 
-def test_weight_decay_is_drawn_apart_from_p():
+def test_the_figure_shows_weight_decay_in_its_own_panel():
     pytest.importorskip("matplotlib")
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-2)
@@ -398,13 +398,15 @@ def test_weight_decay_is_drawn_apart_from_p():
     assert (len(sites.lines), len(decay.lines), decay.get_yscale()) == (2, 1, "log")
 
 
-def test_the_error_of_a_trial_is_at_least_the_spread_of_the_last_ten():
+def test_the_error_of_a_trial_is_at_least_the_standard_deviation_of_the_last_ten():
     history = History()
     one = Estimate.of(0.02, 0.005)
-    assert history.z_score(EVERY, one) == pytest.approx(4.0)
-    history.entries = [Entry(100 * k, EVERY, (-1.0) ** k * 0.02, {}) for k in range(20)]
+    assert history.z_score(EVERY_SITE, one) == pytest.approx(4.0)
+    history.entries = [Entry(100 * k, EVERY_SITE, (-1.0) ** k * 0.02, {}) for k in range(20)]
     spread = statistics.stdev([e.difference for e in history.entries[-9:]] + [0.02])
-    assert history.z_score(EVERY, one) == pytest.approx(0.02 / spread)
+    assert history.z_score(EVERY_SITE, one) == pytest.approx(0.02 / spread)
     assert history.z_score("another site", one) == pytest.approx(4.0)
-    history.entries = [Entry(100, EVERY, 0.02, {})]
-    assert history.z_score(EVERY, one) == pytest.approx(4.0)  # no spread: the trial's own error
+    history.entries = [Entry(100, EVERY_SITE, 0.02, {})]
+    assert history.z_score(EVERY_SITE, one) == pytest.approx(
+        4.0
+    )  # no spread: the trial's own error

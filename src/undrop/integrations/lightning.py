@@ -72,7 +72,7 @@ class UndropCallback(Callback):
                 "step = objective(model, inputs, targets) in it and return "
                 "{'loss': step.total, 'parts': step.parts}."
             )
-        figures = self.objective.figures() if isinstance(self.objective, Tuner) else {}
+        figures = self.objective.metrics() if isinstance(self.objective, Tuner) else {}
         pl_module.log_dict({f"undrop/{name}": v for name, v in {**parts, **figures}.items()})
         if not self._reported and trainer.is_global_zero:
             values = ", ".join(f"{name} = {value:.4g}" for name, value in parts.items())

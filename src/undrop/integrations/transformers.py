@@ -324,7 +324,7 @@ class UndropMixin(_Base):
             values = torch.tensor(list(means.values()), device=self.args.device)
             over_all = self.accelerator.reduce(values, reduction="mean").tolist()
             names = (f"undrop/{name}" for name in means)
-            tuned = {} if self.tuner is None else self.tuner.figures()
+            tuned = {} if self.tuner is None else self.tuner.metrics()
             figures = {f"undrop/{name}": value for name, value in tuned.items()}
             logs = {**logs, **dict(zip(names, over_all, strict=True)), **figures}
         super().log(logs, *args, **kwargs)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -23,38 +24,45 @@ from undrop.errors import DataError
 from undrop.objectives import Dropout, Objective
 from undrop.options import check_int
 from undrop.report import Table, as_json
-from undrop.tuning.rule import START
-from undrop.tuning.trial import gap
+from undrop.tuning.history import DECAY, EVERY_SITE, benefit_cells
+from undrop.tuning.moves import START_P
+from undrop.tuning.trial import loss_gap
 from undrop.tuning.tuner import Tuner
 
 BATCHES = 16
-"""The largest number of training and validation batches for comparing losses."""
+"""The number of last training batches, and of validation batches, whose losses are compared."""
 REPEATS = 2
-"""The number of repeats of the short training runs with and without each site."""
-BEST = (0.05, 0.2)
-"""The range of the best of six p in 30 searches (docs/tuning.md)."""
+"""How often the short training runs with and without each site are repeated."""
+BEST_P = (0.05, 0.2)
+"""The range in which the best of six p lies in all 30 searches of docs/tuning.md."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a short training run says."""
+    """Whether dropout will help and where it helps now, according to a short training run."""
 
     gap: Estimate
     """The validation loss minus the training loss, both without dropout."""
     benefit: Benefit
-    """The result of 20 more steps with and without each dropout."""
+    """The benefit of each dropout in 20 more steps."""
     steps: int
+    """The steps of the short training run."""
 
     @property
     def evidence(self) -> str:
-        """Whether dropout will help: it probably will if the short training run already overfits."""
+        """``"helps"`` if the model clearly overfits, else ``"no evidence either way"``.
+
+        A model that overfits after a short training run probably needs dropout in a long one.
+        """
         return "helps" if self.gap.low > 0.0 else "no evidence either way"
 
     @property
     def verdict(self) -> str:
-        """One sentence on all sites."""
+        """The evidence and the p to start from, in one or two sentences."""
         after = f"after {self.steps} steps the validation loss is"
-        start = f"start at p = {START:g} (in 30 searches the best was {BEST[0]:g} to {BEST[1]:g})"
+        start = (
+            f"start at p = {START_P:g} (in 30 searches the best was {BEST_P[0]:g} to {BEST_P[1]:g})"
+        )
         if self.evidence == "helps":
             helps = f"Dropout will probably help: {after} {self.gap} above the training loss."
             return f"{helps} {start.capitalize()}."
@@ -64,63 +72,57 @@ class Advice:
         )
 
     def table(self) -> Table:
-        """Return a row for each site, for all sites together and for weight decay."""
-        found = self.benefit
-        rows = [
-            *found.sites.items(),
-            ("every site", found.every_site),
-            (f"weight decay (λ = {found.decay:.2g})", found.weight_decay),
-        ]
-        heads = ("site", "benefit", "z", "now")
-        return Table(
-            heads, [(name, *_shown(each)) for name, each in rows], numbers={"benefit", "z"}
-        )
+        """Return a table of benefits: one row per site, one for all sites and one for weight decay."""
+        benefits = {
+            **self.benefit.sites,
+            EVERY_SITE: self.benefit.every_site,
+            f"{DECAY} (λ = {self.benefit.decay:.2g})": self.benefit.weight_decay,
+        }
+        rows = []
+        for name, benefit in benefits.items():
+            value, evidence = benefit_cells(benefit, "helps", "harms")
+            z = "–" if benefit.z is None else f"{benefit.z:+.1f}"
+            rows.append((name, value, z, evidence))
+        return Table(("site", "benefit", "z", "now"), rows, numbers={"benefit", "z"})
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, for programs."""
+        """Return the advice as a dictionary for JSON."""
         return {
             "verdict": self.verdict,
             "evidence": self.evidence,
-            "p": START,
+            "p": START_P,
             "steps": self.steps,
             "gap": as_json(self.gap),
             "benefit": as_json(self.benefit),
         }
 
 
-def _shown(found: Estimate) -> tuple[str, str, str]:
-    sign = "helps" if found.value > 0.0 else "harms"
-    error = "?" if found.stderr is None else f"{found.stderr:.4f}"
-    z = "–" if found.z is None else f"{found.z:+.1f}"
-    return f"{found.value:+.4f} ± {error}", z, "no evidence" if found.includes_zero else sign
-
-
 def advise_from(
     tuner: Tuner, model: nn.Module, batches: Sequence[Any], optimizer: Optimizer
 ) -> Advice:
-    """Return the advice for a model after a short training run.
+    """Return the advice for a model that a tuner has trained for a short while.
 
     Args:
-        tuner: the tuner that set p.
+        tuner: the tuner of that training run; it holds the objective and the validation batches.
         model: the model, in train mode.
         batches: the last training batches.
         optimizer: the optimizer that trained the model.
     """
-    own, held = batches[-BATCHES:], tuner.validation.batches[:BATCHES]
-    losses = partial(loss_without_noise, tuner.objective, model)
-    found = gap([losses(*each) for each in held], [losses(*each) for each in own])
-    pairs = collect(own, BATCHES)
-    given = tuner.objective.loss
-    measured = MeasuredModel(model, pairs, loss=given)
+    training, validation = batches[-BATCHES:], tuner.validation.batches[:BATCHES]
+    batch_loss = partial(loss_without_noise, tuner.objective, model)
+    gap = loss_gap([batch_loss(*b) for b in validation], [batch_loss(*b) for b in training])
+    pairs = collect(training, BATCHES)
+    loss = tuner.objective.loss
+    measured = MeasuredModel(model, pairs, loss=loss)
     update = BranchOptimizer(measured.model, optimizer, None, None)
-    with measured.preserved():
+    with measured.preserve():
         benefit = measure_benefit(
-            *(measured, pairs, collect(held, BATCHES), Budget(math.inf), update),
-            loss=given,
+            *(measured, pairs, collect(validation, BATCHES), Budget(math.inf), update),
+            loss=loss,
             repeats=REPEATS,
             probabilities=tuner.probabilities,
         )
-    return Advice(found, benefit, tuner.steps)
+    return Advice(gap, benefit, tuner.steps)
 
 
 def advise(
@@ -132,40 +134,39 @@ def advise(
     objective: Objective | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> Advice:
-    """Train a copy of the model for a while, and say whether dropout will help, where, and at which p.
+    """Train a copy of the model for a short while; say whether dropout will help, where, and at which p.
 
     The copy trains with p = 0.1 at every site. If its validation loss is then above its training loss,
-    dropout will probably help; otherwise there is no evidence either way. Two repeats of 20
-    more steps, with and without each site, then measure where it helps now: 40 · (sites + 3) steps.
+    dropout will probably help; otherwise there is no evidence either way. To measure where dropout
+    helps now, the copy trains for 20 more steps with and without each site, twice. This costs
+    40 · (sites + 3) steps.
 
     Args:
         model: a model with dropout wherever you consider it; it does not change.
         batches: training batches (inputs, targets), repeated as needed.
         validation: at least two batches that training does not see.
-        steps: how long to train: a small share of the planned run.
+        steps: how many steps to train: a small share of the planned run.
         objective: the objective to train with; by default dropout with cross-entropy.
-        optimizer: makes the optimizer from the parameters; by default AdamW with lr = 1e-3.
+        optimizer: a function that returns an optimizer for the parameters; by default AdamW with
+            lr = 1e-3.
     """
     check_int("steps", steps)
     trained = copy.deepcopy(model).train()
-    make = optimizer or partial(torch.optim.AdamW, lr=1e-3)
-    stepper = make(trained.parameters())
-    chosen = Dropout() if objective is None else objective
-    tuner = Tuner(chosen, validation, interval=steps + 1)  # no trial
-    seen: list[Any] = []
-    for inputs, targets in _repeated(batches, steps):
-        seen = [*seen[1 - BATCHES :], (inputs, targets)]
-        step = tuner.step(trained, inputs, targets)
-        stepper.zero_grad()
-        step.backward()
-        stepper.step()
-    return advise_from(tuner, trained, seen, stepper)
-
-
-def _repeated(batches: Iterable[Any], steps: int) -> Iterator[Any]:
-    """Yield the batches in order, again and again."""
-    found = list(batches)
-    if not found:
+    make_optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-3)
+    copy_optimizer = make_optimizer(trained.parameters())
+    tuner = Tuner(
+        Dropout() if objective is None else objective,
+        validation,
+        interval=steps + 1,  # so that no trial happens
+    )
+    pairs = list(batches)
+    if not pairs:
         raise DataError("there are no training batches: pass at least one pair (inputs, targets).")
-    for _, pair in zip(range(steps), cycle(found), strict=False):
-        yield pair
+    recent: deque[Any] = deque(maxlen=BATCHES)
+    for inputs, targets in islice(cycle(pairs), steps):
+        recent.append((inputs, targets))
+        step = tuner.step(trained, inputs, targets)
+        copy_optimizer.zero_grad()
+        step.backward()
+        copy_optimizer.step()
+    return advise_from(tuner, trained, list(recent), copy_optimizer)

@@ -1,4 +1,4 @@
-"""What a tuner did: every trial and the values after it, as records, a table and a figure."""
+"""The trials of a tuner and the tuned values after each, as records, a table and a figure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DECAY = "weight decay"
-"""The name of trials of weight decay."""
-EVERY = "every site"
-"""The name of trials of all sites together."""
+"""``Entry.tried`` in trials of weight decay, and the key of λ among the tuned values."""
+EVERY_SITE = "every site"
+"""``Entry.tried`` in trials of all sites together."""
 RECENT = 10
-"""A benefit is the mean of the last trials, at most this many."""
+"""The number of last trials that a benefit is the mean of."""
 
 
 class Entry(NamedTuple):
-    """One trial."""
+    """One trial, and the tuned values after it."""
 
     step: int
     tried: str
@@ -44,53 +44,57 @@ def mean_difference(differences: Sequence[float]) -> Estimate:
 
 
 class History:
-    """All trials, in order."""
+    """All trials of a tuner, in order."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
 
     @property
     def values(self) -> dict[str, float]:
-        """The values after the last trial."""
+        """The tuned values after the last trial; empty before the first."""
         return self.entries[-1].values if self.entries else {}
 
     def benefits(self) -> dict[str, Estimate]:
-        """Return the benefit of each site, and of weight decay, in its last ten trials."""
-        found: dict[str, list[float]] = {}
+        """Return the mean benefit in the last ten trials, for each name that was tried."""
+        differences: dict[str, list[float]] = {}
         for entry in self.entries:
-            found.setdefault(entry.tried, []).append(entry.difference)
-        return {name: mean_difference(differences[-RECENT:]) for name, differences in found.items()}
+            differences.setdefault(entry.tried, []).append(entry.difference)
+        return {name: mean_difference(values[-RECENT:]) for name, values in differences.items()}
 
     def z_score(self, tried: str, benefit: Estimate) -> float:
-        """Return the benefit of a new trial in standard errors.
+        """Return the benefit of a new trial divided by its standard error.
 
-        The error of a trial comes from its validation batches alone, but its masks and training
-        batches vary too. So the error is at least the standard deviation of the last ten trials.
+        The error of ``benefit`` comes from the validation batches alone, but masks and training
+        batches also vary from trial to trial. So this method takes at least the standard deviation of
+        the benefit over the last ten trials.
         """
-        before = [e.difference for e in self.entries if e.tried == tried][1 - RECENT :]
-        spread = stdev([*before, benefit.value]) if before else 0.0
+        previous = [e.difference for e in self.entries if e.tried == tried][1 - RECENT :]
+        spread = stdev([*previous, benefit.value]) if previous else 0.0
         error = max(benefit.stderr or 0.0, spread)
         return benefit.value / error if error else 0.0
 
     def path(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps and the values of one site, or of weight decay."""
+        """Return the steps of all trials, and p of one site (or λ of weight decay) after each."""
         return [e.step for e in self.entries], [e.values[name] for e in self.entries]
 
     def table(self) -> Table:
-        """Return the newest p, benefit and evidence as a table."""
+        """Return a table of the newest p, the benefit and the evidence, with a row for each site."""
         benefits, rows = self.benefits(), []
         for name in dict.fromkeys([*benefits, *self.values]):
-            value, found = self.values.get(name), benefits.get(name)
-            decay = f"{DECAY} (λ = {value:.2g})" if name == DECAY else None
-            p = "" if value is None or decay else f"{value:.3f}"
-            rows.append((decay or name, p, *(("", "") if found is None else _shown(found))))
+            value, benefit = self.values.get(name), benefits.get(name)
+            label = f"{DECAY} (λ = {value:.2g})" if name == DECAY else name
+            p = "" if value is None or name == DECAY else f"{value:.3f}"
+            cells = (
+                ("", "") if benefit is None else benefit_cells(benefit, "more helps", "less helps")
+            )
+            rows.append((label, p, *cells))
         return Table(("site", "p", "benefit", "evidence"), rows, numbers={"p", "benefit"})
 
     def figure(self) -> Figure:
-        """Draw p of every site over the steps, and below it λ if weight decay is tuned.
+        """Draw p of every site over the steps, and λ below it if weight decay is tuned.
 
         Raises:
-            DataError: if there was no trial yet.
+            DataError: before the first trial.
             MissingExtraError: if matplotlib is not installed.
         """
         from undrop.report import figures
@@ -101,36 +105,37 @@ class History:
         rows = 2 if len(names) < len(self.values) else 1
         with figures.styled():
             figure = figures.new_figure(7.0, 2.0 + 1.5 * rows)
-            every = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
-            for place, name in enumerate(names):
-                self._draw(every[0], name, place)
-            every[0].set(ylabel="p", ylim=(0.0, None))
-            every[0].legend()
+            axes = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
+            for index, name in enumerate(names):
+                self._plot(axes[0], name, index)
+            axes[0].set(ylabel="p", ylim=(0.0, None))
+            axes[0].legend()
             if rows == 2:
-                self._draw(every[1], DECAY, 0)
-                every[1].set(ylabel=f"{DECAY}, λ", yscale="log")
-            every[-1].set(xlabel="step")
+                self._plot(axes[1], DECAY, 0)
+                axes[1].set(ylabel=f"{DECAY}, λ", yscale="log")
+            axes[-1].set(xlabel="step")
         return figure
 
-    def _draw(self, axes: Axes, name: str, place: int) -> None:
+    def _plot(self, axes: Axes, name: str, index: int) -> None:
         from undrop.report import figures
 
         steps, values = self.path(name)
-        style = {**figures.line_style(place), "markevery": max(1, len(steps) // 8)}
+        style = {**figures.line_style(index), "markevery": max(1, len(steps) // 8)}
         axes.plot(steps, values, label=figures.literal(name), **style)
 
     def save_figure(self, path: Path | str) -> None:
-        """Write the figure; the suffix sets the format (png, pdf, svg)."""
+        """Save the figure; the suffix of the path sets the format (png, pdf, svg)."""
         from undrop.report import figures
 
         figures.save(self.figure(), Path(path))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return one dictionary per trial, for programs."""
+        """Return one dictionary per trial."""
         return [entry._asdict() for entry in self.entries]
 
 
-def _shown(found: Estimate) -> tuple[str, str]:
-    error = "?" if found.stderr is None else f"{found.stderr:.4f}"
-    sign = "more helps" if found.value > 0.0 else "less helps"
-    return f"{found.value:+.4f} ± {error}", "no evidence" if found.includes_zero else sign
+def benefit_cells(benefit: Estimate, if_positive: str, if_negative: str) -> tuple[str, str]:
+    """Return the table cells of a benefit: its value with the error, and the evidence for its sign."""
+    error = "?" if benefit.stderr is None else f"{benefit.stderr:.4f}"
+    evidence = if_positive if benefit.value > 0.0 else if_negative
+    return f"{benefit.value:+.4f} ± {error}", "no evidence" if benefit.includes_zero else evidence

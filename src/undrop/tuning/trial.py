@@ -1,10 +1,10 @@
-"""A trial of a tuner: it repeats the last steps of the run in two branches.
+"""A trial: two short branches of training, one with more noise or weight decay and one with less.
 
-It needs no optimizer: each tensor moves along its gradient, in the first step as far as a step of the
-run moved it. The steps then fall linearly to 0, as a learning rate does at the end of a run. With
-steps of constant length, the weights of a branch bounce around the values that they converge to. If the
-steps are large, this changes the validation loss by more than dropout does, and a trial would compare
-where its branches happen to be after their last steps.
+A branch needs no optimizer. In its first step, each tensor moves along its gradient by the mean length
+of its updates in the run. The lengths then fall linearly towards 0, as a learning rate does at the end
+of a run. With steps of constant length, the weights of a branch bounce around the values that they
+converge to. If the steps are large, the bouncing changes the validation loss by more than dropout does,
+and a trial would compare where its branches happen to be after their last steps.
 """
 
 from __future__ import annotations
@@ -20,120 +20,128 @@ from torch import Tensor
 from undrop.diagnosis.measure.branches import Branches
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.tuning.history import mean_difference
-from undrop.tuning.rule import CLEAR
+from undrop.tuning.moves import CLEAR_Z
 
 
 class RecentSteps:
-    """The last steps of the run: their batches, and how far each tensor moved in a step."""
+    """The batches of the run's last steps, and the mean length of each tensor's updates."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[Any, Any]] = []
-        self._before: list[Tensor] = []
-        self._path: Tensor | None = None
-        self._moves = 0
+        self._last_weights: list[Tensor] = []
+        self._distances: Tensor | None = None  # how far each tensor moved, summed over the updates
+        self._updates = 0
 
     def add(self, weights: Sequence[Tensor], inputs: Any, targets: Any) -> None:
-        """Record one step before it is taken.
+        """Record a batch before its step, and how far the weights moved since the last call.
 
-        With gradient accumulation, only steps of the objective after which the weights have changed
-        count as moves.
+        With gradient accumulation, the weights change only after some of the steps. A call that finds
+        them unchanged does not count as an update.
         """
         now = [w.detach() for w in weights]
-        if len(self._before) == len(now):
-            torch._foreach_sub_(self._before, now)
-            moved = _norms(self._before)
-            torch._foreach_copy_(self._before, now)
+        if len(self._last_weights) == len(now):
+            torch._foreach_sub_(self._last_weights, now)
+            moved = _norms(self._last_weights)
+            torch._foreach_copy_(self._last_weights, now)
             if bool(moved.any()):
-                self._path = moved if self._path is None else self._path + moved
-                self._moves += 1
+                self._distances = moved if self._distances is None else self._distances + moved
+                self._updates += 1
         else:
-            self._before = [w.clone() for w in now]
+            self._last_weights = [w.clone() for w in now]
         self.batches.append((inputs, targets))
 
     @property
-    def lengths(self) -> Tensor | None:
-        """The mean distance that each tensor moved in a step; None if no tensor has moved."""
-        return None if self._path is None else self._path / self._moves
+    def update_lengths(self) -> Tensor | None:
+        """The mean length of each tensor's updates; None if no tensor has moved."""
+        return None if self._distances is None else self._distances / self._updates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the batches, the last weights and the distances."""
         return {
             "batches": self.batches,
-            "before": [w.clone() for w in self._before],
-            "path": self._path,
-            "moves": self._moves,
+            "before": [w.clone() for w in self._last_weights],
+            "path": self._distances,
+            "moves": self._updates,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
         self.batches = [(inputs, targets) for inputs, targets in state["batches"]]
-        self._before, self._path = [w.clone() for w in state["before"]], state["path"]
-        self._moves = int(state["moves"])
+        self._last_weights = [w.clone() for w in state["before"]]
+        self._distances, self._updates = state["path"], int(state["moves"])
 
 
-class Outcome(NamedTuple):
+class TrialResult(NamedTuple):
     """The result of a trial."""
 
     benefit: Estimate
     """The validation loss with less noise or decay, minus that with more: positive if more helps."""
     gap: Estimate
-    """How far the validation loss is above the loss on earlier training batches; NaN without them."""
+    """The validation loss minus the training loss; NaN without training batches to compare with."""
 
 
-def gap(held: Sequence[float], trained: Sequence[float]) -> Estimate:
-    """Return how far the mean validation loss is above the training loss, by Welch's t."""
-    value = fmean(held) - fmean(trained)
-    if min(len(held), len(trained)) < 2:
-        return Estimate.of(value, None)
-    parts = [(variance(x) / len(x), len(x) - 1.0) for x in (held, trained)]
-    total = sum(v for v, _ in parts)
-    below = sum(v * v / n for v, n in parts)
-    return Estimate.of(value, math.sqrt(total), total**2 / below if below else math.inf)
+def loss_gap(validation: Sequence[float], training: Sequence[float]) -> Estimate:
+    """Return the mean validation loss minus the mean training loss, with Welch's interval."""
+    difference = fmean(validation) - fmean(training)
+    if min(len(validation), len(training)) < 2:
+        return Estimate.of(difference, None)
+    errors = [(variance(x) / len(x), len(x) - 1.0) for x in (validation, training)]
+    squared_error = sum(v for v, _ in errors)
+    denominator = sum(v * v / n for v, n in errors)
+    freedom = squared_error**2 / denominator if denominator else math.inf
+    return Estimate.of(difference, math.sqrt(squared_error), freedom)
 
 
-def compare(
+def run_trial(
     branches: Branches,
     lengths: Tensor,
-    more: Callable[[], list[float]],
-    less: Callable[[], list[float]],
-    earlier: Sequence[tuple[Any, Any]] = (),
-) -> Outcome:
-    """Train both branches, and compare their losses.
+    set_more: Callable[[], list[float]],
+    set_less: Callable[[], list[float]],
+    training_batches: Sequence[tuple[Any, Any]] = (),
+) -> TrialResult:
+    """Train both branches, and compare their validation losses.
 
-    A branch that diverges loses clearly. If both diverge, the difference is 0.
+    If one branch diverges, the other one wins with |z| = 2. If both diverge, the benefit is 0.
 
     Args:
-        branches: what both train on.
-        lengths: how far each tensor moves in the first step.
-        more: sets up the objective for one branch, and returns the share of each tensor that weight
+        branches: the model, the batches, the weights and the seed that both branches share.
+        lengths: how far each tensor moves in the first step of a branch.
+        set_more: sets more noise or weight decay, and returns the share of each tensor that weight
             decay removes in the first step.
-        less: does the same for the other branch.
-        earlier: training batches for the gap. The run has just trained on those of the branches, which
-            lowers their loss whether the model overfits or not.
+        set_less: sets less noise or weight decay, and returns the same shares.
+        training_batches: the batches for the training loss in ``gap``. They come from the previous
+            trial: the run has just trained on the batches of this one, and this lowers their loss
+            whether the model overfits or not.
     """
-
-    def losses(branches: Branches, setting: Callable[[], list[float]]) -> list[float] | None:
-        decays, n = setting(), len(branches.batches)
-        factors = iter([1.0 - k / n for k in range(n)])
-
-        def move(gradients: list[Tensor]) -> None:
-            factor = next(factors)
-            norms = _norms(gradients).clamp_min(torch.finfo(torch.float32).tiny)
-            if any(decays):
-                torch._foreach_mul_(branches.weights, [1.0 - factor * decay for decay in decays])
-            torch._foreach_mul_(gradients, (factor * lengths / norms).tolist())
-            torch._foreach_sub_(branches.weights, gradients)
-
-        return branches.losses(move)
-
-    n, held = len(branches.held), [*branches.held, *earlier]
-    with_more, with_less = losses(branches, more), losses(branches._replace(held=held), less)
+    held = branches.held
+    with_more = _branch_losses(branches, lengths, set_more())
+    both = branches._replace(held=[*held, *training_batches])
+    with_less = _branch_losses(both, lengths, set_less())
+    unknown = Estimate.of(math.nan, None)
     if with_more is None or with_less is None:
-        lost = float(with_less is None) - float(with_more is None)
-        return Outcome(Estimate.of(lost, 1.0 / CLEAR), Estimate.of(math.nan, None))
-    benefit = mean_difference([b - a for a, b in zip(with_more, with_less[:n], strict=True)])
-    found = gap(with_less[:n], with_less[n:]) if earlier else Estimate.of(math.nan, None)
-    return Outcome(benefit, found)
+        winner = float(with_less is None) - float(with_more is None)
+        return TrialResult(Estimate.of(winner, 1.0 / CLEAR_Z), unknown)
+    validation, training = with_less[: len(held)], with_less[len(held) :]
+    benefit = mean_difference([b - a for a, b in zip(with_more, validation, strict=True)])
+    return TrialResult(benefit, loss_gap(validation, training) if training else unknown)
+
+
+def _branch_losses(
+    branches: Branches, lengths: Tensor, decays: Sequence[float]
+) -> list[float] | None:
+    """Train one branch, and return its loss on each held batch; None if a loss is not finite."""
+    n = len(branches.batches)
+    factors = iter([1.0 - k / n for k in range(n)])
+
+    def update(gradients: list[Tensor]) -> None:
+        factor = next(factors)
+        norms = _norms(gradients).clamp_min(torch.finfo(torch.float32).tiny)
+        if any(decays):
+            torch._foreach_mul_(branches.weights, [1.0 - factor * decay for decay in decays])
+        torch._foreach_mul_(gradients, (factor * lengths / norms).tolist())
+        torch._foreach_sub_(branches.weights, gradients)
+
+    return branches.losses(update)
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:

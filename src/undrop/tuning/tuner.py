@@ -1,4 +1,4 @@
-"""Find p of every site within one training run."""
+"""A tuner finds p of every site within one training run."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from undrop.intercept import Selection, uncompiled
 from undrop.objectives import Analytic, Dropout, Objective, Step
 from undrop.options import as_float, check_int
 from undrop.report import Table
-from undrop.tuning.history import DECAY, EVERY, Entry, History
-from undrop.tuning.rule import HIGHEST, LOWEST, START, Pace, log_odds, probability
-from undrop.tuning.trial import RecentSteps, compare
+from undrop.tuning.history import DECAY, EVERY_SITE, Entry, History
+from undrop.tuning.moves import MAX_P, MIN_P, START_P, MoveSize, log_odds, probability
+from undrop.tuning.trial import RecentSteps, run_trial
 from undrop.tuning.validation import Validation, set_aside
 
 INTERVAL = 100
-"""The steps between trials."""
-STEPS = 10
-"""The steps of each branch of a trial."""
-HELD = 4
-"""The validation batches that a trial compares its branches on."""
-APART = math.log(3.0)
+"""The default number of steps between trials."""
+BRANCH_STEPS = 10
+"""The number of steps of each branch of a trial."""
+TRIAL_BATCHES = 4
+"""The number of validation batches on which a trial compares its branches."""
+LOG_FACTOR = math.log(3.0)
 """One branch has three times the σ² or λ of the run, the other branch a third of it."""
 
 
 class Tuner:
-    """Adjusts p of every site while the model trains, by what it does to the validation loss.
+    """Adjusts p of every site while the model trains, so that the validation loss falls.
 
-    Every ``interval`` steps it makes a trial: it trains two branches for ten steps each, from the
-    weights of the run and on its last batches, one with more noise and one with less, compares their
-    validation losses, and moves p towards the better one. Trials of all sites together alternate with
-    trials of single sites. A trial is 20 steps without an optimizer's update and 12 passes: this adds
-    25 to 32 % to the average step at the default interval.
+    Every ``interval`` steps the tuner makes a trial. It trains two branches for ten steps each, from the
+    weights of the run and on its last batches, one with more noise and one with less. Then it compares
+    their validation losses, and moves p towards the better branch. After every two trials of all sites
+    together comes a trial of one site. A trial costs 20 steps without an optimizer's update and 12
+    forward passes, which adds 25 to 32 % to the average step at the default interval.
 
-    Every site starts at p = 0.1, whatever p the model declares; before the first trial, σ² rises from
-    0 to its value there. While the model overfits, p does not fall below 0.1; otherwise it does not
-    rise above 0.1. A site that declares 0 is not tuned. Weight decay does not fall below its start while
-    the model overfits, and falls while the validation loss is clearly below the training loss.
+    Every site starts at p = 0.1, whatever p the model declares. Before the first trial, σ² rises from 0
+    to its value at p = 0.1. While the model overfits, no p falls below 0.1; otherwise no p rises above
+    0.1. A site that declares p = 0 is not tuned. Weight decay, if it is tuned, does not fall below its
+    start while the model overfits, and falls while the validation loss is clearly below the training
+    loss.
 
     Examples:
         >>> import torch, undrop
@@ -69,15 +70,17 @@ class Tuner:
         objective: an ``Analytic`` or a ``Dropout``.
         validation: at least two batches (inputs, targets) that training does not see, as large as the
             training batches; or the share of ``training`` to set aside.
-        training: the training set, if ``validation`` is a share. Then train on :attr:`training`.
-        optimizer: also adjust the weight decay of this optimizer, which must not be 0.
-        interval: steps between trials.
+        training: the training set, if ``validation`` is a share. Train on the attribute
+            :attr:`training`, which holds the rest of it.
+        optimizer: the optimizer whose weight decay the tuner also adjusts; its weight decay must be
+            positive.
+        interval: the number of steps between trials.
         rate: how far the first clear trial moves log σ² or log λ; moves grow while trials agree.
-        batch_size: examples per validation batch that is set aside.
-        generator: the source of random numbers; None makes a generator that ``torch.manual_seed`` seeds.
+        batch_size: examples per validation batch, if ``validation`` is a share.
+        generator: the generator that seeds the trials; None makes one that ``torch.manual_seed`` seeds.
 
     Raises:
-        OptionError: for an objective that has nothing to adjust, or an option out of range.
+        OptionError: for an objective without p, or an option out of range.
         DataError: for validation data that can't be used.
     """
 
@@ -95,12 +98,13 @@ class Tuner:
     ) -> None:
         if not isinstance(objective, Analytic | Dropout):
             raise OptionError(
-                f"a tuner adjusts Analytic and Dropout, got {type(objective).__name__}, which has no p."
+                f"a tuner adjusts Analytic and Dropout, got {type(objective).__name__}, which has no p: "
+                "pass one of these two."
             )
         if not 0.0 < as_float(rate) < math.inf:
             raise OptionError(f"rate must be positive, got {rate!r}.")
         self.objective: Analytic | Dropout = objective
-        self.training, batches = _divided(training, validation, batch_size)
+        self.training, batches = _split_data(training, validation, batch_size)
         self.validation = Validation(batches)
         self.optimizer = optimizer
         self.interval = check_int("interval", interval)
@@ -108,12 +112,12 @@ class Tuner:
         self.history = History()
         self.steps = 0
         self._generators = Generators(generator)
-        self._log_values: dict[str, float] = {}  # log σ² of every site, log λ
-        self._starts: dict[str, float] = {}  # the same, at the first trial
-        self._paces: dict[str, Pace] = {}
+        self._log_values: dict[str, float] = {}  # log σ² of every site, and log λ under DECAY
+        self._starts: dict[str, float] = {}  # the log values at the first trial
+        self._move_sizes: dict[str, MoveSize] = {}
         self._sites: list[str] = []
         self._recent = RecentSteps()
-        self._earlier: list[tuple[Any, Any]] = []  # training batches of the last trial
+        self._previous_batches: list[tuple[Any, Any]] = []  # training batches of the last trial
         if optimizer is not None:
             self._log_values[DECAY] = self._starts[DECAY] = _log_decay(optimizer)
 
@@ -125,12 +129,12 @@ class Tuner:
         }
 
     def step(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
-        """Adjust p as :meth:`observe` does, and evaluate the objective on a batch.
+        """Adjust p like :meth:`observe`, and evaluate the objective on a batch.
 
         Args:
-            model: in train mode.
-            inputs: as for the objective.
-            targets: as for the objective.
+            model: the model, in train mode.
+            inputs: the inputs of the batch, as the objective takes them.
+            targets: the targets of the batch, as the objective takes them.
         """
         self.observe(model, inputs, targets)
         return self.objective(model, inputs, targets)
@@ -138,150 +142,162 @@ class Tuner:
     def observe(self, model: nn.Module, inputs: Any, targets: Any) -> dict[str, float] | None:
         """Count a step, and adjust p if it is due; for a training loop that calls the objective itself.
 
-        p rises in the first steps, and changes every ``interval`` steps after that.
+        p rises in the first steps, and then changes every ``interval`` steps.
 
         Returns:
-            The ``figures()`` after a trial, else None.
+            The :meth:`metrics` after a trial, else None.
         """
-        inner = uncompiled(model)
+        plain_model = uncompiled(model)
         if not self._sites:
-            self._begin(inner, inputs)
-        self.validation.compare(inputs, getattr(self.objective, "batch_dim", None) or 0)
+            self._initialize(plain_model, inputs)
+        self.validation.check_unseen(inputs, getattr(self.objective, "batch_dim", None) or 0)
         self.steps += 1
-        self._rise()
-        if -self.steps % self.interval >= STEPS:
+        self._warm_up()
+        steps_to_trial = -self.steps % self.interval
+        if steps_to_trial >= BRANCH_STEPS:
             return None
-        weights = self.objective.trainable_parameters(inner)
+        weights = self.objective.trainable_parameters(plain_model)
         self._recent.add(weights, inputs, targets)
-        if self.steps % self.interval:
+        if steps_to_trial:
             return None
         recent, self._recent = self._recent, RecentSteps()
-        if recent.lengths is None:
+        if recent.update_lengths is None:
             return None
-        self._try(model, weights, recent.lengths, recent.batches[-STEPS:])
-        return self.figures()
+        self._make_trial(model, weights, recent.update_lengths, recent.batches[-BRANCH_STEPS:])
+        return self.metrics()
 
-    def _rise(self) -> None:
-        """Raise σ² from 0 to its start before the first trial.
-
-        Strong noise in the first steps can damage a training run permanently: in a ConvNet, p = 0.6
-        turned 9 of 10 ReLU units off.
-        """
-        last = min(self.interval, INTERVAL) - STEPS
-        if self.steps <= last:
-            by = math.log(self.steps / last)
-            self._apply({n: v if n == DECAY else v + by for n, v in self._log_values.items()})
-
-    def figures(self) -> dict[str, float]:
-        """Return the newest ``p/SITE``, ``benefit/SITE`` and ``weight decay``, for a log."""
-        values, benefits = self.history.values, self.history.benefits()
-        return {
-            **{name if name == DECAY else f"p/{name}": value for name, value in values.items()},
-            **{f"benefit/{name}": found.value for name, found in benefits.items()},
-        }
-
-    def _begin(self, model: nn.Module, inputs: Any) -> None:
-        """Find the sites; a saved state may know their p already."""
+    def _initialize(self, model: nn.Module, inputs: Any) -> None:
+        """Find the sites to tune, and set p of each: from a loaded state if there is one, else 0.1."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise OptionError(
-                f"a tuner works in one process, and there are {dist.get_world_size()}, which would find "
-                "different p: tune in a run of one process, and use the p that it finds here."
+                f"a tuner works in one process, and there are {dist.get_world_size()}, each of which "
+                "would find a different p: tune in a run of one process, and use the p that it finds "
+                "here."
             )
-        found = self.objective.sites(model, inputs)
-        chosen = [name for name in found.names if self.objective.selection.weight(name) > 0.0]
-        if not chosen:
+        selection = self.objective.selection
+        sites = [n for n in self.objective.sites(model, inputs).names if selection.weight(n) > 0.0]
+        if not sites:
             raise NoDropoutError(
                 f"every dropout of {type(model).__name__} has p = 0, and a tuner skips such sites: "
                 "set any p above 0 at the sites to tune."
             )
-        if self.probabilities and self.probabilities.keys() != set(chosen):
+        if self.probabilities and self.probabilities.keys() != set(sites):
             raise DataError(
                 f"the saved state belongs to a model with the sites {', '.join(self.probabilities)}, "
-                f"but {type(model).__name__} has {', '.join(chosen)}: load the state of the same model."
+                f"but {type(model).__name__} has {', '.join(sites)}: load the state of the same model."
             )
-        self._sites = chosen
-        for name in chosen:
-            self._starts[name] = log_odds(START)
+        self._sites = sites
+        for name in sites:
+            self._starts[name] = log_odds(START_P)
             self._log_values.setdefault(name, self._starts[name])
-        self._apply(self._log_values)
+        self._apply_values(self._log_values)
 
-    def _try(
+    def _warm_up(self) -> None:
+        """Raise σ² linearly from 0 to its start before the first trial.
+
+        Strong noise in the first steps can damage a training run permanently: in a ConvNet, p = 0.6
+        turned 9 of 10 ReLU units off.
+        """
+        duration = min(self.interval, INTERVAL) - BRANCH_STEPS
+        if self.steps <= duration:
+            self._apply_values(self._shift(self._sites, math.log(self.steps / duration)))
+
+    def _make_trial(
         self,
         model: nn.Module,
         weights: list[Tensor],
         lengths: Tensor,
         batches: list[tuple[Any, Any]],
     ) -> None:
-        """Make one trial, and move what it tried."""
+        """Make one trial, move the values that it varied, and add it to the history."""
         generator = self._generators(weights[0].device)
         seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-        held = self.validation.next(HELD)
+        held = self.validation.next(TRIAL_BATCHES)
         branches = Branches(self.objective, model, weights, batches, held, seed)
-        tried = self._next()
-        more, less = (partial(self._branch, weights, tried, sign * APART) for sign in (1.0, -1.0))
+        tried = self._next_to_try()
+        names = self._sites if tried == EVERY_SITE else [tried]
+        set_more = partial(self._set_up_branch, weights, self._shift(names, LOG_FACTOR))
+        set_less = partial(self._set_up_branch, weights, self._shift(names, -LOG_FACTOR))
         try:
-            found = compare(branches, lengths, more, less, self._earlier)
+            result = run_trial(branches, lengths, set_more, set_less, self._previous_batches)
         finally:
-            self._apply(self._log_values)
-        self._earlier = batches[-HELD:]
-        pace = self._paces.setdefault(tried, Pace(self.rate))
-        by = pace.move(self.history.z_score(tried, found.benefit))
-        self._log_values = self._bounded(self._shifted(tried, by), found.gap)
-        self._apply(self._log_values)
+            self._apply_values(self._log_values)
+        self._previous_batches = batches[-TRIAL_BATCHES:]
+        move_size = self._move_sizes.setdefault(tried, MoveSize(self.rate))
+        move = move_size.next_move(self.history.z_score(tried, result.benefit))
+        self._log_values = self._clamp(self._shift(names, move), result.gap)
+        self._apply_values(self._log_values)
         values = {
             n: math.exp(v) if n == DECAY else probability(v) for n, v in self._log_values.items()
         }
-        self.history.entries.append(Entry(self.steps, tried, found.benefit.value, values))
+        self.history.entries.append(Entry(self.steps, tried, result.benefit.value, values))
 
-    def _next(self) -> str:
-        """Return what to try: all sites together more often than single sites, which take turns."""
-        names = self._sites
-        often = [EVERY if len(names) > 1 else names[0]] + [DECAY] * (self.optimizer is not None)
-        turn, place = divmod(len(self.history.entries), 2 * len(often) + 1)
-        return [*often, *often, names[turn % len(names)]][place]
+    def _next_to_try(self) -> str:
+        """Return what to vary: all sites (and weight decay) twice, then one site, which take turns."""
+        sites = self._sites
+        often = [EVERY_SITE if len(sites) > 1 else sites[0]]
+        if self.optimizer is not None:
+            often.append(DECAY)
+        turn, position = divmod(len(self.history.entries), 2 * len(often) + 1)
+        return [*often, *often, sites[turn % len(sites)]][position]
 
-    def _shifted(self, tried: str, by: float) -> dict[str, float]:
-        names = self._sites if tried == EVERY else [tried]
+    def _shift(self, names: list[str], by: float) -> dict[str, float]:
+        """Return the log values, with a number added to those of some names."""
         return {n: value + by * (n in names) for n, value in self._log_values.items()}
 
-    def _bounded(self, logs: dict[str, float], gap: Estimate) -> dict[str, float]:
-        """Return the values within their bounds, given how far L_val is above the training loss.
+    def _clamp(self, log_values: dict[str, float], gap: Estimate) -> dict[str, float]:
+        """Return the log values within the bounds that the gap of the trial allows.
 
-        Ten steps undervalue regularization, which slows learning first and pays later. So nothing
-        falls below its start while the model clearly overfits. Otherwise there is no reason for much
-        noise, whatever a trial finds by chance, so p does not rise above its start. While the model
-        clearly does not overfit, weight decay has nothing to gain, and falls to a third.
+        Ten steps undervalue regularization, which slows learning first and pays later. So while the
+        model clearly overfits, nothing falls below its start. Otherwise there is no reason for much
+        noise, whatever a trial measures by chance, so no p rises above its start. While the validation
+        loss is clearly below the training loss, weight decay can't help, and falls to a third.
         """
-        fall = APART if gap.high < 0.0 else 0.0
-        logs = {n: v - fall * (n == DECAY) for n, v in logs.items()}
-        lowest = dict.fromkeys(self._sites, log_odds(LOWEST))
-        highest = {n: max(self._log_values[n], self._starts[n]) for n in self._sites}
-        if gap.low > 0.0:
-            lowest, highest = self._starts, dict.fromkeys(self._sites, log_odds(HIGHEST))
-        raised = {n: max(v, lowest.get(n, v)) for n, v in logs.items()}
-        return {n: min(v, highest.get(n, v)) for n, v in raised.items()}
+        overfits = gap.low > 0.0
+        clamped = dict(log_values)
+        for name in self._sites:
+            start = self._starts[name]
+            lowest = start if overfits else log_odds(MIN_P)
+            highest = log_odds(MAX_P) if overfits else max(self._log_values[name], start)
+            clamped[name] = min(max(clamped[name], lowest), highest)
+        if self.optimizer is not None:
+            if gap.high < 0.0:
+                clamped[DECAY] -= LOG_FACTOR
+            if overfits:
+                clamped[DECAY] = max(clamped[DECAY], self._starts[DECAY])
+        return clamped
 
-    def _branch(self, weights: list[Tensor], tried: str, by: float) -> list[float]:
-        """Set up a branch; return the share of each tensor that weight decay removes in a step."""
-        logs = self._shifted(tried, by)
-        self._apply(logs)
+    def _set_up_branch(self, weights: list[Tensor], log_values: dict[str, float]) -> list[float]:
+        """Apply the values of a branch; return the share of each tensor that weight decay removes.
+
+        The share is lr·λ, as in AdamW: what decoupled weight decay removes in one step.
+        """
+        self._apply_values(log_values)
         if self.optimizer is None:
             return [0.0] * len(weights)
         rates = {w: float(g["lr"]) for g in self.optimizer.param_groups for w in g["params"]}
-        return [rates.get(w, 0.0) * math.exp(logs[DECAY]) for w in weights]
+        return [rates.get(w, 0.0) * math.exp(log_values[DECAY]) for w in weights]
 
-    def _apply(self, logs: dict[str, float]) -> None:
+    def _apply_values(self, log_values: dict[str, float]) -> None:
         """Set σ and p of every site in the objective, and λ in the optimizer."""
-        sigmas = {name: math.exp(0.5 * logs[name]) for name in self._sites}
+        sigmas = {name: math.exp(0.5 * log_values[name]) for name in self._sites}
         self.objective.selection = Selection.with_sigma(sigmas)
         if isinstance(self.objective, Dropout):
-            self.objective.site_p = {name: probability(logs[name]) for name in self._sites}
+            self.objective.site_p = {name: probability(log_values[name]) for name in self._sites}
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
-                group["weight_decay"] = math.exp(logs[DECAY])
+                group["weight_decay"] = math.exp(log_values[DECAY])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the newest ``p/SITE``, ``benefit/SITE`` and ``weight decay``, to log."""
+        values, benefits = self.history.values, self.history.benefits()
+        return {
+            **{name if name == DECAY else f"p/{name}": value for name, value in values.items()},
+            **{f"benefit/{name}": benefit.value for name, benefit in benefits.items()},
+        }
 
     def table(self) -> Table:
-        """Return p and benefit of every site, as they are now; prints with ``.text()``."""
+        """Return a table of the newest p, benefit and evidence; ``.text()`` formats it."""
         return self.history.table()
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,9 +307,9 @@ class Tuner:
             "position": self.validation.position,
             "log_values": dict(self._log_values),
             "starts": dict(self._starts),
-            "paces": {name: pace.state_dict() for name, pace in self._paces.items()},
+            "paces": {name: size.state_dict() for name, size in self._move_sizes.items()},
             "recent": self._recent.state_dict(),
-            "earlier": self._earlier,
+            "earlier": self._previous_batches,
             "history": [list(entry) for entry in self.history.entries],
             "generators": self._generators.state_dict(),
             "objective": self.objective.state_dict(),
@@ -303,37 +319,39 @@ class Tuner:
         """Resume from a saved state.
 
         Raises:
-            DataError: if this is not the state of a tuner, or if only one of the two runs tunes weight
-                decay.
+            DataError: if this is not the state of a tuner, or if only one of the two, this tuner and the
+                saved one, tunes weight decay.
         """
         if missing := self.state_dict().keys() - state.keys():
             raise DataError(f"this is not a tuner's state: it lacks {', '.join(sorted(missing))}.")
         if (DECAY in state["log_values"]) != (self.optimizer is not None):
-            had, has = ("tuned", "leaves") if self.optimizer is None else ("left", "tunes")
+            had, has = ("did", "does not") if self.optimizer is None else ("did not", "does")
             raise DataError(
-                f"the saved run {had} weight decay and this tuner {has} it: pass optimizer= as before."
+                f"the saved tuner {had} adjust weight decay, but this one {has}: pass or omit "
+                "optimizer= as before."
             )
         self.steps = int(state["steps"])
         self.validation.position = int(state["position"])
         self._log_values, self._starts = dict(state["log_values"]), dict(state["starts"])
-        self._paces = {name: Pace(**values) for name, values in state["paces"].items()}
+        self._move_sizes = {name: MoveSize(**size) for name, size in state["paces"].items()}
         self._recent = RecentSteps()
         self._recent.load_state_dict(state["recent"])
-        self._earlier = [(inputs, targets) for inputs, targets in state["earlier"]]
+        self._previous_batches = [(inputs, targets) for inputs, targets in state["earlier"]]
         self.history.entries = [Entry(*values) for values in state["history"]]
         self._generators.load_state_dict(state["generators"])
         self.objective.load_state_dict(state["objective"])
         self._sites = []
 
 
-def _divided(
+def _split_data(
     training: Dataset[Any] | None, validation: Iterable[Any] | float, batch_size: int
 ) -> tuple[Any, Iterable[Any]]:
-    """Return what is left to train on, and the validation batches."""
+    """Return the data to train on, if the tuner has split it, and the validation batches."""
     if not isinstance(validation, int | float):
         if training is not None:
             raise OptionError(
-                "training= goes with a share: pass validation as a share of it, or leave training= out."
+                "training= is only for a validation share: pass the share as validation, e.g. 0.05, or "
+                "leave training= out."
             )
         return None, validation
     if training is None:
@@ -344,10 +362,11 @@ def _divided(
 
 
 def _log_decay(optimizer: Optimizer) -> float:
-    found = {float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups}
-    if len(found) != 1 or min(found) <= 0.0:
+    """Return the log of the optimizer's weight decay, which must be the same in all groups."""
+    decays = {float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups}
+    if len(decays) != 1 or min(decays) <= 0.0:
         raise OptionError(
-            f"the optimizer has a weight decay of {', '.join(map(str, sorted(found)))}: to tune it, "
-            "give all groups the same positive one to start from."
+            f"the optimizer has a weight decay of {', '.join(map(str, sorted(decays)))}: to tune it, "
+            "give all parameter groups the same positive value to start from."
         )
-    return math.log(found.pop())
+    return math.log(decays.pop())

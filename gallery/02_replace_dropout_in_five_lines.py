@@ -28,7 +28,7 @@ def network():
 
 
 # %% [markdown]
-# The five lines are the body of the inner loop.
+# The five lines are the first five of the training loop.
 
 
 # %%
@@ -75,8 +75,8 @@ for title, values in parts.items():
 
 # %% [markdown]
 # These are the parts of the last step. They add up to its total. The implicit part is noise with mean zero, so its
-# value says nothing; only its gradient matters. The figure shows the test loss during training. The band spans the three
-# seeds.
+# value says nothing; only its gradient matters. The figure shows the mean test loss during training, with a band from the
+# lowest to the highest of the three seeds.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 4))

@@ -47,8 +47,8 @@ def examples(count, seed, wrong=0.0):
 train, validation = examples(256, 1, wrong=0.2), examples(512, 2)
 
 # %% [markdown]
-# BERT has dropout in its embeddings, in attention, and after every block. undrop finds all of it, including
-# the `dropout_p` inside scaled dot product attention, which is not a module.
+# BERT has dropout in its embeddings, in attention, and after every block. undrop finds all these dropouts, including
+# the `dropout_p` of scaled dot product attention, which is not a module.
 
 # %%
 batch = {name: torch.stack([row[name] for row in train[:4]]) for name in ("input_ids", "labels")}

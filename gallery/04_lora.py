@@ -77,25 +77,25 @@ def adapted(p):
 print(undrop.sites(adapted(0.1), {"input_ids": few[:1]}))
 
 # %% [markdown]
-# A new adapter adds nothing to the model (its second matrix starts at zero), so its dropout does nothing at
-# first. It begins to matter as the adapter learns. Train with dropout and with `Analytic`, and compare the loss on the
-# text seen in training with the loss on new text.
+# A new adapter adds nothing to the model (its second matrix starts at zero), so its dropout has no effect at
+# first. The dropout begins to matter as the adapter learns. Train with dropout and with `Analytic`, and compare the loss on
+# the text seen in training with the loss on new text.
 
 # %%
 rates = (0.05, 0.2, 0.5)
 objectives = {"dropout": undrop.Dropout, "Analytic": undrop.Analytic}
-found = {title: [] for title in objectives}
+losses = {title: [] for title in objectives}
 for p in rates:
     for title, objective in objectives.items():
         model = fit(adapted(p), few, objective(loss=next_token), steps=120, rate=5e-3).eval()
         with torch.no_grad():
             seen, new = (float(next_token(model(input_ids=t).logits, t)) for t in (few, many))
-        found[title].append((seen, new))
+        losses[title].append((seen, new))
         print(f"{title:8} lora_dropout={p:<4}  seen {seen:.3f}  new {new:.3f}")
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.6))
-for (title, values), color in zip(found.items(), ("tab:blue", "tab:orange"), strict=True):
+for (title, values), color in zip(losses.items(), ("tab:blue", "tab:orange"), strict=True):
     axes.plot(rates, [new for _, new in values], "o-", color=color, label=f"{title}, new text")
     axes.plot(rates, [seen for seen, _ in values], "s:", color=color, label=f"{title}, seen text")
 axes.set(xlabel="lora_dropout", ylabel="loss per token")

@@ -85,8 +85,8 @@ for title, model in models.items():
     print(f"{title:22} test loss {test_loss(model):.3f}")
 
 # %% [markdown]
-# Dropping a whole branch is a large change. How much of its effect does second order explain? The diagnosis measures
-# this at each block of the network that was trained with stochastic depth.
+# Dropping a whole branch is a large change. How much of its effect does the second-order term ½E[uᵀHu] explain? The
+# diagnosis measures this at each block of the network that was trained with stochastic depth.
 
 # %%
 model = models["stochastic depth"].train()
@@ -112,6 +112,6 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Second order explains most of the effect of the last block, and almost nothing of the effect of the first block, although
-# the first block has the smallest p. Without the first block, all later blocks read features that they were not trained on.
-# So `Analytic` is a different regularizer here, and its test loss lies between the other two.
+# The second-order term explains most of the effect of the last block, and almost nothing of the effect of the first block,
+# although the first block has the smallest p. Without the first block, all later blocks get features that they were not
+# trained on. So `Analytic` is a different regularizer here, and its test loss lies between the other two.

@@ -21,8 +21,8 @@ settings = {
 }
 
 # %% [markdown]
-# A configuration is a preset, a dictionary, `key=value` strings, or all three. undrop checks it before anything runs. A
-# misspelled name raises an error that suggests the right one.
+# You can write a configuration as a preset, a dictionary, `key=value` strings, or all three. undrop checks it before
+# anything runs. A misspelled name raises an error that suggests the right one.
 
 # %%
 methods = {

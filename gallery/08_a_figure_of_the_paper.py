@@ -2,8 +2,8 @@
 # # A figure of the paper
 #
 # Figure 1 of the paper shows that averaging dropout over k masks makes the result worse, although the expected objective
-# stays the same. Adding the missing noise back restores it. Here the noise is the difference of two masks' gradients
-# (Section 3.1).
+# stays the same. Figure 2 shows that adding the missing noise back restores the result. Here the noise is the difference of
+# two masks' gradients (Section 3.1).
 #
 # The command `undrop reproduce averaging-noise noise-put-back --scale small --seeds 5` trains these methods on 10,000
 # tokens of Penn Treebank. That takes a while, so this notebook reads the records that come with the repository. The
@@ -32,7 +32,7 @@ for claim in experiment("averaging-noise").claims:
 # %%
 def curves(**objective):
     """The validation curve of each seed, for runs on 10,000 tokens with the default drop probability."""
-    found = {}
+    curve_of_seed = {}
     for record in records:
         config = record["config"]
         if (
@@ -43,8 +43,8 @@ def curves(**objective):
             and not record["probe"]
             and all(config["objective"].get(name) == value for name, value in objective.items())
         ):
-            found[record["seed"]] = record["curve"]["valid_ppl"]
-    return list(found.values())
+            curve_of_seed[record["seed"]] = record["curve"]["valid_ppl"]
+    return list(curve_of_seed.values())
 
 
 averaged = {f"Drop{k}": curves(name="dropout", k=k, noise=None) for k in (1, 2, 4, 8, 32)}

@@ -45,6 +45,15 @@ EPOCH = {
     "test_ppl": 98.25,
     "time": {"seconds": 65.0},
 }
+WATCH = {
+    "kind": "watch",
+    "epoch": 2,
+    "step": 55,
+    "half_quadratic": 0.125,
+    "share/input": 0.25,
+    "share/output": 0.75,
+    "xi_norm": 0.5,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +70,7 @@ def report(reporter):
     reporter.begin(INFO)
     reporter.step(0.3, 700, {"loss": 5.5, "explicit": 0.25})
     reporter.record(STEP)
+    reporter.record(WATCH)
     reporter.record(EPOCH)
     reporter.say("a remark")
     reporter.close()
@@ -73,6 +83,7 @@ def test_without_a_terminal_every_record_of_a_run_is_a_line():
     assert "run: awd-lstm with 1,234 parameters on 5,000 tokens of ptb (10 words)" in shown
     assert "resumed at 25%" in shown
     assert "epoch 2/4  step 50  loss 5.500  explicit 0.250  12,345 tokens/s" in shown
+    assert "epoch 2/4  step 55  ½uᵀHu 0.125, 75% of it at output  ‖ξ‖ 0.5" in shown
     assert "epoch 2/4  step 60  validation 99.50  test 98.25  1 min 05 s" in shown
     assert "a remark" in shown
     assert "\x1b" not in shown

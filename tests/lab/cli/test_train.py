@@ -231,7 +231,7 @@ def test_ctrl_c_in_training_says_how_to_resume_and_exits_with_130(text, capsys, 
         def step(self, done, tokens, parts):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("undrop.lab.cli._progress.progress_reporter", Impatient)
+    monkeypatch.setattr("undrop.lab.cli._progress.TrainingProgress", Impatient)
     assert main(["train", "--data", str(text), *SMALL, "--out", "r"]) == 130
     message = "stopped at step 1 with everything saved: resume with undrop train --resume --out r\n"
     assert capsys.readouterr().err == message

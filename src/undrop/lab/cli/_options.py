@@ -20,7 +20,6 @@ _IMPORT_PATH = "MODULE:NAME or path/to/file.py:NAME"
 
 
 def _is_import_path(text: str) -> bool:
-    """Whether a value is MODULE:NAME or FILE.py:NAME."""
     return ":" in text
 
 
@@ -39,7 +38,7 @@ ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """The model and the data that a command examines."""
+    """The options that name the model and the data that a command examines."""
 
     run: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)
@@ -66,10 +65,10 @@ class SourceOptions:
     data_dir: DataDir = None
 
     def open(self, batches: int) -> Source:
-        """Return the model, the data and the loss.
+        """Load the model, at most ``batches`` batches of the data, and the loss.
 
         Raises:
-            OptionError: if the options name no model, or two, or a run that does not exist.
+            OptionError: if the options name no model, two models, or a run that does not exist.
         """
         if problem := self._problem():
             raise OptionError(problem)
@@ -84,7 +83,7 @@ class SourceOptions:
         )
 
     def _problem(self) -> str:
-        """What is wrong with the options, and the way out; empty if they are right."""
+        """Return what is wrong with the options, and the way out; empty if nothing is wrong."""
         run, model, data = self.run, self.model, self.data
         if run is not None and model is not None:
             return "give either a RUN or --model, not both."

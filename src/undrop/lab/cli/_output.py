@@ -1,4 +1,4 @@
-"""What commands print, where they can write, and how they report errors."""
+"""Print the answers and the errors of commands, and check the paths that they write to."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def check_outputs(
     pictures: Sequence[Path | None] = (),
     pages: Sequence[Path | None] = (),
 ) -> None:
-    """Refuse a path that can't be written, before any work is done.
+    """Refuse a path that can't be written, before any work is done. None is an option without a path.
 
     Args:
-        files: paths to write to; None stands for an option that was not given.
+        files: paths of files without figures.
         pictures: paths of figures, whose suffix must be a picture format.
         pages: paths of HTML pages with figures.
 
     Raises:
-        RunError: if a file can't be written there.
-        OptionError: if a suffix is not a picture format.
+        RunError: if a path can't be written.
+        OptionError: if the suffix of a figure is not a picture format.
         MissingExtraError: if there are pictures or pages and matplotlib is not installed.
     """
     from undrop.files import check_writable
@@ -54,7 +54,7 @@ class Answer:
     Args:
         value: what ``--json`` prints.
         parts: the tables and texts that are printed without ``--json``.
-        files: paths, each with the function that writes it; None stands for an option not given.
+        files: each path with the function that writes it; a path that is None is skipped.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Answer:
 
     @classmethod
     def names(cls, names: Mapping[str, str]) -> Answer:
-        """Return the answer that lists names with a line about each."""
+        """Return the answer that lists names and the line about each."""
         rows = [{"name": name, "about": line} for name, line in names.items()]
         return cls(rows, Table(("name", "what it is"), list(names.items())))
 
@@ -77,14 +77,14 @@ class Answer:
             typer.echo(dumps(as_json(self._value), indent=2, ensure_ascii=False))
         else:
             for part in self._parts:
-                _print(part)
+                _print_part(part)
         for path, write in self._files:
             if path is not None:
                 write(path)
                 typer.echo(f"written: {path}", err=True)
 
 
-def _print(part: Table | str) -> None:
+def _print_part(part: Table | str) -> None:
     """Print a text, wrapped to the terminal's width, or a table with bold headings."""
     if isinstance(part, str):
         typer.echo("\n".join(wrap(part, terminal_width())))
@@ -97,12 +97,12 @@ def _print(part: Table | str) -> None:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
+def status_line(text: str) -> Iterator[None]:
     """Show a line on stderr while a ``with`` block runs, if stderr is a terminal."""
     from undrop.report import Progress
 
     with Progress() as progress:
-        progress.bar(f"{what} …")
+        progress.bar(f"{text} …")
         yield
 
 
@@ -114,36 +114,38 @@ INTERRUPTED = 130
 
 _LABEL = "error:"
 
-# The base class of typer's errors about a command line, which has no public name in every version.
+# The base class of typer's errors about a command line. It has no public name in some versions.
 _USAGE_ERROR: type[BaseException] = typer.BadParameter.__mro__[2]
 
 
 def report_error(error: BaseException, command: str, *, debug: bool) -> int:
-    """Print what went wrong on stderr and return the exit code; a bug is raised as it is.
+    """Print an error as one sentence on stderr, and return the exit code.
+
+    An exception that undrop does not expect is a bug. It is raised again, with its traceback.
 
     Args:
-        error: what the command raised.
+        error: the exception that the command raised.
         command: the command, as in ``undrop train``.
-        debug: whether to print the traceback too.
+        debug: whether to print the traceback of an expected error too.
     """
-    if isinstance(error, BrokenPipeError):  # the reader (`| head`) has closed the pipe
+    if isinstance(error, BrokenPipeError):  # the program that reads the output (`| head`) has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if isinstance(error, StoppedError):  # the user asked for it: not an error
-        _say(str(error))
+    if isinstance(error, StoppedError):  # not an error: the user stopped the run
+        _print_to_stderr(str(error))
         return INTERRUPTED
-    sentence = _sentence(error, command)
+    sentence = _error_sentence(error, command)
     if sentence is None:
         raise error
     if debug:
         traceback.print_exception(error)
     if sentence:
-        _say(f"{_LABEL} {sentence}")
+        _print_to_stderr(f"{_LABEL} {sentence}")
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else BAD_INPUT
 
 
-def _say(text: str) -> None:
-    """Print on stderr; on a terminal, wrap the text and color the label of an error red."""
+def _print_to_stderr(text: str) -> None:
+    """Print a text; on a terminal, wrap it, and print the label of an error in red."""
     if sys.stderr.isatty():
         text = "\n".join(wrap(text, terminal_width(sys.stderr)))
         if text.startswith(_LABEL) and not os.environ.get("NO_COLOR"):
@@ -151,8 +153,8 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _sentence(error: BaseException, command: str) -> str | None:
-    """One sentence for the error; empty if there is nothing left to print, None for a bug."""
+def _error_sentence(error: BaseException, command: str) -> str | None:
+    """Return one sentence about the error; empty if there is nothing to print, None for a bug."""
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted."
     if isinstance(error, _USAGE_ERROR):
@@ -166,9 +168,10 @@ def _sentence(error: BaseException, command: str) -> str | None:
 
 
 def _usage_sentence(error: BaseException, command: str) -> str:
+    """Return typer's message about the command line, with the command that shows the help."""
     message: str = error.format_message()  # type: ignore[attr-defined]
     if not message or type(error).__name__ == "NoArgsIsHelpError":
-        return ""  # the help was printed instead
+        return ""  # typer has printed the help instead
     if near := getattr(error, "possibilities", None):
         message = f"No such option {error.option_name}. Did you mean {' or '.join(near)}?"  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)

@@ -38,7 +38,7 @@ def advise(
 
 
 def _advice(config: Config, share: float) -> Advice:
-    from undrop.lab.cli._progress import progress_reporter
+    from undrop.lab.cli._progress import TrainingProgress
     from undrop.lab.train import run
     from undrop.lab.train.optimizers import clipped_optimizer
     from undrop.lab.train.tuning import TunerRecorder
@@ -49,7 +49,7 @@ def _advice(config: Config, share: float) -> Advice:
         assert short.train.max_steps is not None
         # an interval longer than the run, so no trial happens
         kept = TunerRecorder(interval=short.train.max_steps + 1)
-        run(short, out=Path(folder) / "run", callbacks=[progress_reporter(), kept])
+        run(short, out=Path(folder) / "run", callbacks=[TrainingProgress(), kept])
     assert kept.tuner is not None
     assert kept.model is not None
     optimizer = clipped_optimizer(list(kept.model.parameters()), short.optimizer)

@@ -10,7 +10,7 @@ import typer
 
 from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._options import DataDir
-from undrop.lab.cli._output import working
+from undrop.lab.cli._output import status_line
 from undrop.report import Table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def bound(
         RunFolder(run).read_config()  # refuses a folder without a run before any work is done
     found = {}
     for run in runs:
-        with working(f"evaluating {run}"):
+        with status_line(f"evaluating {run}"):
             found[str(run)] = _bound(run, batches, truncation, delta, data_dir)
     heads = ["", *(Path(name).name for name in found)]
     columns = [result.rows() for result in found.values()]

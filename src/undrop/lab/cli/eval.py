@@ -9,7 +9,7 @@ import typer
 from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._names import named
 from undrop.lab.cli._options import DataDir, RunFolderArgument
-from undrop.lab.cli._output import working
+from undrop.lab.cli._output import status_line
 from undrop.report import Table
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _measured(opened: Run, split: str, batch_size: int | None) -> dict[str, Any]
     data, device = opened.config.data, next(opened.model.parameters()).device
     tokens, streams = opened.corpus.splits[split], batch_size or data.eval_batch_size
     with (
-        working(f"reading {len(tokens):,} tokens of {split}"),
+        status_line(f"reading {len(tokens):,} tokens of {split}"),
         autocast(opened.config.train, device),
     ):
         loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)

@@ -8,7 +8,7 @@ import typer
 
 from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._options import DataDir, RunFolderArgument
-from undrop.lab.cli._output import working
+from undrop.lab.cli._output import status_line
 
 
 @COMMANDS.register("generate")
@@ -36,7 +36,7 @@ def generate(
     from undrop.lab.train.runs import open_run, sample
 
     opened = open_run(run, data_dir=data_dir)
-    with working(f"sampling {words} words"):
+    with status_line(f"sampling {words} words"):
         drawn = list(
             sample(
                 opened.model,

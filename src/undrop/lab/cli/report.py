@@ -11,7 +11,7 @@ from undrop.errors import OptionError, RunError
 from undrop.files import near_path
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._names import experiments, named
-from undrop.lab.cli._output import working
+from undrop.lab.cli._output import status_line
 from undrop.lab.cli.reproduce import SCOREBOARD
 from undrop.lab.reproduce.tables import SCALES, experiments_at
 
@@ -55,7 +55,7 @@ def report(
     scale = scale or _scale_of(results)
     from undrop.lab.reproduce.report import write_report
 
-    with working(f"drawing the figures of {results}"):
+    with status_line(f"drawing the figures of {results}"):
         written = write_report(results, experiment or experiments_at(scale), scale, seeds, out)
     for path in written:
         typer.echo(str(path))

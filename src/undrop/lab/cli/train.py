@@ -135,7 +135,7 @@ def start(config: Config, out: Path | None, resume: bool, *callbacks: Callback) 
 
     out = out or RUNS / _name(config)
     kept = TunerRecorder()
-    shown = [_progress.progress_reporter(), *callbacks, *([kept] if config.train.tune else [])]
+    shown = [_progress.TrainingProgress(), *callbacks, *([kept] if config.train.tune else [])]
     summary = run(config, out=out, resume=resume, callbacks=shown)
     if not is_main():
         return None

@@ -13,22 +13,25 @@ from torch import nn
 import undrop
 
 
-def images(seed, shown):
-    """A few digits for training, and the rest for testing."""
+def digits(seed, training):
+    """Split the digits: a random selection for training, and the rest for testing."""
     x, y = (torch.tensor(column) for column in load_digits(return_X_y=True))
     x = x.float().view(-1, 1, 8, 8) / 16
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    return (x[order[:shown]], y[order[:shown]]), (x[order[shown:]], y[order[shown:]])
+    train, test = order[:training], order[training:]
+    return (x[train], y[train]), (x[test], y[test])
 
 
 def net():
-    first = [nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.Dropout2d(0.2), nn.MaxPool2d(2)]
-    second = [nn.Conv2d(24, 48, 3, padding=1), nn.ReLU(), nn.Dropout2d(0.3), nn.MaxPool2d(2)]
-    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(192, 10))
+    return nn.Sequential(
+        *(nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.Dropout2d(0.2), nn.MaxPool2d(2)),
+        *(nn.Conv2d(24, 48, 3, padding=1), nn.ReLU(), nn.Dropout2d(0.3), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(192, 10)),
+    )
 
 
-def accuracy(objective, seed, steps, shown=200):
-    (x, y), (test_x, test_y) = images(seed, shown)
+def accuracy(objective, seed, steps):
+    (x, y), (test_x, test_y) = digits(seed, training=200)
     torch.manual_seed(seed)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -47,12 +50,12 @@ def main():
     parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)  # enough for a net this small
-    print(undrop.sites(net(), images(0, 200)[0][0][:1]))
-    print(f"\n{'objective':16} {'test accuracy':>13} {'over seeds':>11}")
+    print(undrop.sites(net(), torch.randn(1, 1, 8, 8)))
+    print(f"\n{'objective':16} {'test accuracy':>13} {'over seeds':>14}")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):
-        found = [accuracy(objective(), seed, options.steps) for seed in range(options.seeds)]
-        spread = f"{min(found):.1f} to {max(found):.1f}"
-        print(f"{objective.__name__:16} {statistics.mean(found):12.1f}% {spread:>14}")
+        percent = [accuracy(objective(), seed, options.steps) for seed in range(options.seeds)]
+        spread = f"{min(percent):.1f} to {max(percent):.1f}"
+        print(f"{objective.__name__:16} {statistics.mean(percent):12.1f}% {spread:>14}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import undrop
 
 
 class Model(nn.Module):
-    """Blocks that keep no activations: the backward pass recomputes them, with the same noise."""
+    """A transformer whose backward pass recomputes each block, with the same noise."""
 
     def __init__(self, words=50, width=64):
         super().__init__()

@@ -17,10 +17,10 @@ LENGTH = 64
 
 
 def windows(start, count):
-    """Windows of bytes. The labels are the same bytes, because the model shifts them itself."""
+    """Return windows of bytes. The labels are the same bytes, because the model shifts them itself."""
     text = " ".join(topics[name] for name in sorted(topics)).encode()
-    read = torch.tensor(list(text[start : start + count * LENGTH])).view(count, LENGTH)
-    return [{"input_ids": row, "labels": row} for row in read]
+    rows = torch.tensor(list(text[start : start + count * LENGTH])).view(count, LENGTH)
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def train(objective, steps, folder):

@@ -2,7 +2,8 @@
 
 pip install '.[transformers,zoo]' && python examples/trl_preferences.py
 
-TRL switches dropout off, so that log-probabilities are reproducible. With `Analytic` they still are.
+TRL switches dropout off, because log-probabilities must be reproducible. With `Analytic` they are
+reproducible although the model declares dropout.
 """
 
 import argparse
@@ -26,19 +27,26 @@ class UndropDPO(UndropMixin, trl.DPOTrainer): ...
 
 
 def pairs(count, seed):
-    draw, rows = random.Random(seed), []
+    """Return prompts with two answers: the chosen one repeats words of the prompt."""
+    generator, words = random.Random(seed), list(WORDS)[2:]
+    rows = []
     for _ in range(count):
-        prompt = draw.choices(list(WORDS)[2:], k=4)
-        texts = prompt, draw.choices(prompt, k=3), draw.choices(list(WORDS)[2:], k=3)
-        keys = ("prompt", "chosen", "rejected")
-        rows.append({key: " " + " ".join(text) for key, text in zip(keys, texts, strict=True)})
+        prompt = generator.choices(words, k=4)
+        texts = {
+            "prompt": prompt,
+            "chosen": generator.choices(prompt, k=3),
+            "rejected": generator.choices(words, k=3),
+        }
+        rows.append({key: " " + " ".join(text) for key, text in texts.items()})
     return datasets.Dataset.from_list(rows)
 
 
 def train(objective, steps, seed, folder):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<pad>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    names = {"tokenizer_object": words, "pad_token": "<pad>", "eos_token": "<eos>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    )
     size = {"vocab_size": 22, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = transformers.GPT2Config(**size, bos_token_id=1, eos_token_id=1, pad_token_id=0)
     transformers.set_seed(seed)
@@ -48,13 +56,13 @@ def train(objective, steps, seed, folder):
     batch = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 64, "use_cpu": True}
     schedule = {"max_steps": steps, "learning_rate": 3e-3, "beta": 0.3, "bf16": False, "seed": seed}
     trainer = UndropDPO(
-        *(model, reference),
+        model,
+        reference,
         args=trl.DPOConfig(folder, **quiet, **batch, **schedule, disable_dropout=False),
-        **{"train_dataset": pairs(64, seed), "eval_dataset": pairs(128, 1000)},
-        **{
-            "processing_class": transformers.PreTrainedTokenizerFast(**names),
-            "objective": objective,
-        },
+        train_dataset=pairs(64, seed),
+        eval_dataset=pairs(128, 1000),
+        processing_class=tokenizer,
+        objective=objective,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
@@ -70,13 +78,13 @@ def main():
     datasets.disable_progress_bars()
     print(f"{'objective':16} loss on new pairs, by seed   mean   accuracy")
     for objective in (undrop.NoRegularization, undrop.Dropout, undrop.Analytic):
-        found = []
+        runs = []
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as folder:
-                found.append(train(objective(), options.steps, seed, folder))
-        row = "".join(f"{run['eval_loss']:8.3f}" for run in found)
-        names = ("eval_loss", "eval_rewards/accuracies")
-        loss, accuracy = (statistics.mean(run[name] for run in found) for name in names)
+                runs.append(train(objective(), options.steps, seed, folder))
+        row = "".join(f"{run['eval_loss']:8.3f}" for run in runs)
+        metrics = ("eval_loss", "eval_rewards/accuracies")
+        loss, accuracy = (statistics.mean(run[name] for run in runs) for name in metrics)
         print(f"{objective.__name__:16} {row:27} {loss:6.3f}   {accuracy:.3f}")
 
 

@@ -1,4 +1,4 @@
-"""Callbacks: progress bars, loggers and your own code that follow a run while it trains.
+"""Callbacks follow a run while it trains: progress bars, loggers, and your own code.
 
 ::
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known about a run before its first step."""
+    """The facts about a run that are known before its first step."""
 
     name: str
     model: str
@@ -46,15 +46,15 @@ class RunInfo:
     train_tokens: int
     device: str
     epochs: int
-    step: int  # optimizer steps that an earlier process took
-    done: float  # the share of the run that an earlier process completed, from 0 to 1
+    step: int  # the optimizer steps before this process, 0 for a new run
+    done: float  # the part of the run before this process, from 0 to 1
 
 
 class Callback:
-    """Follows a run. Override the methods you need; they do nothing by default.
+    """Follows a run. Override the methods you need; by default they do nothing.
 
-    With several processes only the main one calls them. A callback can draw random numbers without
-    changing the run.
+    With several processes, only the main one calls callbacks. A callback can draw random numbers in
+    :meth:`observe` without changing the run.
     """
 
     kind = "callback"
@@ -67,13 +67,13 @@ class Callback:
         """Called after each step.
 
         Args:
-            done: the share of the run that is complete, from 0 to 1.
+            done: the part of the run that is complete, from 0 to 1.
             tokens: the number of tokens of this step.
             parts: the values of the objective's parts.
         """
 
     def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> Mapping[str, float] | None:
-        """Look at the model after a step; the numbers that you return are added to the metrics.
+        """Called after each step with the model; the numbers that you return are added to the metrics.
 
         Args:
             trainer: gives access to ``model``, ``objective``, ``config``, ``step`` and ``epoch``.
@@ -89,14 +89,14 @@ class Callback:
         """Called with a message for the user."""
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Called when the run ends as planned."""
+        """Called when the run is complete."""
 
     def close(self) -> None:
         """Called last, even if the run stops early or fails."""
 
 
 class Watch(Callback):
-    """Adds the figures of an :class:`undrop.Watcher` to the metrics."""
+    """Adds the numbers of an :class:`undrop.Watcher` to the metrics."""
 
     kind = "watch"
 
@@ -104,7 +104,7 @@ class Watch(Callback):
         self._watcher = watcher
 
     def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> Mapping[str, float] | None:
-        """Let the watcher look at the model."""
+        """Let the watcher observe the model."""
         return self._watcher.observe(
             trainer.step, trainer.model, inputs, targets, loss=trainer.objective.loss
         )
@@ -133,13 +133,13 @@ class Logger(Callback):
         """Log the numbers of a record."""
         kind = record["kind"]
         values = {
-            f"{kind}/{name}": value for name, value in _flat(record) if isinstance(value, float)
+            f"{kind}/{name}": value for name, value in _fields(record) if isinstance(value, float)
         }
         self.log(values, record["step"])
 
 
-def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a record, and the fields within ``time``."""
+def _fields(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a record, without its kind and with those of ``time`` on the same level."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from value.items()
@@ -151,7 +151,7 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 class CSVLogger(Logger):
     """Writes ``csv/step.csv``, ``csv/epoch.csv`` and so on, one file for each kind of record.
 
-    The files hold the same records as ``metrics.jsonl``: a resumed run writes them again from there.
+    The files hold the same records as ``metrics.jsonl``, from which a resumed run rewrites them.
     """
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
@@ -169,16 +169,17 @@ class CSVLogger(Logger):
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Append a row."""
-        kind, row = record["kind"], dict(_flat(record))
+        kind, row = record["kind"], dict(_fields(record))
         if not row.keys() <= set(self._columns.get(kind, ())):
-            self._rewrite(kind)  # with the new columns; metrics.jsonl already has the record
+            self._rewrite(kind)  # adds the columns, and this record, which is in metrics.jsonl
             return
         path = self._path(kind)
         with naming_disk_errors(path), path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns[kind]).writerow(row)
 
     def _rewrite(self, kind: str) -> None:
-        rows = [dict(_flat(r)) for r in self.folder.metrics.read() if r["kind"] == kind]
+        """Write all records of a kind, with a column for every field that one of them has."""
+        rows = [dict(_fields(r)) for r in self.folder.metrics.read() if r["kind"] == kind]
         self._columns[kind] = list(dict.fromkeys(name for row in rows for name in row))
         with (
             replacing(self._path(kind)) as temporary,
@@ -206,7 +207,7 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
 
     def begin(self, info: RunInfo) -> None:
-        """Open the writer, and delete what was logged after the checkpoint of a resumed run."""
+        """Open the writer, and delete records that are newer than the checkpoint of a resumed run."""
         path = str(self.folder.path / "tensorboard")
         self._writer = self._new_writer(path, purge_step=info.step + 1)
 
@@ -254,7 +255,7 @@ class WandbLogger(Logger):
         self._run.log(dict(values), step=step)
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Add the summary's numbers to the summary of the W&B run."""
+        """Copy the summary's numbers to the summary of the W&B run."""
         self._run.summary.update(
             {name: value for name, value in summary.items() if isinstance(value, int | float)}
         )

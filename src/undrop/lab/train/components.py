@@ -1,7 +1,7 @@
-"""The models and objectives that a config can name, and the options that each one takes.
+"""The models and objectives that a config can name, and their options.
 
-The options of a component are the arguments of its constructor, which is the only place that lists
-them: a config is checked against the signature.
+The options of a component, which is a model or an objective, are the arguments of its constructor. No
+other place lists them: a config is checked against the signature.
 """
 
 from __future__ import annotations
@@ -77,24 +77,27 @@ OBJECTIVES.register(
     "early-dropout", about="Dropout for the first `until` steps, and none after (Liu et al. 2023)"
 )(objectives.EarlyDropout)
 
-_SUPPLIED = {"vocab_size", "generator", "loss", "batch_dim"}
-"""Arguments that the trainer passes itself. They are not options."""
+_TRAINER_ARGUMENTS = {"vocab_size", "generator", "loss", "batch_dim"}
+"""The constructor arguments that the trainer passes. A config can't set them."""
 
-_TYPES: dict[str, Any] = {
+_JSON_TYPES: dict[str, Any] = {
     "engine": str,
     "strength": float,
     "sites": str | list[str] | dict[str, float] | None,
 }
-"""The types that a config accepts for options with Python types that JSON can't express."""
+"""The types that a config accepts for options whose Python types JSON can't express."""
 
-_SHOULD = "Input should be "
-_LONGEST = 60  # characters of a value in an error message
+_PYDANTIC_PREFIX = "Input should be "
+_MAX_VALUE_LENGTH = 60  # characters of a value in an error message
 
 
-class Checked(BaseModel):
-    """Settings that are checked: numbers are finite, are not booleans, and fit into 64 bits."""
+class Settings(BaseModel):
+    """Named settings. Unknown names, infinite numbers and integers beyond 64 bits are errors.
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    A boolean is not accepted as a number.
+    """
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="forbid")
 
     @field_validator("*", mode="before")
     @classmethod
@@ -109,7 +112,7 @@ class Checked(BaseModel):
 
 
 def _types_in(annotation: Any) -> set[Any]:
-    """All types that an annotation mentions."""
+    """Return all types that an annotation mentions."""
     if isinstance(annotation, str | int | float):  # a value of a Literal
         return set()
     return {annotation}.union(*map(_types_in, get_args(annotation)))
@@ -126,83 +129,87 @@ class Component(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_options(cls, values: Any) -> Any:
-        """Check the options, and add the defaults of the others."""
+        """Check the options, and add the defaults of all options that are not set."""
         if not isinstance(values, Mapping):
             return values
-        kind, name = cls.registry.kind, values.get("name", cls.model_fields["name"].default)
+        section, name = cls.registry.kind, values.get("name", cls.model_fields["name"].default)
         if not isinstance(name, str):
-            raise ConfigError(f"{kind}.name must be a string, got {_shown(name)}.")
-        form = _options(cls.registry[name])
-        given = {key: value for key, value in values.items() if key != "name"}
-        for key in given.keys() - form.model_fields.keys():
-            raise _unknown([kind, key], form.model_fields)
+            raise ConfigError(f"{section}.name must be a string, got {_short_repr(name)}.")
+        options_model = _options_model(cls.registry[name])
+        options = {key: value for key, value in values.items() if key != "name"}
         try:
-            checked = form.model_validate(given)
+            checked = options_model.model_validate(options)
         except ValidationError as error:
-            raise as_config_error(error, lambda path: form.model_fields, [kind]) from None
+            raise as_config_error(error, options_model, [section]) from None
         return {"name": name, **checked.model_dump(mode="json")}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything but the name."""
+        """The options, without the name."""
         return dict(self.model_extra or {})
 
-    def build(self, **supplied: Any) -> Any:
-        """Call the constructor with the options and those ``supplied`` arguments that it takes."""
+    def build(self, **arguments: Any) -> Any:
+        """Call the constructor with the options, and with those ``arguments`` that it takes."""
         factory = self.registry[self.name]
-        taken = inspect.signature(factory).parameters
-        return factory(**self.options, **{key: v for key, v in supplied.items() if key in taken})
+        parameters = inspect.signature(factory).parameters
+        accepted = {key: value for key, value in arguments.items() if key in parameters}
+        return factory(**self.options, **accepted)
 
 
 @cache
-def _options(factory: Callable[..., Any]) -> type[BaseModel]:
-    """The options of a constructor as a pydantic model, cached since it takes milliseconds to make."""
+def _options_model(factory: Callable[..., Any]) -> type[BaseModel]:
+    """Return a pydantic model of a constructor's options; creating it takes milliseconds."""
     target = factory.func if isinstance(factory, partial) else factory
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory).parameters.items():
-        if name not in _SUPPLIED:
+        if name not in _TRAINER_ARGUMENTS:
             default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (_TYPES.get(name, hints[name]), default)
-    form: type[BaseModel] = create_model("Options", __base__=Checked, **fields)
-    return form
+            fields[name] = (_JSON_TYPES.get(name, hints[name]), default)
+    model: type[BaseModel] = create_model("Options", __base__=Settings, **fields)
+    return model
 
 
 def as_config_error(
-    error: ValidationError,
-    known: Callable[[Sequence[str]], Iterable[str]],
-    within: Sequence[str] = (),
+    error: ValidationError, model: type[BaseModel], section: Sequence[str] = ()
 ) -> ConfigError:
-    """Return the first problem of a validation as one sentence: the setting, its value, its range.
+    """Return the first error of a validation as one sentence with the setting, its value and its range.
 
     Args:
         error: pydantic's error.
-        known: returns the names in a section, given its path.
-        within: the path of the section that was validated.
+        model: the pydantic model that refused the settings.
+        section: the path of the settings in the config.
     """
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = [*within, *map(str, first["loc"])]
-    name, text = ".".join(path), first["msg"].removeprefix("Value error, ")
-    text = text.partition(", unable to parse")[0]  # the rest repeats the same in other words
-    if first["type"] == "extra_forbidden":
-        return _unknown(path, known(path[:-1]))
-    if first["type"] == "missing":
+    problems = error.errors(include_url=False, include_context=False)
+    # Unknown settings come first: a required setting that is misspelled is also missing.
+    problem = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
+    path = [*section, *map(str, problem["loc"])]
+    name, text = ".".join(path), problem["msg"].removeprefix("Value error, ")
+    text = text.partition(", unable to parse")[0]  # the rest repeats this in other words
+    if problem["type"] == "extra_forbidden":
+        known = [".".join([*path[:-1], key]) for key in _setting_names(model, problem["loc"][:-1])]
+        return ConfigError(str(UnknownNameError("setting", name, known)))
+    if problem["type"] == "missing":
         return ConfigError(f"{name} must be given.")
-    if first["type"] == "value_error":
+    if problem["type"] == "value_error":
         return ConfigError(text)
-    expected = "a smaller number" if "_size" in first["type"] else text.removeprefix(_SHOULD)
-    return ConfigError(f"{name} must be {expected}, got {_shown(first['input'])}.")
+    expected = (
+        "a smaller number" if "_size" in problem["type"] else text.removeprefix(_PYDANTIC_PREFIX)
+    )
+    return ConfigError(f"{name} must be {expected}, got {_short_repr(problem['input'])}.")
 
 
-def _shown(value: object) -> str:
-    """A value in an error message, shortened."""
+def _setting_names(model: Any, path: Sequence[str | int]) -> Iterable[str]:
+    """Return the names of the settings in the section of a model at ``path``."""
+    for part in path:
+        model = model.model_fields[part].annotation
+    return model.model_fields
+
+
+def _short_repr(value: object) -> str:
+    """Return ``repr(value)``, shortened for an error message."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return "a number with thousands of digits"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-def _unknown(path: Sequence[str], known: Iterable[str]) -> ConfigError:
-    names = [".".join([*path[:-1], name]) for name in known]
-    return ConfigError(str(UnknownNameError("setting", ".".join(path), names)))
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}…"

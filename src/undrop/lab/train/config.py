@@ -6,20 +6,20 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from undrop.errors import ConfigError, RunError, UnknownNameError
 from undrop.lab import corpora
 from undrop.lab.corpora import Corpus
 from undrop.lab.models import MODELS, LanguageModel
 from undrop.lab.train.callbacks import LOGGERS
-from undrop.lab.train.components import OBJECTIVES, Checked, Component, as_config_error
+from undrop.lab.train.components import OBJECTIVES, Component, Settings, as_config_error
 from undrop.lab.train.environment import is_out_of_memory
 from undrop.objectives import Objective
 
@@ -33,10 +33,6 @@ _Positive = Annotated[float, Field(gt=0.0)]
 _NonNegative = Annotated[float, Field(ge=0.0)]
 _Share = Annotated[float, Field(gt=0.0, le=1.0)]
 _Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class _Section(Checked):
-    model_config = ConfigDict(extra="forbid")
 
 
 class ModelConfig(Component):
@@ -53,23 +49,23 @@ class ObjectiveConfig(Component):
     name: str = "dropout"
 
 
-class DataConfig(_Section):
+class DataConfig(Settings):
     """Which text to train on, how much of it, and how to cut it into batches."""
 
     name: str = "pydocs"  # a corpus, or a folder with train, valid and test text files
-    dir: str | None = None  # read the corpus from here instead of downloading it
+    dir: str | None = None  # read the corpus from this folder instead of downloading it
     fraction: _Share = 1.0  # the share of the training split to use
     limit_tokens: _Count | None = None  # the number of tokens of the training split to use
     max_vocab: _Count | None = None  # rarer words become <unk>
-    batch_size: _Count = 20  # streams, over all processes
+    batch_size: _Count = 20  # the number of streams, over all processes
     eval_batch_size: _Count = 10
-    eval_tokens: _Count | None = None  # evaluate on the first tokens of each split; unset: on all
-    length: _Count = 70  # steps of back-propagation through time
+    eval_tokens: _Count | None = None  # evaluate on this many tokens from the start of each split
+    length: _Count = 70  # time steps of back-propagation through time
     variable_length: bool = False  # draw a length for each batch, and scale the learning rate by it
 
 
-class OptimizerConfig(_Section):
-    """How a gradient becomes a step."""
+class OptimizerConfig(Settings):
+    """The optimizer and its options."""
 
     name: Literal["sgd", "asgd", "adam", "adamw"] = "sgd"
     lr: _Positive = 30.0
@@ -81,17 +77,17 @@ class OptimizerConfig(_Section):
     patience: _Count = 5  # for asgd: epochs without improvement before averaging starts
 
 
-class ScheduleConfig(_Section):
-    """How the learning rate changes."""
+class ScheduleConfig(Settings):
+    """How the learning rate changes during a run."""
 
     name: Literal["constant", "step", "cosine"] = "constant"
-    warmup: Annotated[int, Field(ge=0)] = 0  # steps of linear increase at the start
-    milestones: tuple[_NonNegative, ...] = ()  # for step: epochs after which the rate drops
+    warmup: Annotated[int, Field(ge=0)] = 0  # the number of steps in which the rate rises linearly
+    milestones: tuple[_NonNegative, ...] = ()  # for step: the rate drops after these epochs
     factor: _Share = 0.1  # for step: the factor at each milestone
     floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0  # for cosine: the factor at the end
 
 
-class TrainConfig(_Section):
+class TrainConfig(Settings):
     """How long to train, on which device, and what to log."""
 
     epochs: _Count = 10
@@ -102,8 +98,8 @@ class TrainConfig(_Section):
     precision: Literal["float32", "bfloat16", "float64"] = "float32"  # bfloat16 is autocast
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # unset: torch's default
     log_every: _Count = 50  # steps between two records of the metrics
-    checkpoint_every: _Count = 500  # steps between two checkpoints; each epoch ends with one, too
-    test: Literal["epoch", "end"] = "epoch"  # "end": once, with the weights of the best epoch
+    checkpoint_every: _Count = 500  # steps between two checkpoints; each epoch also ends with one
+    test: Literal["epoch", "end"] = "epoch"  # "end": only once, with the weights of the best epoch
     train_perplexity: bool = False  # evaluate the training split without noise after each epoch
     label_smoothing: _Below1 = 0.0  # of the training loss; evaluation has none
     tune: _Below1 = 0.0  # set this share of the training split aside, and tune every p on it
@@ -111,8 +107,8 @@ class TrainConfig(_Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _tensorboard(cls, values: Any) -> Any:
-        """Read the setting ``tensorboard = true`` of older configs."""
+    def _convert_tensorboard(cls, values: Any) -> Any:
+        """Convert ``tensorboard = true``, a setting of older configs."""
         if not isinstance(values, Mapping) or "tensorboard" not in values:
             return values
         rest = {key: value for key, value in values.items() if key != "tensorboard"}
@@ -122,19 +118,19 @@ class TrainConfig(_Section):
 
     @field_validator("loggers", mode="before")
     @classmethod
-    def _one_logger(cls, names: Any) -> Any:
+    def _accept_one_name(cls, names: Any) -> Any:
         return (names,) if isinstance(names, str) else names
 
     @field_validator("loggers")
     @classmethod
-    def _known_loggers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_loggers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            LOGGERS[name]
+            LOGGERS[name]  # an unknown name is an error
         return tuple(dict.fromkeys(names))
 
 
-class Config(_Section):
-    """Every setting of a training run. On one machine, equal configs give bitwise identical runs."""
+class Config(Settings):
+    """All settings of a training run. On one machine, equal configs give bitwise identical runs."""
 
     preset: str | None = None  # the preset that the settings are based on
     model: ModelConfig = ModelConfig()
@@ -149,28 +145,28 @@ class Config(_Section):
         """Check a nested mapping and return it as a config.
 
         Raises:
-            ConfigError: naming the first setting that is unknown or outside its range.
+            ConfigError: if a setting is unknown or outside its range; the message names it.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"a config must be a table of sections, got {values!r}.")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise as_config_error(error, _fields) from None
+            raise as_config_error(error, cls) from None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the config as plain values that ``Config.parse`` reads back."""
+        """Return the config as plain values, which ``Config.parse`` accepts."""
         return self.model_dump(mode="json")
 
     def digest(self) -> str:
         """Return a hash of every setting that affects the result."""
         values = self.as_dict()
         del values["preset"], values["data"]["dir"]
-        for unused in ("log_every", "checkpoint_every", "loggers"):
-            del values["train"][unused]
-        for newer in ("tune", "label_smoothing"):
-            if not values["train"][newer]:
-                del values["train"][newer]  # keep the hash of configs from before this setting
+        for name in ("log_every", "checkpoint_every", "loggers"):
+            del values["train"][name]
+        for name in ("tune", "label_smoothing"):
+            if not values["train"][name]:
+                del values["train"][name]  # keep the hashes from before this setting existed
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def load_corpus(self) -> Corpus:
@@ -209,16 +205,8 @@ class Config(_Section):
         return objective
 
 
-def _fields(path: Sequence[str]) -> list[str]:
-    """Return the names of the settings in a section."""
-    section: Any = Config
-    for part in path:
-        section = section.model_fields[part].annotation
-    return list(section.model_fields)
-
-
-_NAMED = ("model", "objective")
-"""The sections in which the name decides which options there are."""
+_COMPONENTS = ("model", "objective")
+"""The sections whose other options depend on the name."""
 
 
 def presets() -> list[str]:
@@ -234,13 +222,13 @@ def preset(name: str) -> dict[str, Any]:
         name: one of ``presets()``, or the path of your own file, which ends in ``.toml``.
 
     Raises:
-        UnknownNameError: if no preset has that name, or the name that it extends.
+        UnknownNameError: if no preset has that name, or the preset extends one that does not exist.
         ConfigError: if the file does not exist or is not valid TOML.
     """
-    own = name.endswith(".toml")
-    if not own and name not in presets():
+    is_path = name.endswith(".toml")
+    if not is_path and name not in presets():
         raise UnknownNameError("preset", name, presets())
-    file = Path(name) if own else resources.files("undrop") / "presets" / f"{name}.toml"
+    file = Path(name) if is_path else resources.files("undrop") / "presets" / f"{name}.toml"
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -253,22 +241,22 @@ def preset(name: str) -> dict[str, Any]:
         return {**values, "preset": name}
     if not isinstance(base, str):
         raise ConfigError(f"extends in {name} must be the name of a preset, got {base!r}.")
-    if base not in presets():  # one of undrop's, so there are no cycles
+    if base not in presets():  # only undrop's own presets, so there are no cycles
         raise UnknownNameError("preset", base, presets(), f" for {name} to extend")
     return {**merge(preset(base), values), "preset": name}
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``base``, overridden by those of ``over``.
+def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``base``, replaced by those of ``overrides`` where it has any.
 
-    If ``over`` names another model or objective, the options of the previous one are dropped.
+    If ``overrides`` names another model or objective, the options of the previous one are dropped.
     """
     result = dict(base)
-    for key, value in over.items():
+    for key, value in overrides.items():
         old = result.get(key)
         if not isinstance(value, Mapping) or not isinstance(old, Mapping):
             result[key] = value
-        elif key in _NAMED and value.get("name", old.get("name")) != old.get("name"):
+        elif key in _COMPONENTS and value.get("name", old.get("name")) != old.get("name"):
             result[key] = dict(value)
         else:
             result[key] = {**old, **value}
@@ -278,17 +266,17 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def parse_override(text: str) -> dict[str, Any]:
     """Turn ``"optimizer.lr=5"`` into nested settings.
 
-    The value is read as TOML or ``null``; anything else is a string.
+    The value is read as TOML, or as ``null``; a value that is neither is a string.
 
     Raises:
         ConfigError: if the text is not of the form ``section.key=value``.
     """
-    path, equals, written = text.partition("=")
+    path, equals, value_text = text.partition("=")
     section, dot, key = path.strip().partition(".")
     if not (equals and dot and section and key):
         raise ConfigError(f"--set takes section.key=value, such as optimizer.lr=5, got {text!r}.")
-    value: Any = written.strip()
-    with contextlib.suppress(ValueError, RecursionError):  # no TOML, or thousands of digits
+    value: Any = value_text.strip()
+    with contextlib.suppress(ValueError, RecursionError):  # not TOML, or thousands of digits
         value = None if value == "null" else tomllib.loads(f"value = {value}")["value"]
     return {section: {key: value}}
 
@@ -301,7 +289,7 @@ def configure(
     """Return a config from a preset, settings that override it, and ``section.key=value`` overrides.
 
     Raises:
-        ConfigError: naming the first setting that is unknown or outside its range.
+        ConfigError: if a setting is unknown or outside its range; the message names it.
     """
     values = preset(name) if name is not None else {}
     for layer in [settings or {}, *map(parse_override, overrides)]:

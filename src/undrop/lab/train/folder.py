@@ -34,15 +34,15 @@ from undrop.files import (
 from undrop.tensor_files import load_tensors, pack, save_tensors, unpack, with_own_storage
 
 _FORMAT = 1
+_MAX_CHECKPOINTS = 2
 _DAMAGED_SUFFIX = ".refused"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run. Saving a checkpoint deletes all but the last ``keep``."""
+    """The checkpoints of one run. Saving one deletes all but the last two."""
 
     folder: Path
-    keep: int = 2
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in increasing order."""
@@ -79,7 +79,7 @@ class Checkpoints:
     def _delete_old(self) -> None:
         """Delete the files that the last checkpoints do not need, and leftovers of a killed process."""
         needed = set()
-        for step in self.steps()[-self.keep :]:
+        for step in self.steps()[-_MAX_CHECKPOINTS:]:
             needed.add(self.path(step).name)
             with contextlib.suppress(CheckpointError):  # damaged JSON does not name its tensors
                 needed.add(_read_body(self.path(step))["tensors"])
@@ -120,14 +120,12 @@ class Checkpoints:
         damage = ""
         for step in reversed(self.steps()):
             try:
-                state = self.load(step)
+                return step, self.load(step)
             except CheckpointError as error:
                 damage = str(error)
                 warn(damage)
                 path = self.path(step)
                 os.replace(path, path.with_suffix(_DAMAGED_SUFFIX))
-            else:
-                return step, state
         if damage:
             raise CheckpointError(f"no intact checkpoint is left to resume from: {damage}")
         return None
@@ -136,18 +134,17 @@ class Checkpoints:
 def _read_body(path: Path) -> dict[str, Any]:
     """Read the JSON of a checkpoint, and verify its checksum."""
     try:
-        body = read_json(path)
+        body: dict[str, Any] = read_json(path)
         checksum = body.pop("check")
         intact = checksum == _checksum(body) and body["format"] == _FORMAT and "state" in body
         intact = intact and all(isinstance(body[key], str) for key in ("tensors", "sha256"))
-    except (CheckpointError, AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError):  # JSON, but not of a checkpoint
         intact = False
     except Exception as error:
         raise CheckpointError(f"{path} is damaged or unreadable: {error}") from error
     if not intact:
         raise CheckpointError(f"{path} is damaged: it was truncated or modified.")
-    result: dict[str, Any] = body
-    return result
+    return body
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -166,7 +163,7 @@ class RunFolder:
     - ``metrics.jsonl``: one JSON object per line, for every logged step and every epoch;
     - ``summary.json``: the result, written when the run ends;
     - ``best.safetensors``: the weights of the best epoch by validation;
-    - ``checkpoints/``: the states that ``--resume`` starts from.
+    - ``checkpoints/``: the states from which ``--resume`` continues.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -255,8 +252,8 @@ class RunFolder:
         if not self._lock.exists():
             return None
         try:
-            with file_lock(self._lock, timeout=_LOCK_TIMEOUT) as free:
-                return None if free else self._holder_pid()
+            with file_lock(self._lock, timeout=_LOCK_TIMEOUT) as acquired:
+                return None if acquired else self._holder_pid()
         except OSError:  # no process can train on a read-only disk
             return None
 

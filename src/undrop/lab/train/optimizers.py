@@ -1,4 +1,4 @@
-"""From gradients to steps: SGD, averaged SGD with a non-monotonic trigger, Adam, and schedules."""
+"""Optimizers and schedules: SGD, averaged SGD with a non-monotonic trigger, and Adam."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from undrop.lab.train.config import OptimizerConfig, ScheduleConfig
 
 
 class RunProgress(NamedTuple):
-    """The progress of a run, in each of the units that a schedule can use."""
+    """The progress of a run in the units that schedules use."""
 
     step: int  # optimizer steps taken
     epoch: float  # epochs completed, with the fraction of the current one
-    done: float  # the share of the whole run, from 0 to 1
+    done: float  # the part of the whole run that is complete, from 0 to 1
 
 
 def lr_factor(schedule: ScheduleConfig, progress: RunProgress) -> float:
-    """Return the factor on the learning rate. It has no state, so there is nothing to resume.
+    """Return the factor of the learning rate. It depends only on the progress, so it needs no state.
 
-    With ``w`` warmup steps the factor is ``min(1, (step + 1) / w)`` times
+    With ``w`` warm-up steps, the factor is ``min(1, (step + 1) / w)`` times
 
     - constant: 1;
-    - step: ``factor`` to the power of the number of milestones (in epochs) passed;
+    - step: ``factor`` to the power of the number of passed milestones, which are epochs;
     - cosine: ``floor + (1 - floor) · ½(1 + cos(π · done))``.
     """
-    warm = min(1.0, (progress.step + 1) / schedule.warmup) if schedule.warmup else 1.0
+    warmup = min(1.0, (progress.step + 1) / schedule.warmup) if schedule.warmup else 1.0
     if schedule.name == "step":
         passed = sum(progress.epoch >= milestone for milestone in schedule.milestones)
-        return float(warm * schedule.factor**passed)
+        return float(warmup * schedule.factor**passed)
     if schedule.name == "cosine":
-        falling = 0.5 * (1.0 + math.cos(math.pi * progress.done))
-        return warm * (schedule.floor + (1.0 - schedule.floor) * falling)
-    return warm
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress.done))
+        return warmup * (schedule.floor + (1.0 - schedule.floor) * cosine)
+    return warmup
 
 
 class ParameterAverage:
     """The mean of the parameters over the steps since averaging started (Polyak).
 
-    Averaging starts when the validation loss is above the best one of more than ``patience`` epochs
-    ago: the non-monotonic trigger of NT-ASGD (Merity, Keskar & Socher 2018). Without ``patience`` it
-    never starts.
+    Averaging starts after an epoch whose validation loss is above the smallest loss of the epochs more
+    than ``patience`` epochs ago: the non-monotonic trigger of NT-ASGD (Merity, Keskar & Socher 2018).
+    If ``patience`` is None, it never starts.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], patience: int | None) -> None:
@@ -70,7 +70,7 @@ class ParameterAverage:
                     mean.lerp_(parameter, 1.0 / self._steps)
 
     def observe(self, loss: float) -> None:
-        """Take the validation loss of an epoch, which may start the averaging."""
+        """Record the validation loss of an epoch, and start averaging if it triggers that."""
         earlier = [] if self._patience is None else self._losses[: -self._patience]
         if not self.active and earlier and loss > min(earlier):
             self._means = [parameter.detach().clone() for parameter in self._parameters]
@@ -82,12 +82,12 @@ class ParameterAverage:
         if not self.active or self._steps == 0:
             yield
             return
-        kept = [parameter.detach().clone() for parameter in self._parameters]
+        originals = [parameter.detach().clone() for parameter in self._parameters]
         self._set(self._means)
         try:
             yield
         finally:
-            self._set(kept)
+            self._set(originals)
 
     def _set(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
@@ -99,14 +99,14 @@ class ParameterAverage:
         return {"losses": self._losses, "steps": self._steps, "means": self._means}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state."""
+        """Restore a state."""
         self._losses, self._steps = list(state["losses"]), state["steps"]
-        pairs = zip(state["means"], self._parameters, strict=False)
+        pairs = zip(state["means"], self._parameters, strict=False)  # no means before averaging
         self._means = [mean.to(parameter.device) for mean, parameter in pairs]
 
 
 class Stepper:
-    """Clips the gradients, takes the step, and averages the parameters for asgd."""
+    """Clips the gradients, takes an optimizer step, and with asgd averages the parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
         self._config = config
@@ -117,13 +117,13 @@ class Stepper:
         )
 
     def step(self, factor: float) -> float:
-        """Take a step at ``factor`` times the learning rate; return the norm before clipping.
+        """Take a step with ``factor`` times the learning rate; return the norm before clipping.
 
         Raises:
-            NonFiniteError: if the norm is infinite or NaN; no parameter changes then.
+            NonFiniteError: if the norm is infinite or NaN; the parameters stay unchanged.
         """
-        limit = self._config.clip if self._config.clip is not None else float("inf")
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True))
+        max_norm = self._config.clip if self._config.clip is not None else float("inf")
+        norm = float(nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True))
         if not norm < float("inf"):
             raise NonFiniteError(f"the gradient's norm is {norm}")
         for group in self._optimizer.param_groups:
@@ -139,7 +139,7 @@ class Stepper:
         return {"optimizer": self._optimizer.state_dict(), "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state."""
+        """Restore a state."""
         self._optimizer.load_state_dict(state["optimizer"])
         if state["average"] is not None:
             self.average.load_state_dict(state["average"])
@@ -148,15 +148,15 @@ class Stepper:
 def clipped_optimizer(
     parameters: Sequence[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Return an optimizer that clips the gradients itself."""
-    made = _optimizer(parameters, config)
+    """Return an optimizer whose ``step`` clips the gradients first."""
+    optimizer = _optimizer(parameters, config)
 
     def clip(*_: Any) -> None:
         if config.clip is not None:
             nn.utils.clip_grad_norm_(parameters, config.clip, foreach=True)
 
-    made.register_step_pre_hook(clip)
-    return made
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
 
 
 def _optimizer(

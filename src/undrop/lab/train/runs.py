@@ -1,4 +1,4 @@
-"""Existing runs: their results, curves and trained models, and text sampled from a model."""
+"""Existing runs: their results, curves and trained models, and text sampled from these models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from undrop.report.figures import line_style, literal, new_figure, save, styled
 from undrop.report.html import fragment
 from undrop.report.plain import as_frame
 
-_NOT_SHOWN = ["kind", "epoch", "time"]
+_HIDDEN_COLUMNS = ["kind", "epoch", "time"]
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Run:
     folder: RunFolder
 
     def to_frame(self) -> Any:
-        """The epochs as a pandas DataFrame: perplexities, losses and seconds."""
+        """Return a pandas DataFrame with a row for each epoch: perplexities, losses and seconds."""
         epochs = self.folder.metrics.epochs()
         rows = [{**record, **record["time"]} for record in epochs]
-        return as_frame(rows, [record["epoch"] for record in epochs]).drop(columns=_NOT_SHOWN)
+        return as_frame(rows, [record["epoch"] for record in epochs]).drop(columns=_HIDDEN_COLUMNS)
 
     def _repr_html_(self) -> str:
-        """The settings that matter most and the results, for a notebook."""
-        found = describe_run(self.folder)
+        """Return the most important settings and the results as a table, for a notebook."""
+        description = describe_run(self.folder)
         results = {"validation perplexity": "best_valid_ppl", "test perplexity": "test_ppl"}
         rows = [
             ("model", self.config.model.name),
@@ -50,7 +50,11 @@ class Run:
             ("learning rate", f"{self.config.optimizer.lr:g}"),
             ("epochs", str(self.config.train.epochs)),
             ("seed", str(self.config.train.seed)),
-            *((name, f"{found[key]:.2f}") for name, key in results.items() if found.get(key)),
+            *(
+                (name, f"{description[key]:.2f}")
+                for name, key in results.items()
+                if description.get(key)
+            ),
         ]
         return fragment(Table(("setting", "value"), rows, title="A run, at its best epoch").html())
 
@@ -60,10 +64,11 @@ def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:
 
     Args:
         path: the run's folder.
-        data_dir: where its corpus is now, if it has moved.
+        data_dir: the folder of the corpus, if the corpus has moved since the run.
 
     Raises:
-        RunError: if there is no run, no epoch of it has ended, or the corpus is another one.
+        RunError: if the folder holds no run, or a run without a completed epoch.
+        CheckpointError: if the weights do not fit the config and the corpus.
     """
     folder = RunFolder(path)
     config = Config.parse(folder.read_config())
@@ -77,17 +82,17 @@ def open_run(path: str | Path, *, data_dir: str | Path | None = None) -> Run:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(
-            f"the weights in {folder.path} do not fit its config.json on {corpus.name}, or were "
-            "changed."
+            f"the weights in {folder.path} do not fit its config.json and the corpus {corpus.name}, or "
+            "were modified."
         ) from error
     return Run(config, corpus, model.eval(), folder)
 
 
 def find_runs(root: str | Path) -> Iterator[RunFolder]:
-    """Find all runs in a folder and below it; the folder itself can be a run.
+    """Yield all runs in a folder and its subfolders; the folder itself can be a run.
 
     Raises:
-        RunError: if there is no such folder.
+        RunError: if the folder does not exist.
     """
     root = Path(root)
     if not root.is_dir():
@@ -100,14 +105,14 @@ def find_runs(root: str | Path) -> Iterator[RunFolder]:
 
 
 def describe_run(folder: RunFolder) -> dict[str, Any]:
-    """Return what a list of runs shows about one run."""
+    """Return one row of a list of runs: the settings, the status and the results of a run."""
     try:
-        return _row(folder)
+        return _describe(folder)
     except (UndropError, LookupError, TypeError, ValueError) as error:
         return {"path": str(folder.path), "status": f"unreadable: {error}"}
 
 
-def _row(folder: RunFolder) -> dict[str, Any]:
+def _describe(folder: RunFolder) -> dict[str, Any]:
     config, summary = Config.parse(folder.read_config()), folder.read_summary()
     epochs = folder.metrics.epochs()
     best = min(epochs, key=lambda record: float(record["valid_loss"]), default=None)
@@ -140,12 +145,12 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
-    """Draw words from softmax(logits / temperature), each fed back as the next input.
+    """Draw words one by one from softmax(logits / temperature); the model reads each word it draws.
 
     Args:
         model: a language model, in eval mode.
-        vocabulary: its words.
-        prompt: words to start with; they are not returned. The text starts after an ``<eos>``.
+        vocabulary: the words of the model.
+        prompt: the beginning of the text, which is not returned. An ``<eos>`` precedes it.
         words: the number of words to draw.
         temperature: below 1 sharpens the distribution, above 1 flattens it; 0 always takes
             the most likely word.
@@ -157,21 +162,21 @@ def sample(
     if words < 0 or (top_k is not None and top_k < 1):
         raise OptionError(f"words must be at least 0 and top_k at least 1, got {words}, {top_k}.")
     device = next(model.parameters()).device
-    seen = [vocabulary.index[EOS], *vocabulary.encode(prompt).tolist()]
+    tokens = [vocabulary.index[EOS], *vocabulary.encode(prompt).tolist()]
     state: State | None = None
     for _ in range(words):
-        # A model with a state has read all but the last word; a model without one reads all of them.
-        logits, state = model(torch.tensor(seen, device=device)[:, None], state)
-        last = logits[-1, 0].float().cpu()
-        best, places = last.topk(min(top_k or len(last), len(last)))
+        output, state = model(torch.tensor(tokens, device=device)[:, None], state)
+        logits = output[-1, 0].float().cpu()
+        top_logits, top_words = logits.topk(min(top_k or len(logits), len(logits)))
         if temperature == 0.0:
-            chosen = best.argmax()
+            choice = top_logits.argmax()
         else:
-            shares = (best / temperature).softmax(-1)
-            chosen = torch.multinomial(shares, 1, generator=generator)
-        word = int(places[chosen])
+            probabilities = (top_logits / temperature).softmax(-1)
+            choice = torch.multinomial(probabilities, 1, generator=generator)
+        word = int(top_words[choice])
         yield vocabulary.words[word]
-        seen = [word] if state else [*seen, word]
+        # The state contains the earlier words; a model without a state reads them again.
+        tokens = [word] if state else [*tokens, word]
 
 
 _LABELS = {
@@ -192,12 +197,12 @@ def curves(
     """Plot a value over the epochs of several runs, and save the figure.
 
     Args:
-        runs: the epoch records of each run, by its name in the legend.
-        path: where to save the figure; the suffix gives the format (png, pdf, svg).
+        runs: the epoch records of each run; the keys are the names in the legend.
+        path: where to save the figure; the suffix is the format (png, pdf, svg).
         value: a key of the epoch records.
 
     Raises:
-        OptionError: if there is no such value, or the suffix is not a picture format.
+        OptionError: if ``value`` is unknown, or the suffix is not an image format.
         RunError: if no epoch has the value.
         MissingExtraError: if matplotlib is not installed.
     """
@@ -212,12 +217,12 @@ def curves(
     figure = new_figure(7.0, 4.5)
     with styled():
         axes: Any = figure.add_subplot()
-        for place, (name, line) in enumerate(points.items()):
-            style = {**line_style(place), "markevery": max(1, len(line) // 10), "markersize": 5}
+        for index, (name, line) in enumerate(points.items()):
+            style = {**line_style(index), "markevery": max(1, len(line) // 10), "markersize": 5}
             axes.plot([x for x, _ in line], [y for _, y in line], label=literal(name), **style)
         values = [y for line in points.values() for _, y in line]
         if value.endswith("_ppl") and max(values) > 3.0 * min(values):
-            # Leave out the first epochs, which would flatten everything else.
+            # Cut off the large values of the first epochs, which would flatten the rest of the curves.
             axes.set_ylim(0.95 * min(values), 3.0 * min(values))
         axes.set(xlabel="epoch", ylabel=_LABELS[value])
         axes.xaxis.get_major_locator().set_params(integer=True)

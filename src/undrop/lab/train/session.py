@@ -193,7 +193,7 @@ def _open_trainer(
 ) -> Iterator[Trainer]:
     """Yield the trainer of a new or resumed run, with the lock on its folder."""
     if not resume and world.is_main:
-        folder.refuse_if_in_use()
+        folder.refuse_if_in_use()  # before the corpus is loaded, which can take long
     corpus = config.load_corpus()
     with contextlib.ExitStack() as stack:
         loggers = [LOGGERS[name](folder, config) for name in config.train.loggers if world.is_main]

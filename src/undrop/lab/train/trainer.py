@@ -305,7 +305,7 @@ class Trainer:
             )
 
     def _stop_if_requested(self) -> None:
-        # Several processes would have to agree to stop. They do so only after a training step.
+        # Several processes must stop together, so they agree on it, but only after a training step.
         if self.world.size == 1 and self._interrupts.received is not None:
             raise _StopRequested
 
@@ -315,7 +315,7 @@ class Trainer:
             self._save()
 
     def _save(self) -> None:
-        state = self.state_dict()  # in every process, because each contributes its part
+        state = self.state_dict()  # in all processes, because it gathers values from all of them
         if self.world.is_main:
             self.folder.save(self.step, state)
 
@@ -323,14 +323,14 @@ class Trainer:
         """Return everything that the remaining steps depend on, apart from the config and the text.
 
         A resumed run is exact because it continues with the same weights, optimizer state, hidden state
-        and random generators, at the same window of the text. The objective and the tuner save their own
-        generators. Everything else is computed from these values, such as the learning rate
-        (:func:`lr_factor`).
+        and random generators, at the same window of the text. The objective and the tuner save the state
+        of their own generators. Everything else, such as the learning rate (:func:`lr_factor`), is
+        computed from these values.
 
-        With several processes, each one contributes the part in which they differ, and all return the
-        same state. The global generators must have this run's state, as within ``advance()``.
+        Processes differ in the values of ``ranks``; every process returns those of all processes. The
+        global random generators must be in this run's state, as they are within ``advance()``.
         """
-        own_part = {
+        own_values = {
             "hidden": self._hidden,
             "rng": RngSnapshot().state_dict(),
             "objective": self.objective.state_dict(),
@@ -351,7 +351,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "stepper": self._stepper.state_dict(),
             "windows": self._windows.state_dict(),
-            "ranks": self.world.gather(own_part),
+            "ranks": self.world.gather(own_values),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -376,11 +376,13 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self._stepper.load_state_dict(state["stepper"])
         self._windows.load_state_dict(state["windows"])
-        own_part = state["ranks"][self.world.rank]
-        self._hidden = tree_map_only(Tensor, lambda x: x.to(self.world.device), own_part["hidden"])
-        self._rng = RngSnapshot.from_state_dict(own_part["rng"])
-        self.objective.load_state_dict(own_part["objective"])
+        own_values = state["ranks"][self.world.rank]
+        self._hidden = tree_map_only(
+            Tensor, lambda x: x.to(self.world.device), own_values["hidden"]
+        )
+        self._rng = RngSnapshot.from_state_dict(own_values["rng"])
+        self.objective.load_state_dict(own_values["objective"])
         if self.tuner is not None:
-            self.tuner.load_state_dict(own_part["tuner"])
-        self._means_since_log.load_state_dict(own_part["since_log"])
-        self._epoch_means.load_state_dict(own_part["since_epoch"])
+            self.tuner.load_state_dict(own_values["tuner"])
+        self._means_since_log.load_state_dict(own_values["since_log"])
+        self._epoch_means.load_state_dict(own_values["since_epoch"])

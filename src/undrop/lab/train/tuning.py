@@ -1,4 +1,4 @@
-"""Tuning p within a run, on a part of the training text that is set aside."""
+"""Tune p during a run, on a part of the training text that is set aside."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class TunerRecorder(Callback):
-    """Keeps the tuner of a run (its history has the results), the model and the last batches.
+    """Stores the tuner of a run, whose history has the results, the model, and the last batches.
 
     Args:
-        interval: the steps between trials; None keeps the tuner's own interval.
+        interval: the steps between trials; None leaves the tuner's interval unchanged.
     """
 
     def __init__(self, interval: int | None = None) -> None:
@@ -36,7 +36,7 @@ class TunerRecorder(Callback):
         self.interval = interval
 
     def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> None:
-        """Keep the tuner, the model and the batch, and set the interval."""
+        """Store the tuner, the model and the batch, and set the tuner's interval."""
         self.tuner, self.model = trainer.tuner, trainer.model
         self.batches.append((inputs, targets))
         if self.tuner is not None and self.interval is not None:
@@ -46,36 +46,36 @@ class TunerRecorder(Callback):
 def tuner_for(
     config: Config, objective: Objective, text: Tokens, world: World
 ) -> tuple[Tuner | None, Tokens]:
-    """Return the tuner that the config asks for, if any, and the text that is left to train on.
+    """Return the tuner, or None if ``train.tune`` is 0, and the text that remains for training.
 
-    The last part of the text, a share of ``train.tune``, is cut into batches as in training: each has
-    one window of every stream, from all over that part.
+    ``train.tune`` is the share of the text that is set aside, from its end. This part is cut into
+    streams and windows as in training, and each batch of the tuner has one window of every stream.
 
     Raises:
-        ConfigError: with several processes, because each would tune on its own.
-        DataError: if the share makes fewer than two batches.
+        ConfigError: with several processes, because each would tune p differently.
+        DataError: if the share is too small for two batches.
     """
     share, data = config.train.tune, config.data
     if not share:
         return None, text
     if world.size > 1:
         raise ConfigError("train.tune needs a single process: set it to 0, or start one process.")
-    left = round((1.0 - share) * len(text))
-    held, streams, length = text[left:], data.batch_size, data.length
-    count = (len(held) - 1) // (streams * length)
+    split = round((1.0 - share) * len(text))
+    tuning_text, streams, length = text[split:], data.batch_size, data.length
+    count = (len(tuning_text) - 1) // (streams * length)
     if count < 2:
         raise DataError(
-            f"train.tune = {share:g} sets {len(held)} of {len(text)} tokens aside, fewer than two "
-            f"batches of {streams} × {length}: make it larger, or the batches smaller."
+            f"train.tune = {share:g} sets {len(tuning_text)} of {len(text)} tokens aside, fewer than "
+            f"two batches of {streams} × {length}: make it larger, or the batches smaller."
         )
-    used = count * streams * length
-    words = torch.from_numpy(np.asarray(held, dtype=np.int64))
+    predictions = count * streams * length
+    tokens = torch.from_numpy(np.asarray(tuning_text, dtype=np.int64))
     inputs, targets = (
-        words[shift : shift + used].view(streams, count, length).permute(1, 2, 0)
+        tokens[shift : shift + predictions].view(streams, count, length).permute(1, 2, 0)
         for shift in (0, 1)
     )
     batches: list[Any] = [
         ({"tokens": x.to(world.device), "state": None, "logits": False}, y.to(world.device))
         for x, y in zip(inputs, targets, strict=True)
     ]
-    return Tuner(objective, batches), text[:left]
+    return Tuner(objective, batches), text[:split]

@@ -28,7 +28,7 @@ from undrop.engines.layout import Rows
 from undrop.engines.plan import NotStackable, Plan, PlanChanged, map_dims, stacked_noise
 from undrop.engines.proving import NO_DROPOUT
 from undrop.engines.stacked import run_stacked
-from undrop.engines.stacking import StateBeforeStep, find_plan, plan_holds
+from undrop.engines.stacking import StateBeforeStep, find_plan, plan_is_right
 from undrop.errors import EngineError, NoDropoutError, OptionError
 from undrop.intercept import Interception, RngSnapshot, keep_buffers, map_tensors
 from undrop.losses import Coefficients
@@ -71,7 +71,7 @@ class Antithetic(Engine):
                 if not again and not request.loss.has_side_effects:  # before the graph takes memory
                     measure_kinks(request, partial(self._one_pass, plan=plan))
                 found, trail = self._one_pass(request, plan)
-                if plan_holds(request, trail, before.rng) or again:
+                if plan_is_right(request, trail, before.rng) or again:
                     return found
             except (PlanChanged, NotStackable):
                 pass
@@ -98,13 +98,13 @@ class Antithetic(Engine):
         """
         batch, draw = request.batch, request.draw
         layout = request.layout(plan.dim, shared=plan.shares_noise)
-        rows = Rows.drawn(layout, draw.generator(plan.sites[0].device))
+        rows = Rows.draw(layout, draw.generator(plan.sites[0].device))
         sigmas = [draw.scale(s.site) for s in plan.sites]
         epsilon = self._epsilon(request, max(sigmas)) * factor
         noise = stacked_noise(plan, draw, rows, [epsilon * sigma for sigma in sigmas])
         inputs = batch.inputs
-        if not plan.late:
-            inputs = map_dims(rows.stacked, inputs, plan.input_dims)
+        if not plan.at_first_site:
+            inputs = map_dims(rows.stack, inputs, plan.input_dims)
         run: Callable[..., Any] = run_stacked
         if batch.backend is not None and not plan.reads_filled_tensor:
             run = compiled_pass(batch.model, batch.backend)
@@ -112,8 +112,8 @@ class Antithetic(Engine):
         total, values = _combined(request, plan, rows, stacked, 0.5 / epsilon)
 
         def output() -> Any:
-            merged = map_dims(rows.merged, stacked, plan.output_dims)
-            return map_dims(rows.restored, merged, plan.output_dims)
+            merged = map_dims(rows.noise_free, stacked, plan.output_dims)
+            return map_dims(rows.in_batch_order, merged, plan.output_dims)
 
         return Evaluation(total, values, output, "antithetic: one stacked pass"), trail
 
@@ -178,10 +178,10 @@ def _loss_arguments(
     if isinstance(tree, Tensor):
         f, u = rows.output_and_tangent(tree, dims[0] or 0, factor)
     else:
-        f, u = map_dims(rows.merged, tree, dims), map_dims(tangent, tree, dims)
+        f, u = map_dims(rows.noise_free, tree, dims), map_dims(tangent, tree, dims)
     if loss.in_any_order:
-        return f, u, map_dims(rows.ordered, targets, plan.target_dims)
-    return map_dims(rows.restored, f, dims), map_dims(rows.spread, u, dims), targets
+        return f, u, map_dims(rows.noisy_last, targets, plan.target_dims)
+    return map_dims(rows.in_batch_order, f, dims), map_dims(rows.with_zeros, u, dims), targets
 
 
 def _combined(
@@ -213,7 +213,7 @@ def _one_node(
     None if the loss has no closed-form gradient here.
     """
     x = request.loss.select(stacked)
-    targets = map_dims(rows.ordered, request.batch.targets, plan.target_dims)
+    targets = map_dims(rows.noisy_last, request.batch.targets, plan.target_dims)
     dim = plan.logits_dim
 
     with torch.no_grad():
@@ -222,7 +222,7 @@ def _one_node(
         found = request.loss.total_and_gradients(f, u, targets, request.form, c, dim=dim)
         if found is None:
             return None
-        gradient = rows.gradient_in_stacked(x, found.output_gradient, found.u_gradient, dim, factor)
+        gradient = rows.stacked_gradient(x, found.output_gradient, found.u_gradient, dim, factor)
     return _WithGradient.apply(x, found.total, gradient), WeightedParts(c, found.means)
 
 

@@ -1,4 +1,4 @@
-"""One draw of σ·η for all sites of a model, and the site actions that use it."""
+"""One draw of the noise σ·η for all sites of a model, and the site actions that use it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ MASKS = ("as-declared", "independent")
 
 
 class Draw:
-    """σ·η of every site: drawn when a pass first reaches the site, and the same in later passes.
+    """σ·η of every site, the same in every pass that uses this draw.
 
-    The noise exists only as long as a graph holds it. If activation checkpointing needs it again in
-    the backward pass, the same noise is drawn again.
+    A site's noise is drawn when a pass first reaches the site. The draw keeps a weak reference to it and
+    the generator's state: if the noise is needed again after its graph is freed, as under activation
+    checkpointing, the same noise is drawn again.
 
     Args:
         noise: the distribution of η: "sign" or "dropout".
@@ -53,8 +54,8 @@ class Draw:
         """Whether the pass has reached any site."""
         self.largest_sigma = 0.0
         """The largest σ of the sites reached so far."""
-        self._drawn: dict[str, TensorWeakRef] = {}
-        self._states: dict[str, Tensor] = {}  # the generator's state before each site's draw
+        self._noise: dict[str, TensorWeakRef] = {}
+        self._generator_states: dict[str, Tensor] = {}  # before the draw of each site
 
     def scale(self, site: Site) -> float:
         """Return σ of the noise at the site; 0 if the site is not chosen."""
@@ -72,35 +73,43 @@ class Draw:
         scale = self.scale(site)
         if scale == 0.0:
             return None
-        held = self._drawn.get(site.name)
-        noise = held() if held is not None else None
+        reference = self._noise.get(site.name)
+        noise = reference() if reference is not None else None
         if noise is None:
             noise = self._draw(site, h, scale)
-            self._drawn[site.name] = TensorWeakRef(noise)
+            self._noise[site.name] = TensorWeakRef(noise)
         return noise
 
     def _draw(self, site: Site, h: Tensor, scale: float) -> Tensor:
-        if site.name in self._states:
+        if site.name in self._generator_states:
             generator = torch.Generator(h.device)
-            generator.set_state(self._states[site.name])
+            generator.set_state(self._generator_states[site.name])
         else:
             generator = self.generator(h.device)
-            self._states[site.name] = generator.get_state()
-        how = self.shape(site), site.p
-        return draw_noise(self.noise, *how, like=h.detach(), scale=scale, generator=generator)
+            self._generator_states[site.name] = generator.get_state()
+        shape = self.shape(site)
+        return draw_noise(
+            self.noise, shape, site.p, like=h.detach(), scale=scale, generator=generator
+        )
 
-    def eta(self, place: SitePlan, scale: float, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Draw scale·η for a site in a stacked pass, by default in the shape of its η."""
-        site, device = place.site, place.device
-        like = torch.empty((), dtype=torch.promote_types(place.dtype, torch.float32), device=device)
-        how, generator = (shape or self.shape(site), site.p), self.generator(device)
-        return draw_noise(self.noise, *how, like=like, scale=scale, generator=generator)
+    def eta(self, plan: SitePlan, scale: float, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Draw scale·η for a site in a stacked pass; ``shape`` replaces the shape of its η."""
+        site, device = plan.site, plan.device
+        like = torch.empty((), dtype=torch.promote_types(plan.dtype, torch.float32), device=device)
+        return draw_noise(
+            self.noise,
+            shape or self.shape(site),
+            site.p,
+            like=like,
+            scale=scale,
+            generator=self.generator(device),
+        )
 
     def eta_of_rows(
-        self, places: Sequence[SitePlan], widths: Sequence[int], rows: Rows, scale: float
+        self, plans: Sequence[SitePlan], widths: Sequence[int], rows: Rows, scale: float
     ) -> Tensor:
-        """Draw scale·η for the noisy examples of a stacked batch, all sites at once: (r, Σ widths)."""
-        widest = max(places, key=lambda s: s.dtype.itemsize)
+        """Draw scale·η for several sites in one call: a tensor of r rows and Σ widths columns."""
+        widest = max(plans, key=lambda plan: plan.dtype.itemsize)
         return self.eta(widest, scale, (rows.layout.noisy, sum(widths)))
 
 
@@ -120,14 +129,14 @@ class ScaledNoise:
 def dropout_masks(
     generator: Callable[[torch.device], torch.Generator], selection: Selection | None = None
 ) -> ScaledNoise:
-    """Return dropout as a site action: a mask is drawn when a site is first reached, then kept."""
+    """Return dropout as a site action: every pass that uses it has the same masks."""
     return ScaledNoise(Draw("dropout", "as-declared", selection or Selection(), generator), 1.0)
 
 
 class ZeroLeaves:
     """The site action h ⊙ (1 + z), where z is a leaf of zeros in the shape of η.
 
-    ∂ℓ/∂z sums J ⊙ h over all entries that share one η, which is what mask sharing means.
+    If several entries of h share one η, ∂ℓ/∂z sums over them.
     """
 
     def __init__(self, draw: Draw) -> None:

@@ -17,44 +17,44 @@ from undrop.intercept import Site, map_tensors
 
 
 class NotStackable(Exception):
-    """A model can't run on a stacked batch; the message is the reason, worded to end a sentence."""
+    """A model can't run on a stacked batch. The message is a clause, such as "its examples interact"."""
 
 
 class PlanChanged(Exception):
-    """The pass did not use the sites that the plan lists."""
+    """A stacked pass reached other sites than the plan lists."""
 
 
 @dataclass(frozen=True)
 class SitePlan:
-    """Where a site has its batch dimension."""
+    """The batch dimension of a site's activation h, and how the rows are arranged along it."""
 
     site: Site
-    """The site in a plain pass, with B examples."""
+    """The site, with the shapes of a plain pass over B examples."""
     dim: int | None
     """The batch dimension; None if all examples share the noise."""
     repeats: int
-    """How many entries along ``dim`` belong to one example."""
+    """The number of entries along ``dim`` per example: T if ``dim`` is a flattened (B, T) or (T, B)."""
     time_major: bool
-    """Whether the example index varies fastest in a flattened dimension."""
+    """Whether a flattened dimension is (T, B) instead of (B, T)."""
     dtype: torch.dtype
     device: torch.device
 
-    def rest(self, draw: Draw) -> tuple[int, ...]:
-        """Return the shape of η without the batch dimension; the repeats come first."""
+    def row_shape(self, draw: Draw) -> tuple[int, ...]:
+        """Return the shape of η for one example; if an example has several entries, they come first."""
         shape = draw.shape(self.site)
         assert self.dim is not None
-        rest = (*shape[: self.dim], *shape[self.dim + 1 :])
-        return (self.repeats, *rest) if self.repeats > 1 else rest
+        others = (*shape[: self.dim], *shape[self.dim + 1 :])
+        return (self.repeats, *others) if self.repeats > 1 else others
 
-    def one_mask(self, draw: Draw) -> bool:
+    def same_eta(self, draw: Draw) -> bool:
         """Return whether all examples have the same η."""
         shape, dim = draw.shape(self.site), self.dim or 0
         return self.repeats == 1 and shape[dim] == 1 < self.site.shape[dim]
 
-    def placed(self, part: Tensor, rest: tuple[int, ...]) -> Tensor:
-        """Return noise of shape (rows, entries) in the site's own shape."""
+    def reshape_rows(self, rows: Tensor, row_shape: tuple[int, ...]) -> Tensor:
+        """Reshape noise from (rows, entries of a row) to a shape that broadcasts to the stacked h."""
         assert self.dim is not None
-        noise = part.view(len(part), *rest)
+        noise = rows.view(len(rows), *row_shape)
         if self.repeats > 1:
             noise = noise.transpose(0, 1) if self.time_major else noise
             noise = noise.flatten(0, 1)
@@ -67,7 +67,7 @@ class Plan:
 
     dim: int
     """The batch dimension in the targets, and in every other tensor that has the batch size there."""
-    late: bool
+    at_first_site: bool
     """Whether the batch is stacked at the first site instead of at the input."""
     input_dims: tuple[int | None, ...]
     """The batch dimension of each tensor in the inputs."""
@@ -77,13 +77,12 @@ class Plan:
     """The batch dimension of the tensor that the loss receives."""
     sites: tuple[SitePlan, ...]
     midpoints: bool = True
-    """Whether functions with kinks choose their branch at the midpoint of ±ε₀."""
+    """Whether functions with kinks choose their branch at the midpoint of the rows at ±ε₀."""
     mask_draws: tuple[bool | None, ...] = ()
-    """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
-    draw is not a mask."""
+    """For each random draw of a pass: whether it becomes a mask that drops where it is 1; None if it is
+    not a mask."""
     reads_filled_tensor: bool = False
-    """Whether the model read a mask through the tensor that it filled in place, rather than through the
-    return value."""
+    """Whether the model fills a tensor with a mask in place, and reads that tensor, not the result."""
 
     @cached_property
     def shares_noise(self) -> bool:
@@ -91,63 +90,64 @@ class Plan:
         return any(s.dim is None for s in self.sites)
 
     @cached_property
-    def noise_shapes(self) -> dict[tuple[Any, ...], NoiseShapes]:
-        """The shapes that :func:`stacked_noise` draws; it fills this cache."""
+    def noise_columns(self) -> dict[tuple[Any, ...], NoiseColumns]:
+        """A cache of :meth:`NoiseColumns.of`."""
         return {}
 
 
-class NoiseShapes(NamedTuple):
-    """The shapes of the noise at sites with per-example noise; it is drawn as columns of one tensor."""
+class NoiseColumns(NamedTuple):
+    """The columns of each site in the noise of all sites, one tensor with a row per example."""
 
     sites: tuple[int, ...]
     """The indices of these sites in the plan."""
-    rests: tuple[tuple[int, ...], ...]
-    """For each site, the shape of η without the batch dimension."""
+    row_shapes: tuple[tuple[int, ...], ...]
+    """For each site, the shape of η for one example."""
     widths: tuple[int, ...]
     """For each site, the number of columns."""
-    one_mask: tuple[bool, ...]
+    same_eta: tuple[bool, ...]
     """For each site, whether all examples have the same η."""
 
     @classmethod
-    def of(cls, plan: Plan, draw: Draw, scales: Sequence[float]) -> NoiseShapes:
-        """Return the shapes for the mask structure of a draw and the sites whose scale is not 0."""
+    def of(cls, plan: Plan, draw: Draw, scales: Sequence[float]) -> NoiseColumns:
+        """Return the columns for the mask structure of a draw and the sites whose scale is not 0."""
         key = (draw.mask, *map(bool, scales))
-        found = plan.noise_shapes.get(key)
-        if found is None:
-            own = tuple(i for i, s in enumerate(plan.sites) if scales[i] and s.dim is not None)
-            rests = tuple(plan.sites[i].rest(draw) for i in own)
-            widths = tuple(math.prod(rest) for rest in rests)
-            found = cls(own, rests, widths, tuple(plan.sites[i].one_mask(draw) for i in own))
-            plan.noise_shapes[key] = found
-        return found
+        columns = plan.noise_columns.get(key)
+        if columns is None:
+            sites = tuple(i for i, s in enumerate(plan.sites) if scales[i] and s.dim is not None)
+            row_shapes = tuple(plan.sites[i].row_shape(draw) for i in sites)
+            widths = tuple(math.prod(shape) for shape in row_shapes)
+            same_eta = tuple(plan.sites[i].same_eta(draw) for i in sites)
+            columns = plan.noise_columns[key] = cls(sites, row_shapes, widths, same_eta)
+        return columns
 
 
 def map_dims(
     function: Callable[[Tensor, int], Tensor], tree: Any, dims: Sequence[int | None]
 ) -> Any:
-    """Apply ``function(x, dim)`` to every tensor of a tree that has a batch dimension."""
-    place = iter(dims)
+    """Replace every tensor x of a tree by ``function(x, dim)``; ``dims`` has None for those to keep."""
+    remaining = iter(dims)
 
-    def on(x: Tensor) -> Tensor:
-        dim = next(place)
+    def apply(x: Tensor) -> Tensor:
+        dim = next(remaining)
         return x if dim is None else function(x, dim)
 
-    return map_tensors(on, tree)
+    return map_tensors(apply, tree)
 
 
 def stacked_noise(plan: Plan, draw: Draw, rows: Rows, scales: Sequence[float]) -> list[Any]:
-    """Draw ε₀·σ·η for all sites at once; ``scales`` are ε₀·σ, 0 for a site without noise.
+    """Draw the noise of a stacked pass; ``scales`` has ε₀·σ for each site, 0 for a site without noise.
 
     Returns:
         For each site None (no noise), the factors [1; 1 + ε₀ση; 1 - ε₀ση] of a stacked activation, or
         ε₀ση for a weight that all examples share.
     """
     noise: list[Any] = [None] * len(scales)
-    shapes = NoiseShapes.of(plan, draw, scales)
-    if shapes.sites:
-        parts = torch.split_with_sizes(_factors(plan, draw, rows, shapes, scales), shapes.widths, 1)
-        for i, part, rest in zip(shapes.sites, parts, shapes.rests, strict=True):
-            noise[i] = plan.sites[i].placed(part, rest)
+    columns = NoiseColumns.of(plan, draw, scales)
+    if columns.sites:
+        factors = _factors(plan, draw, rows, columns, scales)
+        parts = torch.split_with_sizes(factors, columns.widths, 1)
+        for i, part, row_shape in zip(columns.sites, parts, columns.row_shapes, strict=True):
+            noise[i] = plan.sites[i].reshape_rows(part, row_shape)
     if plan.shares_noise:
         for i, s in enumerate(plan.sites):
             if scales[i] and s.dim is None:
@@ -156,20 +156,23 @@ def stacked_noise(plan: Plan, draw: Draw, rows: Rows, scales: Sequence[float]) -
 
 
 def _factors(
-    plan: Plan, draw: Draw, rows: Rows, shapes: NoiseShapes, scales: Sequence[float]
+    plan: Plan, draw: Draw, rows: Rows, columns: NoiseColumns, all_scales: Sequence[float]
 ) -> Tensor:
-    """Return the factors of every per-example site as columns of one tensor (rows, all entries)."""
-    layout, own = rows.layout, [scales[i] for i in shapes.sites]
-    same = len(set(own)) == 1
+    """Return [1; 1 + ε₀ση; 1 - ε₀ση] for all sites with a batch dimension, as columns of one tensor."""
+    layout, scales = rows.layout, [all_scales[i] for i in columns.sites]
+    one_scale = len(set(scales)) == 1
     eta = draw.eta_of_rows(
-        [plan.sites[i] for i in shapes.sites], shapes.widths, rows, own[0] if same else 1.0
+        [plan.sites[i] for i in columns.sites],
+        columns.widths,
+        rows,
+        scales[0] if one_scale else 1.0,
     )
-    if not same or any(shapes.one_mask):
-        parts = eta.split(shapes.widths, 1)
-        for part, scale, one_mask in zip(parts, own, shapes.one_mask, strict=True):
-            if not same:
+    if not one_scale or any(columns.same_eta):
+        parts = eta.split(columns.widths, 1)
+        for part, scale, same_eta in zip(parts, scales, columns.same_eta, strict=True):
+            if not one_scale:
                 part.mul_(scale)
-            if one_mask:
+            if same_eta:
                 part.copy_(part[:1].expand_as(part))
     factors = eta.new_empty((layout.total, eta.shape[1]))
     before, plus, minus, after = layout.split(factors, 0)

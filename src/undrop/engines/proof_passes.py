@@ -1,4 +1,4 @@
-"""The passes that a proof compares: two plain ones with noise, and one over the stacked batch."""
+"""The passes that a proof compares: two plain passes with noise, and one over the stacked batch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _HALF = 5e-2
 
 
-class Failed(Exception):
-    """The candidate is wrong."""
+class CandidateFailed(Exception):
+    """A candidate plan is wrong for the model."""
 
 
 class CandidatePass(StackedPass):
-    """A stacked pass that finds each site's batch dimension while it runs."""
+    """A stacked pass that finds the batch dimension of each site while it runs, in ``site_plans``."""
 
     def __init__(
         self, model: nn.Module, draft: Plan, rows: Rows, noise: list[Tensor] | None
     ) -> None:
         super().__init__(model, draft, rows, noise or ())
-        self.found: list[SitePlan] = []
+        self.site_plans: list[SitePlan] = []
 
     def noisy(self, h: Tensor, p: float, **_: Any) -> Tensor:
-        """Find the batch in h, and apply the noise of the reference passes."""
+        """Find the batch dimension of h, and apply the noise of the reference passes."""
         if self.index >= len(self.plan.sites):
             raise PlanChanged
         s = self.plan.sites[self.index]
@@ -45,13 +45,13 @@ class CandidatePass(StackedPass):
         if not self.stacked:
             dim = dim_of(h.shape, self.plan.dim, layout.batch)
             if tuple(h.shape) != shape or dim is None:
-                raise Failed
-            h = self.rows.stacked(h, dim)
+                raise CandidateFailed
+            h = self.rows.stack(h, dim)
             self.stacked = True
         dim = grown_dim(shape, h.shape, layout, flattened=True)
         repeats = 1 if dim is None else shape[dim] // layout.batch
         s = replace(s, dim=dim, repeats=repeats, dtype=h.dtype, device=h.device)
-        self.found.append(s)
+        self.site_plans.append(s)
         self.index += 1
         if not self.noise:
             return h
@@ -74,12 +74,11 @@ def _stacked_factors(noise: Tensor, s: SitePlan, layout: Layout) -> Tensor:
         rows = rows.transpose(0, 1) if s.time_major else rows
     ones = rows.new_ones(()).expand(layout.plain, *rows.shape[1:])
     stacked = torch.cat((ones, 1 + rows, 1 - rows))
-    rest = tuple(stacked.shape[1:])
-    return s.placed(stacked.flatten(1), rest)
+    return s.reshape_rows(stacked.flatten(1), tuple(stacked.shape[1:]))
 
 
 class Reference:
-    """Two plain passes of the noisy examples alone, at +ε₀ and -ε₀ with the same noise."""
+    """Two plain passes over the examples with noise, at +ε₀ and -ε₀ with the same η."""
 
     def __init__(self, prover: Prover, rows: Rows, dim: int) -> None:
         self.prover, self.rows = prover, rows
@@ -92,14 +91,14 @@ class Reference:
         self.outputs = []
         for sign in (1.0, -1.0):
             self._sign, self._index = sign, 0
-            with prover.running(Interception(batch.model, self)):
+            with prover.from_same_state(Interception(batch.model, self)):
                 self.outputs.append(call(batch.model, inputs))
         self.flattened = any(n % size == 0 and n > size for s in prover.sites for n in s.shape)
-        """Whether a dimension of a site may be the batch flattened together with another one."""
+        """Whether some site may have a dimension that is the batch flattened with another dimension."""
 
     @property
     def no_effect(self) -> bool:
-        """Whether the noise has no effect on the output: then every candidate agrees."""
+        """Whether the noise has no effect on the output, so every candidate agrees with it."""
         pairs = zip(*map(tensors_in, self.outputs), strict=True)
         return all(close(a, b, 100 * _rounding(a.dtype)) for a, b in pairs)
 
@@ -112,11 +111,11 @@ class Reference:
         noise = self.noise[self._index]
         self._index += 1
         if tuple(noise.shape) != site.mask_shape:
-            raise Failed
+            raise CandidateFailed
         return torch.addcmul(h, h, noise.to(h), value=self._sign)
 
     def check(self, plan: Plan, output: Any) -> None:
-        """Raise ``Failed`` if a stacked output differs from the plain ones by more than rounding."""
+        """Raise ``CandidateFailed`` if a stacked output differs from the plain ones, up to rounding."""
         rows, trees = self.rows, (output, self.prover.output, *self.outputs)
         leaves = zip(*(tensors_in(tree) for tree in trees), plan.output_dims, strict=True)
         for stacked, plain, up, down, dim in leaves:
@@ -126,19 +125,20 @@ class Reference:
                 continue
             if not stacked.is_floating_point():
                 continue
-            others, plus, minus, _ = rows.layout.split(stacked, dim)
-            same = rows.ordered(plain, dim).narrow(dim, 0, rows.layout.plain)
-            pairs = (*((x, same) for x in others), (plus, up), (minus, down))
+            before, plus, minus, _ = rows.layout.split(stacked, dim)
+            without_noise = rows.noisy_last(plain, dim).narrow(dim, 0, rows.layout.plain)
+            pairs = (*((x, without_noise) for x in before), (plus, up), (minus, down))
             if not all(a.shape == b.shape and close(a, b) for a, b in pairs):
-                raise Failed
+                raise CandidateFailed
             scale = float(without_nan(up).abs().max()) if up.numel() else 0.0
             if not close(plus - minus, up - down, 2e-2, 100 * _rounding(up.dtype) * scale):
-                raise Failed
+                raise CandidateFailed
 
     def check_buffers(self, after: dict[str, Tensor]) -> None:
-        """Raise ``NotStackable`` if a pass with tiny noise changes a buffer as a plain one does not.
+        """Raise ``NotStackable`` if a stacked pass changes a buffer in another way than a plain pass.
 
-        The change counts, not the value: a count of all examples so far changes little in one step.
+        The stacked pass has tiny noise. Changes are compared, not values: one step changes a running
+        count of examples by little.
         """
         for name, plain in self.prover.buffers.items():
             before = self.prover.before.get(name, torch.zeros_like(plain))
@@ -146,14 +146,14 @@ class Reference:
                 raise NotStackable(f"its buffer {name!r} depends on all examples")
 
 
-def _same_change(found: Tensor, plain: Tensor, before: Tensor) -> bool:
-    if equal(found, plain):
+def _same_change(stacked: Tensor, plain: Tensor, before: Tensor) -> bool:
+    if equal(stacked, plain):
         return True
     dense = plain.layout is torch.strided and plain.is_floating_point()
-    if not dense or not found.shape == plain.shape == before.shape:
+    if not dense or not stacked.shape == plain.shape == before.shape:
         return False
     rounding = 10 * _rounding(plain.dtype) * float(without_nan(before).abs().max())
-    return close(found - before, plain - before, 1e-2, rounding + 1e-6)
+    return close(stacked - before, plain - before, 1e-2, rounding + 1e-6)
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> tuple[str, .
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all buffers except those of normalization layers, which have a rule."""
+    """Return copies of all buffers except those of normalization layers, which have their own rule."""
     norms = nn.modules.batchnorm._NormBase
     return {
         f"{path}.{name}".lstrip("."): buffer.clone()
@@ -178,22 +178,22 @@ def batch_dims(tree: Any, dim: int, size: int) -> tuple[int | None, ...]:
 
 
 def dim_of(shape: torch.Size, dim: int, size: int) -> int | None:
-    """Return ``dim`` if it has that size, else the only dimension of that size."""
+    """Return ``dim`` if it has that size, else the only dimension that has; None if several have it."""
     if len(shape) > dim and shape[dim] == size:
         return dim
-    found = [d for d, n in enumerate(shape) if n == size]
-    return found[0] if len(found) == 1 else None
+    dims = [d for d, n in enumerate(shape) if n == size]
+    return dims[0] if len(dims) == 1 else None
 
 
 def grown_dim(
     before: tuple[int, ...], after: torch.Size, layout: Layout, *, flattened: bool = False
 ) -> int | None:
-    """Return the dimension that grew from the batch to the stacked batch; None if none did.
+    """Return the dimension that has the batch in ``before`` and the stacked batch in ``after``.
 
-    If the shapes differ in another way, raise ``Failed``.
+    It is None if the shapes are equal. If they differ in any other way, raise ``CandidateFailed``.
     """
     if len(before) != len(after):
-        raise Failed
+        raise CandidateFailed
     changed = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
     if not changed:
         return None
@@ -201,12 +201,12 @@ def grown_dim(
     repeats = before[dim] // layout.batch
     fits = before[dim] == repeats * layout.batch and after[dim] == repeats * layout.total
     if more or not fits or (repeats != 1 and not flattened):
-        raise Failed
+        raise CandidateFailed
     return dim
 
 
 def without_nan(x: Tensor) -> Tensor:
-    """Return x without a graph, and with NaN replaced by a number."""
+    """Return x without a graph, with numbers in place of NaN and infinity."""
     return x.detach() if not x.is_floating_point() else torch.nan_to_num(x.detach())
 
 
@@ -215,14 +215,15 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _stored(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that a sparse tensor consists of; for a dense tensor, itself."""
+    """Return the dense tensors that store a sparse tensor; for a dense tensor, the tensor itself."""
     if x.layout is torch.strided:
         return (x,)
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()
     by_row = x.layout in (torch.sparse_csr, torch.sparse_bsr)
-    places = (x.crow_indices(), x.col_indices()) if by_row else (x.ccol_indices(), x.row_indices())
-    return *places, x.values()
+    if by_row:
+        return x.crow_indices(), x.col_indices(), x.values()
+    return x.ccol_indices(), x.row_indices(), x.values()
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -233,7 +234,10 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def close(a: Tensor, b: Tensor, tolerance: float | None = None, floor: float = 0.0) -> bool:
-    """Return whether a and b agree to rounding, relative to the largest entry of b."""
+    """Return whether a and b agree up to a tolerance relative to the largest entry of b, plus ``floor``.
+
+    The default tolerance allows rounding only.
+    """
     if a.layout is not b.layout or a.shape != b.shape:
         return False
     if a.layout is not torch.strided:

@@ -43,7 +43,7 @@ class StackedPass(Interception):
         self.index = 0
         self.has_idle_dropout = False
         self.trail = 0
-        self.stacked = not plan.late
+        self.stacked = not plan.at_first_site
         self._model = model
         self._rules = stacked_rules(plan.midpoints)
         self.grad_enabled = torch.is_grad_enabled()
@@ -102,7 +102,7 @@ class StackedPass(Interception):
             raise PlanChanged
         return None if self.plan.mask_draws[index] is None else str(index)
 
-    def rule_out(self, key: str, draw: MaskOrigin | None = None) -> None:
+    def rule_out(self, key: str, origin: MaskOrigin | None = None) -> None:
         """Raise ``PlanChanged``, because the draw was a mask in the plain pass."""
         raise PlanChanged
 
@@ -118,7 +118,7 @@ class StackedPass(Interception):
         """Return how many sites and draws the pass has reached."""
         return self.index, self.draw_index
 
-    def record_mask(self, key: str, draw: MaskOrigin) -> None:
+    def record_mask(self, key: str, origin: MaskOrigin) -> None:
         """Do nothing: only the plain pass records masks."""
 
     def site_options(self, shape: Sequence[int], kind: str | None) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class StackedPass(Interception):
             raise PlanChanged
         if not self.stacked:
             assert s.dim is not None
-            h = self.rows.stacked(h, s.dim)
+            h = self.rows.stack(h, s.dim)
             self.stacked = True
         noise = self.noise[index]
         if noise is None:

@@ -8,10 +8,10 @@ for the weights at that time. So a plan is proven again
 - for every new sequence of torch functions that the model calls, because it took another branch;
 - at steps 16, 64 and 256, and every 1,024 steps: weights and buffers change, and examples that did not
   interact at first may do so later;
-- at every step as long as noise has no effect on the output, because then every plan looks right.
+- at every step while noise has no effect on the output, because then every plan looks right.
 
-The steps are counted in this process, and a proof changes no generator, buffer or gradient. So a resumed
-run, which searches and proves again, computes the same bits if it finds the same plan.
+A proof changes no generator, buffer or gradient. So a resumed run, which searches and proves again,
+computes the same bits if it finds the same plan.
 """
 
 from __future__ import annotations
@@ -31,93 +31,112 @@ from undrop.engines.proving import NO_DROPOUT, Prover
 from undrop.intercept import Statistics, bare, is_sharded, preserve_model
 from undrop.rng_snapshot import RngSnapshot
 
-_FULL_PROOFS = 4  # the first shapes get a full search, with a check of the model's randomness
+_FULL_SEARCHES = 4  # after this number of searches, a new shape first tries the last plan
 _EARLY, _EVERY = (16, 64, 256), 1024  # the steps of further proofs
-_BRANCHES = 64  # a model with more branches gets a proof only if their number is a power of 2
+_BRANCHES = 64  # above this number of branches, a new one is proven only if it is the 2ⁿ-th
 
 
 @dataclass
 class Proof:
-    """A plan, and the behavior of the model that it is proven for."""
+    """A plan, and the trails of the model for which it is proven."""
 
     plan: Plan | str
     """The plan, or why there is none."""
     trails: set[int] = field(default_factory=set)
     """The trails of the model's passes so far."""
     steps: int = 0
+    """The number of steps that used the plan, in this process."""
     no_effect: bool = False
     """Whether noise had no effect on the output."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the search found no plan."""
+        return isinstance(self.plan, str)
 
 
 @dataclass
 class Stacking:
-    """What undrop knows about stacked passes of one model."""
+    """The plans of one model, and what searches have learned about it."""
 
     proofs: dict[tuple[Any, ...], Proof] = field(default_factory=dict)
+    """By ``Request.plan_key``."""
     modes: tuple[bool, ...] = ()
     """Which modules were in train mode when a search failed."""
-    proven: int = 0
+    found: int = 0
+    """The number of plans that searches have found."""
     last: Plan | None = None
-    late_allowed: bool = True
+    """The plan that was found last."""
+    at_first_site_allowed: bool = True
     """Whether stacking at the first site has never failed."""
-    draws: bool = False
+    draws_random_numbers: bool = False
     """Whether the model draws random numbers that are not dropout."""
     changed_buffers: tuple[str, ...] = ()
     """The buffers that a pass changes, besides running statistics."""
 
+    def forget_plans(self) -> None:
+        """Forget all plans, because the model behaves differently now."""
+        self.proofs.clear()
+        self.at_first_site_allowed &= self.last is None or not self.last.at_first_site
+        self.found, self.last = 0, None
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, Stacking] = weakref.WeakKeyDictionary()
+
+_STACKING: weakref.WeakKeyDictionary[nn.Module, Stacking] = weakref.WeakKeyDictionary()
 
 
 def find_plan(request: Request, *, again: bool = False) -> tuple[Plan | None, str]:
     """Return the plan for a request, or None and the reason why there is none.
 
-    With ``again``, forget the earlier plans, because the model behaves differently now. If two passes
-    without noise differ, raise an ``EngineError``.
+    With ``again``, forget all earlier plans of the model and search. If two passes without noise differ,
+    raise an ``EngineError``.
     """
     model = request.batch.model
-    known = _KNOWN.setdefault(model, Stacking())
+    stacking = _STACKING.setdefault(model, Stacking())
     if again:
-        known.proofs.clear()
-        known.late_allowed &= not (known.last is not None and known.last.late)
-        known.proven, known.last = 0, None
-    found = known.proofs.get(request.plan_key)
-    if found is not None and isinstance(found.plan, str):
-        # A module may have switched between train and eval mode since the search failed.
-        found = None if found.plan == NO_DROPOUT or known.modes != _modes(model) else found
-    if found is None:
-        found = known.proofs[request.plan_key] = _search(request, known)
-        if isinstance(found.plan, str):
-            known.modes = _modes(model)
-    return (None, found.plan) if isinstance(found.plan, str) else (found.plan, "")
+        stacking.forget_plans()
+    proof = stacking.proofs.get(request.plan_key)
+    # A failed search is repeated if a module has switched between train and eval mode since then.
+    if (
+        proof is None
+        or proof.plan == NO_DROPOUT
+        or (proof.failed and stacking.modes != _modes(model))
+    ):
+        proof = stacking.proofs[request.plan_key] = _search(request, stacking)
+        if proof.failed:
+            stacking.modes = _modes(model)
+    return (None, proof.plan) if isinstance(proof.plan, str) else (proof.plan, "")
 
 
-def plan_holds(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
-    """Return whether the plan of a step is right for what the model did in that step.
+def plan_is_right(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
+    """Prove the plan of a step again if that is due; return False if the proof fails.
 
-    ``trail`` is the trail of the step, and ``rng`` the random state before it, for a model that draws
-    random numbers. For any other model the proof leaves the random state alone: other threads may draw
-    from the same generators.
+    Args:
+        request: the request of the step.
+        trail: the trail of the step.
+        rng: the random state before the step if the model draws random numbers, else None. With None
+            the proof leaves all generators alone, because other threads may draw from them.
     """
     model = request.batch.model
-    proof = _KNOWN[model].proofs.get(request.plan_key)
+    proof = _STACKING[model].proofs.get(request.plan_key)
     if proof is None or isinstance(proof.plan, str):
-        return True  # another thread proves it again
+        return True  # another thread has started a new search
     proof.steps += 1
-    n, m = proof.steps, len(proof.trails)
-    due = n in _EARLY or n % _EVERY == 0 or proof.no_effect
-    branch = trail not in proof.trails and (m < _BRANCHES or m & (m - 1) == 0)
+    n, branches = proof.steps, len(proof.trails)
+    is_due = n in _EARLY or n % _EVERY == 0 or proof.no_effect
+    is_new_branch = trail not in proof.trails
+    if branches >= _BRANCHES and branches & (branches - 1):
+        is_new_branch = False
     proof.trails.add(trail)
-    if n == 1 or not (due or branch) or is_sharded(model):
+    if n == 1 or not (is_due or is_new_branch) or is_sharded(model):
         return True
-    with _preserved(request, draws=rng is not None) as inner:
+    with _preserved(request, draws=rng is not None) as request_for_proof:
         if rng is not None:
             rng.restore()
-        prover = Prover(inner, draws=rng is not None)
+        prover = Prover(request_for_proof, restore_rng=rng is not None)
         prover.run_plain(1)
-        right = prover.proven_again(proof.plan) is not None
+        is_right = prover.proven_again(proof.plan) is not None
         proof.no_effect = prover.no_effect
-    return right
+    return is_right
 
 
 class StateBeforeStep:
@@ -128,12 +147,12 @@ class StateBeforeStep:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        known = _KNOWN.get(model, Stacking())
-        no_effect = any(proof.no_effect for proof in known.proofs.values())
-        inner = bare(model)
-        changed = map(inner.get_buffer, known.changed_buffers)
-        self._buffers = Statistics(model, inner.buffers() if no_effect else changed)
-        self.rng = RngSnapshot(model) if known.draws else None
+        stacking = _STACKING.get(model, Stacking())
+        no_effect = any(proof.no_effect for proof in stacking.proofs.values())
+        bare_model = bare(model)
+        changed = map(bare_model.get_buffer, stacking.changed_buffers)
+        self._buffers = Statistics(model, bare_model.buffers() if no_effect else changed)
+        self.rng = RngSnapshot(model) if stacking.draws_random_numbers else None
 
     def restore(self) -> None:
         """Restore the state."""
@@ -154,35 +173,36 @@ def _preserved(request: Request, *, draws: bool = True) -> Iterator[Request]:
         yield replace(request, batch=request.batch._replace(model=model))
 
 
-def _search(request: Request, known: Stacking) -> Proof:
-    with _preserved(request) as inner:
-        prover = Prover(inner)
+def _search(request: Request, stacking: Stacking) -> Proof:
+    with _preserved(request) as request_for_proof:
+        prover = Prover(request_for_proof)
         try:
-            plan = _proven_plan(prover, known)
+            plan = _proven_plan(prover, stacking)
         except NotStackable as reason:
             return Proof(str(reason))
         finally:
-            known.draws = known.draws or prover.random
-            known.changed_buffers = prover.changed_buffers or known.changed_buffers
-    known.proven, known.last = known.proven + 1, plan
+            stacking.draws_random_numbers |= prover.draws_random_numbers
+            stacking.changed_buffers = prover.changed_buffers or stacking.changed_buffers
+    stacking.found, stacking.last = stacking.found + 1, plan
     return Proof(plan, no_effect=prover.no_effect)
 
 
-def _proven_plan(prover: Prover, known: Stacking) -> Plan:
+def _proven_plan(prover: Prover, stacking: Stacking) -> Plan:
     """Return the last plan if it is right for the new shapes, else the first candidate that is."""
-    last = known.last
+    last = stacking.last
     if last is not None and is_sharded(prover.batch.model):
         prover.run_plain(1)
         return prover.adapted(last)  # every process must run the same number of passes
-    if last is not None and known.proven >= _FULL_PROOFS:
+    if last is not None and stacking.found >= _FULL_SEARCHES:
         prover.run_plain(1)
         plan = prover.proven_again(last)
         if plan is not None:
             return plan
     with prover.without_zeros():
         prover.run_plain()
-        plan = prover.search(last, known.late_allowed)
+        plan = prover.search(last, stacking.at_first_site_allowed)
     if not prover.no_effect:
         return plan
-    prover.run_plain()  # with the model's own weights: random ones may switch all units off
-    return prover.search(plan, known.late_allowed)
+    # The random weights may have switched all units off: search again with the model's own weights.
+    prover.run_plain()
+    return prover.search(plan, stacking.at_first_site_allowed)

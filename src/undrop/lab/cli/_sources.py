@@ -1,4 +1,4 @@
-"""Load the model, the batches and the loss of a command, from a run or by name."""
+"""Load the model, the data and the loss that a command examines, from a run or by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from undrop.losses import Loss
 
 @dataclass(frozen=True)
 class Source:
-    """What a command examines: a model, its data, its loss, and where they come from."""
+    """A model that a command examines, with its data and its loss."""
 
     model: nn.Module
     batches: Iterable[tuple[Any, Any]]
@@ -41,11 +41,11 @@ class Source:
     batch_dim: int = 0
     validation: Iterable[tuple[Any, Any]] | None = None
     run: Run | None = None
-    """The run that it comes from, if any."""
+    """The run of the model, if it is a trained one."""
     optimizer: torch.optim.Optimizer | None = None
     """A new optimizer with the settings of the run."""
-    names: tuple[str, str] | None = None
-    """The names of your own model and data."""
+    import_paths: tuple[str, str] | None = None
+    """The import paths of the user's own model and data."""
 
     @contextmanager
     def explain_user_errors(self) -> Iterator[None]:
@@ -55,10 +55,10 @@ class Source:
         except UndropError:
             raise
         except Exception:
-            if self.names is not None:
-                model, data = self.names
+            if self.import_paths is not None:
+                model, data = self.import_paths
                 ((inputs, _),) = collect(load_user_object(data), 1)
-                with _explain(model, "called on the first batch"):
+                with _one_sentence_errors(model, "called on the first batch"):
                     call(self.model, inputs)
             raise
 
@@ -66,31 +66,36 @@ class Source:
 def windows(
     model: LanguageModel, tokens: Tokens, config: Config, count: int, *, logits: bool = False
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yield windows of text, spread evenly over a split, each with the state of the one before it.
+    """Yield windows of text, spread evenly over a split.
+
+    Each window starts with the state that the model has, in eval mode, after the window before it in
+    the text.
 
     Args:
-        model: computes the state of a window from the one before it, in eval mode.
+        model: the language model.
         tokens: the split.
         config: the settings that cut the text into windows.
         count: the number of windows; a short split has fewer.
-        logits: whether the model returns logits, or the features that its own loss takes.
+        logits: whether the model returns logits, instead of the features that its own loss takes.
     """
     device = next(model.parameters()).device
     length = config.data.length
-    pieces = TrainingWindows(tokens, config.data.batch_size, length)
-    most = max(1, pieces.steps // length - 1)
-    for index in range(min(count, most)):
-        position = length * (1 + index * most // min(count, most))
-        state, first = None, pieces.window(position - length, position)
-        if position < pieces.steps:
-            state = _state_after(model, first.inputs.to(device))
-            first = pieces.window(position, position + length)
-        tokens_in, targets = first.inputs.to(device), first.targets.to(device)
-        yield {"tokens": tokens_in, "state": state, "logits": logits}, targets
+    text = TrainingWindows(tokens, config.data.batch_size, length)
+    available = max(1, text.steps // length - 1)
+    count = min(count, available)
+    for index in range(count):
+        start = length * (1 + index * available // count)
+        state, window = None, text.window(start - length, start)
+        if start < text.steps:
+            state = _state_after(model, window.inputs.to(device))
+            window = text.window(start, start + length)
+        inputs = {"tokens": window.inputs.to(device), "state": state, "logits": logits}
+        yield inputs, window.targets.to(device)
 
 
 @torch.no_grad()
 def _state_after(model: LanguageModel, tokens: Tensor) -> State:
+    """Return the model's state after a window, in eval mode."""
     training = model.training
     model.eval()
     try:
@@ -100,46 +105,47 @@ def _state_after(model: LanguageModel, tokens: Tensor) -> State:
 
 
 def from_run(path: str | Path, *, data_dir: str | Path | None = None, batches: int = 16) -> Source:
-    """Load a trained run with its own training text."""
+    """Load the model and the text of a run."""
     run = open_run(path, data_dir=data_dir)
-    return _of_language_model(run.model, run.corpus, run.config, batches, run)
+    return _from_language_model(run.model, run.corpus, run.config, batches, run)
 
 
 def from_names(
     model: str, data: str, loss: str | None, data_dir: str | Path | None, batches: int
 ) -> Source:
-    """Load a model and data by name: undrop's own, or your own as MODULE:NAME or FILE.py:NAME.
+    """Load one of undrop's language models and a corpus, or the user's own model, data and loss.
 
     Args:
-        model: a language model such as ``awd-lstm``, newly initialized; or your own module, or a
-            function that returns one.
-        data: a corpus, for a language model; or your own batches (inputs, targets), or a function
-            that returns them.
-        loss: your own loss; None is cross-entropy.
+        model: the name of a language model such as ``awd-lstm``, which is newly initialized; or the
+            import path, MODULE:NAME or FILE.py:NAME, of a module or a function that returns one.
+        data: a corpus, for a language model; or the import path of batches (inputs, targets), or of a
+            function that returns them.
+        loss: the import path of a loss; None is cross-entropy.
         data_dir: the folder of the corpus.
         batches: the number of windows of a corpus.
 
     Raises:
-        OptionError: if a name can't be found, or the model is not a module.
+        OptionError: if an import path names nothing, or the model is not a module.
     """
     if ":" not in model:
-        where = None if data_dir is None else str(data_dir)
-        config = configure(None, {"model": {"name": model}, "data": {"name": data, "dir": where}})
+        folder = None if data_dir is None else str(data_dir)
+        config = configure(None, {"model": {"name": model}, "data": {"name": data, "dir": folder}})
         corpus = config.load_corpus()
-        return _of_language_model(config.build_model(corpus), corpus, config, batches)
-    found = load_user_object(model)
-    if not isinstance(found, nn.Module):
+        return _from_language_model(config.build_model(corpus), corpus, config, batches)
+    user_model = load_user_object(model)
+    if not isinstance(user_model, nn.Module):
         raise OptionError(
             f"{model} must be a torch module or a function that returns one, got "
-            f"{type(found).__name__}."
+            f"{type(user_model).__name__}."
         )
-    own_loss = None if loss is None else _look_up(loss)
-    return Source(found, load_user_object(data), own_loss, names=(model, data))
+    user_loss = None if loss is None else _import_object(loss)
+    return Source(user_model, load_user_object(data), user_loss, import_paths=(model, data))
 
 
-def _of_language_model(
+def _from_language_model(
     model: LanguageModel, corpus: Corpus, config: Config, batches: int, run: Run | None = None
 ) -> Source:
+    """Return the source whose batches are windows of the corpus."""
     optimizer = (
         None if run is None else clipped_optimizer(list(model.parameters()), config.optimizer)
     )
@@ -155,39 +161,44 @@ def _of_language_model(
     )
 
 
-def _look_up(name: str) -> Any:
-    """Import the object that MODULE:NAME or FILE.py:NAME names."""
-    place, _, attribute = name.rpartition(":")
-    with _explain(name, "imported"):
-        module = _file(Path(place)) if place.endswith(".py") else _module(place)
-    if hasattr(module, attribute):
-        return getattr(module, attribute)
-    public = [known for known in vars(module) if not known.startswith("_")]
-    near = get_close_matches(attribute, public, n=1)
-    guess = f"did you mean {place}:{near[0]}" if near else "give the name of something in it"
-    raise OptionError(f"{place} has no {attribute!r}: {guess}{'?' if near else '.'}")
+def load_user_object(import_path: str) -> Any:
+    """Import an object; if it is callable and not a module, call it and return the result."""
+    imported = _import_object(import_path)
+    if isinstance(imported, nn.Module) or not callable(imported):
+        return imported
+    with _one_sentence_errors(import_path, "called"):
+        return imported()
 
 
-def _module(name: str) -> ModuleType:
-    _import_from(Path.cwd())
+def _import_object(import_path: str) -> Any:
+    """Import the object of an import path, MODULE:NAME or FILE.py:NAME."""
+    place, _, name = import_path.rpartition(":")
+    with _one_sentence_errors(import_path, "imported"):
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    if hasattr(module, name):
+        return getattr(module, name)
+    public = [variable for variable in vars(module) if not variable.startswith("_")]
+    near = get_close_matches(name, public, n=1)
+    guess = f"did you mean {place}:{near[0]}?" if near else "give the name of something in it."
+    raise OptionError(f"{place} has no {name!r}: {guess}")
+
+
+def _import_module(name: str) -> ModuleType:
+    _make_importable(Path.cwd())
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         near = near_path(Path(f"{name}.py"), "*.py")
-        raise ImportError(f"No module named {name!r}{_guess(near and near.stem)}")
+        raise ImportError(f"No module named {name!r}{_did_you_mean(near and near.stem)}")
     return importlib.import_module(name)
 
 
-def _guess(near: str | Path | None) -> str:
-    return f"; did you mean {near}?" if near else ""
-
-
-def _file(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     """Import a file by its path; it can import the modules in its folder."""
     if not path.is_file():
-        raise ImportError(f"there is no file {path}{_guess(near_path(path, '*.py'))}")
-    _import_from(path.absolute().parent)
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path.absolute()):
-        return known
+        raise ImportError(f"there is no file {path}{_did_you_mean(near_path(path, '*.py'))}")
+    _make_importable(path.absolute().parent)
+    imported = sys.modules.get(path.stem)
+    if imported is not None and getattr(imported, "__file__", None) == str(path.absolute()):
+        return imported
     spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
     assert spec is not None
     assert spec.loader is not None
@@ -197,31 +208,31 @@ def _file(path: Path) -> ModuleType:
     return module
 
 
-def _import_from(folder: Path) -> None:
+def _make_importable(folder: Path) -> None:
     """Make the modules of a folder importable, as ``python -m`` does for the current folder."""
     if str(folder) not in sys.path and not ("" in sys.path and folder == Path.cwd()):
         sys.path.insert(0, str(folder))
 
 
-def load_user_object(name: str) -> Any:
-    """Return the object that MODULE:NAME or FILE.py:NAME names, or what it returns if callable."""
-    found = _look_up(name)
-    if isinstance(found, nn.Module) or not callable(found):
-        return found
-    with _explain(name, "called"):
-        return found()
+def _did_you_mean(near: str | Path | None) -> str:
+    return f"; did you mean {near}?" if near else ""
 
 
 @contextmanager
-def _explain(name: str, what: str) -> Iterator[None]:
-    """Turn any exception of the user's code into one sentence."""
+def _one_sentence_errors(import_path: str, action: str) -> Iterator[None]:
+    """Raise any exception of the user's code as an ``OptionError`` of one sentence.
+
+    Args:
+        import_path: the object of the user.
+        action: what fails if there is an exception, such as "imported".
+    """
     try:
         yield
     except UndropError:
         raise
     except (Exception, SystemExit) as error:
         message = " ".join(str(error).split()).rstrip(".")
-        if not isinstance(error, ImportError):  # its message needs no more detail
+        if not isinstance(error, ImportError):  # the message of an ImportError needs no details
             message = f"{type(error).__name__}: {message}; --debug shows where"
         stop = "" if message.endswith("?") else "."
-        raise OptionError(f"{name} can't be {what}: {message}{stop}") from error
+        raise OptionError(f"{import_path} can't be {action}: {message}{stop}") from error

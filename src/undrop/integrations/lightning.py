@@ -40,13 +40,13 @@ _log = logging.getLogger("undrop")
 class UndropCallback(Callback):
     """Logs ``undrop/loss``, ``undrop/explicit``, ``undrop/implicit``, and saves the objective's state.
 
-    It logs one line at the first step, and raises an error if ``training_step`` does not use the
-    objective. The state is part of Lightning's checkpoints, so a resumed fit draws the same noise as an
-    uninterrupted one. With several processes, Lightning saves the state of the first, and the others
-    derive their noise from it.
+    At the first step it reports the objective in one line. It raises an error if ``training_step`` does
+    not use the objective. The state is part of Lightning's checkpoints, so a resumed fit draws the same
+    noise as an uninterrupted one. With several processes, Lightning saves the state of the first
+    process, and the other processes derive their noise from it.
 
     With a :class:`~undrop.Tuner` instead of the objective, call ``tuner.step`` in ``training_step``. The
-    callback then logs ``undrop/p/SITE`` and ``undrop/benefit/SITE`` too.
+    callback then also logs ``undrop/p/SITE`` and ``undrop/benefit/SITE``.
 
     Args:
         objective: the objective, or the tuner, that ``training_step`` calls.
@@ -63,7 +63,7 @@ class UndropCallback(Callback):
         """Log the parts of the step.
 
         Raises:
-            OptionError: if ``training_step`` did not return them, or never called the objective.
+            OptionError: if ``training_step`` does not return the parts, or never calls the objective.
         """
         parts = outputs.get("parts") if isinstance(outputs, Mapping) else None
         if parts is None or not self.objective.steps:
@@ -72,8 +72,8 @@ class UndropCallback(Callback):
                 "step = objective(model, inputs, targets) in it and return "
                 "{'loss': step.total, 'parts': step.parts}."
             )
-        figures = self.objective.metrics() if isinstance(self.objective, Tuner) else {}
-        pl_module.log_dict({f"undrop/{name}": v for name, v in {**parts, **figures}.items()})
+        tuned = self.objective.metrics() if isinstance(self.objective, Tuner) else {}
+        pl_module.log_dict({f"undrop/{name}": v for name, v in {**parts, **tuned}.items()})
         if not self._reported and trainer.is_global_zero:
             values = ", ".join(f"{name} = {value:.4g}" for name, value in parts.items())
             _log.warning(
@@ -85,7 +85,7 @@ class UndropCallback(Callback):
         self._reported = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the objective's state, for the checkpoint."""
+        """Return the objective's state, which Lightning saves in the checkpoint."""
         return self.objective.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
 """Losses of trainers that use a model's log-probabilities, such as DPO, KTO and GRPO.
 
-Such a loss is not a function of one batch of logits. It calls the model, gets the log-probabilities of
-the labels (TRL's ``fused_lm_head``) or scores, and computes the rest itself. So the trainer's own
-``compute_loss`` runs twice with a stand-in for the model. The first time, the stand-in records the
-inputs of the call, and undrop computes its output F and u = ∂F/∂ε. The second time, the stand-in returns
-F. The trainer's result is ℓ(F), which torch differentiates twice in F. Nothing here imports TRL.
+The trainer computes such a loss itself: it calls the model, which returns scores, or (with TRL's
+``fused_lm_head``) the log-probabilities of the labels. So undrop runs the trainer's own
+``compute_loss`` twice with a stand-in for the model. In the first run, the stand-in records the inputs
+of the call, and undrop computes the model's output F and u = ∂F/∂ε. In the second run, the stand-in
+returns F, so the trainer returns ℓ(F), which torch differentiates twice in F. This module does not
+import TRL.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from undrop.losses.generic import Generic
 from undrop.objectives import Objective, Step
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
-"""What TRL's fused head returns for each token; only the first is differentiated."""
+"""The outputs of TRL's fused head for each token; losses differentiate only the first one."""
 FLAGS = ("is_top1", "label_mask")
-"""The fields that are true or false."""
+"""The boolean fields."""
 
 
 class ModelCalled(Exception):
@@ -37,39 +38,39 @@ class ModelCalled(Exception):
 
 
 class Policy(nn.Module):
-    """A model with one tensor (examples, …, fields) as its output, so that a pass can be stacked."""
+    """Wraps a model so that it returns one tensor (examples, …, fields), as a stacked pass needs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._undrop_policy = model  # site names leave this attribute out
+        self._undrop_policy = model  # names of sites omit this attribute
         self.fields: tuple[str, ...] = ()
 
     def forward(self, **inputs: Any) -> Tensor:
-        """Return log-probabilities and statistics of every token, or scores if the model has none."""
+        """Return log-probabilities and statistics of every token, or the logits if there are none."""
         output = self._undrop_policy(**inputs)
         if getattr(output, "log_probs", None) is None:
             self.fields = ("logits",)
             return logits_of(output).unsqueeze(-1)
         self.fields = tuple(name for name in FIELDS if output.get(name) is not None)
-        like = output.log_probs
-        return torch.stack([output[name].to(like.dtype) for name in self.fields], -1)
+        dtype = output.log_probs.dtype
+        return torch.stack([output[name].to(dtype) for name in self.fields], -1)
 
     def as_model_output(self, values: Tensor) -> SimpleNamespace:
-        """Return ``values`` in the form of a model output; only its first field has a graph."""
-        found = dict.fromkeys((*FIELDS, "logits", "aux_loss", "loss"))
-        for i, name in enumerate(self.fields):
-            field = values[..., i]
-            found[name] = (
-                field if i == 0 else field.detach() > 0.5 if name in FLAGS else field.detach()
-            )
-        return SimpleNamespace(**found)
+        """Return the tensor of :meth:`forward` as a model output; only the first field has a graph."""
+        output = dict.fromkeys((*FIELDS, "logits", "aux_loss", "loss"))
+        first, *statistics = self.fields
+        output[first] = values[..., 0]
+        for i, name in enumerate(statistics, 1):
+            field = values[..., i].detach()
+            output[name] = field > 0.5 if name in FLAGS else field
+        return SimpleNamespace(**output)
 
 
 class StandIn:
     """Replaces the model in the ``compute_loss`` of the trainer named ``trainer_name``.
 
     A call without gradients (for a reference, or an estimate of a divergence) runs the model without
-    noise. A call with gradients returns ``output``; if that is None, it raises :class:`ModelCalled`.
+    noise. A call with gradients returns ``output``; if it is None, the call raises :class:`ModelCalled`.
     """
 
     def __init__(self, model: nn.Module, output: Any, trainer_name: str) -> None:
@@ -77,7 +78,7 @@ class StandIn:
         self.calls = 0
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Return the output for the model, or raise ``ModelCalled``."""
+        """Return the output in place of the model's, or raise ``ModelCalled``."""
         if not torch.is_grad_enabled():
             with Interception(self._model, no_noise):
                 return self._model(*args, **inputs)
@@ -101,48 +102,50 @@ class StandIn:
 
 
 class PolicyLoss(Generic):
-    """The trainer's loss as a function of what the policy returns.
+    """The trainer's loss as a function of the policy's output.
 
     H is the Hessian in the log-probabilities of the labels. For DPO, -log σ(β·margin), H is β²σ(1-σ)
     along the margin. For losses with a ratio exp(log p - log p_old)·advantage, H has the sign of
     -advantage. ``explicit="identity"``, which penalizes the variance of the log-probabilities, and
     ``"loss-jacobian"`` are never negative.
 
-    The targets are the indices of the examples: they tell the loss the order of a stacked pass.
+    The targets are the indices of the examples. A stacked pass reorders the examples, and with the
+    indices the loss restores the order of the batch.
     """
 
     has_side_effects = True
 
     def __init__(self) -> None:
-        super().__init__(self._in_order, whole_output=False)
-        self._method = "reverse mode"  # trying it out would add a call to the trainer's metrics
+        super().__init__(self._loss_in_batch_order, whole_output=False)
+        self._method = (
+            "reverse mode"  # a test of other methods would count in the trainer's metrics
+        )
         self.trainer_loss: Callable[[Tensor], Tensor] | None = None
-        """The trainer's loss of the policy's output in the order of the batch."""
+        """The trainer's loss, given the policy's output in the order of the batch."""
 
-    def _in_order(self, values: Tensor, order: Tensor) -> Tensor:
+    def _loss_in_batch_order(self, values: Tensor, order: Tensor) -> Tensor:
         assert self.trainer_loss is not None
         return self.trainer_loss(values.index_select(0, order.argsort()))
 
     def _derivatives_of_part(
         self, output: Any, u: Any, target: Any, form: str, dim: int
     ) -> Derivatives:
-        return super()._derivatives_of_part(output, _first_field(u), target, form, dim)
+        return super()._derivatives_of_part(output, _without_statistics(u), target, form, dim)
 
     def count(self, output: Any, target: Any) -> Tensor:
         """Return the number of log-probabilities."""
         return super().count(output[..., 0].unsqueeze(-1), target)
 
 
-def _first_field(u: Tensor) -> Tensor:
-    """Return u of the log-probabilities, and 0 for statistics, which no loss differentiates."""
-    keep = u.new_zeros(u.shape[-1])
-    keep[0] = 1.0
-    return torch.where(keep.bool(), u, 0.0)
+def _without_statistics(u: Tensor) -> Tensor:
+    """Return u with 0 in all fields but the first: no loss differentiates the statistics."""
+    is_first = torch.arange(u.shape[-1], device=u.device) == 0
+    return torch.where(is_first, u, 0.0)
 
 
 @torch.no_grad()
 def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """Compute from logits what TRL's fused head returns, one example at a time to save memory."""
+    """Return the outputs of TRL's fused head, given logits; one example at a time to save memory."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     mask = labels[:, 1:] != -100
     for scores, label in zip(logits[:, :-1], labels[:, 1:].clamp(min=0), strict=True):
@@ -160,7 +163,7 @@ def label_statistics(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 
 
 class PolicyStep:
-    """An objective on a trainer's own loss: ``step(model, own_loss)``."""
+    """Evaluates an objective on a trainer's own loss: ``step = policy_step(model, own_loss)``."""
 
     def __init__(self, objective: Objective, trainer_name: str) -> None:
         engine = getattr(objective, "engine", None)
@@ -173,7 +176,7 @@ class PolicyStep:
         self._policy: Policy | None = None
 
     def __call__(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> Step:
-        """Evaluate the objective; ``own_loss`` is the trainer's, which calls the model once."""
+        """Evaluate the objective; ``own_loss`` computes the trainer's loss, given a model to call."""
         inputs = self._inputs_of_call(model, own_loss)
         policy = self.policy(model)
 
@@ -182,11 +185,11 @@ class PolicyStep:
 
         self.loss.trainer_loss = trainer_loss
         self.objective.loss = self.loss
-        first = next(x for x in tensors_in(inputs))
+        first = next(iter(tensors_in(inputs)))
         return self.objective(policy, inputs, torch.arange(len(first), device=first.device))
 
     def policy(self, model: nn.Module) -> Policy:
-        """Return the model as undrop runs it."""
+        """Return the model with one output tensor; the same object for the same model."""
         if self._policy is None or self._policy._undrop_policy is not model:
             self._policy = Policy(model)
         return self._policy

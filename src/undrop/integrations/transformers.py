@@ -52,35 +52,35 @@ _log = logging.getLogger("undrop")
 _Base: Any = Trainer if TYPE_CHECKING else object  # for type checkers, the mixin is a Trainer
 
 
-class _Sums:
-    """An objective's parts, summed since they were last logged."""
+class _PartMeans:
+    """The means of an objective's parts over the steps since the last log."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
-        self._since = 0
+        self.sums: dict[str, float] = {}
+        self._first_step = 0
 
     def add(self, parts: dict[str, float], scale: float, step: int) -> None:
-        """Add the parts of a micro-batch; ``step`` is the number of steps before it."""
-        if not self.parts:
-            self._since = step
+        """Add the parts of a micro-batch, times ``scale``; ``step`` is the number of steps before it."""
+        if not self.sums:
+            self._first_step = step
         for name, value in parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + scale * value
+            self.sums[name] = self.sums.get(name, 0.0) + scale * value
 
     def take(self, step: int) -> dict[str, float]:
-        """Return the means over the steps since the last log, and set the sums to 0."""
-        parts, self.parts = self.parts, {}
-        return {name: value / max(1, step - self._since) for name, value in parts.items()}
+        """Return the means, and start again; ``step`` is the number of steps so far."""
+        sums, self.sums = self.sums, {}
+        return {name: value / max(1, step - self._first_step) for name, value in sums.items()}
 
 
 @contextmanager
 def _keep_metrics(trainer: Any) -> Iterator[None]:
     """Restore the metrics that TRL's trainers collect in ``compute_loss``."""
     names = [n for n in ("_metrics", "_total_train_tokens") if hasattr(trainer, n)]
-    before = {name: copy.deepcopy(getattr(trainer, name)) for name in names}
+    saved = {name: copy.deepcopy(getattr(trainer, name)) for name in names}
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in saved.items():
             setattr(trainer, name, value)
 
 
@@ -88,15 +88,15 @@ class UndropMixin(_Base):
     """Adds undrop to your own Trainer: ``class Mine(UndropMixin, MyTrainer)``.
 
     The model's head determines the loss (next token, masked token, class of a token or a sequence, or
-    numbers). On the first batch, without noise, the loss must agree with the Trainer's own
-    ``compute_loss``, so training never uses a different loss silently. ``loss``, ``explicit`` and
-    ``implicit`` are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
+    regression). On the first batch, without noise, the loss must agree with the Trainer's own
+    ``compute_loss``, so training never uses a different loss silently. The parts of a step, ``loss``,
+    ``explicit`` and ``implicit``, are logged as ``undrop/…``; they add up to the Trainer's ``loss``.
 
     With gradient accumulation, all three parts are means over all targets of the step. Each micro-batch
     draws its own noise, so the implicit part has the covariance of one large batch.
 
     Args:
-        objective: what to minimize. The model's head determines its loss.
+        objective: the objective to minimize, without a loss; :class:`~undrop.Analytic` by default.
         tune: examples that training does not see. A :class:`~undrop.Tuner` tunes p of every site on
             them, in evaluation batches, and logs it as ``undrop/p/SITE``. It works in one process only.
         args: passed to the Trainer, like all other arguments.
@@ -111,8 +111,8 @@ class UndropMixin(_Base):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.tuner: Tuner | None = None
-        self._undrop_tune = tune
-        self._undrop_saved: Path | None = None
+        self._undrop_tune_examples = tune
+        self._undrop_tuner_state: Path | None = None  # loaded when the tuner is created
         if tune is not None and self.args.world_size > 1:
             raise OptionError(
                 "tune= works in one process: leave it out, or start a single process."
@@ -120,7 +120,7 @@ class UndropMixin(_Base):
         self.objective = Analytic() if objective is None else objective
         self._undrop_task: Task | None = None
         self._undrop_verified = False
-        self._undrop_sums = _Sums()
+        self._undrop_means = _PartMeans()
         self._undrop_reported = False
         self._undrop_policy_step: PolicyStep | None = None
         if getattr(self.args, "disable_dropout", False) and self.objective.needs_dropout:
@@ -128,9 +128,9 @@ class UndropMixin(_Base):
                 f"{type(self).__name__} has set every p to 0: pass disable_dropout=False. With "
                 "undrop.Analytic nothing is dropped, and log-probabilities stay reproducible."
             )
-        if callable(self.compute_loss_func):  # TRL puts a string there
+        if callable(self.compute_loss_func):  # in TRL's trainers it is a string
             raise OptionError(
-                "compute_loss_func receives only the model's output, and undrop needs the whole pass: "
+                "compute_loss_func receives only the model's output, but undrop runs the model itself: "
                 "leave it out and override `undrop_task` to say which loss and targets to use."
             )
         if not isinstance(self.objective.loss, ModelLoss):
@@ -140,10 +140,10 @@ class UndropMixin(_Base):
             )
 
     def undrop_task(self, model: nn.Module, labels: Tensor) -> Task:
-        """Return the loss of this model and its targets; override it for your own head.
+        """Return the loss of a model and the targets of a batch; override it for your own head.
 
         Args:
-            model: the model, without wrappers.
+            model: the model without its wrappers (distributed, compiled).
             labels: the labels of the first batch.
         """
         return find_task(model, labels, self.args.label_smoothing_factor)
@@ -156,57 +156,60 @@ class UndropMixin(_Base):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Evaluate the objective in training; in eval mode, leave the loss to the Trainer."""
+        """Return the objective in train mode, and the Trainer's own loss in eval mode."""
         if not model.training:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
-        own = self._undrop_own_loss(model, inputs, num_items_in_batch)
+        own_loss = self._undrop_own_loss(model, inputs, num_items_in_batch)
         if not isinstance(inputs.get("labels"), Tensor):
-            if own is not None:
-                return self._undrop_on_policy(model, own)
+            if own_loss is not None:
+                return self._undrop_policy_loss(model, own_loss)
             raise TargetError(
-                f"undrop's objective needs `labels` in the batch, got {', '.join(inputs)}."
+                f"undrop's objective needs `labels` in the batch, got {', '.join(inputs)}: let the "
+                "dataset or the data collator add them."
             )
         inputs = dict(inputs)
         labels = inputs.pop("labels")
-        # Accelerate's own autocast is inside forward, where the engines would not see it.
+        # Accelerate's own autocast is active only inside forward, and the engines need to see it.
         with self.accelerator.autocast():
-            task = self._undrop_checked_task(model, inputs, labels)
+            task = self._undrop_find_task(model, inputs, labels)
             inputs = decoder_inputs(self.accelerator.unwrap_model(model), inputs, labels)
             targets = task.targets(labels)
-            if self._undrop_tune is not None:
-                self._undrop_tuner(model, task, self._undrop_tune).observe(model, inputs, targets)
+            if self._undrop_tune_examples is not None:
+                if self.tuner is None:
+                    self.tuner = self._undrop_make_tuner(model, task, self._undrop_tune_examples)
+                self.tuner.observe(model, inputs, targets)
             step = self.objective(model, inputs, targets)
         if not self._undrop_reported:
             self._undrop_report(model, inputs, step)
-        scale, logged = self._undrop_scales(step, targets, num_items_in_batch)
-        self._undrop_sums.add(step.parts, logged, self.state.global_step)
-        if own is not None and hasattr(self, "_metrics"):  # TRL's own entropy, accuracy and tokens
-            own(StandIn(model, label_statistics(logits_of(step.output), labels), ""))
+        scale, log_factor = self._undrop_scales(step, targets, num_items_in_batch)
+        self._undrop_means.add(step.parts, log_factor, self.state.global_step)
+        if own_loss is not None and hasattr(self, "_metrics"):  # of TRL: entropy, accuracy, tokens
+            own_loss(StandIn(model, label_statistics(logits_of(step.output), labels), ""))
         total = step.total if scale == 1.0 else step.total * scale
         return (total, step.output) if return_outputs else total
 
     def _undrop_own_loss(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
     ) -> Callable[[Any], Tensor] | None:
-        """Return the wrapped Trainer's loss as a function of the model; None for a plain Trainer."""
+        """Return the Trainer's own loss as a function of the model; None for a plain Trainer."""
         compute = super().compute_loss
         if getattr(compute, "__func__", None) is Trainer.compute_loss:
             return None
 
-        def own(model_or_stand_in: Any) -> Tensor:
+        def own_loss(model_or_stand_in: Any) -> Tensor:
             with Interception(uncompiled(model), no_noise):
-                found = compute(model_or_stand_in, dict(inputs), num_items_in_batch=count)
-            loss: Tensor = found[0] if isinstance(found, tuple) else found
+                result = compute(model_or_stand_in, dict(inputs), num_items_in_batch=count)
+            loss: Tensor = result[0] if isinstance(result, tuple) else result
             return loss
 
-        return own
+        return own_loss
 
-    def _undrop_on_policy(self, model: nn.Module, own: Callable[[Any], Tensor]) -> Tensor:
-        """Evaluate the objective on a loss of log-probabilities, as in DPO or GRPO."""
+    def _undrop_policy_loss(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> Tensor:
+        """Return the objective on a loss of log-probabilities, as in DPO or GRPO."""
         if self._undrop_policy_step is None:
-            if self._undrop_tune is not None or self.args.world_size > 1:
+            if self._undrop_tune_examples is not None or self.args.world_size > 1:
                 raise OptionError(
                     f"with {type(self).__name__}, undrop supports neither tune= nor several processes: "
                     "leave tune= out, and start a single process."
@@ -214,40 +217,38 @@ class UndropMixin(_Base):
             check_attention(self.accelerator.unwrap_model(model))
             self._undrop_policy_step = PolicyStep(self.objective, type(self).__name__)
         with self.accelerator.autocast():
-            step = self._undrop_policy_step(model, own)
+            step = self._undrop_policy_step(model, own_loss)
         if not self._undrop_reported:
             self._undrop_report(model, None, step)
-        divided = self.compute_loss_func is None  # the Trainer divides the loss later
-        logged = 1.0 / self.current_gradient_accumulation_steps if divided else 1.0
-        self._undrop_sums.add(step.parts, logged, self.state.global_step)
+        divides_later = self.compute_loss_func is None  # then the Trainer divides the loss itself
+        log_factor = 1.0 / self.current_gradient_accumulation_steps if divides_later else 1.0
+        self._undrop_means.add(step.parts, log_factor, self.state.global_step)
         return step.total
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepare without noise: some trainers generate text and compute old log-probabilities here."""
+        """Prepare without noise, because some trainers generate text here, or log-probabilities."""
         if not self.model.training:
             return super()._prepare_inputs(inputs)
         with Interception(uncompiled(self.model), no_noise):
             return super()._prepare_inputs(inputs)
 
-    def _undrop_checked_task(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor
-    ) -> Task:
-        """Return the model's task, found at the first step and compared with the Trainer's own loss."""
+    def _undrop_find_task(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
+        """Return the model's task; the first call finds it and compares its loss with the Trainer's."""
         if self._undrop_task is None:
             inner = self.accelerator.unwrap_model(model)
             check_attention(inner)
             self._undrop_task = self.undrop_task(inner, labels)
             self.objective.loss = self._undrop_task.loss
-            # A subclass that overrides the task wants a different loss.
+            # A subclass that overrides the task may want another loss than the Trainer's.
             self._undrop_verified = type(self).undrop_task is not UndropMixin.undrop_task
         if not self._undrop_verified:
-            self._undrop_verified = self._undrop_agrees(model, inputs, labels, self._undrop_task)
+            self._undrop_verified = self._undrop_same_loss(model, inputs, labels, self._undrop_task)
         return self._undrop_task
 
-    def _undrop_agrees(
+    def _undrop_same_loss(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: Task
     ) -> bool:
-        """Return whether the task's loss is the Trainer's own; False if the batch has no targets."""
+        """Check that the task's loss is the Trainer's own; return False if the batch has no targets."""
         inner = self.accelerator.unwrap_model(model)
         without_noise = Interception(uncompiled(model), no_noise)
         with (
@@ -257,36 +258,35 @@ class UndropMixin(_Base):
             without_noise,
             _keep_metrics(self),
         ):
-            theirs = super().compute_loss(model, {**inputs, "labels": labels})
+            trainer_loss = super().compute_loss(model, {**inputs, "labels": labels})
             logits = logits_of(call(model, decoder_inputs(inner, inputs, labels)))
         return check_same_loss(
             task.loss.value(logits.float(), task.targets(labels)),
-            theirs,
+            trainer_loss,
             whose=f"{type(self).__name__}'s own compute_loss, with {type(inner).__name__},",
             loss=task.loss,
             way_out="override `undrop_task` to say which loss and targets to use",
         )
 
-    def _undrop_tuner(self, model: nn.Module, task: Task, examples: Dataset[Any]) -> Tuner:
-        """Return the tuner, which is made at the first step, when the loss is known."""
-        if self.tuner is None:
-            inner, batches = self.accelerator.unwrap_model(model), []
-            for batch in self.get_test_dataloader(examples):
-                rest = dict(self._prepare_inputs(batch))
-                labels = rest.pop("labels")
-                batches.append((decoder_inputs(inner, rest, labels), task.targets(labels)))
-            self.tuner = Tuner(self.objective, batches)
-            if self._undrop_saved is not None:
-                load_state(self.tuner, self._undrop_saved)
-        return self.tuner
+    def _undrop_make_tuner(self, model: nn.Module, task: Task, examples: Dataset[Any]) -> Tuner:
+        """Return a tuner on batches of the examples; it continues from a checkpoint if there is one."""
+        inner, batches = self.accelerator.unwrap_model(model), []
+        for batch in self.get_test_dataloader(examples):
+            inputs = dict(self._prepare_inputs(batch))
+            labels = inputs.pop("labels")
+            batches.append((decoder_inputs(inner, inputs, labels), task.targets(labels)))
+        tuner = Tuner(self.objective, batches)
+        if self._undrop_tuner_state is not None:
+            load_state(tuner, self._undrop_tuner_state)
+        return tuner
 
     def _undrop_scales(
         self, step: Step, targets: Tensor, num_items_in_batch: Tensor | int | None
     ) -> tuple[float, float]:
-        """Return the share of a micro-batch in its step: a factor for the loss and one for the log.
+        """Return the factors of a micro-batch in its step: one for the loss and one for the log.
 
-        A Trainer that counts the targets of the whole step expects the share of the targets. Any other
-        Trainer divides by the number of micro-batches itself.
+        A Trainer that counts the targets of the whole step expects the loss times the micro-batch's
+        share of the targets. Any other Trainer divides by the number of micro-batches itself.
         """
         if num_items_in_batch is None or not self.model_accepts_loss_kwargs:
             return 1.0, 1.0 / self.current_gradient_accumulation_steps
@@ -298,57 +298,58 @@ class UndropMixin(_Base):
         return share, share
 
     def _undrop_report(self, model: nn.Module, inputs: dict[str, Any] | None, step: Step) -> None:
-        """Log one line that says that undrop is active, and which model it trains."""
+        """Log that undrop is active, with the objective, the model, its sites and the parts."""
         self._undrop_reported = True
         if not self.is_world_process_zero():
             return
-        found = "dropout off"
+        sites = "dropout off"
         if self.objective.needs_dropout:
             policy = self._undrop_policy_step
             trained = model if policy is None else policy.policy(model)
-            found = f"{len(self.objective.sites(uncompiled(trained), inputs))} sites"
+            sites = f"{len(self.objective.sites(uncompiled(trained), inputs))} sites"
             if has_no_effect(step.parts):
-                found += ", no effect yet (LoRA starts with B = 0)"
+                sites += ", no effect yet (LoRA starts with B = 0)"
         _log.warning(
             "undrop is active: %s on %s, %s, %s",
             type(self.objective).__name__,
             type(self.accelerator.unwrap_model(model)).__name__,
-            found,
+            sites,
             ", ".join(f"{name} = {value:.4g}" for name, value in step.parts.items()),
         )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the parts, averaged as the Trainer averages its loss, to the logs of training."""
-        if "loss" in logs and self._undrop_sums.parts:
-            means = self._undrop_sums.take(self.state.global_step)
+        """Add the mean parts and the tuned p to the logs of training, as means over all processes."""
+        if "loss" in logs and self._undrop_means.sums:
+            means = self._undrop_means.take(self.state.global_step)
             values = torch.tensor(list(means.values()), device=self.args.device)
-            over_all = self.accelerator.reduce(values, reduction="mean").tolist()
-            names = (f"undrop/{name}" for name in means)
+            means_over_processes = self.accelerator.reduce(values, reduction="mean").tolist()
+            parts = dict(zip(means, means_over_processes, strict=True))
             tuned = {} if self.tuner is None else self.tuner.metrics()
-            figures = {f"undrop/{name}": value for name, value in tuned.items()}
-            logs = {**logs, **dict(zip(names, over_all, strict=True)), **figures}
+            logs = {**logs, **{f"undrop/{n}": value for n, value in {**parts, **tuned}.items()}}
         super().log(logs, *args, **kwargs)
 
-    def _undrop_file(self, folder: str) -> Path:
+    def _undrop_state_file(self, folder: str) -> Path:
         rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
         return Path(folder) / f"undrop{rank}.safetensors"
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save the objective's state with the other random states, so that resuming is exact."""
         super()._save_rng_state(output_dir)
-        save_state(self.tuner or self.objective, self._undrop_file(output_dir))
+        save_state(self.tuner or self.objective, self._undrop_state_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
-        path = self._undrop_file(checkpoint)
-        if path.exists() and self._undrop_tune is not None:
-            self._undrop_saved = path  # the tuner is made at the first step
+        path = self._undrop_state_file(checkpoint)
+        if path.exists() and self._undrop_tune_examples is not None:
+            self._undrop_tuner_state = path
         elif path.exists():
             load_state(self.objective, path)
         else:
-            _log.warning("undrop found no state in %s: its noise and step count start again.", path)
+            _log.warning(
+                "undrop found no state in %s: the noise and the step count start again.", path
+            )
 
 
 class UndropTrainer(UndropMixin, Trainer):
@@ -364,11 +365,11 @@ class UndropTrainer(UndropMixin, Trainer):
 
 
 def save_state(objective: Objective | Tuner, path: Path) -> None:
-    """Write the state of an objective atomically."""
+    """Save the state of an objective or a tuner atomically."""
     with replacing(path) as temporary:
         save_tensors(temporary, {"objective": to_bytes(objective.state_dict())})
 
 
 def load_state(objective: Objective | Tuner, path: Path) -> None:
-    """Restore an objective's saved state from a file, which must be complete and unchanged."""
+    """Restore the state of an objective or a tuner; the file must be complete and unchanged."""
     objective.load_state_dict(from_bytes(load_tensors(path)["objective"]))

@@ -7,12 +7,12 @@
 A family is a model file of timm, a model type of Transformers, a method of PEFT, or a layer, model or
 dropping function of PyG. Each is built at a tiny size without a download and runs in train mode with
 all its drop probabilities at 0.1. Every draw of the pass must belong to a site, or be named in the
-second table of ``undrop.sites``. Two checks look for what is missed:
+second table of ``undrop.sites``. Two checks look for missed draws:
 
 - by place: each module that draws in the plain pass has as many sites and named draws;
 - by effect: two passes with different seeds of torch, NumPy and Python return the same numbers, if the
-  noise is off and the named draws are the same in both. Constant parameters are made random first,
-  because a factor of 0 would hide a draw.
+  noise is off and the named draws are the same in both passes. Constant parameters are made random
+  first, because a factor of 0 would hide a draw.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-def open_branches(model: nn.Module) -> None:
+def randomize_constants(model: nn.Module) -> None:
     """Make constant parameters random, because a factor of 0 hides the effect of a draw."""
     with torch.no_grad():
         for value in model.parameters():
@@ -76,7 +76,7 @@ def open_branches(model: nn.Module) -> None:
 
 
 def plain_draws(built: Built) -> list[Unaccounted]:
-    """What a plain training pass draws, by module."""
+    """Return the random draws of a plain training pass, by module."""
     names = module_paths(built.model)
     found: list[Unaccounted] = []
     ops = RandomOps(names)
@@ -86,8 +86,8 @@ def plain_draws(built: Built) -> list[Unaccounted]:
     return [*ops.unaccounted, *found]
 
 
-class AlsoDropping(nn.Module):
-    """A model plus a dropout without effect, since ``undrop.sites`` refuses a model without sites."""
+class WithDropout(nn.Module):
+    """A model with a further dropout that has no effect: ``undrop.sites`` needs at least one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -99,12 +99,12 @@ class AlsoDropping(nn.Module):
         return self.model(*args, **kwargs)
 
 
-def found_sites(built: Built) -> Sites:
-    """The sites of a model, and the draws that belong to none, even if it has no site."""
+def find_sites(built: Built) -> Sites:
+    """Return the sites of a model, and its draws that belong to no site; a model may have no sites."""
     try:
         return undrop.sites(built.model, built.inputs)
     except NoDropoutError:
-        found = undrop.sites(AlsoDropping(built.model), built.inputs)
+        found = undrop.sites(WithDropout(built.model), built.inputs)
         named = [
             u._replace(module=u.module.removeprefix("model").lstrip(".")) for u in found.unaccounted
         ]
@@ -112,7 +112,7 @@ def found_sites(built: Built) -> Sites:
 
 
 def unread_draws(built: Built) -> Counter[str]:
-    """The number of draws of each module, by its path, that no code reads."""
+    """Return the number of draws that no code reads, by the path of the module."""
     read: set[str] = set()
     draw = Uniform.materialize
 
@@ -132,10 +132,10 @@ def unread_draws(built: Built) -> Counter[str]:
     return Counter(key.rpartition("random")[0].rstrip(".") for key in keys if key not in read)
 
 
-def missed_by_place(
+def missed_draws(
     draws: list[Unaccounted], found: Sites, model: nn.Module, unread: Counter[str]
 ) -> dict[str, int]:
-    """The number of draws of each module that are neither sites nor named."""
+    """Return the number of draws that are neither sites nor named, by the path of the module."""
     modules = set(module_paths(model).values())
     known = Counter(unread)
     for site in found:
@@ -151,8 +151,8 @@ def missed_by_place(
     return {path: n - known[path] for path, n in drawn.items() if n > known[path]}
 
 
-class SameDraws(TorchDispatchMode):
-    """Gives the named operations the same random numbers in every pass; the others stay random."""
+class RepeatedDraws(TorchDispatchMode):
+    """Gives the named operations the same random numbers in every pass; other operations stay random."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ class SameDraws(TorchDispatchMode):
             torch.set_rng_state(state)
 
 
-def quiet_pass(built: Built, number: int, named: set[str]) -> list[Tensor]:
-    """The output without noise, for a seed, with the same named draws for every seed."""
+def pass_without_noise(built: Built, number: int, named: set[str]) -> list[Tensor]:
+    """Return the output of a pass without noise for a seed; the named draws are equal for every seed."""
     mode = Interception(built.model, no_noise)
     mode.batch = next((len(x) for x in tensors_in(built.inputs) if x.dim()), None)
     seed(number)
@@ -182,20 +182,20 @@ def quiet_pass(built: Built, number: int, named: set[str]) -> list[Tensor]:
         random.seed(1)
     if "NumPy's random" in named:
         np.random.seed(1)
-    with preserve_model(built.model), torch.no_grad(), SameDraws(named), mode:
+    with preserve_model(built.model), torch.no_grad(), RepeatedDraws(named), mode:
         output = call(built.model, built.inputs)
     return [x.detach().clone() for x in tensors_in(output) if isinstance(x, Tensor)]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether two outputs are equal; NaN equals NaN."""
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Return whether two outputs are equal up to rounding; NaN equals NaN."""
     return len(a) == len(b) and all(
         x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
         for x, y in zip(a, b, strict=True)
     )
 
 
-def examined(library: str, family: str) -> dict[str, Any]:
+def examine(library: str, family: str) -> dict[str, Any]:
     """Build a family, count its draws, and return its row of the census."""
     seed(0)
     try:
@@ -203,35 +203,35 @@ def examined(library: str, family: str) -> dict[str, Any]:
     except Exception as error:
         known = str(error) if isinstance(error, NotBuilt) else f"{type(error).__name__}: {error}"
         return {"status": "not built", "why": " ".join(known.split())[:90]}
-    open_branches(built.model)
+    randomize_constants(built.model)
     row: dict[str, Any] = {"status": "built", "model": type(built.model).__name__}
     draws = plain_draws(built)
     row["draws"] = sum(d.calls for d in draws)
     try:
-        found = found_sites(built)
+        found = find_sites(built)
     except UndropError as error:
         return {**row, "status": "refused", "why": str(error)[:200]}
     row |= {"sites": len(found), "kinds": dict(Counter(s.kind for s in found))}
     row["named"] = sum(u.calls for u in found.unaccounted)
-    row["who"] = sorted({f"{u.function} at {place(u.where)}" for u in found.unaccounted})
+    row["who"] = sorted({f"{u.function} at {file_of_call(u.where)}" for u in found.unaccounted})
     unread = unread_draws(built)
-    row["missed"] = missed_by_place(draws, found, built.model, unread)
+    row["missed"] = missed_draws(draws, found, built.model, unread)
     row["draws"] -= unread.total()
-    seeds = {1: quiet_pass(built, 1, set())}
+    seeds = {1: pass_without_noise(built, 1, set())}
     named = {u.function for u in found.unaccounted}
-    seeds[2], again = quiet_pass(built, 2, named), quiet_pass(built, 3, named)
+    seeds[2], again = pass_without_noise(built, 2, named), pass_without_noise(built, 3, named)
     row["finite"] = all(bool(x.isfinite().all()) for x in again if x.is_floating_point())
-    row["silent"] = not same(seeds[2], again) or (not named and not same(seeds[1], again))
+    row["silent"] = not equal(seeds[2], again) or (not named and not equal(seeds[1], again))
     return row
 
 
-def place(where: str) -> str:
-    """The file of a call, without the folders above its package."""
+def file_of_call(where: str) -> str:
+    """Return the file of a call, without the folders above its package."""
     file = where.rpartition(":")[0]
     return file.rpartition("site-packages/")[2] if "site-packages/" in file else Path(file).name
 
 
-def in_child(library: str, family: str) -> dict[str, Any]:
+def examine_in_child(library: str, family: str) -> dict[str, Any]:
     """Examine a family in a separate process, with limits on processor time and memory."""
     read, write = os.pipe()
     child = os.fork()
@@ -241,7 +241,7 @@ def in_child(library: str, family: str) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         try:
-            row = examined(library, family)
+            row = examine(library, family)
         except BaseException as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             why = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
@@ -258,25 +258,27 @@ def in_child(library: str, family: str) -> dict[str, Any]:
     return {"status": "not built", "why": "time limit" if slow else "out of memory or killed"}
 
 
-def rows() -> dict[tuple[str, str], dict[str, Any]]:
-    """The results so far; the last line of a family counts."""
+def read_rows() -> dict[tuple[str, str], dict[str, Any]]:
+    """Read the results so far; if a family has several lines, the last one counts."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     found = [json.loads(line) for line in lines]
     return {(row["library"], row["family"]): row for row in found}
 
 
-def census(libraries: list[str], again: list[str], part: tuple[int, int], minutes: float) -> None:
+def run_census(
+    libraries: list[str], again: list[str], part: tuple[int, int], minutes: float
+) -> None:
     """Examine the families that have no result yet."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     end = time.monotonic() + 60 * minutes
     todo = [(lib, family) for lib in libraries for family in LIBRARIES[lib][0]()]
-    done = {key for key, row in rows().items() if row["status"] not in again}
+    done = {key for key, row in read_rows().items() if row["status"] not in again}
     todo = [key for i, key in enumerate(todo) if key not in done and i % part[1] == part[0]]
     for i, (library, family) in enumerate(todo):
         if time.monotonic() > end:
             break
-        row = {"library": library, "family": family, **in_child(library, family)}
+        row = {"library": library, "family": family, **examine_in_child(library, family)}
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         shown = {k: v for k, v in row.items() if k not in ("library", "family", "kinds")}
@@ -293,9 +295,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0)
     options = parser.parse_args()
     if options.what == "run":
-        census(options.only, options.again, tuple(options.part), options.minutes)
+        run_census(options.only, options.again, tuple(options.part), options.minutes)
     else:
-        write_page(list(rows().values()), {lib: len(LIBRARIES[lib][0]()) for lib in LIBRARIES})
+        write_page(list(read_rows().values()), {lib: len(LIBRARIES[lib][0]()) for lib in LIBRARIES})
 
 
 if __name__ == "__main__":

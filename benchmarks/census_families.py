@@ -23,7 +23,7 @@ MOST_PARAMETERS = 120_000_000
 
 
 class NotBuilt(Exception):
-    """Why a family has no tiny model here."""
+    """No tiny model of a family could be built; the message is the reason."""
 
 
 class Built(NamedTuple):
@@ -81,7 +81,7 @@ def timm_families() -> list[str]:
 
 
 def timm_model(family: str) -> Built:
-    """A small variant of a model file, on small images where it takes them."""
+    """Build a small variant of a model file, on small images if it accepts them."""
     timm = import_timm()
 
     def rank(name: str) -> tuple[int, int, str]:
@@ -193,7 +193,7 @@ def tiny_options(config: Any, level: int) -> dict[str, Any]:
 
 
 def transformers_model(family: str) -> Built:
-    """A tiny model of a type, on the inputs that it takes."""
+    """Build a tiny model of a type, with inputs that it accepts."""
     transformers = importlib.import_module("transformers")
     kind = transformers.CONFIG_MAPPING[family]
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
@@ -222,7 +222,7 @@ def transformers_model(family: str) -> Built:
 
 
 def transformers_inputs(model: nn.Module, side: int) -> Iterator[dict[str, Any]]:
-    """Inputs of a few kinds: text, images, video, sound, series."""
+    """Yield inputs of several kinds: text, images, video, sound, time series."""
     takes = inspect.signature(model.forward).parameters
     ids = torch.randint(3, 50, (2, 12))
     text = {"input_ids": ids} if "input_ids" in takes else {}
@@ -257,7 +257,7 @@ def transformers_inputs(model: nn.Module, side: int) -> Iterator[dict[str, Any]]
 
 
 def patches(model: nn.Module) -> dict[str, Any]:
-    """An image of 4 x 4 patches in a row, as vision towers of Qwen's kind take it."""
+    """Return an image as a row of 4 x 4 patches, which vision towers like Qwen's expect."""
     config: Any = model.config
     channels = getattr(config, "in_channels", getattr(config, "in_chans", 3))
     wide = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
@@ -266,7 +266,7 @@ def patches(model: nn.Module) -> dict[str, Any]:
 
 
 def series(model: nn.Module) -> dict[str, Any]:
-    """Inputs of a model of time series."""
+    """Return inputs of a time series model."""
     config: Any = model.config
     context = getattr(config, "context_length", 32)
     length = context + max(getattr(config, "lags_sequence", None) or [0])
@@ -294,7 +294,7 @@ def peft_families() -> list[str]:
 
 
 def peft_model(family: str) -> Built:
-    """A tiny Llama or GPT-2 with an adapter."""
+    """Build a tiny Llama with an adapter."""
     peft = importlib.import_module("peft")
     mapping = importlib.import_module("peft.mapping")
     transformers = importlib.import_module("transformers")
@@ -368,7 +368,7 @@ class Dropping(nn.Module):
 
 
 def pyg_model(family: str) -> Built:
-    """A layer or model on a small graph."""
+    """Build a layer or model, with a small graph as input."""
     pyg = importlib.import_module("torch_geometric.nn")
     x = torch.randn(10, 8)
     edges = torch.randint(0, 10, (2, 30))

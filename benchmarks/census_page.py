@@ -61,7 +61,7 @@ def write_page(rows: list[Row], totals: dict[str, int]) -> None:
 
 
 def summary(rows: list[Row], totals: dict[str, int]) -> list[str]:
-    """One line for each library."""
+    """Return a table with a line for each library."""
     heads = ("library", "families", "tried", "ran", "refused", "failed", "not built")
     heads += ("draws", "sites", "named", "missed", "silent")
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|--:" * (len(heads) - 1) + "|"]
@@ -83,12 +83,12 @@ def summary(rows: list[Row], totals: dict[str, int]) -> list[str]:
 
 
 def missed(row: Row) -> int:
-    """The number of draws of a family that are neither sites nor named."""
+    """Return the number of draws of a family that are neither sites nor named."""
     return sum(row["missed"].values())
 
 
 def verdict(rows: list[Row], ran: list[Row]) -> list[str]:
-    """What is missed, silent, refused or failed, by name."""
+    """Return a list of the families with missed or silent draws, and of those refused or failed."""
     lines: list[str] = []
     for row in ran:
         if missed(row) or row["silent"]:
@@ -107,7 +107,7 @@ def verdict(rows: list[Row], ran: list[Row]) -> list[str]:
 
 
 def kinds(ran: list[Row]) -> list[str]:
-    """The number of sites of each kind, and of families that have them."""
+    """Return a table of the kinds of sites: how many sites, and in how many families."""
     sites: Counter[str] = Counter()
     for row in ran:
         sites.update(row["kinds"])
@@ -118,7 +118,7 @@ def kinds(ran: list[Row]) -> list[str]:
 
 
 def named(ran: list[Row]) -> list[str]:
-    """What belongs to no site, and in which families."""
+    """Return a table of the draws that belong to no site, with their families."""
     where: dict[str, list[str]] = {}
     for row in ran:
         for who in row["who"]:
@@ -131,7 +131,7 @@ def named(ran: list[Row]) -> list[str]:
 
 
 def families(library: str, rows: list[Row]) -> list[str]:
-    """A table of all families of a library, folded."""
+    """Return a folded table of all families of a library."""
     own = sorted((r for r in rows if r["library"] == library), key=lambda r: r["family"].lower())
     name, _, what = NAMES[library]
     lines = [f'??? note "{name}: {len(own)} {what}"', ""]

@@ -35,18 +35,18 @@ class Ratio(NamedTuple):
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def steps(what: Subject) -> tuple[Step, Step]:
-    """Return the hand-written step and the objective's."""
-    inputs = what.inputs["tokens"] if isinstance(what.inputs, dict) else what.inputs
+def steps(subject: Subject) -> tuple[Step, Step]:
+    """Return the hand-written step and the step of ``undrop.Dropout``."""
+    inputs = subject.inputs["tokens"] if isinstance(subject.inputs, dict) else subject.inputs
     objective = undrop.Dropout()
     return (
-        lambda: what.plain_loss().backward(),
-        lambda: objective(what.model, inputs, what.targets).backward(),
+        lambda: subject.plain_loss().backward(),
+        lambda: objective(subject.model, inputs, subject.targets).backward(),
     )
 
 
 def timed(step: Step, repeats: int) -> torch.Tensor:
-    """Return the seconds of wall-clock time and of CPU time."""
+    """Return the seconds of wall-clock time and of CPU time that some steps take."""
     clock, cpu = time.perf_counter(), time.process_time()
     for _ in range(repeats):
         step()
@@ -62,20 +62,20 @@ def interval(ratios: torch.Tensor) -> Ratio:
     return Ratio(ratios.median().item(), low, high)
 
 
-def measure(what: Subject, rounds: int, seconds: float) -> tuple[Ratio, Ratio]:
+def measure(subject: Subject, rounds: int, seconds: float) -> tuple[Ratio, Ratio]:
     """Return the ratios of wall-clock and of CPU time, with turns of about ``seconds`` each."""
-    by_hand, by_undrop = steps(what)
+    by_hand, by_undrop = steps(subject)
     for step in (by_hand, by_undrop):
         step()  # warm up: allocate the gradients, find the sites
     repeats = max(1, round(seconds / timed(by_hand, 3)[0].item() * 3))
-    found = []
+    ratios = []
     gc.disable()
-    for turn in range(rounds):
-        order = (by_hand, by_undrop) if turn % 2 else (by_undrop, by_hand)
+    for number in range(rounds):
+        order = (by_hand, by_undrop) if number % 2 else (by_undrop, by_hand)
         times = {step: timed(step, repeats) for step in order}
-        found.append(times[by_undrop] / times[by_hand])
+        ratios.append(times[by_undrop] / times[by_hand])
     gc.enable()
-    clock, cpu = torch.stack(found).unbind(1)
+    clock, cpu = torch.stack(ratios).unbind(1)
     return interval(clock), interval(cpu)
 
 

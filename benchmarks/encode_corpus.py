@@ -35,7 +35,7 @@ print(json.dumps({"seconds": seconds, "peak_bytes": peak, "tokens": len(corpus.t
 
 
 def make_corpus(folder: Path, tokens: int, words: int) -> None:
-    """Write train.txt with the given number of tokens and words, and small other splits."""
+    """Write train.txt with the given number of tokens and words, and small valid.txt and test.txt."""
     generator = np.random.default_rng(0)
     lexicon = np.array([f"w{number:x}" for number in range(words - 1)], dtype=object)
     ranks = np.cumsum(1.0 / np.arange(1, words))
@@ -43,13 +43,13 @@ def make_corpus(folder: Path, tokens: int, words: int) -> None:
     sizes = np.full(lines, WORDS_PER_LINE - 1)
     sizes[-1] += tokens - lines * WORDS_PER_LINE
     with (folder / "train.txt").open("w", encoding="utf-8") as file:
-        every = lexicon  # each word once first, so that none is missing by chance
+        required = lexicon  # each word occurs once at the start, so that none is missing by chance
         for first in range(0, lines, BLOCK // WORDS_PER_LINE):
             block = sizes[first : first + BLOCK // WORDS_PER_LINE]
-            draws = generator.uniform(0, ranks[-1], size=int(block.sum()) - len(every))
-            drawn = np.concatenate([every, lexicon[np.searchsorted(ranks, draws)]])
-            every = lexicon[:0]
-            for line in np.split(drawn, np.cumsum(block)[:-1]):
+            draws = generator.uniform(0, ranks[-1], size=int(block.sum()) - len(required))
+            block_words = np.concatenate([required, lexicon[np.searchsorted(ranks, draws)]])
+            required = lexicon[:0]
+            for line in np.split(block_words, np.cumsum(block)[:-1]):
                 file.write(" ".join(line) + "\n")
     for split in ("valid", "test"):
         (folder / f"{split}.txt").write_text(" ".join(lexicon[:1000]) + "\n", encoding="utf-8")

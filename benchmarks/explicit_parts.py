@@ -2,10 +2,10 @@
 
     python benchmarks/explicit_parts.py --data FOLDER [--seeds 5] [--records FILE] [--write]
 
-For every task of the scoreboard, with the best p for dropout there, it measures the parts of R_drop:
-½E[uᵀHu], which R_approx keeps; ½E[Dℓ·∂²F/∂ε²], which it leaves out and which can be negative; and the
-rest. Then it trains without noise on ℓ plus the first part, on ℓ plus the first two parts, and on the
-mean loss over 8 masks, which has all parts. ``--write`` puts the table into docs/reproducing.md.
+For every task of the scoreboard, with dropout's best p on it, this script measures the parts of R_drop:
+½E[uᵀHu], which R_approx keeps; ½E[Dℓ·∂²F/∂ε²], which R_approx leaves out and which can be negative; and
+the rest. Then it trains on three objectives: ℓ plus the first part, ℓ plus the first two parts, and the
+mean loss over 8 masks, which contains all parts. ``--write`` puts the table into docs/reproducing.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SecondOrder(Objective):
 
 
 def objective(method: str, task: Any) -> Objective:
-    """The objective of a method."""
+    """Return the objective of a method."""
     loss = task.loss()
     if method == "dropout":
         return Dropout(loss=loss)
@@ -63,7 +63,7 @@ def objective(method: str, task: Any) -> Objective:
     return SecondOrder(loss=loss) if method == "second order" else Dropout(k=8, loss=loss)
 
 
-def trained(spec: training.Spec, method: str, root: Path) -> dict[str, Any]:
+def train_and_measure(spec: training.Spec, method: str, root: Path) -> dict[str, Any]:
     """Train, and return the test loss; for dropout also the parts of R_drop on the training data."""
     task = TASKS[spec.task]
     data = task.data(root, spec.seed)
@@ -75,11 +75,11 @@ def trained(spec: training.Spec, method: str, root: Path) -> dict[str, Any]:
     record = {"task": spec.task, "seed": spec.seed, "method": method, "p": spec.p}
     record["test"] = min(curve)[1] if curve else float("inf")
     if method == "dropout":
-        record |= _parts(model, task, data)
+        record |= _parts_of_r_drop(model, task, data)
     return record
 
 
-def _parts(model: nn.Module, task: Any, data: Any) -> dict[str, float]:
+def _parts_of_r_drop(model: nn.Module, task: Any, data: Any) -> dict[str, float]:
     some = [
         pair for _, pair in zip(range(4), batches(data, "train", task.batch, None), strict=False)
     ]
@@ -98,9 +98,9 @@ def _parts(model: nn.Module, task: Any, data: Any) -> dict[str, float]:
 
 
 def measure(root: Path, results: Path, records: Path, seeds: int) -> None:
-    """Do the runs that have no record yet."""
+    """Make the runs that have no record yet."""
     use_one_thread()
-    known = read(records)
+    known = read_file(records)
     done = {(r["task"], r["seed"], r["method"]) for r in known}
     board = read_records(results)
     records.parent.mkdir(parents=True, exist_ok=True)
@@ -112,19 +112,19 @@ def measure(root: Path, results: Path, records: Path, seeds: int) -> None:
                 if (task, seed, method) in done:
                     continue
                 spec = training.Spec(task, "dropout", chosen.p, 0.0, seed, chosen.epochs)
-                record = trained(spec, method, root)
+                record = train_and_measure(spec, method, root)
                 with records.open("a") as file:
                     file.write(json.dumps(record) + "\n")
                 print(record, flush=True)
 
 
-def read(records: Path) -> list[dict[str, Any]]:
-    """The records of a file, if it exists."""
+def read_file(records: Path) -> list[dict[str, Any]]:
+    """Read the records of a file, if it exists."""
     return [json.loads(x) for x in records.read_text().splitlines()] if records.exists() else []
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The shares of the parts of R_drop, and the change of the test loss if training keeps only some."""
+    """Return the table: the shares of the parts of R_drop, and the test losses minus dropout's."""
     lines = [
         "| task | ½E[uᵀHu] | curvature | rest | ½E[uᵀHu] alone | with the curvature | all, 8 masks |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -137,7 +137,7 @@ def table(records: list[dict[str, Any]]) -> str:
             continue
         shares = [_share(mine, part, seeds) for part in ("half_quadratic", "curvature", "rest")]
         changes = [
-            _shown([tests[m][s] - tests["dropout"][s] for s in seeds], "{:+.3f}")
+            _interval([tests[m][s] - tests["dropout"][s] for s in seeds], "{:+.3f}")
             for m in METHODS[1:]
         ]
         lines.append(f"| {TASKS[name].label} | {' | '.join(shares + changes)} |")
@@ -145,12 +145,12 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def _share(records: list[dict[str, Any]], part: str, seeds: list[int]) -> str:
-    """A part as a share of R_drop: the ratio of their means over seeds."""
+    """Return a part as a share of R_drop: the ratio of their means over seeds."""
     runs = [r for r in records if r["method"] == "dropout" and r["seed"] in seeds]
     return f"{sum(r[part] for r in runs) / sum(r['r_drop'] for r in runs):.0%}".replace("%", " %")
 
 
-def _shown(values: list[float], form: str) -> str:
+def _interval(values: list[float], form: str) -> str:
     found = mean_interval(values)
     return f"{form} ({form} – {form})".format(found.estimate, found.low, found.high)
 
@@ -163,11 +163,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("results/scoreboard"))
     parser.add_argument("--records", type=Path, default=Path("results/scoreboard/parts.jsonl"))
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    measure(given.data, given.results, given.records, given.seeds)
-    text = table(read(given.records))
+    options = parser.parse_args()
+    measure(options.data, options.results, options.records, options.seeds)
+    text = table(read_file(options.records))
     print(text)
-    if given.write:
+    if options.write:
         before, rest = PAGE.read_text().split(MARKS[0])
         after = rest.split(MARKS[1])[1]
         PAGE.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")

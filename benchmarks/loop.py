@@ -31,7 +31,7 @@ from undrop.lab.train.session import _open_trainer
 Seconds = tuple[float, float]  # of wall-clock time, of CPU time
 
 
-def timed(work: Callable[[], object]) -> Seconds:
+def measure_time(work: Callable[[], object]) -> Seconds:
     """Return the time that some work takes."""
     clock, cpu = time.perf_counter(), time.process_time()
     work()
@@ -61,7 +61,7 @@ def bare_epoch(config: Config) -> Callable[[], None]:
     return epoch
 
 
-def text(folder: Path) -> None:
+def write_corpus(folder: Path) -> None:
     """Write 30,000 words of the corpus pydocs to train on, and a few to evaluate on."""
     corpus = corpora.load("pydocs")
     words = corpus.vocabulary.decode(corpus.train[:30_000])
@@ -77,9 +77,9 @@ def measure(name: str, repeats: int, folder: Path) -> dict[str, object]:
     bare, ratios = bare_epoch(config), []
     run = RunFolder(folder / name)
     with _open_trainer(config, run, [], False, World(), Interrupts()) as trainer:
-        timed(bare), timed(trainer.advance)  # warm both up
+        measure_time(bare), measure_time(trainer.advance)  # warm both up
         for _ in range(repeats):
-            alone, looped = timed(bare), timed(trainer.advance)
+            alone, looped = measure_time(bare), measure_time(trainer.advance)
             ratios.append([ours / theirs for ours, theirs in zip(looped, alone, strict=True)])
     by_clock, of_cpu = (statistics.median(kind) for kind in zip(*ratios, strict=True))
     per_step = 1e3 * alone[1] / trainer.step * trainer.epoch
@@ -94,7 +94,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        text(Path(folder))
+        write_corpus(Path(folder))
         names = ("none", "dropout", "analytic")
         rows = [measure(name, arguments.repeats, Path(folder)) for name in names]
     for row in rows:

@@ -1,7 +1,7 @@
 """Compare midpoint branches with plain ±ε₀ in the training of ReLU networks.
 
-By default the rows +ε₀ and -ε₀ of a stacked pass take the branch of their midpoint at every kink, so
-that the gradient equals the tangent engine's. With plain ±ε₀ each row takes its own branch, and u also
+By default, the rows +ε₀ and -ε₀ of a stacked pass take the branch of their midpoint at every kink, so
+the gradient equals that of the tangent engine. With plain ±ε₀, each row takes its own branch, and u also
 contains the changes of slope at the kinks, smoothed over ε₀. This script trains the same network both
 ways on 300 handwritten digits with the same seeds, and prints the test loss and error with paired
 differences.
@@ -24,30 +24,30 @@ from undrop.engines import Antithetic
 from undrop.engines.proving import Prover
 from undrop.lab.models import MLP
 
-EPOCHS, BATCH, TRAINED = 60, 30, 300
+EPOCHS, BATCH, TRAINING_DIGITS = 60, 30, 300
 
 
 def train(seed: int, epsilon: float, *, midpoints: bool) -> tuple[float, float]:
-    """Return the loss and the error in % on the digits that were not trained on."""
+    """Train; return the loss, and the error in %, on the digits that are not trained on."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16.0, torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    train_rows, test_rows = order[:TRAINED], order[TRAINED:]
+    train_rows, test_rows = order[:TRAINING_DIGITS], order[TRAINING_DIGITS:]
     torch.manual_seed(seed)
     model = MLP((64, 64, 64, 10), dropout=0.5)
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     objective = undrop.Analytic(engine=Antithetic(epsilon), strength=undrop.TAYLOR)
-    fits = Prover._midpoints_fit
+    midpoints_fit = Prover._midpoints_fit
     if not midpoints:
         Prover._midpoints_fit = lambda *_: False  # type: ignore[method-assign]
     try:
         for _ in range(EPOCHS):
-            for rows in train_rows[torch.randperm(TRAINED)].split(BATCH):
+            for rows in train_rows[torch.randperm(TRAINING_DIGITS)].split(BATCH):
                 optimizer.zero_grad()
                 objective(model, x[rows], y[rows]).backward()
                 optimizer.step()
     finally:
-        Prover._midpoints_fit = fits  # type: ignore[method-assign]
+        Prover._midpoints_fit = midpoints_fit  # type: ignore[method-assign]
     model.eval()
     with torch.no_grad():
         logits = model(x[test_rows])

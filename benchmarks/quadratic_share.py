@@ -68,16 +68,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        found = quadratic_share(
+        diagnosis = quadratic_share(
             arguments.data_dir,
             Path(folder) / "run",
             epochs=arguments.epochs,
             seconds=arguments.seconds,
             between=arguments.between,
         )
-    print(found)
+    print(diagnosis)
     if arguments.json is not None:
-        found.save(arguments.json)
+        diagnosis.save(arguments.json)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Method(NamedTuple):
 
     make: Callable[..., undrop.Objective]
     flops: float
-    held: float
+    activations: float
     bound: str = ""  # "" if the formula is exact, or "≤ " or "≥ "
 
 
@@ -64,12 +64,12 @@ METHODS = {
 }
 
 
-class Held:
-    """The bytes of all tensors that autograd saves, each storage once, without the parameters."""
+class SavedTensors:
+    """Counts the bytes of all tensors that autograd saves, each storage once, without the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
-        known = [*model.parameters(), *model.buffers()]
-        self._known = {t.untyped_storage().data_ptr() for t in known}
+        persistent = [*model.parameters(), *model.buffers()]
+        self._persistent = {t.untyped_storage().data_ptr() for t in persistent}
         self.storages: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -77,38 +77,38 @@ class Held:
         if tensor._is_zerotensor():  # a zero tangent takes no memory
             return tensor
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
+        if storage.data_ptr() not in self._persistent:
             self.storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
 
-def peak(step: Step) -> float:
+def peak_memory(step: Step) -> float:
     """Return the peak of the bytes that torch allocates during a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step().backward()
     events = profiled.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    now = most = 0
+    now = highest = 0
     for _, change in sorted(changes, key=lambda event: event[0]):
         now += change
-        most = max(most, now)
-    return float(most)
+        highest = max(highest, now)
+    return float(highest)
 
 
-def counted(model: nn.Module, step: Step) -> Figures:
+def count_step(model: nn.Module, step: Step) -> Figures:
     """Return the figures that do not depend on the machine."""
     step().backward()  # warm up: the first step finds the sites
     with Flops() as counter:
         step().backward()
-    held = Held(model)
-    with saved_tensors_hooks(held.pack, lambda tensor: tensor):
-        taken = step()
-    taken.backward()
-    del taken
+    saved = SavedTensors(model)
+    with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        result = step()
+    result.backward()
+    del result
     return {
         "flops": float(counter.total),
-        "held": float(sum(held.storages.values())),
-        "peak": peak(step),
+        "held": float(sum(saved.storages.values())),
+        "peak": peak_memory(step),
     }
 
 
@@ -128,7 +128,7 @@ class Flops(TorchDispatchMode):
         return out
 
 
-def timed(step: Step) -> float:
+def time_step(step: Step) -> float:
     """Return the processor time of one step."""
     gc.collect()
     start = time.process_time()
@@ -136,7 +136,7 @@ def timed(step: Step) -> float:
     return time.process_time() - start
 
 
-def measured(width: int, layers: int) -> dict[str, Figures]:
+def measure_model(width: int, layers: int) -> dict[str, Figures]:
     """Return all figures of all methods on one model."""
     torch.manual_seed(0)
     model = GPT(VOCABULARY, size=width, layers=layers, heads=4, context=LENGTH, dropout=0.1)
@@ -148,8 +148,8 @@ def measured(width: int, layers: int) -> dict[str, Figures]:
         return objective(model, {"tokens": x, "logits": False}, y)
 
     steps = {name: partial(step, m.make(loss=model.loss())) for name, m in METHODS.items()}
-    found = {name: counted(model, step) for name, step in steps.items()}
-    rounds = [{name: timed(step) for name, step in steps.items()} for _ in range(ROUNDS)]
+    found = {name: count_step(model, step) for name, step in steps.items()}
+    rounds = [{name: time_step(step) for name, step in steps.items()} for _ in range(ROUNDS)]
     for name, figures in found.items():
         ratios = (turn[name] / turn["dropout"] for turn in rounds)
         figures["time"] = statistics.median(ratios)
@@ -168,12 +168,12 @@ def row(name: str, sizes: list[dict[str, Figures]]) -> str:
     peaks = []
     for size in sizes:
         plain, gradients = size["dropout"]["held"], 4 * size["dropout"]["parameters"]
-        peaks.append(f"{(gradients + method.held * plain) / (gradients + plain):.2f}")
+        peaks.append(f"{(gradients + method.activations * plain) / (gradients + plain):.2f}")
     cells = [
         name,
         f"{method.bound}{method.flops:g}",
         found("flops"),
-        f"{method.bound}{method.held:g}",
+        f"{method.bound}{method.activations:g}",
     ]
     times = ", ".join(f"{size[name]['time']:.2f}" for size in sizes)
     return " | ".join(
@@ -184,7 +184,7 @@ def row(name: str, sizes: list[dict[str, Figures]]) -> str:
 def main() -> None:
     """Measure, print, write."""
     torch.set_num_threads(1)
-    sizes = [measured(width, layers) for width, layers in SIZES]
+    sizes = [measure_model(width, layers) for width, layers in SIZES]
     print("parameters:", *(f"{size['dropout']['parameters']:,.0f}" for size in sizes))
     for name in METHODS:
         print(row(name, sizes))

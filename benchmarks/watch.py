@@ -65,11 +65,11 @@ def cost(name: str, interval: int, repeats: int) -> dict[str, float]:
         objective(model, inputs, targets).backward()
         optimizer.step()
 
-    def look() -> None:
+    def observe() -> None:
         watcher.observe(0, model, inputs, targets)
 
-    step(), look()  # warm up
-    pairs = [(seconds(step), seconds(look)) for _ in range(repeats)]
+    step(), observe()  # warm up
+    pairs = [(seconds(step), seconds(observe)) for _ in range(repeats)]
     return {
         "step": statistics.median(a for a, _ in pairs),
         "observation": statistics.median(b for _, b in pairs),
@@ -85,14 +85,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = {name: cost(name, arguments.interval, arguments.repeats) for name in CASES}
-    for name, figures in found.items():
+    costs = {name: cost(name, arguments.interval, arguments.repeats) for name in CASES}
+    for name, figures in costs.items():
         print(
             f"{name:10s} step {figures['step']:.4f} s, observation {figures['observation']:.4f} s: "
             f"{figures['cost']:.1%} at an interval of {arguments.interval}"
         )
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(costs, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_the_census_misses_no_draw(census, library, family):
     package = {"pyg": "torch_geometric"}.get(library, library)
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    row = census.examined(library, family)
+    row = census.examine(library, family)
     kinds, named = FAMILIES[(library, family)]
     assert row["status"] == "built"
     assert set(row["kinds"]) == kinds
@@ -78,23 +78,23 @@ def test_a_number_that_nothing_reads_is_not_missed(census):
     model = census.Built(FirstLayerStays(), torch.ones(3, 4))
     unread = census.unread_draws(model)
     assert unread == {"": 1}
-    draws, found = census.plain_draws(model), census.found_sites(model)
+    draws, found = census.plain_draws(model), census.find_sites(model)
     assert [s.kind for s in found] == ["layer-drop"]
-    assert census.missed_by_place(draws, found, model.model, unread) == {}
-    assert census.missed_by_place(draws, found, model.model, type(unread)()) == {"": 1}
+    assert census.missed_draws(draws, found, model.model, unread) == {}
+    assert census.missed_draws(draws, found, model.model, type(unread)()) == {"": 1}
 
 
 def test_a_draw_that_is_not_named_is_missed_by_place(census):
     model = built(census)
     draws = census.plain_draws(model)
-    found = census.found_sites(model)
+    found = census.find_sites(model)
     assert sum(draw.calls for draw in draws) == 3
     unread = census.unread_draws(model)
-    assert census.missed_by_place(draws, found, model.model, unread) == {}
-    assert census.missed_by_place(
-        draws, Sites(found, found.unaccounted[:1]), model.model, unread
-    ) == {"": 1}
-    assert census.missed_by_place(draws, Sites([], found.unaccounted), model.model, unread) == {
+    assert census.missed_draws(draws, found, model.model, unread) == {}
+    assert census.missed_draws(draws, Sites(found, found.unaccounted[:1]), model.model, unread) == {
+        "": 1
+    }
+    assert census.missed_draws(draws, Sites([], found.unaccounted), model.model, unread) == {
         "drop": 1
     }
 
@@ -102,12 +102,12 @@ def test_a_draw_that_is_not_named_is_missed_by_place(census):
 @pytest.mark.parametrize("hidden", ["randn", "Python's random"])
 def test_a_draw_that_is_not_named_is_seen_by_its_effect(census, hidden):
     model = built(census)
-    named = {other.function for other in census.found_sites(model).unaccounted}
+    named = {other.function for other in census.find_sites(model).unaccounted}
     assert named == {"randn", "Python's random"}
 
     def agree(held):
-        passes = [census.quiet_pass(model, number, held) for number in (2, 3)]
-        return census.same(*passes)
+        passes = [census.pass_without_noise(model, number, held) for number in (2, 3)]
+        return census.equal(*passes)
 
     assert agree(named)
     assert not agree(named - {hidden})

@@ -1,12 +1,13 @@
 """FlexAttention with dropout on the attention probabilities; torch's FlexAttention has no dropout.
 
 Dropout multiplies the attention probabilities p by factors m = 1 + ε·σ·η. Torch's kernel does not
-return p. But with scores s and lse = log Σ exp(s), two calls of it give the same result:
+return p, but two calls of the kernel are enough. For scores s and values v,
 
-    Σ_k p_k m_k v_k = exp(lse′ - lse) · flex_attention(score_mod = s + log m),   lse′ = log Σ m exp(s).
+    Σ_k p_k m_k v_k = exp(lse′ - lse) · flex_attention(scores s + log m),
 
-m = 0 is a score of -inf, so a dropped key is a masked one. A negative m has no logarithm
-and gives NaN.
+where lse = log Σ exp(s) comes from the first call, without noise, and lse′ = log Σ m exp(s) from the
+second. m = 0 is a score of -inf, so a dropped key is a masked key. A negative m has no logarithm and
+gives NaN.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class FlexCall(NamedTuple):
         return (*self.query.shape[:-1], self.key.shape[-2])
 
     def ones(self) -> Tensor:
-        """Ones in the shape of the probabilities, and at least in single precision."""
+        """Return ones in the shape of the probabilities, in single precision at least."""
         wide = torch.promote_types(self.query.dtype, torch.float32)
         return torch.ones(self.shape, dtype=wide, device=self.query.device)
 
@@ -67,9 +68,9 @@ def flex_attention(
 ) -> Any:
     """``torch.nn.attention.flex_attention.flex_attention`` with ``dropout_p``, as in torch's SDPA.
 
-    Under undrop's objectives, ``dropout_p`` makes an attention site. Elsewhere it drops even in eval
-    mode, so pass ``self.p if self.training else 0.0``. The log-sum-exp, if it is requested, is
-    computed without dropout.
+    Under undrop's objectives, a call with ``dropout_p`` is an attention site. Elsewhere the call drops
+    even in eval mode, so pass ``self.p if self.training else 0.0``. If you request the log-sum-exp, it
+    is computed without dropout.
 
     The noise takes memory: one number per query and key. On the CPU, torch's kernels have no gradient,
     so attention is computed in plain operations.
@@ -95,36 +96,38 @@ def flex_attention(
     )
     tensors = (query, key, value)
     if has_torch_function(tensors):
-        arguments: Any = call  # the mode takes them all by position
+        arguments: Any = call  # the rule of this function takes all of them by position
         return handle_torch_function(flex_attention, tensors, *arguments)
     if dropout_p > 0.0:
         return attend(call, F.dropout(call.ones(), dropout_p))
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return attend(call, None) if differentiated else _result(call, *_kernel(call, call.score_mod))
+    return (
+        attend(call, None) if differentiated else _result(call, *_call_kernel(call, call.score_mod))
+    )
 
 
 def attend(call: FlexCall, factors: Tensor | None) -> Any:
-    """Return Σ_k p_k m_k v_k for the factors m of the probabilities; None means 1."""
-    path = attend_without_kernel if call.query.device.type == "cpu" else attend_with_kernel
-    return path(call, factors)
+    """Return Σ_k p_k m_k v_k for the factors m of the probabilities; None means m = 1."""
+    on_cpu = call.query.device.type == "cpu"
+    return (attend_without_kernel if on_cpu else attend_with_kernel)(call, factors)
 
 
 def attend_with_kernel(call: FlexCall, factors: Tensor | None) -> Any:
-    """Use torch's kernels: one call for the log-sum-exp, and one with log m in the scores."""
-    out, lse, largest = _kernel(call, call.score_mod)
+    """Call torch's kernel twice: for the log-sum-exp, and with log m added to the scores."""
+    out, lse, largest = _call_kernel(call, call.score_mod)
     if factors is None:
         return _result(call, out, lse, largest)
     if factors.shape != call.shape:
         raise ValueError(
             f"the noise has shape {tuple(factors.shape)}, the attention probabilities {call.shape}"
         )
-    score_mod, logs = call.score_mod or _unmodified, factors.log()
+    score_mod, log_factors = call.score_mod or _unmodified, factors.log()
 
     def with_noise(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score_mod(score, b, h, q, k) + logs[b, h, q, k]
+        return score_mod(score, b, h, q, k) + log_factors[b, h, q, k]
 
-    noisy, noisy_lse, _ = _kernel(call, with_noise)
-    empty = lse == -math.inf  # no key is allowed: the output is zero
+    noisy, noisy_lse, _ = _call_kernel(call, with_noise)
+    empty = lse == -math.inf  # queries without an allowed key, whose output is zero
     gap = noisy_lse.masked_fill(empty, 0.0) - lse.masked_fill(empty, 0.0)
     return _result(call, noisy * gap.exp().unsqueeze(-1).to(noisy.dtype), lse, largest)
 
@@ -132,7 +135,10 @@ def attend_with_kernel(call: FlexCall, factors: Tensor | None) -> Any:
 def attend_without_kernel(
     call: FlexCall, factors: Tensor | None, softmax: Callable[[Tensor, int], Tensor] = torch.softmax
 ) -> Any:
-    """Compute in plain operations, like torch's own fallback; every engine can differentiate them."""
+    """Compute attention in plain operations, which every engine can differentiate.
+
+    Torch's own function does the same where it has no kernel.
+    """
     groups = call.query.shape[1] // call.key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (call.key, call.value))
     scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale
@@ -140,7 +146,7 @@ def attend_without_kernel(
     scores = _modified(call, (call.query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale)
     with torch.no_grad():
         empty = (scores.detach() == -math.inf).all(-1, keepdim=True)
-    # The softmax of a row of -inf, where no key is allowed, would be NaN.
+    # For a query without an allowed key, all scores are -inf, and their softmax would be NaN.
     filled = scores.masked_fill(empty, 0.0)
     p = softmax(filled, -1).masked_fill(empty, 0.0)
     if factors is not None:
@@ -153,20 +159,20 @@ def attend_without_kernel(
 
 
 def _modified(call: FlexCall, scores: Tensor) -> Tensor:
-    """Return the scores after ``score_mod``, with -inf where ``block_mask`` excludes a key."""
+    """Apply ``score_mod`` to the scores, and put -inf where ``block_mask`` excludes a key."""
     if call.score_mod is None and call.block_mask is None:
         return scores
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.nn.attention.flex_attention import create_mask
 
-    places = [torch.arange(n, device=scores.device) for n in scores.shape]
     if call.score_mod is not None:
+        indices = [torch.arange(n, device=scores.device) for n in scores.shape]
         modify = call.score_mod
         for dim in (3, 2, 1, 0):
-            places_in = tuple(0 if d == dim else None for d in range(4))
-            modify = torch.vmap(modify, in_dims=(0, *places_in))
+            in_dims = (0, *(0 if d == dim else None for d in range(4)))  # of (score, b, h, q, k)
+            modify = torch.vmap(modify, in_dims=in_dims)
         with TransformGetItemToIndex():  # allows bias[b, h] under vmap
-            scores = modify(scores, *places)
+            scores = modify(scores, *indices)
     if call.block_mask is not None:
         b, h, q, k = scores.shape
         allowed = create_mask(call.block_mask.mask_mod, b, h, q, k, device=scores.device)
@@ -174,32 +180,32 @@ def _modified(call: FlexCall, scores: Tensor) -> Tensor:
     return scores
 
 
-def _unmodified(score: Tensor, *places: Tensor) -> Tensor:
+def _unmodified(score: Tensor, *indices: Tensor) -> Tensor:
     return score
 
 
 @cache
-def _takes_aux() -> bool:
-    """Return whether torch's function has ``return_aux``, which replaces ``return_lse``."""
+def _has_return_aux() -> bool:
+    """Return whether this torch has the argument ``return_aux``, which replaces ``return_lse``."""
     from torch.nn.attention import flex_attention as module
 
     return "return_aux" in inspect.signature(module.flex_attention).parameters
 
 
-def _kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[Any, Any, Any]:
-    """Return torch's output, and if the call requests them, the log-sum-exp and the largest scores."""
+def _call_kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[Any, Any, Any]:
+    """Return torch's output, log-sum-exp and largest scores; the last two may be None if not needed."""
     from torch.nn.attention import flex_attention as module
 
     attention: Any = module.flex_attention
     arguments = (*call[:3], score_mod, *call[4:7])
     noisy = call.dropout_p > 0.0
     options = {"kernel_options": call.kernel_options}
-    if not _takes_aux():
-        found = attention(*arguments, return_lse=noisy or call.return_lse, **options)
-        return (*found, None) if isinstance(found, tuple) else (found, None, None)
-    requested = call.return_aux
-    lse = noisy or call.return_lse or (requested is not None and requested.lse)
-    largest = requested is not None and requested.max_scores
+    if not _has_return_aux():
+        result = attention(*arguments, return_lse=noisy or call.return_lse, **options)
+        return (*result, None) if isinstance(result, tuple) else (result, None, None)
+    aux_request = call.return_aux
+    lse = noisy or call.return_lse or (aux_request is not None and aux_request.lse)
+    largest = aux_request is not None and aux_request.max_scores
     if not lse and not largest:
         return attention(*arguments, **options), None, None
     request = module.AuxRequest(lse=lse, max_scores=largest)
@@ -208,10 +214,10 @@ def _kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tuple[An
 
 
 def _result(call: FlexCall, out: Tensor, lse: Tensor | None, largest: Tensor | None) -> Any:
-    """Return what torch's function returns for these arguments."""
+    """Return the output in the form of torch's function, with the extras that the call requests."""
     if call.return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        wants = call.return_aux
-        return out, AuxOutput(lse if wants.lse else None, largest if wants.max_scores else None)
+        aux = call.return_aux
+        return out, AuxOutput(lse if aux.lse else None, largest if aux.max_scores else None)
     return (out, lse) if call.return_lse else out

@@ -266,7 +266,7 @@ def sweep(
             continue
         if gradients is not None:
             others = [gradients.dz_tangent[tangent_block], gradients.du[tangent_block]]
-        work = WorkBuffers(*others, p)
+        work = WorkBuffers(others[0], others[1], p)
         terms.append(tangent_terms(z, u_all[tangent_block], target, options, work))
         if c is not None:
             tangent_gradients_(work, terms[-1], target, options, c.select_rows(block))

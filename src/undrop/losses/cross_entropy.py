@@ -13,8 +13,8 @@ from undrop.losses.base import (
     ByClass,
     TotalAndGradients,
     is_plain_mean,
-    precise,
     softmax_by_class,
+    to_working_dtype,
 )
 from undrop.losses.softmax import SoftmaxLoss
 from undrop.losses.targets import not_ignored
@@ -23,15 +23,15 @@ from undrop.losses.targets import not_ignored
 class CrossEntropy(SoftmaxLoss):
     """ℓ = -log softmax(F)_y, for logits F and class indices y.
 
-    y has the shape of F without its class dimension.
-    With p = softmax(F) and v = u - Σ_k p_k u_k the quadratic form is uᵀHu = Σ p v², and
-    ∂ℓ/∂ε = Σ p u - u_y. The mean is over targets other than ``ignore_index``.
+    y has the shape of F without its class dimension. With p = softmax(F) and v = u - Σ_k p_k u_k, the
+    quadratic form is uᵀHu = Σ p v², and ∂ℓ/∂ε = Σ p u - u_y. The mean is over targets other than
+    ``ignore_index``.
 
     Args:
         ignore_index: targets of this value do not count.
         label_smoothing: α in [0, 1): the target is (1-α)·1_y + α/C. H does not depend on it.
-        class_dim: the dimension of the classes, by default the last. In torch's own loss it is 1:
-            pass ``torch.nn.CrossEntropyLoss()`` for that.
+        class_dim: the dimension of the classes, by default the last. In torch's own loss it is 1; to
+            use that convention, pass ``torch.nn.CrossEntropyLoss()``.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class CrossEntropy(SoftmaxLoss):
 
     @property
     def computes_gradients(self) -> bool:  # type: ignore[override]
-        """False for subclasses, which may have other formulas."""
+        """False for subclasses, which may have formulas of their own."""
         return type(self) is CrossEntropy
 
     def _shape(self, output: Tensor) -> tuple[int, ...]:
         return self.classes_last(output).shape
 
     def classes_last(self, output: Tensor) -> Tensor:
-        """The output, or its tangent, with the classes in the last dimension."""
-        dims = output.dim()  # 1: one example without a batch
-        last = dims <= 1 or self.class_dim == -1 or self.class_dim == dims - 1
-        return output if last else output.movedim(self.class_dim, -1)
+        """Return the output, or its tangent, with the classes in the last dimension."""
+        dims = output.dim()  # 1 for one example without a batch
+        are_last = dims <= 1 or self.class_dim in (-1, dims - 1)
+        return output if are_last else output.movedim(self.class_dim, -1)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean cross-entropy; 0 if every target is ignored."""
-        logits, classes = self._rows(precise(output), target)
+        """Return the mean cross-entropy; 0 if every target is ignored."""
+        logits, classes = self._rows(to_working_dtype(output), target)
         with self.explaining_errors(output, target):
             total = F.cross_entropy(
                 logits,
@@ -68,19 +68,24 @@ class CrossEntropy(SoftmaxLoss):
         return total / self.count(output, target)
 
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits (rows, classes) and targets (rows,)."""
         output = self.classes_last(output)
         return output.reshape(-1, output.shape[-1]), target.reshape(-1).long()
 
-    def _paired(
+    def _rows_with_tangent(
         self, output: Tensor, u: Tensor, target: Tensor, dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of logits, the tangent of the last of them, and their classes."""
+        """Return rows of logits, the tangent of the last rows, and the targets of all rows."""
         logits, tangent = self.classes_last(output), self.classes_last(u)
-        if u.shape != output.shape:  # then the batch comes first
+        if (
+            u.shape != output.shape
+        ):  # move the batch to the front, so that u belongs to the last rows
             dim, class_dim = dim % output.dim(), self.class_dim % output.dim()
-            batch = dim - (class_dim < dim)
-            if batch:
-                logits, tangent, target = (x.movedim(batch, 0) for x in (logits, tangent, target))
+            batch_dim = dim - (class_dim < dim)  # after the classes have moved to the end
+            if batch_dim:
+                logits, tangent, target = (
+                    x.movedim(batch_dim, 0) for x in (logits, tangent, target)
+                )
         if logits.dim() != 2:
             logits, tangent = (x.reshape(-1, logits.shape[-1]) for x in (logits, tangent))
             target = target.reshape(-1)
@@ -96,9 +101,13 @@ class CrossEntropy(SoftmaxLoss):
         *,
         dim: int = 0,
     ) -> TotalAndGradients | None:
-        """Return the total and its gradients by the closed forms; None if the classes are not last."""
-        in_place = self.classes_last(output) is output and (u.shape == output.shape or dim == 0)
-        if form == "loss-jacobian" or not in_place:
+        """Return the total and its gradients by the closed forms.
+
+        Return None for "loss-jacobian", if the classes are not last, and if u belongs to a part of a
+        batch that is not first.
+        """
+        batch_first = u.shape == output.shape or dim == 0
+        if form == "loss-jacobian" or not batch_first or self.classes_last(output) is not output:
             return None
         try:  # the context explaining_errors would slow down small networks
             total, means, gradients = cross_entropy_and_gradients(
@@ -110,15 +119,15 @@ class CrossEntropy(SoftmaxLoss):
         return TotalAndGradients(total, means, *gradients)
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
-        """Σ p v², class by class, over the targets that count."""
-        logits, u, target = self._paired(output, u, target, 0)
+        """Return Σ p v² of each class, over the targets that count."""
+        logits, u, target = self._rows_with_tangent(output, u, target, 0)
         kept = not_ignored(target, self.ignore_index)
         return softmax_by_class(logits[kept], u[kept], logits.shape[-1])
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
-        logits, target = self._rows(precise(output), target)
-        # ``ignore_index`` may itself be a valid class
+        """Return Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
+        logits, target = self._rows(to_working_dtype(output), target)
+        # Select rows by the target, since a label ŷ may be a class equal to ``ignore_index``.
         kept = not_ignored(target, self.ignore_index)
         logits = logits[kept]
         p = torch.softmax(logits.detach(), -1)

@@ -15,9 +15,9 @@ from undrop.losses.base import (
     ByClass,
     ClosedForm,
     count_tensor,
+    entries_with_tangent,
     is_plain_mean,
-    last_entries,
-    precise,
+    to_working_dtype,
 )
 from undrop.losses.targets import check_like_output, check_range
 
@@ -27,29 +27,30 @@ class Elementwise(ClosedForm):
 
     @abstractmethod
     def slope_and_curvature(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """∂ℓ/∂F and ∂²ℓ/∂F² of each element."""
+        """Return ∂ℓ/∂F and ∂²ℓ/∂F² of each element."""
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Check that targets are floating-point numbers of the output's shape."""
         check_like_output(output, target)
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """The number of elements."""
+        """Return the number of elements."""
         return count_tensor(output.numel(), output)
 
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
     ) -> Derivatives:
-        u = precise(u)
-        moved, label = (last_entries(x, u, dim) for x in (precise(output), target))
-        slope, curvature = self.slope_and_curvature(moved, label)
+        u = to_working_dtype(u)
+        output_part = entries_with_tangent(to_working_dtype(output), u, dim)
+        target_part = entries_with_tangent(target, u, dim)
+        slope, curvature = self.slope_and_curvature(output_part, target_part)
         squares = curvature * u.square() if form == "hessian" else u.square()
         n = max(output.numel(), 1)
         return Derivatives(self.value(output, target), squares.sum() / n, (slope * u).sum() / n)
 
     @torch.no_grad()
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
-        """The sums with each feature of the output as a class; None if there is only one feature."""
+        """Return the sums with each feature as a class; None if the output has one dimension or none."""
         if u.dim() < 2:
             return None
         _, curvature = self.slope_and_curvature(output.double(), target)
@@ -64,7 +65,7 @@ class BCEWithLogits(Elementwise):
     """
 
     def slope_and_curvature(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """s - y and s(1-s)."""
+        """Return s - y and s(1-s)."""
         s = torch.sigmoid(output)
         return s - target, s * torch.sigmoid(-output)
 
@@ -73,12 +74,12 @@ class BCEWithLogits(Elementwise):
         check_range(target, 0.0, 1.0)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over elements."""
-        output = precise(output)
+        """Return the mean over elements."""
+        output = to_working_dtype(output)
         return F.binary_cross_entropy_with_logits(output, target.to(output.dtype))
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        output = precise(output)
+        output = to_working_dtype(output)
         label = torch.bernoulli(torch.sigmoid(output.detach()), generator=generator)
         return F.binary_cross_entropy_with_logits(output, label, reduction="sum")
 
@@ -87,7 +88,7 @@ class MSE(Elementwise):
     """ℓ = (F - y)², a mean over all elements; uᵀHu = 2u² and ∂ℓ/∂ε = 2(F - y)·u."""
 
     def slope_and_curvature(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """2(F - y) and 2."""
+        """Return 2(F - y) and 2."""
         return 2.0 * (output - target), torch.full_like(output, 2.0)
 
     def check_values(self, output: Tensor, target: Tensor) -> None:
@@ -95,12 +96,12 @@ class MSE(Elementwise):
         check_range(target, -math.inf, math.inf)
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over elements."""
-        return (precise(output) - target).square().mean()
+        """Return the mean over elements."""
+        return (to_working_dtype(output) - target).square().mean()
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Labels from N(F, ½), the model whose negative log-likelihood is ℓ: E[g gᵀ] = 2."""
-        output = precise(output)
+        """Draw labels from N(F, ½), the model whose negative log-likelihood is ℓ: E[g gᵀ] = 2."""
+        output = to_working_dtype(output)
         noise = torch.empty_like(output).normal_(generator=generator)
         label = output.detach() + noise.mul_(math.sqrt(0.5))
         return (output - label).square().sum()

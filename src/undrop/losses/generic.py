@@ -1,4 +1,4 @@
-"""Any other loss, from the values and gradients of a function."""
+"""A loss given as a function: its derivatives come from automatic or finite differences."""
 
 from __future__ import annotations
 
@@ -18,52 +18,53 @@ from undrop.intercept import SITE_RULES
 from undrop.intercept.model_call import map_tensors, tensors_in
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.kernels.softmax import Coefficients, Derivatives
-from undrop.losses.base import Loss, count_tensor, pad_tangent, precise
+from undrop.losses.base import Loss, count_tensor, pad_tangent, to_working_dtype
 from undrop.rng_snapshot import RngSnapshot
 
 _log = logging.getLogger("undrop")
 
 STEP, STEP_DOUBLE = 0.1, 0.01
-"""s in ℓ(F ± s·u), for float32 and float64: truncation is O(s²), and rounding is O(1/s²)."""
+"""The step s in ℓ(F ± s·u), for float32 and float64: its truncation error is O(s²), and its rounding
+error O(1/s²)."""
 
 
-class _Flat(NamedTuple):
-    """The floating-point tensors of an output F, the u of each, and a function that rebuilds F."""
+class _FlatOutput(NamedTuple):
+    """The floating-point tensors of an output F, and their tangents."""
 
     tensors: list[Tensor]
     u: list[Tensor]
-    output: Callable[[Sequence[Tensor]], Any]
+    rebuild: Callable[[Sequence[Tensor]], Any]  # returns F with other tensors in it
 
     @classmethod
-    def of(cls, output: Any, u: Any) -> _Flat:
+    def of(cls, output: Any, u: Any) -> _FlatOutput:
         """Flatten an output and its tangent."""
         pairs: list[tuple[Tensor, Tensor]] = []
         map_tensors(lambda x, t: pairs.append((x, t)) if x.is_floating_point() else x, output, u)
 
-        def rebuilt(tensors: Sequence[Tensor]) -> Any:
-            given = iter(tensors)
-            return map_tensors(lambda x: next(given) if x.is_floating_point() else x, output)
+        def rebuild(tensors: Sequence[Tensor]) -> Any:
+            replacements = iter(tensors)
+            return map_tensors(lambda x: next(replacements) if x.is_floating_point() else x, output)
 
-        return cls([x for x, _ in pairs], [t for _, t in pairs], rebuilt)
+        return cls([x for x, _ in pairs], [t for _, t in pairs], rebuild)
 
-    def along(self, vectors: Sequence[Tensor]) -> Tensor:
-        """⟨vectors, u⟩."""
+    def dot_u(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return ⟨vectors, u⟩."""
         products = [(v * u).sum() for v, u in zip(vectors, self.u, strict=True)]
         return torch.stack(products).sum()
 
 
 class Generic(Loss):
-    """Wraps ``function(output, target) -> scalar``, a mean over the rows of the output.
+    """A loss ``function(output, target) -> scalar``, a mean over the rows of the output.
 
-    uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice. If torch
-    can't compute it or its gradient, finite differences replace it: (ℓ(F + su) - 2ℓ(F) +
-    ℓ(F - su))/s², and (ℓ(F + su) - ℓ(F - su))/2s for ∂ℓ/∂ε. For a piecewise linear loss (hinge, margin
-    ranking, pinball) uᵀHu is 0, so it has no explicit regularizer.
+    uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice. If torch can't
+    compute uᵀHu or its gradient, finite differences replace them: uᵀHu is
+    (ℓ(F + su) - 2ℓ(F) + ℓ(F - su))/s², and ∂ℓ/∂ε is (ℓ(F + su) - ℓ(F - su))/2s. For a piecewise linear
+    loss (hinge, margin ranking, pinball), uᵀHu is 0, so there is no explicit regularizer.
 
     Args:
         function: the loss.
-        whole_output: whether the function takes everything that the model returns; by default its
-            attribute ``whole_output``, or False.
+        whole_output: whether the function takes everything that the model returns. The default is the
+            function's attribute ``whole_output``, or False.
     """
 
     def __init__(
@@ -73,13 +74,12 @@ class Generic(Loss):
         if whole_output is None:
             whole_output = bool(getattr(function, "whole_output", False))
         self.whole_output = whole_output
-        self._method = ""  # how to differentiate twice: "reverse mode", "differences" or "zero"
-        self._curvature_checked = False
-        # modes (train or eval) in which the function is known to use no dropout
-        self._without_dropout: set[bool] = set()
+        self._method = ""  # of second derivatives: "reverse mode", "differences" or "zero"
+        self._checked_curvature = False
+        self._modes_without_dropout: set[bool] = set()  # True for train mode, False for eval mode
 
     def parameters(self) -> Sequence[Tensor]:
-        """The parameters of the function, if it is a module."""
+        """Return the parameters of the function, if it is a module."""
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
     @contextmanager
@@ -93,31 +93,32 @@ class Generic(Loss):
         """Accept everything: only the function knows which targets fit."""
 
     def count(self, output: Any, target: Any) -> Tensor:
-        """The number of rows of the first output (…, features), over which the function averages."""
+        """Return the number of rows of the first tensor (…, features): the terms of the mean."""
         first = next(x for x in tensors_in(output) if x.is_floating_point())
         rows = first.numel() // first.shape[-1] if first.dim() > 1 else first.numel()
         return count_tensor(rows, first)
 
     def value(self, output: Any, target: Any) -> Tensor:
-        """The value of the function, which must be one number; the function must not use dropout."""
+        """Return the value of the function, which must be one number; refuse dropout in the function."""
         training = getattr(self.function, "training", True)
-        known = training in self._without_dropout
+        checked = training in self._modes_without_dropout
         try:
-            with nullcontext() if known else RefuseDropout(_name(self.function)):
+            with nullcontext() if checked else RefuseDropout(_function_name(self.function)):
                 value = self.function(output, target)
         except (torch.OutOfMemoryError, UndropError):
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise self._failed(output, target, error) from error
+            raise self._call_error(output, target, error) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TargetError(
-                f"the loss {_name(self.function)} must return one number (a mean), got "
+                f"the loss {_function_name(self.function)} must return one number (a mean), got "
                 f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
             )
-        self._without_dropout.add(training)
+        self._modes_without_dropout.add(training)
         return value.reshape(())
 
-    def _failed(self, output: Any, target: Any, error: Exception) -> TargetError:
+    def _call_error(self, output: Any, target: Any, error: Exception) -> TargetError:
+        """Return an error that says what the function received, and what it raised."""
         receives = (
             "it receives all that the model returns"
             if self.whole_output
@@ -126,8 +127,8 @@ class Generic(Loss):
         )
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         return TargetError(
-            f"the loss {_name(self.function)} raised {type(error).__name__} ({reason}) for "
-            f"{_described(output)} and a target that is {_described(target)}: {receives}."
+            f"the loss {_function_name(self.function)} raised {type(error).__name__} ({reason}) for "
+            f"{_describe(output)} and a target that is {_describe(target)}: {receives}."
         )
 
     def _derivatives_of_part(
@@ -141,101 +142,108 @@ class Generic(Loss):
     def _total_and_parts(
         self, output: Any, u: Any, target: Any, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
-        """The total and its parts; a quadratic part whose coefficient is 0 is not computed."""
-        skipped = isinstance(c.quadratic, float | int) and c.quadratic == 0
-        if not skipped:
+        """Return the total and its parts; a quadratic part with coefficient 0 is reported as 0."""
+        if isinstance(c.quadratic, Tensor) or c.quadratic != 0:
             return super()._total_and_parts(output, u, target, form, c, dim)
+        # The form "identity" needs no second derivative.
         total, parts = super()._total_and_parts(output, u, target, "identity", c, dim)
         return total, parts._replace(quadratic=torch.zeros_like(parts.quadratic))
 
     def _derivatives(self, output: Any, u: Any, target: Any, form: str) -> Derivatives:
         if not any(x.requires_grad for x in tensors_in(output)):
-            free = map_tensors(_as_leaf, output)
+            leaves = map_tensors(_as_leaf, output)
             with torch.enable_grad():
-                parts = self._derivatives(free, u, target, form)
+                parts = self._derivatives(leaves, u, target, form)
             return Derivatives(*(part.detach() for part in parts))
-        flat = _Flat.of(output, u)
+        flat = _FlatOutput.of(output, u)
         if not self._method:
-            self._method = self._choose(flat, target)
-        by_differences = self._method == "differences"
-        method = self._by_differences if by_differences else self._by_reverse_mode
-        found = method(flat, target, form)
+            self._method = self._choose_method(flat, target)
+        if self._method == "differences":
+            parts = self._by_differences(flat, target)
+        else:
+            parts = self._by_reverse_mode(flat, target, form)
         if form == "identity":
-            return found._replace(quadratic=flat.along(flat.u) / self.count(output, target))
-        if not self._curvature_checked:
-            self._curvature_checked = True
-            self._warn_of_no_curvature(found.quadratic, flat.u)
-        return found
+            return parts._replace(quadratic=flat.dot_u(flat.u) / self.count(output, target))
+        if not self._checked_curvature:
+            self._checked_curvature = True
+            self._warn_of_no_curvature(parts.quadratic, flat.u)
+        return parts
 
-    def _gradient(self, flat: _Flat, target: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _gradient(
+        self, flat: _FlatOutput, target: Any
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return ℓ at a copy of F, the tensors of the copy, and ∂ℓ/∂F, with a graph if torch has one.
 
-        F and u may share ancestors, and the derivative is only in F.
+        F and u may share ancestors, so only a copy of F gives the derivative in F alone.
         """
         copies = [x.clone() if x.requires_grad else _as_leaf(x) for x in flat.tensors]
-        loss = self.value(flat.output(copies), target)
+        loss = self.value(flat.rebuild(copies), target)
         return loss, copies, gradients(loss, copies, create_graph=True)
 
-    def _by_reverse_mode(self, flat: _Flat, target: Any, form: str) -> Derivatives:
+    def _by_reverse_mode(self, flat: _FlatOutput, target: Any, form: str) -> Derivatives:
         loss, copies, gradient = self._gradient(flat, target)
         if self._method == "zero":
             gradient = [g.detach() for g in gradient]
-        directional = flat.along(gradient)
+        directional = flat.dot_u(gradient)
         if form == "identity" or not any(g.requires_grad for g in gradient):
             return Derivatives(loss, torch.zeros_like(loss), directional)
-        second = gradients(flat.along(gradient), copies, create_graph=True)
-        return Derivatives(loss, flat.along(second), directional)
+        hessian_u = gradients(flat.dot_u(gradient), copies, create_graph=True)
+        return Derivatives(loss, flat.dot_u(hessian_u), directional)
 
-    def _by_differences(self, flat: _Flat, target: Any, form: str) -> Derivatives:
+    def _by_differences(self, flat: _FlatOutput, target: Any) -> Derivatives:
         s = STEP_DOUBLE if all(x.dtype == torch.float64 for x in flat.tensors) else STEP
 
         def loss_at(s: float) -> Tensor:
-            pairs = zip(flat.tensors, flat.u, strict=True)
-            return self.value(flat.output([precise(x) + s * precise(u) for x, u in pairs]), target)
+            pairs = zip(
+                map(to_working_dtype, flat.tensors), map(to_working_dtype, flat.u), strict=True
+            )
+            return self.value(flat.rebuild([x + s * u for x, u in pairs]), target)
 
         with self.keep_state():
             plus = loss_at(s)
         with self.keep_state():
             minus = loss_at(-s)
         loss = loss_at(0.0)
-        second = (plus - 2.0 * loss + minus) / s**2
-        return Derivatives(loss, second, (plus - minus) / (2.0 * s))
+        quadratic = (plus - 2.0 * loss + minus) / s**2
+        return Derivatives(loss, quadratic, (plus - minus) / (2.0 * s))
 
-    def _choose(self, flat: _Flat, target: Any) -> str:
-        """Choose reverse mode if torch has all derivatives, zero for a linear loss, else differences.
+    def _choose_method(self, flat: _FlatOutput, target: Any) -> str:
+        """Choose "reverse mode" if torch has all derivatives, and "zero" for a linear loss.
 
-        For differences, the function must return the same value for the same arguments.
+        Choose "differences" otherwise. Then the function must return the same value for the same
+        arguments.
         """
         with self.keep_state():
             loss, copies, gradient = self._gradient(flat, target)
         if any(g.requires_grad for g in gradient) and _has_third_derivative(flat, gradient, copies):
             return "reverse mode"
         with self.keep_state():
-            again = self.value(flat.output(flat.tensors), target)
-        if not torch.allclose(loss, again, rtol=1e-5, atol=0.0, equal_nan=True):
+            repeated = self.value(flat.rebuild(flat.tensors), target)
+        if not torch.allclose(loss, repeated, rtol=1e-5, atol=0.0, equal_nan=True):
             raise OptionError(
-                f"the loss {_name(self.function)} must be differentiated by finite differences, since "
-                "torch can't differentiate it three times, but returns different values for the same "
-                "output: draw its random numbers from torch's, NumPy's or Python's global generators."
+                f"the loss {_function_name(self.function)} must be differentiated by finite "
+                "differences, since torch can't differentiate it three times, but it returns different "
+                "values for the same output: draw its random numbers from torch's, NumPy's or Python's "
+                "global generators."
             )
-        if not self._curved(flat, gradient, target):
+        if not self._has_curvature(flat, gradient, target):
             return "zero"
         _log.info(
             "torch can't differentiate the loss %s three times: its derivatives along u come from "
             "differences of its value.",
-            _name(self.function),
+            _function_name(self.function),
         )
         return "differences"
 
-    def _curved(self, flat: _Flat, gradient: Sequence[Tensor], target: Any) -> bool:
-        """Return whether the gradient changes with F in most entries, not just across a kink."""
+    def _has_curvature(self, flat: _FlatOutput, gradient: Sequence[Tensor], target: Any) -> bool:
+        """Return whether the gradient changes with F in most entries, and not only across a kink."""
         generator = torch.Generator().manual_seed(0)
         nearby = []
-        for x in (precise(x.detach()) for x in flat.tensors):
+        for x in (to_working_dtype(x.detach()) for x in flat.tensors):
             noise = torch.randn(x.shape, generator=generator).to(x)
             nearby.append((x + 1e-3 * (1.0 + x.abs()) * noise).requires_grad_())
         with self.keep_state():
-            value = self.value(flat.output(nearby), target)
+            value = self.value(flat.rebuild(nearby), target)
         changed = active = 0
         for new, old in zip(gradients(value, nearby), gradient, strict=True):
             size = new.abs() + old.abs()
@@ -249,40 +257,41 @@ class Generic(Loss):
                 "the loss %s is linear around the model's output, so uᵀHu = 0 and there is no "
                 "explicit regularizer: if the output is log-probabilities, let the model return logits "
                 "and use undrop.CrossEntropy().",
-                _name(self.function),
+                _function_name(self.function),
             )
 
 
 def _has_third_derivative(
-    flat: _Flat, gradient: Sequence[Tensor], copies: Sequence[Tensor]
+    flat: _FlatOutput, gradient: Sequence[Tensor], copies: Sequence[Tensor]
 ) -> bool:
-    """Return whether torch can compute the gradient of uᵀHu, or uᵀHu itself is not finite.
+    """Return whether torch can compute the gradient of uᵀHu, or whether Hu is not finite.
 
-    Differences would hide a loss whose second derivative is infinite, which a step refuses.
+    A step refuses a loss whose second derivative is infinite, and differences would hide this.
     """
     try:
-        second = gradients(flat.along(gradient), copies, create_graph=True)
-        third = gradients(flat.along(second), copies)
+        second = gradients(flat.dot_u(gradient), copies, create_graph=True)
+        third = gradients(flat.dot_u(second), copies)
     except (RuntimeError, NotImplementedError):
         return False
-    return _finite(third) or not _finite(second)
+    return _all_finite(third) or not _all_finite(second)
 
 
-def _finite(tensors: Sequence[Tensor]) -> bool:
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors)
 
 
 def _as_leaf(x: Tensor) -> Tensor:
+    """Return a copy without a graph that requires a gradient, if x is a floating-point tensor."""
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"a tensor of shape {tuple(x.shape)} ({str(x.dtype).removeprefix('torch.')})"
     return f"a {type(x).__name__}"
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -293,7 +302,7 @@ _DROPOUTS = {
 
 
 class RefuseDropout(TorchFunctionMode):
-    """A context in which a loss must not use active dropout; the error gives the loss's name."""
+    """A context that raises an error with the loss's name at a dropout that drops."""
 
     def __init__(self, loss: str) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Convert what a user passes as a loss; the default is a Transformers model's loss or cross-entropy.
+"""Convert the user's ``loss=`` argument; the default is a Transformers model's loss or cross-entropy.
 
-Nothing here imports Transformers: a model is recognized by the loss function that it gets from there.
+This module does not import Transformers: it recognizes a model by the name of its loss function.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ from undrop.losses.generic import Generic
 from undrop.registry import Registry
 
 IGNORED = -100
-"""The label that does not count, in all of Transformers."""
+"""The label that all losses of Transformers ignore."""
 
 
 class Task(NamedTuple):
-    """A loss, and how its targets follow from the labels of a batch."""
+    """A loss, and the function that computes its targets from the labels of a batch."""
 
     loss: Loss
     targets: Callable[[Tensor], Tensor]
 
 
 TASK_BUILDERS: Registry[str, Callable[[Any, Tensor, float], Task]] = Registry("Transformers head")
-"""From the name of a model's loss function to a function (model, labels, smoothing) -> ``Task``."""
+"""The name of a model's loss function → a function of (model, labels, smoothing) that returns a task."""
 
 
-def _same(labels: Tensor) -> Tensor:
+def _keep(labels: Tensor) -> Tensor:
     return labels
 
 
-def _next_token(labels: Tensor) -> Tensor:
-    """Position t predicts the label at t + 1; the last predicts nothing."""
+def _shift(labels: Tensor) -> Tensor:
+    """Move the label of t + 1 to position t; the last position has no target."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
-def _numbers(labels: Tensor) -> Tensor:
-    """One row per example, like the logits."""
+def _to_numbers(labels: Tensor) -> Tensor:
+    """Return one row of numbers per example, like the logits."""
     return labels.float().reshape(len(labels), -1)
 
 
-def _classes(labels: Tensor) -> Tensor:
+def _to_classes(labels: Tensor) -> Tensor:
+    """Return one class per example."""
     return labels.reshape(len(labels))
 
 
@@ -69,72 +70,73 @@ def _classes(labels: Tensor) -> Tensor:
 def _language_model(model: Any, labels: Tensor, smoothing: float) -> Task:
     loss = CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing)
     # The labels of an encoder-decoder are already aligned with the decoder's outputs.
-    return Task(loss, _same if model.config.is_encoder_decoder else _next_token)
+    return Task(loss, _keep if model.config.is_encoder_decoder else _shift)
 
 
 @TASK_BUILDERS.register("ForMaskedLMLoss", "ForTokenClassification")
-def _each_token(model: Any, labels: Tensor, smoothing: float) -> Task:
-    return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _same)
+def _token_classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
+    return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _keep)
 
 
 @TASK_BUILDERS.register("ForSequenceClassificationLoss")
 def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
-    """Predict one class, several classes or numbers: ``problem_type``, or what Transformers guesses."""
+    """Predict one class, several classes or numbers, by ``problem_type`` or as Transformers guesses."""
     problem = model.config.problem_type
     if problem is None and model.config.num_labels == 1:
         problem = "regression"
     elif problem is None:
-        whole = not labels.is_floating_point()
-        problem = "single_label_classification" if whole else "multi_label_classification"
+        several = labels.is_floating_point()
+        problem = "multi_label_classification" if several else "single_label_classification"
     if problem == "regression":
-        return Task(MSE(), _numbers)
+        return Task(MSE(), _to_numbers)
     if problem == "multi_label_classification":
-        return Task(BCEWithLogits(), _numbers)
-    return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _classes)
+        return Task(BCEWithLogits(), _to_numbers)
+    return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _to_classes)
 
 
 def loss_function_name(model: nn.Module) -> str | None:
-    """The name of a Transformers model's loss function; None for a model without one.
+    """Return the name of a Transformers model's loss function; None for a model without one.
 
-    Transformers gives every model a ``loss_function``, even one without a head, which takes no labels.
+    Transformers gives every model a ``loss_function``, even a model without a head, whose ``forward``
+    takes no labels.
     """
     if not any(c.__module__.split(".")[0] in ("transformers", "peft") for c in type(model).__mro__):
         return None
-    named = getattr(model, "loss_type", None) or getattr(model, "_loss_function", None)
-    if named is None and "labels" not in inspect.signature(model.forward).parameters:
+    chosen = getattr(model, "loss_type", None) or getattr(model, "_loss_function", None)
+    if chosen is None and "labels" not in inspect.signature(model.forward).parameters:
         return None
     return getattr(getattr(model, "loss_function", None), "__name__", None)
 
 
 def find_task(model: nn.Module, labels: Tensor, smoothing: float = 0.0) -> Task:
-    """The task of a ``…ForCausalLM``, ``…ForMaskedLM``, ``…ForConditionalGeneration`` or classifier.
+    """Return the task of a causal or masked language model, an encoder-decoder or a classifier.
 
     Args:
         model: the model, without wrappers.
-        labels: those of a batch; their type tells classes from numbers if the config does not.
+        labels: the labels of a batch. Their dtype tells classes from numbers if the config does not.
         smoothing: label smoothing, for class labels.
 
     Raises:
-        OptionError: for a head of another kind, or smoothing of labels that are not classes.
+        OptionError: for a model with another loss function, or smoothing of labels that are not classes.
     """
-    kind = loss_function_name(model)
-    task = None if kind is None else TASK_BUILDERS.find(kind)
-    if task is None:
+    name = loss_function_name(model)
+    build = None if name is None else TASK_BUILDERS.find(name)
+    if build is None:
         raise OptionError(
-            f"{type(model).__name__} is trained with {kind or 'no loss function'}, which undrop does "
+            f"{type(model).__name__} is trained with {name or 'no loss function'}, which undrop does "
             "not know: pass loss= to the objective, or override `undrop_task` of the trainer."
         )
-    found = task(model, labels, smoothing)
-    if smoothing and not isinstance(found.loss, CrossEntropy):
+    task = build(model, labels, smoothing)
+    if smoothing and not isinstance(task.loss, CrossEntropy):
         raise OptionError(
             f"label_smoothing_factor is for class labels, and {type(model).__name__} is trained with "
-            f"{type(found.loss).__name__}: set it to 0."
+            f"{type(task.loss).__name__}: set it to 0."
         )
-    return found
+    return task
 
 
 def decoder_inputs(model: nn.Module, inputs: Any, labels: Tensor) -> Any:
-    """Add the decoder's inputs, which are computed from the labels, for an encoder-decoder."""
+    """Add the decoder's inputs, computed from the labels, to the inputs of an encoder-decoder."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return inputs
     if not isinstance(inputs, Mapping):
@@ -159,9 +161,11 @@ def check_not_shifted(model: nn.Module, inputs: Any, labels: Tensor) -> None:
         return
     if ids.shape != labels.shape or ids.shape[-1] < 2:
         return
-    here, ahead = labels != IGNORED, labels[..., :-1] != IGNORED
-    copies = bool((labels == ids)[here].all())
-    if bool(ahead.any()) and not copies and bool((labels[..., :-1] == ids[..., 1:])[ahead].all()):
+    counted = labels != IGNORED
+    counted_before_last = counted[..., :-1]
+    if not bool(counted_before_last.any()) or bool((labels == ids)[counted].all()):
+        return
+    if bool((labels[..., :-1] == ids[..., 1:])[counted_before_last].all()):
         raise TargetError(
             f"the labels are already the next tokens of input_ids, and {type(model).__name__} shifts "
             "them itself: pass labels that are aligned with input_ids, or loss=undrop.CrossEntropy() to "
@@ -184,7 +188,7 @@ def check_attention(model: nn.Module) -> None:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A model's config and those within it."""
+    """Yield a model's config and its sub-configs."""
     if config is None:
         return
     yield config
@@ -197,7 +201,7 @@ def _is_attention_dropout(name: str) -> bool:
 
 
 def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way_out: str) -> bool:
-    """Raise an error if two losses differ; return False if theirs is not finite, True otherwise."""
+    """Raise an ``OptionError`` if two losses differ; return whether ``theirs`` is finite."""
     if not bool(torch.isfinite(theirs)):
         return False
     exact = theirs.dtype in (torch.float32, torch.float64)
@@ -211,11 +215,11 @@ def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way
 
 
 class ModelLoss(GivenLoss):
-    """A Transformers model's own loss, if undrop knows it; otherwise cross-entropy.
+    """The loss of a Transformers model with a loss function; cross-entropy for any other model.
 
     For a Transformers model the targets are its ``labels``, as the model itself takes them: a causal
-    language model predicts the next label, a masked one the label in place. On the first batch it
-    must agree with the loss that the model reports, both without noise.
+    language model predicts the next label, a masked language model the label at the same position. On
+    the first batch, undrop's loss must agree with the loss that the model reports, both without noise.
     """
 
     def __init__(self) -> None:
@@ -223,44 +227,45 @@ class ModelLoss(GivenLoss):
         self._verified: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[type[ModelLoss], tuple[()]]:
-        """Pickle nothing: another process examines its models itself."""
+        """Pickle no state: the process that loads the loss looks at its models itself."""
         return ModelLoss, ()
 
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Batch:
-        """Return a batch in the form that the model's loss takes.
+        """Return the batch with its loss, and with the targets of that loss.
 
         Raises:
             OptionError: if the model's own loss is unknown, or differs on the first batch.
             TargetError: if there are no labels, or if they are already shifted.
         """
         inputs, targets = split_labels(inputs, targets)
-        inner = bare(model)
-        if loss_function_name(inner) is None:
+        unwrapped = bare(model)
+        if loss_function_name(unwrapped) is None:
             return Batch(model, inputs, targets, loss=_CROSS_ENTROPY)
         if not isinstance(targets, Tensor):
             raise TargetError(
-                f"{type(inner).__name__} needs `labels`, in the batch or as targets, got "
+                f"{type(unwrapped).__name__} needs `labels`, in the batch or as targets, got "
                 f"{type(targets).__name__}."
             )
-        task = self._tasks.get(inner)
+        task = self._tasks.get(unwrapped)
         if task is None:
-            check_attention(inner)
-            check_not_shifted(inner, inputs, targets)
-            task = self._tasks[inner] = find_task(inner, targets)
-        if inner not in self._verified and _agrees(model, inputs, targets, task):
-            self._verified.add(inner)
-        inputs = decoder_inputs(inner, inputs, targets)
+            check_attention(unwrapped)
+            check_not_shifted(unwrapped, inputs, targets)
+            task = self._tasks[unwrapped] = find_task(unwrapped, targets)
+        if unwrapped not in self._verified and _check_reported_loss(model, inputs, targets, task):
+            self._verified.add(unwrapped)
+        inputs = decoder_inputs(unwrapped, inputs, targets)
         return Batch(model, inputs, task.targets(targets), loss=task.loss)
 
 
 _CROSS_ENTROPY = CrossEntropy()
 
 
-def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
-    """Whether the task's loss equals the loss that the model reports; False without targets."""
+def _check_reported_loss(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
+    """Check that the task's loss is the loss that the model reports; return False without targets."""
     with torch.no_grad(), RngSnapshot(), keep_statistics(model), Interception(model, no_noise):
         args, kwargs = arguments(inputs)
         output = model(*args, **kwargs, labels=labels)
+        # A model that fuses its loss with its output layer returns no logits if it gets labels.
         fused = isinstance(output, Mapping) and output.get("logits") is None
         logits = logits_of(call(model, inputs) if fused else output)
     theirs = output["loss"] if isinstance(output, Mapping) else output[0]
@@ -275,13 +280,13 @@ def _agrees(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
 
 
 def as_loss(loss: GivenLoss | Callable[[Tensor, Any], Tensor] | None) -> GivenLoss:
-    """Return the loss for what a user passes as ``loss``.
+    """Return the loss for the user's ``loss=`` argument.
 
-    None is the model's own loss, or cross-entropy. A torch loss module becomes the ``Loss`` that is
-    registered for its class in ``CONVERTERS``; any other callable is wrapped in ``Generic``.
+    None stands for the model's own loss or cross-entropy. ``CONVERTERS`` has the ``Loss`` for torch's
+    loss modules. Any other callable becomes a ``Generic``.
 
     Raises:
-        OptionError: for a class in place of an instance, or for something that can't be called.
+        OptionError: for a class in place of an instance, or for an object that can't be called.
     """
     if loss is None:
         return ModelLoss()
@@ -291,9 +296,9 @@ def as_loss(loss: GivenLoss | Callable[[Tensor, Any], Tensor] | None) -> GivenLo
         name = loss.__name__
         raise OptionError(f"loss must be an instance, got the class {name}: pass {name}().")
     convert = CONVERTERS.find(type(loss))  # the class itself: a subclass may compute something else
-    found = convert(loss) if convert is not None else None
-    if found is not None:
-        return found
+    converted = convert(loss) if convert is not None else None
+    if converted is not None:
+        return converted
     if callable(loss):
         return Generic(loss)
     raise OptionError(f"loss must be a Loss or a callable, got {type(loss).__name__}.")

@@ -1,4 +1,4 @@
-"""What all softmax losses share, and the losses that contain the output layer and take features."""
+"""The base class of all softmax losses, and losses on features, which contain the output layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from undrop.errors import OptionError, OutputError
 from undrop.kernels.adaptive import AdaptiveOutput, Layer
 from undrop.kernels.output_layers import LinearOutput, OutputLayer, row_chunks
 from undrop.kernels.softmax import Coefficients, Derivatives, SoftmaxOptions, working_dtype
-from undrop.losses.base import ByClass, ClosedForm, precise, softmax_by_class
+from undrop.losses.base import ByClass, ClosedForm, softmax_by_class, to_working_dtype
 from undrop.losses.targets import check_class_indices, check_class_range, not_ignored
 
 
@@ -33,12 +33,12 @@ class SoftmaxLoss(ClosedForm):
         self.label_smoothing = label_smoothing
 
     def parameters(self) -> Sequence[Tensor]:
-        """The parameters of the output layer."""
+        """Return the parameters of the output layer."""
         return [p for p in self.layer.parameters if p is not None]
 
     @abstractmethod
     def _shape(self, output: Tensor) -> tuple[int, ...]:
-        """The shape of all logits, with the classes last."""
+        """Return the shape of all logits, with the classes last."""
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Check that targets are class indices, one for each row of logits."""
@@ -50,19 +50,17 @@ class SoftmaxLoss(ClosedForm):
         check_class_range(target, self._shape(output)[-1], self.ignore_index)
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
-        """The number of targets that are not ignored."""
+        """Return the number of targets that are not ignored, at least 1."""
         kept = not_ignored(target, self.ignore_index).sum().clamp(min=1)
         return kept.to(working_dtype(output.dtype))
 
     def _options(self, form: str, coefficients: Coefficients | None = None) -> SoftmaxOptions:
-        return SoftmaxOptions(
-            self.label_smoothing, form, coefficients, ignore_index=self.ignore_index
-        )
+        return SoftmaxOptions(self.label_smoothing, form, coefficients, self.ignore_index)
 
-    def _paired(
+    def _rows_with_tangent(
         self, output: Tensor, u: Tensor, target: Tensor, dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of the output, the tangent of the last of them, and their targets."""
+        """Return rows of the output, the tangent of the last rows, and the targets of all rows."""
         if u.shape == output.shape:
             return output, u, target
         dim %= output.dim()
@@ -71,17 +69,17 @@ class SoftmaxLoss(ClosedForm):
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
     ) -> Derivatives:
-        rows = self._paired(output, u, target, dim)
+        rows = self._rows_with_tangent(output, u, target, dim)
         with self.explaining_errors(output, target):
             return self.layer.derivatives(*rows, self._options(form))
 
     def _total_and_parts(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
-        """The total, with its gradient formed in the same sweep over the rows."""
+        """Compute the total and its gradient in the same sweep over the rows."""
         if form == "loss-jacobian":
             return super()._total_and_parts(output, u, target, form, c, dim)
-        rows = self._paired(output, u, target, dim)
+        rows = self._rows_with_tangent(output, u, target, dim)
         with self.explaining_errors(output, target):
             return self.layer.combined(*rows, self._options(form, c))
 
@@ -93,66 +91,67 @@ class FeatureLoss(SoftmaxLoss):
         super().__init__(layer, ignore_index, label_smoothing)
         if layer.chunk is not None and layer.chunk < 1:
             raise OptionError(f"chunk must be at least 1 row, got {layer.chunk}.")
-        self.width, self.classes, self.chunk = layer.width, layer.num_classes, layer.chunk
 
     def _shape(self, output: Tensor) -> tuple[int, ...]:
-        return (*output.shape[:-1], self.classes)
+        return (*output.shape[:-1], self.layer.num_classes)
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Check that targets are class indices, one for each row of features of the right width."""
-        if output.shape[-1] != self.width:
+        """Check the width of the features, and that targets are class indices, one for each row."""
+        width = self.layer.width
+        if output.shape[-1] != width:
             raise OutputError(
-                f"the output layer of the loss takes features of width {self.width}, got an output of "
+                f"the output layer of the loss takes features of width {width}, got an output of "
                 f"shape {tuple(output.shape)}: let the model return features, not logits."
             )
         super().check(output, target)
 
-    def _kept(self, output: Tensor, target: Tensor) -> Tensor:
-        """The features of the targets that are not ignored, as rows."""
-        return output.reshape(-1, self.width)[not_ignored(target, self.ignore_index).reshape(-1)]
+    def _counted_rows(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the features whose targets are not ignored, as rows."""
+        counted = not_ignored(target, self.ignore_index).reshape(-1)
+        return output.reshape(-1, self.layer.width)[counted]
 
     def value(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean of -log p(y | f); 0 if every target is ignored."""
+        """Return the mean of -log p(y | f); 0 if every target is ignored."""
         with self.explaining_errors(output, target):
             return self.layer.loss(output, target, self._options("hessian"))
 
     @abstractmethod
     def _logits(self, features: Tensor) -> Tensor:
-        """All logits of some rows."""
+        """Return all logits of some rows."""
 
     @abstractmethod
     def _sample_labels(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A label for each row, drawn from the model."""
+        """Return a label for each row, drawn from the model."""
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Σ ℓ_ŷ with ŷ drawn from the model, a chunk of rows at a time."""
-        kept = self._kept(output, target)  # the value that is ignored may be one of the classes
-        rows = kept.detach()
+        """Return Σ ℓ_ŷ with ŷ drawn from the model, a chunk of rows at a time."""
+        rows = self._counted_rows(output, target)
         labels = torch.empty(len(rows), dtype=torch.long, device=rows.device)
         with torch.no_grad():
-            for part in row_chunks(len(rows), self.layer.softmax_size, self.chunk):
-                labels[part] = self._sample_labels(rows[part], generator)
-        mean = self.layer.loss(kept, labels, SoftmaxOptions(ignore_index=-1))
+            for chunk in row_chunks(len(rows), self.layer.softmax_size, self.layer.chunk):
+                labels[chunk] = self._sample_labels(rows[chunk], generator)
+        # -1 ignores no row: a label may be a class equal to ``ignore_index``.
+        mean = self.layer.loss(rows, labels, SoftmaxOptions(ignore_index=-1))
         return mean * self.count(output, target)
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """⟨v, z⟩ with random signs v on all logits z, as in ``CrossEntropy``."""
-        logits = self._logits(self._kept(output, target))
+        """Return ⟨v, z⟩ with random signs v on all logits z, as in ``CrossEntropy``."""
+        logits = self._logits(self._counted_rows(output, target))
         return super()._probe(logits, target, generator)
 
 
 def _sample(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A class for each row of logits, drawn from their softmax."""
-    p = torch.softmax(precise(logits), -1)
+    """Return a class for each row of logits, drawn from its softmax."""
+    p = torch.softmax(to_working_dtype(logits), -1)
     return torch.multinomial(p, 1, generator=generator).squeeze(-1)
 
 
 class LinearCrossEntropy(FeatureLoss):
-    """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), which are never all in memory.
+    """``CrossEntropy`` on the logits ``W f + b`` of features f (…, d), without all logits in memory.
 
-    Logits exist for one chunk of rows at a time: they are computed, turned into gradients and
-    multiplied back, so memory does not grow as rows × classes. Only the reverse engine, which
-    differentiates twice, holds them all.
+    Logits exist for one chunk of rows at a time. Each chunk is computed, overwritten by its gradients,
+    and backpropagated to f, W and b, so memory does not grow as rows × classes. Only the reverse engine,
+    which differentiates twice, keeps all logits.
 
     Args:
         weight: W (classes, d), e.g. the embedding that the output layer is tied to.
@@ -180,11 +179,11 @@ class LinearCrossEntropy(FeatureLoss):
         self.weight, self.bias = weight, bias
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
-        """Σ p v² of the logits, class by class, a chunk of rows at a time."""
+        """Return Σ p v² of each class, computed for a chunk of rows at a time."""
         return softmax_by_class(
-            self._kept(output, target),
-            self._kept(u, target),
-            self.classes,
+            self._counted_rows(output, target),
+            self._counted_rows(u, target),
+            self.layer.num_classes,
             self._logits,
             lambda tangents: F.linear(tangents, self.weight),
         )
@@ -199,8 +198,8 @@ class LinearCrossEntropy(FeatureLoss):
 class AdaptiveSoftmax(FeatureLoss):
     """ℓ = -log p(y | f) of ``torch.nn.AdaptiveLogSoftmaxWithLoss``, on features f (…, d).
 
-    The head is a softmax over the shortlist and one class for each tail c, of probability π_c, and
-    each tail has its own softmax. The quadratic form is the Fisher one, the mean over labels of
+    The head is a softmax over the shortlist and one class for each tail c, of probability π_c. Each
+    tail has a softmax over its words. The quadratic form is the Fisher form, the mean over labels of
     the second derivative: ``uᵀHu = Var_head + Σ_c π_c Var_c``, where Var is the variance of the
     logits' tangent under a softmax. The form "identity" is the squared norm of that tangent, over
     all logits.
@@ -208,11 +207,14 @@ class AdaptiveSoftmax(FeatureLoss):
     Args:
         head_weight: (shortlist + tails, d).
         head_bias: (shortlist + tails,), or None.
-        tails: for each a projection (d_c, d) or None, a weight (words, d_c), a bias (words,) or None.
+        tails: for each tail a projection (d_c, d) or None, a weight (words, d_c), and a bias (words,)
+            or None.
         cutoffs: the first word of each tail.
         ignore_index: targets of this value do not count.
         chunk: rows at a time; None chooses by the number of classes.
     """
+
+    layer: AdaptiveOutput
 
     def __init__(
         self,
@@ -226,28 +228,28 @@ class AdaptiveSoftmax(FeatureLoss):
     ) -> None:
         _check_sizes(head_weight, [weight for _, weight, _ in tails], cutoffs)
         head = Layer(None, head_weight, head_bias)
-        output = AdaptiveOutput(head, [Layer(*tail) for tail in tails], cutoffs, chunk)
-        super().__init__(output, ignore_index)
-        self.adaptive = output
+        layer = AdaptiveOutput(head, [Layer(*tail) for tail in tails], cutoffs, chunk)
+        super().__init__(layer, ignore_index)
 
     def _sample_labels(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A class of the head, and if that is a tail, a word in *that* tail."""
-        head, *tails = self.adaptive.layers(self.adaptive.parameters)
+        """Draw a class of the head, and if that is a tail, a word of *that* tail."""
+        head, *tails = self.layer.layers(self.layer.parameters)
         labels = _sample(head.logits(features), generator)
-        chosen = labels - self.adaptive.shortlist
-        for number, (tail, words) in enumerate(zip(tails, self.adaptive.tails, strict=True)):
-            own = chosen == number
-            if bool(own.any()):
-                labels[own] = words.start + _sample(tail.logits(features[own]), generator)
+        sampled_tails = labels - self.layer.shortlist
+        for number, (tail, words) in enumerate(zip(tails, self.layer.tails, strict=True)):
+            in_tail = sampled_tails == number
+            if bool(in_tail.any()):
+                labels[in_tail] = words.start + _sample(tail.logits(features[in_tail]), generator)
         return labels
 
     def _logits(self, features: Tensor) -> Tensor:
-        """All logits, of the head and of every tail."""
-        layers = self.adaptive.layers(self.adaptive.parameters)
+        """Return all logits, of the head and of every tail."""
+        layers = self.layer.layers(self.layer.parameters)
         return torch.cat([layer.logits(features) for layer in layers], -1)
 
 
 def _check_sizes(head: Tensor, tails: Sequence[Tensor], cutoffs: Sequence[int]) -> None:
+    """Raise an ``OptionError`` if the sizes of the weights do not fit the cutoffs."""
     increasing = all(a < b for a, b in pairwise((0, *cutoffs)))
     if not cutoffs or not increasing or len(cutoffs) != len(tails):
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Check the shapes, types and values of targets; several losses share these functions."""
+"""Checks of the shapes, types and values of targets, which several losses share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def check_class_indices(target: Tensor, leading: Sequence[int], classes: int) -> None:
-    """Raise a ``TargetError`` if targets are not class indices of the given leading shape."""
+    """Raise a ``TargetError`` if targets are not class indices of the shape ``leading``."""
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TargetError(
@@ -48,7 +48,10 @@ def check_class_range(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 def not_ignored(target: Tensor, ignore_index: int) -> Tensor:
-    """Return which class indices count; compared as long integers, since uint8 has no -100."""
+    """Return which class indices count.
+
+    The comparison is between long integers, because uint8 has no -100.
+    """
     return target.long() != ignore_index
 
 

@@ -15,7 +15,7 @@ from tiny_run import tiny_config, write_text
 from undrop.errors import CheckpointError, OptionError, UndropError
 from undrop.files import sha256
 from undrop.lab import corpora, train
-from undrop.lab.cli.train import RUNS, _name
+from undrop.lab.cli.train import RUNS, _default_name
 from undrop.lab.reproduce.records import Records
 from undrop.lab.train.folder import _checksum
 from undrop.tensor_files import load_tensors
@@ -29,13 +29,13 @@ UNSAFE_CALLS = {
 
 
 def unsafe(source):
-    """The calls in a source file that could run code from a file."""
+    """Yield the imports and calls in source code that could run code from a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.partition(".")[0] in UNSAFE_MODULES)
         elif isinstance(node, ast.ImportFrom):
-            found = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-            yield from (f for f in found if f in UNSAFE_CALLS or f in UNSAFE_MODULES)
+            names = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            yield from names & (UNSAFE_CALLS | UNSAFE_MODULES)
         elif isinstance(node, ast.Call):
             if ast.unparse(node.func) in UNSAFE_CALLS:
                 yield ast.unparse(node)
@@ -66,17 +66,18 @@ def test_the_scan_for_unsafe_code_finds_an_unsafe_call(text):
 
 
 class Payload:
-    """A pickle that makes a file when it is read."""
+    """A pickle that creates a file when it is loaded."""
 
-    def __init__(self, mark):
-        self.mark = mark
+    def __init__(self, path):
+        self.path = path
 
     def __reduce__(self):
-        return Path.touch, (self.mark,)
+        return Path.touch, (self.path,)
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
+    """A folder with a text and a tiny run on it."""
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text").mkdir()
     config = tiny_config(write_text(tmp_path / "text"), train={"epochs": 1})
@@ -84,18 +85,18 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_pickle_in_place_of_any_file_is_not_executed(here):
-    mark = here / "code was run"
-    evil = pickle.dumps(Payload(mark))
-    pickle.loads(evil)  # noqa: S301
-    assert mark.exists()  # it is one
+def test_a_pickle_in_place_of_any_file_is_not_executed(folder):
+    mark = folder / "code was run"
+    payload = pickle.dumps(Payload(mark))
+    pickle.loads(payload)  # noqa: S301
+    assert mark.exists()  # loading the pickle does run its code
     mark.unlink()
-    run = train.RunFolder(here / "run")
+    run = train.RunFolder(folder / "run")
     checkpoint = run.checkpoints.path(run.checkpoints.steps()[-1])
     body = json.loads(checkpoint.read_bytes())
     tensors = checkpoint.parent / body["tensors"]
-    tensors.write_bytes(evil)
-    body = {**body, "sha256": sha256(tensors)}  # and its checksum fits
+    tensors.write_bytes(payload)
+    body = {**body, "sha256": sha256(tensors)}  # matches the pickle
     body.pop("check")
     checkpoint.write_text(json.dumps({**body, "check": _checksum(body)}))
     with pytest.raises(CheckpointError, match="was truncated or modified"):
@@ -105,26 +106,26 @@ def test_a_pickle_in_place_of_any_file_is_not_executed(here):
         run.path / "config.json": run.read_config,
         run.path / "summary.json": run.read_summary,
         run.path / "metrics.jsonl": run.metrics.read,
-        here / "records" / "a.json": lambda: Records(here / "records"),
-        here / "text" / "train.txt": lambda: corpora.load(here / "text"),
+        folder / "records" / "a.json": lambda: Records(folder / "records"),
+        folder / "text" / "train.txt": lambda: corpora.load(folder / "text"),
     }
-    (here / "records").mkdir()
+    (folder / "records").mkdir()
     for path, read in readers.items():
-        path.write_bytes(evil)
+        path.write_bytes(payload)
         with pytest.raises(UndropError):
             read()
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "..", "a/../../b"])
-def test_a_run_name_cannot_leave_the_runs_folder(here, name):
-    presets = tiny_config(here / "text").model_copy(update={"preset": name})
+def test_a_run_name_cannot_leave_the_runs_folder(folder, name):
+    presets = tiny_config(folder / "text").model_copy(update={"preset": name})
     corpus = tiny_config(name)
     for config in (presets, corpus):
-        assert (RUNS / _name(config)).resolve().parent == RUNS.resolve()
+        assert (RUNS / _default_name(config)).resolve().parent == RUNS.resolve()
     with pytest.raises(OptionError, match="the name of a run must be a plain folder name, got"):
-        train.train_interleaved({name: presets}, out=here / "out")
-    assert not (here / "out").exists()
+        train.train_interleaved({name: presets}, out=folder / "out")
+    assert not (folder / "out").exists()
 
 
 def required(name, extras=frozenset(), found=None):

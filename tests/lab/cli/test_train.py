@@ -152,7 +152,7 @@ def test_eval_explains_that_the_run_was_evaluated_on_parts_of_the_splits(text, c
     assert main(["eval", "r", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["valid"]["tokens"] == 72
-    assert "the run's own are of the first 20 tokens of each (data.eval_tokens)" in err
+    assert "The run evaluated only the first 20 tokens of each split (data.eval_tokens)" in err
     words[-1] = "data.eval_tokens=72"
     assert main(["train", *words, "--out", "s"]) == 0
     capsys.readouterr()

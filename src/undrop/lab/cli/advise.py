@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from undrop.lab.train import Config
     from undrop.tuning import Advice
 
-_SHORTEST = 200  # steps
+_MIN_STEPS = 200
 
 
 @COMMANDS.register("advise")
@@ -29,15 +29,15 @@ def advise(
 ) -> Answer:
     """Train for a share of the planned steps, and print the advice on stdout.
 
-    The advice has a table of all sites, and a verdict in one sentence.
+    The advice is a table of all sites, and a verdict in one sentence.
     """
     if not 0.0 < share <= 1.0:
         raise OptionError(f"--share must lie in (0, 1], got {share}.")
-    advice = _advice(options.config(tune=True), share)
+    advice = _train_and_advise(options.config(tune=True), share)
     return Answer(advice, advice.table().text(), "", advice.verdict)
 
 
-def _advice(config: Config, share: float) -> Advice:
+def _train_and_advise(config: Config, share: float) -> Advice:
     from undrop.lab.cli._progress import TrainingProgress
     from undrop.lab.train import run
     from undrop.lab.train.optimizers import clipped_optimizer
@@ -45,23 +45,23 @@ def _advice(config: Config, share: float) -> Advice:
     from undrop.tuning import advise_from
 
     with tempfile.TemporaryDirectory() as folder:
-        short = _shortened(config, share)
-        assert short.train.max_steps is not None
-        # an interval longer than the run, so no trial happens
-        kept = TunerRecorder(interval=short.train.max_steps + 1)
-        run(short, out=Path(folder) / "run", callbacks=[TrainingProgress(), kept])
-    assert kept.tuner is not None
-    assert kept.model is not None
-    optimizer = clipped_optimizer(list(kept.model.parameters()), short.optimizer)
-    return advise_from(kept.tuner, kept.model.train(), list(kept.batches), optimizer)
+        config = _shorten(config, share)
+        assert config.train.max_steps is not None
+        # The interval is longer than the run, so the tuner makes no trial.
+        recorder = TunerRecorder(interval=config.train.max_steps + 1)
+        run(config, out=Path(folder) / "run", callbacks=[TrainingProgress(), recorder])
+    assert recorder.tuner is not None
+    assert recorder.model is not None
+    optimizer = clipped_optimizer(list(recorder.model.parameters()), config.optimizer)
+    return advise_from(recorder.tuner, recorder.model.train(), list(recorder.batches), optimizer)
 
 
-def _shortened(config: Config, share: float) -> Config:
-    """The config of the same run with a share of its steps, but enough steps to measure."""
+def _shorten(config: Config, share: float) -> Config:
+    """Return the config of a run with a share of the steps, but with enough steps to measure."""
     data, train = config.data, config.train
-    text = (1.0 - train.tune) * len(config.load_corpus().train)
-    per_epoch = text / (data.batch_size * data.length)
-    steps = max(round(share * (train.max_steps or train.epochs * per_epoch)), _SHORTEST)
-    epochs = math.ceil(1.1 * steps / per_epoch) + 1  # more than enough: max_steps ends the run
+    tokens = (1.0 - train.tune) * len(config.load_corpus().train)
+    per_epoch = tokens / (data.batch_size * data.length)
+    steps = max(round(share * (train.max_steps or train.epochs * per_epoch)), _MIN_STEPS)
+    epochs = math.ceil(1.1 * steps / per_epoch) + 1  # max_steps ends the run earlier
     limits = {"max_steps": steps, "epochs": epochs, "patience": None}
     return config.model_copy(update={"train": train.model_copy(update=limits)})

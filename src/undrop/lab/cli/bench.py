@@ -28,12 +28,12 @@ def bench(
     size: Annotated[
         str, typer.Option(help="small or paper.", **named("bench size", _SIZES))
     ] = "small",
-    rounds: Annotated[int, typer.Option(help="The number of times each method runs.", min=1)] = 10,
+    rounds: Annotated[int, typer.Option(help="How many times to time each method.", min=1)] = 10,
     methods: Annotated[
         str, typer.Option(help="Methods, separated by commas; all by default.")
     ] = "",
-    memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
-    save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
+    memory: Annotated[bool, typer.Option(help="Also measure peak memory.")] = True,
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios: png, pdf or svg.")] = None,
     threads: Annotated[
         int, typer.Option(help="The number of torch threads; 0 keeps torch's default.", min=0)
@@ -51,23 +51,24 @@ def bench(
     from undrop.lab.bench import METHODS, draw_ratios
     from undrop.lab.train.environment import find_device
 
-    place = str(find_device(device, "--device"))
+    device = str(find_device(device, "--device"))
     if threads:
         torch.set_num_threads(threads)
     names = list(dict.fromkeys(["dropout", *(chosen or METHODS)]))
-    rows = _measure(model, size, names, rounds=rounds, memory=memory, device=place)
-    figures = {"model": model, "size": size, "rows": rows}
+    rows = _measure(model, size, names, rounds=rounds, memory=memory, device=device)
+    result = {"model": model, "size": size, "rows": rows}
     for row in rows:
         if memory and row.peak_mb is None:
             typer.echo(
-                f"{row.name}: no peak memory, because its process died, perhaps out of memory.",
+                f"{row.name}: no peak memory, because its process died (perhaps out of memory), or "
+                f"because {device} does not report it.",
                 err=True,
             )
     files = (
-        (save, lambda path: write_json(path, as_json(figures))),
+        (save, lambda path: write_json(path, as_json(result))),
         (plot, lambda path: draw_ratios(path, f"{model}, {size}", rows)),
     )
-    return Answer(figures, _table(rows), files=files)
+    return Answer(result, _table(rows), files=files)
 
 
 def _measure(
@@ -75,7 +76,7 @@ def _measure(
 ) -> list[MethodTime]:
     from undrop.lab.bench import bench
 
-    steps, done = len(names) * (rounds + 1 + memory), itertools.count(1)
+    total, done = len(names) * (rounds + 1 + memory), itertools.count(1)
     with Progress() as progress:
         bar = progress.bar(f"{model} {size}")
         return bench(
@@ -84,13 +85,13 @@ def _measure(
             names=names,
             memory=memory,
             device=device,
-            tick=lambda name: bar.show(next(done) / steps, name),
+            tick=lambda name: bar.show(next(done) / total, name),
         )
 
 
 def _table(rows: list[MethodTime]) -> Table:
-    base = next(row for row in rows if row.name == "dropout")
-    heads = ["method", "× dropout", "90 % interval", "ms per step", "peak MB", "× memory"]
+    baseline = next(row for row in rows if row.name == "dropout")
+    headings = ["method", "× dropout", "90 % interval", "ms per step", "peak MB", "× memory"]
     cells = [
         [
             row.name,
@@ -98,9 +99,9 @@ def _table(rows: list[MethodTime]) -> Table:
             f"{row.low:.2f} … {row.high:.2f}",
             f"{row.seconds * 1000:.1f}",
             "" if row.peak_mb is None else f"{row.peak_mb:.0f}",
-            f"{row.peak_mb / base.peak_mb:.2f}" if row.peak_mb and base.peak_mb else "",
+            f"{row.peak_mb / baseline.peak_mb:.2f}" if row.peak_mb and baseline.peak_mb else "",
         ]
         for row in rows
     ]
-    shown = len(heads) if base.peak_mb is not None else len(heads) - 2
-    return Table(heads[:shown], [row[:shown] for row in cells], numbers=heads[1:])
+    columns = len(headings) if baseline.peak_mb is not None else len(headings) - 2
+    return Table(headings[:columns], [row[:columns] for row in cells], numbers=headings[1:])

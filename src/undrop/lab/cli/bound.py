@@ -35,19 +35,19 @@ def bound(
 
     for run in runs:
         RunFolder(run).read_config()  # refuses a folder without a run before any work is done
-    found = {}
+    bounds = {}
     for run in runs:
         with status_line(f"evaluating {run}"):
-            found[str(run)] = _bound(run, batches, truncation, delta, data_dir)
-    heads = ["", *(Path(name).name for name in found)]
-    columns = [result.rows() for result in found.values()]
+            bounds[str(run)] = _evaluate(run, batches, truncation, delta, data_dir)
+    headings = ["", *(run.name for run in map(Path, bounds))]
+    columns = [result.rows() for result in bounds.values()]
     rows = [(cells[0][0], *(cell for _, cell in cells)) for cells in zip(*columns, strict=True)]
-    remarks = next(iter(found.values())).remarks()
+    remarks = next(iter(bounds.values())).remarks()
     sentences = (remark[0].upper() + remark[1:] for remark in remarks)
-    return Answer(found, Table(heads, rows, numbers=heads[1:]), "", *sentences)
+    return Answer(bounds, Table(headings, rows, numbers=headings[1:]), "", *sentences)
 
 
-def _bound(
+def _evaluate(
     path: Path, batches: int, truncation: float | None, delta: float, data_dir: Path | None
 ) -> Bound:
     import undrop

@@ -27,7 +27,7 @@ def check(
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(help="The time to spend: more time gives smaller errors.")
+        float, typer.Option(help="The time to spend; more time gives smaller errors.")
     ] = 10.0,
     progress: ShowProgress = True,
 ) -> Answer:
@@ -38,20 +38,24 @@ def check(
 
     (batch,) = collect(source.batches, 1)
     with source.explain_user_errors():
-        found = undrop.check(
+        result = undrop.check(
             _objective(source, objective), source.model, batch, seconds=seconds, progress=progress
         )
-    return Answer(found, str(found))
+    return Answer(result, str(result))
 
 
 def _objective(source: Source, name: str | None) -> Objective:
-    """The objective of that name, or by default the run's own if it has analytic terms."""
+    """Return the objective to check.
+
+    Without a name, this is the run's own objective if it has analytic terms, and ``Analytic`` otherwise.
+    """
     from undrop.lab.train.config import ObjectiveConfig
 
     supplied = {"loss": source.loss, "batch_dim": source.batch_dim}
+    objective: Objective
     if name is None and source.run is not None:
-        own: Objective = source.run.config.objective.build(**supplied)
-        if own.implicit_factor is not None:
-            return own
-    chosen: Objective = ObjectiveConfig(name=name or "analytic").build(**supplied)
-    return chosen
+        objective = source.run.config.objective.build(**supplied)
+        if objective.implicit_factor is not None:
+            return objective
+    objective = ObjectiveConfig(name=name or "analytic").build(**supplied)
+    return objective

@@ -22,7 +22,7 @@ CacheDir = Annotated[
         show_default="$UNDROP_CACHE, or the user's cache",
     ),
 ]
-_COMPLETE = completion(corpora)
+_COMPLETION = completion(corpora)
 
 
 @COMMANDS.register("data list")
@@ -45,16 +45,16 @@ def list_corpora(cache_dir: CacheDir = None) -> Answer:
     cells = [
         [
             row["name"],
-            _number((row["tokens"] or {}).get("train")),
-            _number(row["vocabulary"]),
+            _format_count((row["tokens"] or {}).get("train")),
+            _format_count(row["vocabulary"]),
             "yes" if row["here"] else "no",
             row["license"],
             row["about"],
         ]
         for row in rows
     ]
-    heads = ("name", "training tokens", "words", "local", "license", "what it is")
-    return Answer(rows, Table(heads, cells, numbers=heads[1:3]))
+    headings = ("name", "training tokens", "words", "local", "license", "what it is")
+    return Answer(rows, Table(headings, cells, numbers=headings[1:3]))
 
 
 @COMMANDS.register("data get")
@@ -62,7 +62,7 @@ def get_corpora(
     names: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME", help="Names, or folders of text files.", autocompletion=_COMPLETE
+            metavar="NAME", help="Names, or folders of text files.", autocompletion=_COMPLETION
         ),
     ],
     data_dir: DataDir = None,
@@ -70,27 +70,31 @@ def get_corpora(
 ) -> None:
     """Encode corpora, and download those that are not on this machine."""
     for name in names:
-        check_corpus(name, data_dir)  # before any of them is downloaded
+        check_corpus(name, data_dir)  # refuses a wrong name before anything is downloaded
     from undrop.lab.corpora import load
 
     for name in names:
         typer.echo(f"getting {name}", err=True)
         corpus = load(name, data_dir=data_dir, cache_dir=cache_dir)
-        typer.echo(f"{corpus.name}: {_number(len(corpus.train))} training tokens, {corpus.folder}")
+        typer.echo(
+            f"{corpus.name}: {_format_count(len(corpus.train))} training tokens, {corpus.folder}"
+        )
 
 
 @COMMANDS.register("data info")
 def describe_corpus(
     name: Annotated[
-        str, typer.Argument(help="A name, or a folder of text files.", autocompletion=_COMPLETE)
+        str, typer.Argument(help="A name, or a folder of text files.", autocompletion=_COMPLETION)
     ],
     data_dir: DataDir = None,
     limit_tokens: Annotated[
-        int | None, typer.Option(help="Use only this many training tokens, with their vocabulary.")
+        int | None, typer.Option(help="Use only this many training tokens, and their vocabulary.")
     ] = None,
     fraction: Annotated[
         float,
-        typer.Option(help="Use this share of the training tokens, with the vocabulary of all."),
+        typer.Option(
+            help="Use this share of the training tokens, with the vocabulary of all of them."
+        ),
     ] = 1.0,
     max_vocab: Annotated[
         int | None, typer.Option(help="The maximum size of the vocabulary.")
@@ -114,7 +118,7 @@ def describe_corpus(
         download=False,
     )
     if check:
-        _check(corpus)
+        _check_files(corpus)
     facts = _facts(corpus)
     return Answer(facts, _table(corpus, facts))
 
@@ -126,26 +130,26 @@ def _table(corpus: Corpus, facts: dict[str, Any]) -> Table:
     rows = [
         [
             split,
-            _number(info["tokens"]),
-            _number(info["words"]),
+            _format_count(info["tokens"]),
+            _format_count(info["words"]),
             f"{info['unknown']:.2%}",
             released[info["as_released"]],
             info["source"],
         ]
         for split, info in facts["splits"].items()
     ]
-    heads = ("split", "tokens", "words", UNK, "as released", "text")
+    headings = ("split", "tokens", "words", UNK, "as released", "text")
     title = f"{corpus.name}: {corpus.vocabulary.size:,} words, encoded in {corpus.folder}"
-    return Table(heads, rows, numbers=heads[1:4], title=title)
+    return Table(headings, rows, numbers=headings[1:4], title=title)
 
 
-def _check(corpus: Corpus) -> None:
+def _check_files(corpus: Corpus) -> None:
     from undrop.errors import DataError
     from undrop.lab.corpora.corpus import damaged_files
 
-    if bad := damaged_files(corpus.folder):
+    if damaged := damaged_files(corpus.folder):
         raise DataError(
-            f"{', '.join(bad)} in {corpus.folder} changed after being written: delete that folder "
+            f"{', '.join(damaged)} in {corpus.folder} changed after being written: delete that folder "
             "to encode the corpus again."
         )
 
@@ -170,5 +174,5 @@ def _facts(corpus: Corpus) -> dict[str, Any]:
     return facts
 
 
-def _number(value: int | None) -> str:
+def _format_count(value: int | None) -> str:
     return "" if value is None else f"{value:,}"

@@ -34,7 +34,7 @@ def demo(
 ) -> Answer:
     """Train a small LSTM in three ways, from the same weights and on the same text.
 
-    The text is Python's own language reference, which comes with Python.
+    The text is the language reference that comes with Python.
     """
     folder = _new_folder(out)
     from undrop.lab.train import configure
@@ -70,15 +70,15 @@ def _train(configs: Mapping[str, Config], folder: Path) -> dict[str, Summary]:
     with Progress(keep=True) as progress:
         progress.print("Training the same LSTM in three ways, one epoch of each in turn.")
         width = max(map(len, METHODS.values()))
-        lines = {name: DemoProgress(progress, METHODS[name], width) for name in METHODS}
+        bars = {name: DemoProgress(progress, METHODS[name], width) for name in METHODS}
         try:
-            return train_interleaved(configs, out=folder, callbacks=lines)
-        except StoppedError:  # its text says how to resume one of the three runs
+            return train_interleaved(configs, out=folder, callbacks=bars)
+        except StoppedError:  # its message says how to resume a single run
             raise StoppedError(_STOPPED.format(folder=folder)) from None
 
 
 def _rows(summaries: Mapping[str, Summary]) -> list[dict[str, Any]]:
-    base = summaries["dropout"].seconds
+    dropout_seconds = summaries["dropout"].seconds
     return [
         {
             "method": name,
@@ -86,14 +86,14 @@ def _rows(summaries: Mapping[str, Summary]) -> list[dict[str, Any]]:
             "best_epoch": summary.best_epoch,
             "test_ppl": summary.test_ppl,
             "seconds": summary.seconds,
-            "times_dropout": summary.seconds / base,
+            "times_dropout": summary.seconds / dropout_seconds,
         }
         for name, summary in summaries.items()
     ]
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    heads = ["method", "validation perplexity", "at epoch", "test", "seconds", "× dropout"]
+    headings = ["method", "validation perplexity", "at epoch", "test", "seconds", "× dropout"]
     cells = [
         [
             METHODS[row["method"]],
@@ -105,11 +105,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         ]
         for row in rows
     ]
-    return Table(heads, cells, numbers=heads[1:])
+    return Table(headings, cells, numbers=headings[1:])
 
 
 def _draw(folder: Path) -> Path | None:
-    """Draw the curves and return the path of the figure; None without matplotlib."""
+    """Draw the curves and return the path of the figure, or None if matplotlib is missing."""
     from undrop.errors import MissingExtraError
     from undrop.lab.train import RunFolder
     from undrop.lab.train.runs import curves

@@ -36,7 +36,7 @@ LearningRate = Annotated[
 WeightDecay = Annotated[
     float | None,
     typer.Option(
-        help="Measure the benefit of this weight decay too.",
+        help="Also measure the benefit of this weight decay.",
         show_default="one that shrinks the weights by 1 % in 20 steps",
     ),
 ]
@@ -54,16 +54,16 @@ Compare = Annotated[
 def diagnose(
     options: SourceOptions,
     seconds: Annotated[
-        float, typer.Option(help="The time to spend: more time gives smaller errors.")
+        float, typer.Option(help="The time to spend; more time gives smaller errors.")
     ] = 30.0,
     batches: Batches = 16,
-    implicit: Annotated[bool, typer.Option(help="Measure the gradient noise too.")] = True,
+    implicit: Annotated[bool, typer.Option(help="Also measure the gradient noise.")] = True,
     benefit: WithBenefit = True,
     validation: Validation = None,
     learning_rate: LearningRate = None,
     weight_decay: WeightDecay = None,
     seed: Annotated[int, typer.Option(help="The seed of the masks.")] = 0,
-    save: Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the plots: png, pdf or svg.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
     compare: Compare = None,
@@ -73,31 +73,31 @@ def diagnose(
     if compare is not None:
         from undrop.diagnosis.report.comparison import compare_files
 
-        compared = compare_files(*compare)
-        return Answer(compared, str(compared))
+        comparison = compare_files(*compare)
+        return Answer(comparison, str(comparison))
     check_outputs(files=[save], pictures=[plot], pages=[html])
     source = options.open(batches)
-    held_out = source.validation
+    validation_pairs = source.validation
     if validation is not None:
         from undrop.lab.cli._sources import load_user_object
 
-        held_out = load_user_object(validation)
-    found = _measured(
+        validation_pairs = load_user_object(validation)
+    diagnosis = _diagnose(
         source,
         seed,
         learning_rate=learning_rate,
-        validation=held_out if benefit else None,
+        validation=validation_pairs if benefit else None,
         weight_decay=weight_decay,
         implicit=implicit,
         seconds=seconds,
         max_batches=batches,
         progress=progress,
     )
-    files = ((save, found.save), (plot, found.plot), (html, found.html))
-    return Answer(found, str(found), files=files)
+    files = ((save, diagnosis.save), (plot, diagnosis.plot), (html, diagnosis.html))
+    return Answer(diagnosis, str(diagnosis), files=files)
 
 
-def _measured(source: Source, seed: int, **options: Any) -> Diagnosis:
+def _diagnose(source: Source, seed: int, **options: Any) -> Diagnosis:
     import torch
 
     import undrop

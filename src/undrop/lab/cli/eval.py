@@ -20,7 +20,7 @@ _SPLITS = {"train": "training", "valid": "validation", "test": "test"}
 
 @COMMANDS.register("eval")
 def evaluate(
-    run: RunFolderArgument,
+    folder: RunFolderArgument,
     split: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,37 +41,37 @@ def evaluate(
 ) -> Answer:
     """Evaluate whole splits, without noise; the state carries over from window to window.
 
-    If data.eval_tokens is set, the run's own perplexities are of that many tokens of each split.
+    If data.eval_tokens was set, the run itself evaluated only that many tokens of each split.
     """
     from undrop.lab.train.runs import open_run
 
-    opened = open_run(run, data_dir=data_dir)
-    results = {name: _measured(opened, name, batch_size) for name in split or ["valid", "test"]}
-    first = opened.config.data.eval_tokens
-    if first is not None and any(r["tokens"] > first for r in results.values()):
+    run = open_run(folder, data_dir=data_dir)
+    results = {name: _evaluate_split(run, name, batch_size) for name in split or ["valid", "test"]}
+    limit = run.config.data.eval_tokens
+    if limit is not None and any(result["tokens"] > limit for result in results.values()):
         typer.echo(
-            f"These figures are of whole splits; the run's own are of the first {first:,} tokens of "
-            "each (data.eval_tokens), so they differ.",
+            f"The run evaluated only the first {limit:,} tokens of each split (data.eval_tokens), so "
+            "its perplexities differ from these, which are of whole splits.",
             err=True,
         )
-    heads = ("split", "perplexity", "loss", "tokens")
+    headings = ("split", "perplexity", "loss", "tokens")
     rows = [
-        (name, f"{r['perplexity']:.2f}", f"{r['loss']:.4f}", f"{r['tokens']:,}")
-        for name, r in results.items()
+        (name, f"{result['perplexity']:.2f}", f"{result['loss']:.4f}", f"{result['tokens']:,}")
+        for name, result in results.items()
     ]
-    return Answer(results, Table(heads, rows, numbers=heads[1:]))
+    return Answer(results, Table(headings, rows, numbers=headings[1:]))
 
 
-def _measured(opened: Run, split: str, batch_size: int | None) -> dict[str, Any]:
-    """The figures of one split, in the precision of the run."""
+def _evaluate_split(run: Run, split: str, batch_size: int | None) -> dict[str, Any]:
+    """Return the loss and the perplexity of a split, computed in the precision of the run."""
     from undrop.lab.train.environment import autocast
     from undrop.lab.train.metrics import mean_loss, perplexity
 
-    data, device = opened.config.data, next(opened.model.parameters()).device
-    tokens, streams = opened.corpus.splits[split], batch_size or data.eval_batch_size
+    data, device = run.config.data, next(run.model.parameters()).device
+    tokens, streams = run.corpus.splits[split], batch_size or data.eval_batch_size
     with (
         status_line(f"reading {len(tokens):,} tokens of {split}"),
-        autocast(opened.config.train, device),
+        autocast(run.config.train, device),
     ):
-        loss = mean_loss(opened.model, tokens, batch_size=streams, length=data.length)
+        loss = mean_loss(run.model, tokens, batch_size=streams, length=data.length)
     return {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens)}

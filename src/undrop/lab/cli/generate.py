@@ -13,14 +13,14 @@ from undrop.lab.cli._output import status_line
 
 @COMMANDS.register("generate")
 def generate(
-    run: RunFolderArgument,
+    folder: RunFolderArgument,
     prompt: Annotated[str, typer.Option(help="Words to start with.")] = "",
     words: Annotated[int, typer.Option(min=0, help="The number of words to sample.")] = 100,
     temperature: Annotated[
         float,
         typer.Option(
-            help="Below 1 favors likely words, above 1 gives more variety; 0 always takes the most "
-            "likely word."
+            help="Below 1 favors likely words, above 1 gives more variety, and 0 always takes the "
+            "most likely word."
         ),
     ] = 1.0,
     top_k: Annotated[
@@ -35,12 +35,12 @@ def generate(
     from undrop.lab.corpora import EOS
     from undrop.lab.train.runs import open_run, sample
 
-    opened = open_run(run, data_dir=data_dir)
+    run = open_run(folder, data_dir=data_dir)
     with status_line(f"sampling {words} words"):
-        drawn = list(
+        sampled = list(
             sample(
-                opened.model,
-                opened.corpus.vocabulary,
+                run.model,
+                run.corpus.vocabulary,
                 prompt=prompt,
                 words=words,
                 temperature=temperature,
@@ -48,6 +48,6 @@ def generate(
                 generator=torch.Generator().manual_seed(seed),
             )
         )
-    text = " ".join([prompt, *("\n" if word == EOS else word for word in drawn)])
-    found = {"prompt": prompt, "seed": seed, "words": drawn}
-    return Answer(found, text.replace(" \n ", "\n").strip())
+    text = " ".join([prompt, *("\n" if word == EOS else word for word in sampled)])
+    result = {"prompt": prompt, "seed": seed, "words": sampled}
+    return Answer(result, text.replace(" \n ", "\n").strip())

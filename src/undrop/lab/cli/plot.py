@@ -1,4 +1,4 @@
-"""Plot runs over their epochs: perplexities, losses, and the parts of the objective."""
+"""Plot runs over their epochs: perplexities, losses, or the parts of the objective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from undrop.lab.cli._output import check_outputs
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The folders of runs.")],
     value: Annotated[
-        str, typer.Option(help="valid_ppl, test_ppl, train_ppl, loss, explicit, implicit, …")
+        str,
+        typer.Option(help="The value: valid_ppl, test_ppl, train_ppl, loss, explicit, implicit, …"),
     ] = "valid_ppl",
     out: Annotated[Path, typer.Option(help="The figure: png, pdf or svg.")] = Path("curves.png"),
 ) -> None:

@@ -62,7 +62,7 @@ def report(
 
 
 def _scale_of(results: Path) -> str:
-    """The scale that a folder of results is named after."""
+    """Return the scale that a folder of results is named after."""
     if not results.is_dir():
         near = near_path(results)
         guess = f"did you mean {near}? " if near else ""

@@ -22,9 +22,9 @@ def runs(
     from undrop.lab.train.runs import describe_run, find_runs
 
     rows = [describe_run(run) for run in find_runs(folder)]
-    rows.sort(key=lambda r: (r.get("best_valid_ppl") is None, r.get("best_valid_ppl")))
-    heads = ("run", "objective", "data", "seed", "epochs", "valid", "test", "time")
-    return Answer(rows, Table(heads, [_cells(row) for row in rows], numbers=heads[3:]))
+    rows.sort(key=lambda row: (row.get("best_valid_ppl") is None, row.get("best_valid_ppl")))
+    headings = ("run", "objective", "data", "seed", "epochs", "valid", "test", "time")
+    return Answer(rows, Table(headings, [_cells(row) for row in rows], numbers=headings[3:]))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -37,11 +37,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["data"],
         str(row["seed"]),
         f"{row['epochs']}/{row['planned_epochs']}",
-        _number(row["best_valid_ppl"]),
-        _number(row["test_ppl"]),
+        _format_perplexity(row["best_valid_ppl"]),
+        _format_perplexity(row["test_ppl"]),
         duration(row["seconds"]),
     ]
 
 
-def _number(value: float | None) -> str:
+def _format_perplexity(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"

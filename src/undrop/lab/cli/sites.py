@@ -18,9 +18,9 @@ def list_sites(options: SourceOptions) -> Answer:
     with source.explain_user_errors():
         ((inputs, _),) = collect(source.batches, 1)
         found = sites(source.model, inputs)
-    head, *rows = found.table()
-    parts: list[Table | str] = [Table(head, rows, numbers={"p"})]
+    headings, *rows = found.table()
+    parts: list[Table | str] = [Table(headings, rows, numbers={"p"})]
     if found.unaccounted:
-        head, *rows = found.unaccounted_table()
-        parts += [f"\n{UNACCOUNTED}", Table(head, rows, numbers={"calls"})]
+        headings, *rows = found.unaccounted_table()
+        parts += [f"\n{UNACCOUNTED}", Table(headings, rows, numbers={"calls"})]
     return Answer({"sites": found, "unaccounted": found.unaccounted}, *parts)

@@ -21,7 +21,7 @@ TUNE_SHARE = 0.05
 """The share of the training text that ``--tune`` sets aside."""
 RUNS = Path("runs")
 """The folder of runs without ``--out``."""
-_YOUR_OWN = "; to train your own model, use undrop.Analytic() in your own loop"
+_YOUR_OWN_MODEL = "; to train your own model, use undrop.Analytic() in your own loop"
 
 Out = Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/…")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")]
@@ -29,7 +29,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out.
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What to train: a preset, or a model and its data, and settings on top."""
+    """The options that name what to train: a preset, or a model and its data; and other settings."""
 
     preset: Annotated[
         str | None,
@@ -42,7 +42,7 @@ class TrainingOptions:
         str | None,
         typer.Option(
             help="A name listed by `undrop models`.",
-            **named("model", _names.models, hint=_YOUR_OWN),
+            **named("model", _names.models, hint=_YOUR_OWN_MODEL),
         ),
     ] = None
     data: Annotated[
@@ -65,26 +65,29 @@ class TrainingOptions:
     def config(
         self, out: Path | None = None, resume: bool = False, *, tune: bool = False
     ) -> Config:
-        """Return the config; with ``resume``, that of the run in ``out``, changed by the options."""
+        """Return the config of the options.
+
+        With ``resume``, the options change the config of the run in ``out``.
+        """
         check_corpus(self.data, self.data_dir)
-        chosen: dict[str, dict[str, Any]] = {
+        values: dict[str, dict[str, Any]] = {
             "model": {"name": self.model},
             "data": {"name": self.data, "dir": self.data_dir and str(self.data_dir.absolute())},
             "objective": {"name": self.objective},
             "train": {"seed": self.seed, "tune": TUNE_SHARE if tune else None},
         }
         settings: dict[str, Any] = {
-            section: {key: value for key, value in values.items() if value is not None}
-            for section, values in chosen.items()
+            section: {key: value for key, value in keys.items() if value is not None}
+            for section, keys in values.items()
         }
-        nothing_named = self.preset is None and not settings["model"] and not settings["data"]
-        if nothing_named and not (resume and out is not None):
+        names_nothing = self.preset is None and not settings["model"] and not settings["data"]
+        if names_nothing and not (resume and out is not None):
             raise _nothing_to_train(out, resume)
         from undrop.lab.train import RunFolder, configure, merge
 
         if self.preset is None and resume and out is not None and RunFolder(out).holds_run():
             settings = merge(RunFolder(out).read_config(), settings)
-        elif nothing_named:
+        elif names_nothing:
             raise _nothing_to_train(out, resume)
         return configure(self.preset, settings, self.settings or [])
 
@@ -109,10 +112,10 @@ def train(
 ) -> Answer | None:
     """Train a language model, with progress on stderr and the summary on stdout."""
     config = options.config(out, resume, tune=tune)
-    return start(config, out, resume, *map(_callback, callbacks or []))
+    return start(config, out, resume, *map(_load_callback, callbacks or []))
 
 
-def _callback(name: str) -> Callback:
+def _load_callback(name: str) -> Callback:
     from undrop.errors import OptionError
     from undrop.lab.cli._sources import load_user_object
     from undrop.lab.train import Callback
@@ -127,28 +130,30 @@ def _callback(name: str) -> Callback:
 
 
 def start(config: Config, out: Path | None, resume: bool, *callbacks: Callback) -> Answer | None:
-    """Train with a config and return the summary; None in any process but the main one."""
+    """Train with a config and return the summary; in a process that is not the main one, None."""
     from undrop.lab.cli import _progress
     from undrop.lab.train import run
     from undrop.lab.train.environment import is_main
     from undrop.lab.train.tuning import TunerRecorder
 
-    out = out or RUNS / _name(config)
-    kept = TunerRecorder()
-    shown = [_progress.TrainingProgress(), *callbacks, *([kept] if config.train.tune else [])]
-    summary = run(config, out=out, resume=resume, callbacks=shown)
+    out = out or RUNS / _default_name(config)
+    recorder = TunerRecorder()
+    recorders = [recorder] if config.train.tune else []
+    all_callbacks = [_progress.TrainingProgress(), *callbacks, *recorders]
+    summary = run(config, out=out, resume=resume, callbacks=all_callbacks)
     if not is_main():
         return None
-    ending = (
+    text = (
         f"best validation perplexity {summary.best_valid_ppl:.2f} (epoch {summary.best_epoch}), "
         f"test {summary.test_ppl:.2f}, {duration(summary.seconds)}: {out}"
     )
-    tuned = [_tuned(kept.tuner, out)] if kept.tuner and kept.tuner.history.entries else []
-    return Answer({**summary.model_dump(), "out": out}, ending, *tuned)
+    tuner = recorder.tuner
+    tuned = [_describe_tuning(tuner, out)] if tuner and tuner.history.entries else []
+    return Answer({**summary.model_dump(), "out": out}, text, *tuned)
 
 
-def _tuned(tuner: Tuner, out: Path) -> str:
-    """The tuned p as a table, and, if matplotlib is installed, as a figure over the steps."""
+def _describe_tuning(tuner: Tuner, out: Path) -> str:
+    """Return the tuned p as a table; if matplotlib is installed, also draw p over the steps."""
     from undrop.errors import MissingExtraError
 
     text = f"\n{tuner.table().text()}"
@@ -162,18 +167,18 @@ def _tuned(tuner: Tuner, out: Path) -> str:
 def _nothing_to_train(out: Path | None, resume: bool) -> Exception:
     from undrop.errors import ConfigError
 
-    how = "--preset NAME, or --model NAME and --data NAME"
+    options = "--preset NAME, or --model NAME and --data NAME"
     if not resume:
-        return ConfigError(f"name what to train: {how}.")
+        return ConfigError(f"name what to train: {options}.")
     if out is None:
         return ConfigError("--resume needs --out, the folder of the run to resume.")
     return ConfigError(
-        f"{out} holds no run to resume: give the folder of one, or start one with {how}."
+        f"{out} holds no run to resume: give the folder of one, or start one with {options}."
     )
 
 
-def _name(config: Config) -> str:
-    """The default name of a run's folder: what it trains, the objective and the seed."""
+def _default_name(config: Config) -> str:
+    """Return the name of a run's folder: the preset or the model and data, the objective, the seed."""
     corpus = Path(config.data.name).name
     base = Path(config.preset or f"{config.model.name}-{corpus}").name.removesuffix(".toml")
     return f"{base}-{config.objective.name}-{config.train.seed}"

@@ -22,13 +22,13 @@ def watch(
         ),
     ] = 200,
     implicit: Annotated[
-        bool, typer.Option(help="Measure the gradient noise too, which takes most of that time.")
+        bool, typer.Option(help="Also measure the gradient noise, which takes most of that time.")
     ] = True,
 ) -> Answer | None:
     """Add ½E[uᵀHu], each site's share and ‖ξ_approx‖ to metrics.jsonl, as lines of kind "watch".
 
-    With --set train.loggers=tensorboard they go to TensorBoard too. The run is bit for bit the same
-    as without the measurements.
+    With --set train.loggers=tensorboard, TensorBoard shows them too. The measurements do not change
+    the run: it stays the same bit for bit.
     """
     config = options.config(out, resume)
     from undrop.diagnosis import Watcher

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from undrop.errors import UndropError
 from undrop.lab.reproduce.campaign import Executor
 from undrop.lab.reproduce.records import Curve, Record
-from undrop.lab.reproduce.worker import execute
+from undrop.lab.reproduce.worker import execute_run
 
 
 def fake_record(run, valid, *, seconds=1.0, probed=None):
@@ -43,13 +43,13 @@ def fake_record(run, valid, *, seconds=1.0, probed=None):
 class InProcess(Executor):
     """Does the runs one after the other in this process, which is faster than starting workers."""
 
-    def opened(self):
+    def workers(self):
         return nullcontext()
 
-    def start(self, run, scratch):
+    def start(self, run, folder):
         ended = Future()
         try:
-            ended.set_result(execute(run, scratch))
+            ended.set_result(execute_run(run, folder))
         except UndropError as error:
             ended.set_exception(error)
         return ended

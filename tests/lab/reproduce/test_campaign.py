@@ -1,4 +1,4 @@
-"""Campaigns at the smallest scale: trained, stopped, resumed, and failed."""
+"""Campaigns at the smallest scale: runs that finish, stop, resume, diverge and fail."""
 
 import json
 
@@ -9,46 +9,46 @@ from undrop.errors import NonFiniteError, StoppedError
 from undrop.lab.reproduce import worker as worker_module
 from undrop.lab.reproduce.campaign import EXECUTORS, Campaign, Listener
 from undrop.lab.reproduce.records import Records
-from undrop.lab.reproduce.worker import execute, git_commit
+from undrop.lab.reproduce.worker import execute_run, git_commit
 from undrop.lab.reproduce.worklist import Worklist
 
 
 class RecordingListener(Listener):
     def __init__(self):
-        self.states, self.done, self.errors = [], [], []
+        self.statuses, self.records, self.errors = [], [], []
 
     def status(self, status):
-        self.states.append(status)
+        self.statuses.append(status)
 
     def ended(self, run, record):
-        self.done.append(record)
+        self.records.append(record)
 
     def failed(self, run, error):
         self.errors.append(error)
 
 
 def campaign(folder, names, seeds=1, executor=None):
-    heard = RecordingListener()
+    listener = RecordingListener()
     worklist = Worklist(names, "smoke", seeds)
-    return Campaign(worklist, folder, executor or InProcess(1), heard), heard
+    return Campaign(worklist, folder, executor or InProcess(1), listener), listener
 
 
-def test_every_run_gets_one_record_and_no_run_is_done_twice(tmp_path):
-    first, heard = campaign(tmp_path, ["noise-put-back"])
+def test_a_campaign_executes_every_run_once(tmp_path):
+    first, listener = campaign(tmp_path, ["noise-put-back"])
     assert first.run() == []
-    assert len(heard.done) == len(list((tmp_path / "records").iterdir())) == 3
+    assert len(listener.records) == len(list((tmp_path / "records").iterdir())) == 3
     assert not list((tmp_path / "runs").iterdir())
-    assert (heard.states[-1].done, heard.states[-1].total) == (3, 3)
-    assert heard.states[-1].seconds_left == 0.0
-    again, heard = campaign(tmp_path, ["noise-put-back"])
+    assert (listener.statuses[-1].done, listener.statuses[-1].total) == (3, 3)
+    assert listener.statuses[-1].seconds_left == 0.0
+    again, listener = campaign(tmp_path, ["noise-put-back"])
     assert again.run() == []
-    assert heard.done == []
+    assert listener.records == []
 
 
-def test_a_record_holds_everything_that_repeats_the_run(tmp_path):
-    once, heard = campaign(tmp_path, ["taylor"])
+def test_a_record_has_all_that_is_needed_to_repeat_its_run(tmp_path):
+    once, listener = campaign(tmp_path, ["taylor"])
     once.run()
-    record = heard.done[0]
+    record = listener.records[0]
     assert record.config["data"]["dir"] is None
     assert record.versions.keys() >= {"undrop", "torch", "python"}
     assert record.machine["device"] == "cpu"
@@ -59,28 +59,28 @@ def test_a_record_holds_everything_that_repeats_the_run(tmp_path):
     assert record.curve.seconds[1] <= record.seconds
     shares = record.probed
     assert shares["taylor_share"] == pytest.approx(shares["quadratic"] / shares["dropped"])
-    twice, heard = campaign(tmp_path / "b", ["taylor"])
+    twice, listener = campaign(tmp_path / "b", ["taylor"])
     twice.run()
-    assert heard.done[0].curve.valid_ppl == record.curve.valid_ppl
-    assert heard.done[0].probed == record.probed
+    assert listener.records[0].curve.valid_ppl == record.curve.valid_ppl
+    assert listener.records[0].probed == record.probed
 
 
-def test_tuning_runs_first_and_its_best_variant_on_every_seed(tmp_path):
-    tuned, heard = campaign(tmp_path, ["loss-hessian"], seeds=2)
+def test_the_first_seed_tries_all_variants_and_the_others_run_the_best(tmp_path):
+    tuned, listener = campaign(tmp_path, ["loss-hessian"], seeds=2)
     tuned.worklist.cells = {"ptb:l2": tuned.worklist.cells["ptb:l2"]}
     tuned.run()
     cell = tuned.worklist.cells["ptb:l2"]
-    *tried, last = heard.done
-    assert [record.seed for record in tried] == [1] * len(cell.variants)
-    assert len({state.total for state in heard.states}) == 1
-    best = min(tried, key=lambda record: record.best_valid_ppl)
+    *trials, last = listener.records
+    assert [record.seed for record in trials] == [1] * len(cell.variants)
+    assert len({status.total for status in listener.statuses}) == 1
+    best = min(trials, key=lambda record: record.best_valid_ppl)
     assert (last.seed, last.config["objective"]) == (2, best.config["objective"])
-    assert list(cell.chosen_records(tuned.records)) == [1, 2]
+    assert list(cell.best_records(tuned.records)) == [1, 2]
 
 
-def test_a_stopped_run_resumes_and_its_time_adds_up(tmp_path, monkeypatch):
+def test_a_run_that_is_stopped_resumes_and_continues_its_stopwatch(tmp_path, monkeypatch):
     run = Worklist(["replace-dropout"], "smoke", 1).cells["ptb:drop-1"].run(0, 1)
-    whole = execute(run, str(tmp_path / "whole"))
+    whole = execute_run(run, str(tmp_path / "whole"))
 
     class Stopping(worker_module.Stopwatch):
         def record(self, record):
@@ -92,15 +92,15 @@ def test_a_stopped_run_resumes_and_its_time_adds_up(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(worker_module, "Stopwatch", Stopping)
         with pytest.raises(StoppedError):
-            execute(run, str(folder))
+            execute_run(run, str(folder))
     assert worker_module.epochs_done(folder) == 1
     before = json.loads((folder / "times.json").read_text())["1"][0]
-    resumed = execute(run, str(folder))
+    resumed = execute_run(run, str(folder))
     assert resumed.curve.valid_ppl == whole.curve.valid_ppl
     assert resumed.curve.seconds[1] > before
 
 
-def test_the_folder_of_a_run_is_kept_until_its_record_is_on_the_disk(tmp_path, monkeypatch):
+def test_a_run_keeps_its_folder_until_its_record_is_saved(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -109,21 +109,21 @@ def test_the_folder_of_a_run_is_kept_until_its_record_is_on_the_disk(tmp_path, m
         patch.setattr(Records, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             first.run()
-    again, heard = campaign(tmp_path, ["taylor"])
+    again, listener = campaign(tmp_path, ["taylor"])
     monkeypatch.setattr("undrop.lab.train.trainer.Trainer._take_step", interrupted)
     assert again.run() == []  # without another training step
-    assert len(heard.done) == 1
+    assert len(listener.records) == 1
     assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_leftover_folder_of_a_finished_run_is_removed(tmp_path):
     first, _ = campaign(tmp_path, ["taylor"])
     first.run()
-    left = tmp_path / "runs" / next(iter(first.worklist.cells.values())).run(0, 1).key[:16]
-    left.mkdir()
+    leftover = tmp_path / "runs" / next(iter(first.worklist.cells.values())).run(0, 1).key[:16]
+    leftover.mkdir()
     again, _ = campaign(tmp_path, ["taylor"])
     again.run()
-    assert not left.exists()
+    assert not leftover.exists()
 
 
 def test_a_run_that_diverges_has_a_record(tmp_path, monkeypatch):
@@ -136,34 +136,34 @@ def test_a_run_that_diverges_has_a_record(tmp_path, monkeypatch):
             super().step(done, tokens, parts)
 
     monkeypatch.setattr(worker_module, "Stopwatch", Diverging)
-    record = execute(run, str(tmp_path / "run"))
+    record = execute_run(run, str(tmp_path / "run"))
     assert (record.ended, record.test_ppl) == ("diverged", None)
     assert record.curve.epoch == [1]
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setenv("UNDROP_CACHE", str(tmp_path / "cache"))
-    broken, heard = campaign(tmp_path, ["noise-put-back"])
+    broken, listener = campaign(tmp_path, ["noise-put-back"])
     (tmp_path / "runs").mkdir()
     failing = broken.worklist.cells["ptb:drop-4"].run(0, 1)
     (tmp_path / "runs" / failing.key[:16]).write_text("a file where a folder should be")
     errors = broken.run()
-    assert len(errors) == len(heard.errors) == 1
+    assert len(errors) == len(listener.errors) == 1
     assert "can't be" in str(errors[0])
-    assert len(heard.done) == 2
+    assert len(listener.records) == 2
 
 
 @pytest.mark.parametrize("name", ["local", "ray"])
-def test_local_processes_and_ray_give_the_same_record(tmp_path, monkeypatch, name):
+def test_workers_give_the_same_record_as_this_process(tmp_path, monkeypatch, name):
     if name == "ray":
         pytest.importorskip("ray")
         monkeypatch.setenv("RAY_worker_niceness", "0")  # 15 by default: too slow on a busy machine
-    near, _ = campaign(tmp_path / "near", ["taylor"])
-    near.run()
-    far, heard = campaign(tmp_path / "far", ["taylor"], executor=EXECUTORS[name](1))
-    assert far.run() == []
-    here = next(iter(near.records))
-    there = next(iter(Records(tmp_path / "far" / "records")))
-    assert there.curve.valid_ppl == here.curve.valid_ppl
-    assert there.machine["threads"] == 1
-    assert len(heard.done) == 1
+    in_process, _ = campaign(tmp_path / "in-process", ["taylor"])
+    in_process.run()
+    by_workers, listener = campaign(tmp_path / "workers", ["taylor"], executor=EXECUTORS[name](1))
+    assert by_workers.run() == []
+    expected = next(iter(in_process.records))
+    record = next(iter(Records(tmp_path / "workers" / "records")))
+    assert record.curve.valid_ppl == expected.curve.valid_ppl
+    assert record.machine["threads"] == 1
+    assert len(listener.records) == 1

@@ -1,4 +1,4 @@
-"""Verdicts: claims that hold, that do not, and that are undecided."""
+"""Verdicts on claims."""
 
 import json
 import math
@@ -23,30 +23,30 @@ from undrop.lab.reproduce.worklist import Worklist
 from undrop.report import as_json
 
 
-def claim(above=0.0, below=math.inf):
-    return Claim("It is so.", "best_valid_ppl", ("ptb:drop-8",), ("ptb:drop-1",), above, below)
+def a_claim(above=0.0, below=math.inf):
+    return Claim("It is so.", ("ptb:drop-8",), ("ptb:drop-1",), above=above, below=below)
 
 
 @pytest.mark.parametrize(
-    ("asked", "low", "high", "verdict"),
+    ("claim", "low", "high", "verdict"),
     [
-        (claim(above=1.0), 1.01, 1.2, HOLDS),
-        (claim(above=1.0), 0.99, 1.2, UNDECIDED),
-        (claim(above=1.0), 0.9, 1.0, DOES_NOT_HOLD),
-        (claim(above=0.98, below=1.02), 0.99, 1.01, HOLDS),
-        (claim(above=0.98, below=1.02), 0.99, 1.03, UNDECIDED),
-        (claim(above=0.98, below=1.02), 1.02, 1.03, DOES_NOT_HOLD),
-        (claim(above=0.98, below=1.02), 0.90, 0.98, DOES_NOT_HOLD),
-        (claim(above=0.5), 0.0, 0.0, DOES_NOT_HOLD),
+        (a_claim(above=1.0), 1.01, 1.2, HOLDS),
+        (a_claim(above=1.0), 0.99, 1.2, UNDECIDED),
+        (a_claim(above=1.0), 0.9, 1.0, DOES_NOT_HOLD),
+        (a_claim(above=0.98, below=1.02), 0.99, 1.01, HOLDS),
+        (a_claim(above=0.98, below=1.02), 0.99, 1.03, UNDECIDED),
+        (a_claim(above=0.98, below=1.02), 1.02, 1.03, DOES_NOT_HOLD),
+        (a_claim(above=0.98, below=1.02), 0.90, 0.98, DOES_NOT_HOLD),
+        (a_claim(above=0.5), 0.0, 0.0, DOES_NOT_HOLD),
     ],
 )
-def test_a_claim_is_decided_by_the_whole_interval(asked, low, high, verdict):
-    assert decide(asked, Interval((low + high) / 2, low, high, 3)) == verdict
+def test_a_claim_is_decided_by_the_whole_interval(claim, low, high, verdict):
+    assert decide(claim, Interval((low + high) / 2, low, high, 3)) == verdict
 
 
 def test_one_seed_leaves_a_claim_undecided():
-    assert decide(claim(above=1.0), Interval(2.0, 2.0, 2.0, 1)) == UNDECIDED
-    assert decide(claim(above=1.0), None) == NOT_RUN
+    assert decide(a_claim(above=1.0), Interval(2.0, 2.0, 2.0, 1)) == UNDECIDED
+    assert decide(a_claim(above=1.0), None) == NOT_RUN
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_verdicts_have_the_ratio_its_interval_and_the_papers_number(results):
     assert matches.asked == "0.98 – 1.02"
 
 
-def test_a_claim_about_missing_runs_is_not_run_and_has_the_papers_number(results):
+def test_a_claim_without_records_is_not_run_and_has_the_papers_number(results):
     identity = verdicts(experiment("loss-hessian"), results)[0]
     assert (identity.verdict, identity.seeds, identity.estimate) == (NOT_RUN, 0, None)
     assert identity.paper == pytest.approx(108.76 / 84.52)
@@ -78,13 +78,13 @@ def test_a_claim_about_missing_runs_is_not_run_and_has_the_papers_number(results
 
 def test_only_a_claim_that_does_not_hold_has_a_reason(results):
     worse = replace(experiment("noise-put-back").claims[0], reasons={"smoke": "Too small."})
-    opposite = replace(worse, over=worse.under, under=worse.over)
+    opposite = replace(worse, numerator=worse.denominator, denominator=worse.numerator)
     found = verdicts(replace(experiment("noise-put-back"), claims=(worse, opposite)), results)
-    assert [one.verdict for one in found] == [HOLDS, DOES_NOT_HOLD]
-    assert [one.reason for one in found] == ["", "Too small."]
+    assert [verdict.verdict for verdict in found] == [HOLDS, DOES_NOT_HOLD]
+    assert [verdict.reason for verdict in found] == ["", "Too small."]
 
 
 def test_verdicts_are_json_with_stable_keys(results):
     found = json.loads(json.dumps(as_json(verdicts(experiment("loss-hessian"), results))))
     needed = {"claim", "experiment", "verdict", "seeds", "estimate", "low", "high", "paper"}
-    assert all(needed <= set(one) for one in found)
+    assert all(needed <= set(verdict) for verdict in found)

@@ -1,4 +1,4 @@
-"""Workers that are killed, and workers after their parent is killed."""
+"""Workers that are killed, and workers whose parent is killed."""
 
 import multiprocessing
 import os
@@ -21,11 +21,11 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def forking(monkeypatch):
-    """Workers that are forked: they start at once and do what the test says."""
+    """Fork the workers, which is fast, and let them call a function of the test for each run."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORK)
 
     def set_work(work):
-        monkeypatch.setattr(campaign, "execute", work)
+        monkeypatch.setattr(campaign, "execute_run", work)
 
     return set_work
 
@@ -36,14 +36,14 @@ def runs(worklist):
 
 
 def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_path):
-    def work(run, scratch):
+    def work(run, folder):
         if run.key == runs[0].key:
             os.kill(os.getpid(), signal.SIGKILL)
         return fake_record(run, [2.0])
 
     forking(work)
-    found = LocalProcesses(2).outcomes(runs, lambda run: tmp_path, lambda: None)
-    outcomes = {run.key: outcome for run, outcome in found}
+    pairs = LocalProcesses(2).outcomes(runs, lambda run: tmp_path, lambda: None)
+    outcomes = {run.key: outcome for run, outcome in pairs}
     killed = outcomes.pop(runs[0].key)
     assert isinstance(killed, RunError)
     assert str(killed) == (
@@ -54,25 +54,25 @@ def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_p
     assert all(isinstance(outcome, Record) for outcome in outcomes.values())
 
 
-@pytest.mark.parametrize("ends", ["stopped", "done", "idle"])
-def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
-    """During a run, at the end of one, or between two."""
+@pytest.mark.parametrize("state", ["stopping", "finishing", "idle"])
+def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, state):
+    """The worker is in a run that stops or finishes after the signal, or it waits for a run."""
     working = tmp_path / "working"
 
-    def work(run, scratch):
-        if ends == "idle" and run.key == runs[0].key:
+    def work(run, folder):
+        if state == "idle" and run.key == runs[0].key:
             return fake_record(run, [2.0])
         working.touch()
         with catch_signals() as interrupts:
             while interrupts.received is None:
                 time.sleep(0.01)
-        if ends == "stopped":
+        if state == "stopping":
             raise StoppedError("saved")
         return fake_record(run, [2.0])
 
     forking(work)
     reading, writing = os.pipe()  # its writing end is closed when the last worker is gone
-    jobs = 2 if ends == "idle" else 1
+    jobs = 2 if state == "idle" else 1
     arguments = (runs[:jobs], lambda run: tmp_path, lambda: None)
     parent = FORK.Process(target=lambda: list(LocalProcesses(jobs).outcomes(*arguments)))
     parent.start()
@@ -86,7 +86,7 @@ def test_a_worker_ends_when_its_parent_is_killed(forking, runs, tmp_path, ends):
     os.close(reading)
 
 
-def test_a_worker_that_ray_loses_gives_one_sentence():
+def test_a_worker_that_ray_loses_is_one_error_of_undrop():
     ray = pytest.importorskip("ray")
     executor, lost = RayCluster(1), Future()
     executor._ray = ray

@@ -1,4 +1,4 @@
-"""Measures read from records."""
+"""Measures that are computed from records."""
 
 import math
 
@@ -26,7 +26,7 @@ def pair(worklist):
         ("seconds_per_step", 0.6),
     ],
 )
-def test_each_measure_reads_its_number_from_a_record(pair, name, value):
+def test_a_measure_is_computed_from_the_records_of_a_method_and_dropout(pair, name, value):
     assert MEASURES[name].compute(*pair) == pytest.approx(value)
 
 
@@ -34,14 +34,10 @@ def test_the_training_seconds_of_a_record_leave_out_evaluation(pair):
     assert pair[0].training_seconds == pytest.approx([6.0, 12.0, 18.0, 24.0])
 
 
-def test_a_quality_that_is_never_reached_has_an_infinite_time(pair):
+def test_a_quality_that_is_never_reached_takes_infinitely_many_epochs(pair):
     slow, dropout = pair
-    better = similar_record(dropout, [50.0, 50.0])
+    better = dropout.model_copy(update={"best_valid_ppl": 50.0})
     assert MEASURES["epochs_to_quality"].compute(slow, better) == math.inf
-
-
-def similar_record(record, valid):
-    return record.model_copy(update={"best_valid_ppl": min(valid)})
 
 
 def test_an_unknown_measure_gets_a_suggestion():

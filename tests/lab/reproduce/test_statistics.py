@@ -1,4 +1,4 @@
-"""Student's intervals against tables and draws, pairing by seed, and how many seeds decide."""
+"""Intervals against Student's table and simulation, ratios by seed, and the number of seeds to decide."""
 
 import math
 
@@ -45,13 +45,13 @@ def test_the_interval_of_one_value_is_that_value():
 def test_the_computed_number_of_seeds_decides_with_a_probability_of_80_percent():
     measured = Interval(math.exp(0.5), 0.0, 9.0, 3, spread=1.0)
     n = seeds_needed(measured, above=1.0, below=math.inf)
-    assert n == 34  # what tables of power give for half a standard deviation
+    assert n == 34  # the number in tables of power for half a standard deviation
     draws = np.random.default_rng(2).normal(0.5, 1.0, (2000, n))
     decided = np.mean([mean_interval(row.tolist()).low > 0.0 for row in draws])
     assert decided == pytest.approx(0.8, abs=4 * math.sqrt(0.8 * 0.2 / 2000))
 
 
-def test_the_number_of_seeds_to_decide_is_unknown_without_a_spread_or_a_distance():
+def test_the_number_of_seeds_to_decide_is_unknown_without_a_spread_or_at_the_end_of_the_range():
     assert seeds_needed(Interval(2.0, 2.0, 2.0, 1), 1.0, math.inf) is None
     assert seeds_needed(Interval(1.0, 0.5, 2.0, 3, 0.5), 1.0, math.inf) is None
     assert seeds_needed(Interval(1.0 + 1e-9, 0.5, 2.0, 3, 0.5), 1.0, math.inf) is None

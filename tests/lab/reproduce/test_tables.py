@@ -1,4 +1,4 @@
-"""The experiments as data: everything they name exists, at every scale."""
+"""The TOML files of the experiments: everything that they name exists, at every scale."""
 
 import pytest
 
@@ -19,9 +19,9 @@ def test_every_experiment_has_a_valid_config_at_every_scale(scale):
         for variant in cell.variants
         for seed in cell.seeds
     }
-    # No two variants share a key, so none is a copy of another; ptb-10k is ptb itself.
-    again = sum(cell.setting.name == "ptb-10k" for cell in worklist.cells.values())
-    assert len(keys) == sum(len(cell.variants) * 2 for cell in worklist.cells.values()) - 2 * again
+    # No two runs share a key, except those of ptb-10k, which is the same setting as ptb.
+    same = sum(cell.setting.name == "ptb-10k" for cell in worklist.cells.values())
+    assert len(keys) == sum(len(cell.variants) * 2 for cell in worklist.cells.values()) - 2 * same
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -32,22 +32,24 @@ def test_claims_are_about_cells_of_their_experiment(name):
     assert found.figure in FIGURE_KINDS
     assert found.measure in MEASURES
     for claim in found.claims:
-        assert {*claim.over, *claim.under} <= cells
+        assert {*claim.numerator, *claim.denominator} <= cells
         assert claim.measure in MEASURES
         assert claim.above < claim.below
 
 
-def test_claims_that_compare_with_plain_dropout_have_its_runs():
+def test_measures_relative_to_plain_dropout_have_its_runs_in_the_experiment():
     for name in EXPERIMENTS:
         found = experiment(name)
         for claim in found.claims:
             for cell in (
-                (*claim.over, *claim.under) if MEASURES[claim.measure].needs_reference else ()
+                (*claim.numerator, *claim.denominator)
+                if MEASURES[claim.measure].needs_reference
+                else ()
             ):
                 assert f"{cell.partition(':')[0]}:drop-1" in found.cells
 
 
-def test_an_experiment_that_a_scale_does_not_have_is_named():
+def test_an_experiment_without_a_setting_at_a_scale_is_refused():
     assert "qrnn" not in tables.experiments_at("medium")
     assert "equal-time" in tables.experiments_at("medium")
     with pytest.raises(
@@ -68,13 +70,13 @@ def test_an_experiment_that_a_scale_does_not_have_is_named():
         ("qrnn", "qrnn:drop-4", 32.74),
     ],
 )
-def test_the_tables_hold_the_numbers_of_the_paper(experiment, cell, value):
+def test_paper_number_returns_the_number_in_the_paper(experiment, cell, value):
     number = tables.paper_number(experiment, cell)
     assert number.value == value
-    assert number.where
+    assert number.source
 
 
-def test_the_paper_has_no_number_for_what_is_ours():
+def test_the_paper_has_no_number_for_a_method_of_ours():
     assert tables.paper_number("strength", "ptb:analytic-quarter") is None
 
 
@@ -85,7 +87,7 @@ def test_a_claim_within_a_tolerance_has_an_interval_around_one():
 
 
 @pytest.mark.parametrize(
-    ("ask", "text"),
+    ("call", "text"),
     [
         (
             lambda: experiment("ptb-tabel"),
@@ -96,6 +98,6 @@ def test_a_claim_within_a_tolerance_has_an_interval_around_one():
         (lambda: tables.setting("c4", "small"), "unknown setting 'c4'"),
     ],
 )
-def test_unknown_names_of_tables_are_refused_with_the_known_ones(ask, text):
+def test_an_unknown_name_is_refused_with_the_names_that_exist(call, text):
     with pytest.raises(UnknownNameError, match=text):
-        ask()
+        call()

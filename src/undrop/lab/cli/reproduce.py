@@ -148,8 +148,8 @@ def _measure_step_costs(worklist: Worklist, data_dir: str | None) -> None:
 
 def _show_missing(worklist: Worklist, records: Records) -> None:
     missing = worklist.missing(records)
-    estimates = worklist.estimates(missing, records)
-    rows = [[run.title, f"{run.cost:g}", duration(estimates[run.key])] for run in missing]
+    seconds = worklist.estimated_seconds(missing, records)
+    rows = [[run.title, f"{run.cost:g}", duration(seconds[run.key])] for run in missing]
     waiting = worklist.waiting(records)
     for cell, count in waiting:
         name = f"{cell.setting.name} {cell.method.name}"
@@ -158,5 +158,5 @@ def _show_missing(worklist: Worklist, records: Records) -> None:
     typer.echo(Table(heads, rows, numbers=heads[1:]).text())
     done = len(worklist.needed(records)) - len(missing)
     wanted = len(missing) + sum(count for _, count in waiting)
-    left = duration(worklist.remaining(records))
+    left = duration(worklist.remaining_seconds(records))
     typer.echo(f"{done} runs are done, {wanted} are missing: about {left} on one core.")

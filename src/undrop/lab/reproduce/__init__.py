@@ -1,8 +1,8 @@
-"""The paper's experiments as data, at several scales, with statistics, verdicts and a report.
+"""The paper's experiments as data, at several scales, with their runs, statistics and report.
 
 >>> from undrop.lab.reproduce.tables import experiment
 >>> experiment("averaging-noise").paper
 'Figure 1'
 
-Nothing is imported here: the command line lists experiments without torch.
+This file imports nothing, because the command line lists the experiments without importing torch.
 """

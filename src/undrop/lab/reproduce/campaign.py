@@ -1,4 +1,4 @@
-"""A campaign trains the missing runs of a worklist, on this machine or on a Ray cluster."""
+"""A campaign executes the missing runs of a worklist, on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from typing import Any, TypeAlias
 
 from undrop.errors import MissingExtraError, OptionError, RunError, StoppedError, UndropError
 from undrop.lab.reproduce.records import Record, Records
-from undrop.lab.reproduce.worker import epochs_done, execute
+from undrop.lab.reproduce.worker import epochs_done, execute_run
 from undrop.lab.reproduce.worklist import PlannedRun, Worklist
 from undrop.registry import Registry
 
 Outcome: TypeAlias = tuple[PlannedRun, Record | UndropError]
-"""A run, and its record or the error that it ended with."""
+"""A run with its record, or with the error that ended it."""
 
-_INTERVAL = 0.5  # seconds between two checks of the runs
+_CHECK_INTERVAL = 0.5  # the longest time between two checks of the runs, in seconds
 
 EXECUTORS: Registry[str, type[Executor]] = Registry("executor")
 """The executors by name."""
 
-_KILLED = (
+_WORKER_KILLED = (
     "its process was killed, perhaps for lack of memory: run the same command to resume it, with a "
     "lower --jobs if memory is short."
 )
 
 
 class Executor(ABC):
-    """Executes runs, ``jobs`` at a time."""
+    """Executes up to ``jobs`` runs in parallel."""
 
     def __init__(self, jobs: int) -> None:
         if jobs < 1:
@@ -49,28 +49,28 @@ class Executor(ABC):
     def outcomes(
         self,
         runs: Sequence[PlannedRun],
-        scratch: Callable[[PlannedRun], Path],
+        folder_of: Callable[[PlannedRun], Path],
         tick: Callable[[], None],
     ) -> Iterator[Outcome]:
-        """Start the runs in order, and yield each when it ends.
+        """Start the runs in order, and yield the outcome of each when it ends.
 
         Args:
             runs: the runs to execute.
-            scratch: returns the folder for a run's files.
+            folder_of: returns the folder for a run's files.
             tick: called after each check of the runs, about twice a second.
         """
-        queue, waiting = list(runs), dict[Future[Record], PlannedRun]()
-        with self.opened():
-            while queue or waiting:
-                # Start no more runs than there are processes: a started run can't be canceled.
-                while queue and len(waiting) < self.jobs:
+        queue, started = list(runs), dict[Future[Record], PlannedRun]()
+        with self.workers():
+            while queue or started:
+                # Start no more runs than there are workers: a started run can't be canceled.
+                while queue and len(started) < self.jobs:
                     run = queue.pop(0)
-                    waiting[self.start(run, str(scratch(run)))] = run
-                for ended in wait(waiting, _INTERVAL, FIRST_COMPLETED).done:
-                    run = waiting.pop(ended)
+                    started[self.start(run, str(folder_of(run)))] = run
+                for future in wait(started, _CHECK_INTERVAL, FIRST_COMPLETED).done:
+                    run = started.pop(future)
                     outcome: Record | UndropError
                     try:
-                        outcome = self.result(ended)
+                        outcome = self.result(future)
                     except StoppedError:
                         raise
                     except UndropError as error:
@@ -79,16 +79,19 @@ class Executor(ABC):
                 tick()
 
     @abstractmethod
-    def opened(self) -> AbstractContextManager[None]:
-        """Start the workers; after an exception, ask the unfinished runs to save and stop."""
+    def workers(self) -> AbstractContextManager[None]:
+        """Return a context that starts the workers and stops them at its end.
+
+        After an exception in the context, unfinished runs save their state and stop.
+        """
 
     @abstractmethod
-    def start(self, run: PlannedRun, scratch: str) -> Future[Record]:
+    def start(self, run: PlannedRun, folder: str) -> Future[Record]:
         """Start a run."""
 
-    def result(self, ended: Future[Record]) -> Record:
-        """Return the record of a run that has ended, or raise what it raised."""
-        return ended.result()
+    def result(self, future: Future[Record]) -> Record:
+        """Return the record of a run that has ended, or raise the run's error."""
+        return future.result()
 
 
 @EXECUTORS.register("local")
@@ -96,50 +99,50 @@ class LocalProcesses(Executor):
     """Processes on this machine, with one thread each."""
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Start processes, each in its own pool, so that killing one does not break the others."""
-        others = set(multiprocessing.active_children())
-        self._idle = [_pool_of_one() for _ in range(self.jobs)]
-        self._busy: dict[Future[Record], ProcessPoolExecutor] = {}
+    def workers(self) -> Iterator[None]:
+        """Start each process in its own pool, because a killed process breaks its pool."""
+        other_children = set(multiprocessing.active_children())
+        self._idle_pools = [_pool_of_one() for _ in range(self.jobs)]
+        self._busy_pools: dict[Future[Record], ProcessPoolExecutor] = {}
         try:
             yield
         except BaseException:
-            for child in set(multiprocessing.active_children()) - others:
-                child.terminate()  # a run saves its state on this signal
+            for child in set(multiprocessing.active_children()) - other_children:
+                child.terminate()  # SIGTERM: a run saves its state
             raise
         finally:
-            for pool in [*self._idle, *self._busy.values()]:
+            for pool in [*self._idle_pools, *self._busy_pools.values()]:
                 pool.shutdown()
 
-    def start(self, run: PlannedRun, scratch: str) -> Future[Record]:
+    def start(self, run: PlannedRun, folder: str) -> Future[Record]:
         """Give the run to an idle process."""
-        pool = self._idle.pop()
-        future = pool.submit(_execute_for_parent, run, scratch)
-        self._busy[future] = pool
+        pool = self._idle_pools.pop()
+        future = pool.submit(_execute_for_parent, run, folder)
+        self._busy_pools[future] = pool
         return future
 
-    def result(self, ended: Future[Record]) -> Record:
-        """Return what the process returned; a new process replaces one that was killed."""
-        pool = self._busy.pop(ended)
+    def result(self, future: Future[Record]) -> Record:
+        """Return the record, or raise the run's error; a new process replaces a killed one."""
+        pool = self._busy_pools.pop(future)
         try:
-            return ended.result()
+            return future.result()
         except BrokenProcessPool as error:
             pool.shutdown()
             pool = _pool_of_one()
-            raise RunError(_KILLED) from error
+            raise RunError(_WORKER_KILLED) from error
         finally:
-            self._idle.append(pool)
+            self._idle_pools.append(pool)
 
 
 def _pool_of_one() -> ProcessPoolExecutor:
-    """A pool of one process, which starts with its first run."""
+    """Return a pool of one process, which starts when the pool gets its first run."""
     # A forked child would inherit torch's threads in an unknown state.
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, context, initializer=_end_with_parent)
 
 
 def _end_with_parent() -> None:
-    """Send this process SIGTERM when its parent ends, because nothing else would stop it."""
+    """Make this process stop when its parent ends, even if the parent was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -150,61 +153,62 @@ def _end_with_parent() -> None:
     Thread(target=wait_for_parent, daemon=True).start()
 
 
-def _execute_for_parent(run: PlannedRun, scratch: str) -> Record:
+def _execute_for_parent(run: PlannedRun, folder: str) -> Record:
+    """Execute a run; if the parent has ended meanwhile, end this process afterwards."""
     try:
-        return execute(run, scratch)
+        return execute_run(run, folder)
     finally:
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
-            os._exit(1)  # the state is saved, and no process waits for the record
+            os._exit(1)  # the run's state is saved, and nobody waits for the record
 
 
 @EXECUTORS.register("ray")
 class RayCluster(Executor):
-    """Tasks of one core each on the Ray cluster at RAY_ADDRESS, or on a new one on this machine."""
+    """Ray tasks of one core each, on the cluster at RAY_ADDRESS or on a new one on this machine."""
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Join the cluster, or start one on this machine."""
+    def workers(self) -> Iterator[None]:
+        """Join the cluster, or start one and shut it down at the end."""
         try:
             self._ray: Any = importlib.import_module("ray")
         except ImportError as error:
             raise MissingExtraError("the executor 'ray'", "ray", "ray") from error
-        ours = not self._ray.is_initialized()
-        if ours:
+        starts_ray = not self._ray.is_initialized()
+        if starts_ray:
             resources = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": self.jobs}
             self._ray.init(include_dashboard=False, log_to_driver=False, **resources)
         try:
-            self._gpus = self._ray.cluster_resources().get("GPU", 0) > 0
+            self._has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
             yield
         finally:
-            if ours:
+            if starts_ray:
                 self._ray.shutdown()
 
-    def start(self, run: PlannedRun, scratch: str) -> Future[Record]:
-        """Start a task, with a GPU if the run needs one: a task sees only what it requests."""
-        gpus = int(self._gpus and run.config.train.device != "cpu")
-        task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(execute)
-        started: Future[Record] = task.remote(run, scratch).future()
-        return started
+    def start(self, run: PlannedRun, folder: str) -> Future[Record]:
+        """Start a task. It requests a GPU if the run may use one: without a request it sees none."""
+        gpus = int(self._has_gpus and run.config.train.device != "cpu")
+        task = self._ray.remote(num_cpus=1, num_gpus=gpus, max_retries=1)(execute_run)
+        future: Future[Record] = task.remote(run, folder).future()
+        return future
 
-    def result(self, ended: Future[Record]) -> Record:
-        """Return what the task returned, or raise its own error instead of Ray's."""
+    def result(self, future: Future[Record]) -> Record:
+        """Return the record, or raise the run's error in place of Ray's."""
         try:
-            return ended.result()
+            return future.result()
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except self._ray.exceptions.RayError as error:
-            raise RunError(_KILLED) from error
+            raise RunError(_WORKER_KILLED) from error
 
 
 @dataclass(frozen=True)
 class Status:
-    """The progress of a campaign; seconds are estimates, on one core."""
+    """The progress of a campaign. The seconds are estimates for one core."""
 
-    total: int  # runs, including those of earlier campaigns
-    done: int  # how many of them have a record
-    seconds_done: float  # of the work that this process did
+    total: int  # the number of runs, including those of earlier campaigns
+    done: int  # the number of runs with a record
+    seconds_done: float  # of this campaign's work
     seconds_left: float
 
 
@@ -226,64 +230,66 @@ class Campaign:
     """The missing runs of a worklist, on an executor."""
 
     worklist: Worklist
-    folder: Path  # of results: records are in its records/, runs that have not ended in runs/
+    folder: Path  # of results; its records/ has the records, its runs/ the unfinished runs
     executor: Executor
     listener: Listener = field(default_factory=Listener)
 
     def __post_init__(self) -> None:
         self.records = Records(self.folder / "records")
-        self._failed: dict[str, UndropError] = {}
-        self._done_now = 0.0
+        self._errors: dict[str, UndropError] = {}
+        self._seconds_done = 0.0
 
     def run(self) -> list[UndropError]:
-        """Execute the missing runs, tuning first, and return the errors of those that failed.
+        """Execute the missing runs, tuning runs first, and return the errors of runs that failed.
 
         Raises:
-            StoppedError: if a signal asked to stop; the next call resumes the unfinished runs.
+            StoppedError: after a signal to stop. The next call resumes the unfinished runs.
         """
         for run in self.worklist.needed(self.records):
-            if self.records.get(run.key) is not None:  # a killed campaign did not remove its folder
-                self._remove(run)
-        while runs := [r for r in self.worklist.missing(self.records) if r.key not in self._failed]:
+            if self.records.get(run.key) is not None:  # a killed campaign may have left the folder
+                self._remove_folder(run)
+        while runs := [r for r in self.worklist.missing(self.records) if r.key not in self._errors]:
             self._run_all(runs)
-        return list(self._failed.values())
+        return list(self._errors.values())
 
-    def _remove(self, run: PlannedRun) -> None:
-        shutil.rmtree(self._scratch(run), ignore_errors=True)
+    def _remove_folder(self, run: PlannedRun) -> None:
+        shutil.rmtree(self._folder_of(run), ignore_errors=True)
 
     def _run_all(self, runs: Sequence[PlannedRun]) -> None:
-        estimates = self.worklist.estimates(runs, self.records)
-        open_runs = {run.key: run for run in runs}
+        seconds = self.worklist.estimated_seconds(runs, self.records)
+        unfinished = {run.key: run for run in runs}
 
         def tick() -> None:
-            unfinished = sum(
-                estimates[key] * epochs_done(self._scratch(run)) / run.config.train.epochs
-                for key, run in open_runs.items()
+            seconds_unfinished = sum(
+                seconds[key] * epochs_done(self._folder_of(run)) / run.config.train.epochs
+                for key, run in unfinished.items()
             )
-            self.listener.status(self._status(unfinished))
+            self.listener.status(self._status(seconds_unfinished))
 
-        for run, outcome in self.executor.outcomes(runs, self._scratch, tick):
-            del open_runs[run.key]
+        for run, outcome in self.executor.outcomes(runs, self._folder_of, tick):
+            del unfinished[run.key]
             if isinstance(outcome, Record):
                 self.records.add(outcome)
-                self._remove(run)
-                self._done_now += estimates[run.key]
+                self._remove_folder(run)
+                self._seconds_done += seconds[run.key]
                 self.listener.ended(run, outcome)
             else:
-                self._failed[run.key] = outcome
+                self._errors[run.key] = outcome
                 self.listener.failed(run, outcome)
             tick()
 
-    def _status(self, unfinished: float) -> Status:
-        missing = self.worklist.missing(self.records)
-        later = sum(count for _, count in self.worklist.waiting(self.records))
+    def _status(self, seconds_unfinished: float) -> Status:
+        """Return the progress, given the time that the unfinished runs have taken."""
+        missing = len(self.worklist.missing(self.records))
+        waiting = sum(count for _, count in self.worklist.waiting(self.records))
         needed = len(self.worklist.needed(self.records))
+        remaining = self.worklist.remaining_seconds(self.records)
         return Status(
-            total=needed + later,
-            done=needed - len(missing),
-            seconds_done=self._done_now + unfinished,
-            seconds_left=max(0.0, self.worklist.remaining(self.records) - unfinished),
+            total=needed + waiting,
+            done=needed - missing,
+            seconds_done=self._seconds_done + seconds_unfinished,
+            seconds_left=max(0.0, remaining - seconds_unfinished),
         )
 
-    def _scratch(self, run: PlannedRun) -> Path:
+    def _folder_of(self, run: PlannedRun) -> Path:
         return (self.folder / "runs" / run.key[:16]).absolute()

@@ -1,4 +1,4 @@
-"""Figures in the paper's style: perplexity over epochs with a band over seeds, or one dot per method."""
+"""The figures of experiments: perplexity by epoch with a band over seeds, or a point for each method."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from undrop.lab.reproduce.report import Row, Section
+    from undrop.lab.reproduce.report import ReportSection, Row
 
-FIGURE_KINDS: Registry[str, Callable[[Section, Results], Any]] = Registry("figure")
+FIGURE_KINDS: Registry[str, Callable[[ReportSection, Results], Any]] = Registry("figure")
 """The kinds of figures; an experiment names one."""
 
 
-def draw(section: Section, results: Results) -> Figure | None:
-    """Return the experiment's figure, or None if there is nothing to show yet."""
+def draw(section: ReportSection, results: Results) -> Figure | None:
+    """Return the experiment's figure; None if it has no records yet."""
     if all(row.interval is None for row in section.rows):
         return None
     with styled():
@@ -50,8 +50,8 @@ def mathtext(label: str) -> str:
 
 
 @FIGURE_KINDS.register("validation")
-def _validation(section: Section, results: Results) -> Figure:
-    """Curves, and next to them their small difference from plain dropout."""
+def _validation(section: ReportSection, results: Results) -> Figure:
+    """Return two panels: validation perplexities, and their differences from plain dropout's."""
     figure = new_figure(8.4, 3.8)
     left, right = figure.subplots(1, 2)
     _curves(left, section, results, "valid_ppl")
@@ -60,29 +60,32 @@ def _validation(section: Section, results: Results) -> Figure:
     return figure
 
 
-def _differences(axes: Axes, section: Section, results: Results) -> None:
-    """How far each method's validation perplexity is above plain dropout's, in percent, seed by seed."""
+def _differences(axes: Axes, section: ReportSection, results: Results) -> None:
+    """Draw how far each method's validation perplexity is above plain dropout's, in percent.
+
+    A line is the mean over seeds; both runs of a difference have the same seed.
+    """
     for index, row in enumerate(section.rows):
         pairs = list(results.pairs(row.cell).values())
         if row.method == REFERENCE or not pairs:
             continue
         length = min(len(record.curve.epoch) for pair in pairs for record in pair)
-        late = slice(length // 3, length)  # the first epochs would hide the differences
-        own, plain = (
-            np.asarray([record.curve.valid_ppl[late] for record in side])
-            for side in zip(*pairs, strict=True)
+        shown = slice(length // 3, length)  # the first epochs would hide the differences
+        perplexities, references = (
+            np.asarray([record.curve.valid_ppl[shown] for record in records])
+            for records in zip(*pairs, strict=True)
         )
-        percent = 100.0 * (own / plain - 1.0)
-        color, epochs = _color(row, section.rows, index), pairs[0][0].curve.epoch[late]
+        percent = 100.0 * (perplexities / references - 1.0)
+        color, epochs = _color(row, section.rows, index), pairs[0][0].curve.epoch[shown]
         axes.plot(epochs, percent.mean(0), lw=1.4, color=color, label=mathtext(row.label))
         axes.fill_between(epochs, percent.min(0), percent.max(0), color=color, alpha=0.18, lw=0)
     axes.axhline(0.0, color="black", lw=0.8)
-    _count_epochs(axes)
+    _label_epochs(axes)
     axes.set_ylabel(mathtext("percent above Drop₁ in the same epoch"))
 
 
 @FIGURE_KINDS.register("train-and-validation")
-def _train_and_validation(section: Section, results: Results) -> Figure:
+def _train_and_validation(section: ReportSection, results: Results) -> Figure:
     figure = new_figure(8.4, 3.8)
     left, right = figure.subplots(1, 2)
     _curves(left, section, results, "train_ppl")
@@ -94,32 +97,37 @@ def _train_and_validation(section: Section, results: Results) -> Figure:
 _AXES = {"valid_ppl": "validation perplexity", "train_ppl": "training perplexity, without noise"}
 
 
-def _curves(axes: Axes, section: Section, results: Results, y: str) -> None:
-    """A line for each method, the mean over seeds, in a band from the smallest to the largest value."""
-    ends = []
+def _curves(axes: Axes, section: ReportSection, results: Results, y: str) -> None:
+    """Draw a line for each method, the mean over seeds, in a band from the least value to the greatest.
+
+    Args:
+        axes: where to draw.
+        section: the experiment.
+        results: the records.
+        y: a key of ``_AXES``.
+    """
+    lowest_means = []
     for index, row in enumerate(section.rows):
         curves = [record.curve for record in results.records_of(row.cell).values()]
-        length = min(
-            (len(curve.epoch) for curve in curves), default=0
-        )  # that of the shortest curve
+        length = min((len(curve.epoch) for curve in curves), default=0)
         ys = np.asarray([getattr(curve, y)[:length] for curve in curves], dtype=float)
         if not curves or np.isnan(ys).any():
             continue
         xs = curves[0].epoch[:length]
-        mark = {**line_style(index), "color": _color(row, section.rows, index)}
+        style = {**line_style(index), "color": _color(row, section.rows, index)}
         every = max(1, len(xs) // 8)
-        axes.plot(xs, ys.mean(0), lw=1.4, ms=4, markevery=every, label=mathtext(row.label), **mark)
-        axes.fill_between(xs, ys.min(0), ys.max(0), color=mark["color"], alpha=0.18, lw=0)
-        ends.append(ys.mean(0).min())
-    if ends:
-        # Leave out the first epochs, which would flatten the rest.
-        top = np.median(ends) * (1.45 if y == "valid_ppl" else 3.0)
-        axes.set_ylim(min(ends) * 0.95, float(top))
-    _count_epochs(axes)
+        axes.plot(xs, ys.mean(0), lw=1.4, ms=4, markevery=every, label=mathtext(row.label), **style)
+        axes.fill_between(xs, ys.min(0), ys.max(0), color=style["color"], alpha=0.18, lw=0)
+        lowest_means.append(ys.mean(0).min())
+    if lowest_means:
+        # Cut off the first epochs, whose high values would flatten the curves.
+        top = np.median(lowest_means) * (1.45 if y == "valid_ppl" else 3.0)
+        axes.set_ylim(min(lowest_means) * 0.95, float(top))
+    _label_epochs(axes)
     axes.set_ylabel(_AXES[y])
 
 
-def _count_epochs(axes: Axes) -> None:
+def _label_epochs(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -127,19 +135,19 @@ def _count_epochs(axes: Axes) -> None:
 
 
 def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
-    """Black for plain dropout, gray for none; a color map that prints well in gray for the others."""
+    """Return black for plain dropout, gray for no regularization, or a color of viridis."""
     import matplotlib as mpl
 
-    fixed = {"drop-1": "black", "none": "#999999"}
-    if row.method in fixed:
-        return fixed[row.method]
-    others = [i for i, other in enumerate(rows) if other.method not in fixed]
+    fixed_colors = {"drop-1": "black", "none": "#999999"}
+    if row.method in fixed_colors:
+        return fixed_colors[row.method]
+    others = [i for i, other in enumerate(rows) if other.method not in fixed_colors]
     return mpl.colormaps["viridis"](0.05 + 0.85 * others.index(index) / max(1, len(others) - 1))
 
 
 @FIGURE_KINDS.register("bars")
-def _bars(section: Section, results: Results) -> Figure:
-    """A point with its interval for each method, by setting, the best on top."""
+def _bars(section: ReportSection, results: Results) -> Figure:
+    """Return a figure with a point and its interval for each method, by setting, the best on top."""
     settings = list(dict.fromkeys(row.setting for row in section.rows))
     rows = sorted(
         (row for row in section.rows if row.interval is not None),
@@ -165,19 +173,19 @@ _QUADRATIC = r"$\frac{1}{2}\,\mathrm{E}[u^\top H u]$"
 
 
 @FIGURE_KINDS.register("shares")
-def _shares(section: Section, results: Results) -> Figure:
-    """R_drop and its quadratic term, by seed."""
+def _shares(section: ReportSection, results: Results) -> Figure:
+    """Return a figure with two bars for each seed: R_drop and its quadratic term."""
     records = results.records_of(section.rows[0].cell)
     figure = new_figure(4.8, 3.2)
     axes = figure.subplots()
-    places = np.arange(len(records))
+    positions = np.arange(len(records))
     for shift, name, label in (
         (-0.2, "dropped", mathtext("R_drop")),
         (0.2, "quadratic", _QUADRATIC),
     ):
         heights = [record.probed[name] for record in records.values()]
-        axes.bar(places + shift, heights, 0.38, label=label, color=OURS if shift < 0 else OTHER)
-    axes.set_xticks(places, [f"seed {seed}" for seed in records])
+        axes.bar(positions + shift, heights, 0.38, label=label, color=OURS if shift < 0 else OTHER)
+    axes.set_xticks(positions, [f"seed {seed}" for seed in records])
     axes.set_ylabel("nats per token")
     axes.legend()
     return figure

@@ -1,4 +1,4 @@
-"""Records: one small JSON file per finished run, which is never changed."""
+"""Records: one small JSON file per finished run. A record never changes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from undrop.files import naming_disk_errors, read_json, write_json
 from undrop.lab.train import Config
 
 
-def key_of(config: Config, probe: str | None) -> str:
+def run_key(config: Config, probe: str | None) -> str:
     """Return the hash of everything that affects a run's result."""
     digest = config.digest()
     return digest if probe is None else f"{digest}-{probe}"
 
 
 class Curve(BaseModel):
-    """A run epoch by epoch."""
+    """The progress of a run, with one value per epoch."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -29,9 +29,9 @@ class Curve(BaseModel):
     step: list[int] = []
     valid_ppl: list[float] = []
     train_ppl: list[float | None] = []  # without noise
-    seconds: list[float] = []  # since the start: processor time on a CPU, wall-clock time elsewhere
+    seconds: list[float] = []  # since the start: CPU time on a CPU, wall-clock time elsewhere
     evaluation: list[float] = Field([], validation_alias=AliasChoices("evaluation", "judging"))
-    """Seconds of each epoch that went into evaluation."""
+    """The seconds that the evaluation after each epoch took."""
 
 
 class Record(BaseModel):
@@ -45,10 +45,10 @@ class Record(BaseModel):
     seed: int
     best_valid_ppl: float
     best_epoch: int
-    test_ppl: float | None  # at the best epoch by validation
+    test_ppl: float | None  # at the epoch with the best validation perplexity
     ended: str  # "epochs", "max_steps", "patience" or "diverged"
     steps: int
-    seconds: float  # of the whole run, in the curve's unit
+    seconds: float  # of the whole run, measured as in the curve
     parameters: int
     curve: Curve
     probed: dict[str, float]
@@ -59,27 +59,30 @@ class Record(BaseModel):
 
     @property
     def training_seconds(self) -> list[float]:
-        """Seconds of training alone up to the end of each epoch."""
+        """The seconds of training up to the end of each epoch, without evaluation."""
         evaluation = itertools.accumulate(self.curve.evaluation)
-        return [a - b for a, b in zip(self.curve.seconds, evaluation, strict=True)]
+        return [
+            seconds - evaluated
+            for seconds, evaluated in zip(self.curve.seconds, evaluation, strict=True)
+        ]
 
 
 class Records:
-    """The records in a folder, by key; the first record creates the folder.
+    """The records in a folder, by key. Adding the first record creates the folder.
 
-    The key is computed from the config in the record, so older records stay valid when a setting with
-    a default is added.
+    The key is computed again from the record's config, and not read from its file name. So a record
+    stays valid when the config gets a new option with a default.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._records: dict[str, Record] = {}
         self.stale: list[Path] = []
-        """Files whose config has settings that no longer exist."""
+        """Files that are ignored, because their config has options that no longer exist."""
         for path in sorted(folder.glob("*.json")):
             record = _read(path)
             try:
-                self._records[key_of(Config.parse(record.config), record.probe)] = record
+                self._records[run_key(Config.parse(record.config), record.probe)] = record
             except ConfigError:
                 self.stale.append(path)
 
@@ -90,11 +93,11 @@ class Records:
         return iter(self._records.values())
 
     def get(self, key: str) -> Record | None:
-        """Return the record of that key, or None."""
+        """Return the record with that key, or None."""
         return self._records.get(key)
 
     def add(self, record: Record) -> None:
-        """Write a record; an existing one is never changed."""
+        """Write a record; a record that exists stays as it is."""
         with naming_disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{record.key[:16]}{record.key[64:]}.json"
@@ -109,6 +112,6 @@ def _read(path: Path) -> Record:
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"]))
         raise RunError(
-            f"{path} is not a record: its {field!r} is missing or wrong; "
-            "delete the file to repeat the run."
+            f"{path} is not a record, because its {field!r} is missing or wrong: delete the file to "
+            "repeat the run."
         ) from error

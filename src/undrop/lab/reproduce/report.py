@@ -1,4 +1,4 @@
-"""The report: figures, tables and verdicts as one HTML page, as Markdown, and as JSON."""
+"""The report: figures, tables and verdicts as an HTML page, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -31,148 +31,152 @@ from undrop.report.figures import check_drawable, save, svg
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one setting."""
+    """The row of a cell in an experiment's table."""
 
     cell: str  # setting:method
     setting: str
     method: str
     label: str
-    interval: Interval | None
-    paper: tables.PaperNumber | None
-    cost: float | None
-    choice: str
+    interval: Interval | None  # of the experiment's measure; None without records
+    paper_number: tables.PaperNumber | None  # only at the scale "paper"
+    cost: float | None  # of a step, in steps of plain dropout
+    best_variant: str  # of a tuned method; else empty
 
 
 @dataclass(frozen=True)
-class Section:
-    """One experiment."""
+class ReportSection:
+    """The part of the report about one experiment."""
 
     experiment: tables.Experiment
     rows: tuple[Row, ...]
     table: Table
     verdicts: tuple[Verdict, ...]
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # the places of the paper's numbers
 
 
 @dataclass(frozen=True)
 class ReportContent:
-    """A whole report."""
+    """The content of a report, before it becomes HTML, Markdown or JSON."""
 
     title: str
     summary: str
-    sections: tuple[Section, ...]
+    sections: tuple[ReportSection, ...]
     verdicts: tuple[Verdict, ...]
     settings: Table
     provenance: Table
 
 
 def report_content(results: Results, scale: str) -> ReportContent:
-    """Return the content of a report."""
+    """Return the report on all experiments of the worklist."""
     sections = tuple(_section(experiment, results) for experiment in results.worklist.experiments)
-    every = tuple(verdict for section in sections for verdict in section.verdicts)
-    used = _used(results)
+    all_verdicts = tuple(verdict for section in sections for verdict in section.verdicts)
+    records = _records_used(results)
     return ReportContent(
         title=f"The regularization effects of dropout, reproduced at scale “{scale}”",
-        summary=_summary(every, used),
+        summary=_summary(all_verdicts, records),
         sections=sections,
-        verdicts=every,
+        verdicts=all_verdicts,
         settings=_settings(results),
-        provenance=_provenance(used),
+        provenance=_provenance(records),
     )
 
 
-def _used(results: Results) -> list[Record]:
-    """Every record that the experiments use, tuning runs included, each once."""
-    runs = {run.key for run in results.worklist.needed(results.records)}
-    return [record for key in sorted(runs) if (record := results.records.get(key)) is not None]
+def _records_used(results: Results) -> list[Record]:
+    """Return every record that the experiments use, including those of tuning runs."""
+    keys = {run.key for run in results.worklist.needed(results.records)}
+    return [record for key in sorted(keys) if (record := results.records.get(key)) is not None]
 
 
-def _summary(every: Sequence[Verdict], used: Sequence[Record]) -> str:
-    counts = Counter(verdict.verdict for verdict in every)
-    hours = sum(record.seconds for record in used) / 3600.0
-    seeds = max((verdict.seeds for verdict in every), default=0)
+def _summary(verdicts: Sequence[Verdict], records: Sequence[Record]) -> str:
+    counts = Counter(verdict.verdict for verdict in verdicts)
+    hours = sum(record.seconds for record in records) / 3600.0
+    seeds = max((verdict.seeds for verdict in verdicts), default=0)
     return (
-        f"Of {len(every)} claims, {counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} fail at this scale, "
-        f"{counts[UNDECIDED]} are undecided and {counts[NOT_RUN]} not run. {len(used)} runs, up to "
-        f"{seeds} seeds per method, {hours:.1f} hours of one core."
+        f"Of {len(verdicts)} claims, {counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this "
+        f"scale, {counts[UNDECIDED]} are undecided and {counts[NOT_RUN]} are not run. There are "
+        f"{len(records)} runs with up to {seeds} seeds per method, which took {hours:.1f} hours of one "
+        "core."
     )
 
 
-def _section(experiment: tables.Experiment, results: Results) -> Section:
+def _section(experiment: tables.Experiment, results: Results) -> ReportSection:
     rows = tuple(_row(experiment, cell, results) for cell in experiment.cells)
-    sources = dict.fromkeys(row.paper.where for row in rows if row.paper is not None)
-    return Section(
+    sources = dict.fromkeys(row.paper_number.source for row in rows if row.paper_number is not None)
+    return ReportSection(
         experiment,
         rows,
-        _table(experiment, rows, paper=results.worklist.scale == "paper"),
+        _table(experiment, rows, with_paper=results.worklist.scale == "paper"),
         tuple(verdicts(experiment, results)),
         tuple(sources),
     )
 
 
 def _row(experiment: tables.Experiment, cell: str, results: Results) -> Row:
-    planned = results.worklist.cells[cell]
-    paper = results.worklist.scale == "paper"  # elsewhere only ratios can be compared
+    setting, method = results.worklist.cells[cell].setting, results.worklist.cells[cell].method
+    best = results.worklist.cells[cell].best_variant(results.records)
+    at_paper_scale = (
+        results.worklist.scale == "paper"
+    )  # at other scales, only ratios are comparable
     return Row(
         cell,
-        planned.setting.name,
-        planned.method.name,
-        planned.method.label,
+        setting.name,
+        method.name,
+        method.label,
         results.interval(experiment.measure, cell),
-        tables.paper_number(experiment.name, cell) if paper else None,
+        tables.paper_number(experiment.name, cell) if at_paper_scale else None,
         _cost(results, cell),
-        _choice(planned.method, planned.choice(results.records)),
+        _variant_in_words(method, best),
     )
 
 
 def _cost(results: Results, cell: str) -> float | None:
-    """A step's time divided by plain dropout's, from records of the same code and machine."""
-    pace = MEASURES["seconds_per_step"].compute
+    """Return the time of a step divided by dropout's, from records of the same code and machine."""
+    seconds = MEASURES["seconds_per_step"].compute
     ratios = [
-        pace(own, own) / pace(plain, plain)
-        for own, plain in results.pairs(cell).values()
-        if (own.commit, own.machine) == (plain.commit, plain.machine)
+        seconds(record, record) / seconds(reference, reference)
+        for record, reference in results.pairs(cell).values()
+        if (record.commit, record.machine) == (reference.commit, reference.machine)
     ]
     return statistics.median(ratios) if ratios else None
 
 
-def _choice(method: tables.Method, choice: int | None) -> str:
-    """The variant that the tuning chose, and the number of variants."""
-    if len(method.tune) < 2 or choice is None:
+def _variant_in_words(method: tables.Method, index: int | None) -> str:
+    """Return the first option of the best variant, and the number of variants."""
+    if len(method.tune) < 2 or index is None:
         return ""
-    chosen = [f"{k} = {v:g}" for part in method.tune[choice].values() for k, v in part.items()]
-    return f"{chosen[0]}, best of {len(method.tune)}"
+    options = [f"{k} = {v:g}" for part in method.tune[index].values() for k, v in part.items()]
+    return f"{options[0]}, best of {len(method.tune)}"
 
 
-def _table(experiment: tables.Experiment, rows: Sequence[Row], *, paper: bool) -> Table:
-    """The numbers; the paper's are shown only at the paper's own scale."""
+def _table(experiment: tables.Experiment, rows: Sequence[Row], *, with_paper: bool) -> Table:
+    """Return the experiment's table of numbers, with a column for the paper's if ``with_paper``."""
     measure = MEASURES[experiment.measure]
-    several = len({row.setting for row in rows}) > 1
-    heads = ["method", measure.label, "95 % interval", "seeds", "cost of a step"]
-    heads += ["the paper's"] if paper else []
-    cells = [(_name(row, several), *_numbers(row, measure.digits)) for row in rows]
-    if paper:
-        theirs = ["" if row.paper is None else f"{row.paper.value:g}" for row in rows]
-        cells = [(*cell, number) for cell, number in zip(cells, theirs, strict=True)]
-    return Table(heads, cells, numbers=heads[1:])
-
-
-def _name(row: Row, several: bool) -> str:
-    setting = f"{row.setting}: " if several else ""
-    return setting + row.label + (f" ({row.choice})" if row.choice else "")
+    several_settings = len({row.setting for row in rows}) > 1
+    headers = ["method", measure.label, "95 % interval", "seeds", "cost of a step"]
+    headers += ["in the paper"] if with_paper else []
+    lines = []
+    for row in rows:
+        name = f"{row.setting}: {row.label}" if several_settings else row.label
+        name += f" ({row.best_variant})" if row.best_variant else ""
+        line = [name, *_numbers(row, measure.digits)]
+        if with_paper:
+            line.append("" if row.paper_number is None else f"{row.paper_number.value:g}")
+        lines.append(line)
+    return Table(headers, lines, numbers=headers[1:])
 
 
 def _numbers(row: Row, digits: int) -> tuple[str, ...]:
+    """Return the mean, the interval, the number of seeds and the cost of a step, as text."""
     cost = "" if row.cost is None else f"× {row.cost:.2f}"
-    found = row.interval
-    if found is None:
+    interval = row.interval
+    if interval is None:
         return "not run yet", "", "0", cost
-    between = _between(found.low, found.high, digits, found.seeds)
-    return format_number(found.estimate, digits), between, str(found.seeds), cost
+    limits = _format_limits(interval.low, interval.high, digits, interval.seeds)
+    return format_number(interval.estimate, digits), limits, str(interval.seeds), cost
 
 
-def _between(low: float | None, high: float | None, digits: int, seeds: int) -> str:
-    """An interval as text; one seed has none."""
+def _format_limits(low: float | None, high: float | None, digits: int, seeds: int) -> str:
+    """Return the limits of an interval as text. One seed has no interval."""
     return f"{format_number(low, digits)} – {format_number(high, digits)}" if seeds > 1 else ""
 
 
@@ -184,49 +188,56 @@ def format_number(value: float | None, digits: int) -> str:
 
 
 def _settings(results: Results) -> Table:
-    settings = {cell.setting.name: cell for cell in results.worklist.cells.values()}
+    """Return the table of the model, the data and the training of each setting."""
+    cells = {cell.setting.name: cell for cell in results.worklist.cells.values()}
     rows = []
-    for name, cell in settings.items():
+    for name, cell in cells.items():
         config = cell.run(0, cell.seeds[0]).config
         model, data = (
-            ", ".join(f"{k} {v}" for k, v in cell.setting.settings[part].items() if k != "name")
+            ", ".join(f"{k} {v}" for k, v in cell.setting.config[part].items() if k != "name")
             for part in ("model", "data")
         )
-        how = f"{config.optimizer.name}, lr {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
-        how += f"{config.schedule.name}, {cell.setting.settings['train']['epochs']} epochs"
-        if cell.setting.time is not None:
-            how += f" of dropout; other methods as many as fit into {cell.setting.time:g} times its time"
-        rows.append((name, f"{config.model.name}: {model}", f"{config.data.name}: {data}", how))
+        training = (
+            f"{config.optimizer.name}, lr {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
+            f"{config.schedule.name}, {cell.setting.config['train']['epochs']} epochs"
+        )
+        limit = cell.setting.time_limit
+        if limit is not None:
+            training += f" of dropout; every run has as many as fit into {limit:g} times their time"
+        rows.append(
+            (name, f"{config.model.name}: {model}", f"{config.data.name}: {data}", training)
+        )
     return Table(("setting", "model", "data", "training"), rows)
 
 
-def _provenance(used: Sequence[Record]) -> Table:
-    made = Counter(
+def _provenance(records: Sequence[Record]) -> Table:
+    """Return the table of the versions, machines and commits that the records come from."""
+    origins = Counter(
         (
             ", ".join(f"{name} {version}" for name, version in record.versions.items()),
             f"{record.machine.get('platform')}, {record.machine.get('device')}",
             (record.commit or "")[:12] + ("+" if (record.commit or "").endswith("+") else ""),
         )
-        for record in used
+        for record in records
     )
-    rows = [(*what, str(count)) for what, count in made.most_common()]
+    rows = [(*origin, str(count)) for origin, count in origins.most_common()]
     return Table(("versions", "machine", "commit", "runs"), rows, numbers=("runs",))
 
 
 _MARKS = {HOLDS: "good", DOES_NOT_HOLD: "bad", UNDECIDED: "open", NOT_RUN: "open"}
-_HOW = (
-    "A ratio is the geometric mean over seeds, paired by seed, with Student's interval. A claim holds "
-    "if the whole interval lies in the range that the claim asks for. For an undecided claim, the last "
-    "column is the number of seeds that would decide it with a probability of 80 %, if the measured "
-    "ratio and spread are the true ones."
+_EXPLANATION = (
+    "A ratio is the geometric mean over seeds of ratios between runs with the same seed, with Student's "
+    "interval. A claim holds if the whole interval lies in the claim's range. For an undecided claim, "
+    "the last column is the number of seeds that would decide it with a probability of 80 %, if the "
+    "measured ratio and its spread over seeds are the true ones."
 )
 
 
 def as_html(content: ReportContent, figures: Mapping[str, str]) -> str:
-    """Return the report as a page that needs no other file.
+    """Return the report as an HTML page that needs no other file.
 
     Args:
-        content: what the report says.
+        content: the report.
         figures: the ``<svg>`` element of each experiment's figure, by the experiment's name.
     """
     links = "".join(
@@ -238,9 +249,12 @@ def as_html(content: ReportContent, figures: Mapping[str, str]) -> str:
         html.paragraph(content.summary, "lead"),
         f"<nav>{links}</nav>",
         html.heading("Verdicts"),
-        html.paragraph(_HOW),
-        _verdicts(content.verdicts).html("cards", _MARKS),
-        *(_chapter(section, figures.get(section.experiment.name)) for section in content.sections),
+        html.paragraph(_EXPLANATION),
+        _verdict_table(content.verdicts).html("cards", _MARKS),
+        *(
+            _section_html(section, figures.get(section.experiment.name))
+            for section in content.sections
+        ),
         html.heading("Settings"),
         content.settings.html(),
         html.heading("Made with"),
@@ -248,7 +262,7 @@ def as_html(content: ReportContent, figures: Mapping[str, str]) -> str:
     )
 
 
-def _chapter(section: Section, figure: str | None) -> str:
+def _section_html(section: ReportSection, figure: str | None) -> str:
     experiment = section.experiment
     parts = [
         html.heading(experiment.title, anchor=experiment.name),
@@ -257,7 +271,7 @@ def _chapter(section: Section, figure: str | None) -> str:
         "" if figure is None else html.figure(figure),
         section.table.html(),
         *(html.paragraph(f"The paper’s numbers: {s}.", "soft") for s in section.sources),
-        _verdicts(section.verdicts).html("cards", _MARKS),
+        _verdict_table(section.verdicts).html("cards", _MARKS),
     ]
     return '<section class="chapter">\n' + "\n".join(filter(None, parts)) + "\n</section>"
 
@@ -266,11 +280,11 @@ def as_markdown(content: ReportContent, figures: Mapping[str, str]) -> str:
     """Return the report as Markdown.
 
     Args:
-        content: what the report says.
+        content: the report.
         figures: the path of each experiment's figure, by the experiment's name.
     """
-    parts = [f"# {content.title}", content.summary, "## Verdicts", _HOW]
-    parts.append(_verdicts(content.verdicts).markdown())
+    parts = [f"# {content.title}", content.summary, "## Verdicts", _EXPLANATION]
+    parts.append(_verdict_table(content.verdicts).markdown())
     for section in content.sections:
         experiment = section.experiment
         parts += [f"## {experiment.title}", f"*{experiment.paper}* · `{experiment.name}`"]
@@ -279,29 +293,21 @@ def as_markdown(content: ReportContent, figures: Mapping[str, str]) -> str:
             parts.append(f"![{experiment.title}]({figures[experiment.name]})")
         parts.append(section.table.markdown())
         parts += [f"The paper's numbers: {source}." for source in section.sources]
-        parts.append(_verdicts(section.verdicts).markdown())
+        parts.append(_verdict_table(section.verdicts).markdown())
     parts += ["## Settings", content.settings.markdown()]
     parts += ["## Made with", content.provenance.markdown()]
     return "\n\n".join(parts) + "\n"
 
 
-def _verdicts(verdicts: Sequence[Verdict]) -> Table:
-    heads = (
-        "claim",
-        "verdict",
-        "ratio",
-        "95 % interval",
-        "asked",
-        "the paper's",
-        "seeds",
-        "to decide",
-    )
+def _verdict_table(verdicts: Sequence[Verdict]) -> Table:
+    text_headers = ("claim", "verdict")
+    number_headers = ("ratio", "95 % interval", "range", "in the paper", "seeds", "seeds to decide")
     rows = [
         (
-            _claim(verdict),
+            _claim_lines(verdict),
             verdict.verdict,
             format_number(verdict.estimate, 3),
-            _between(verdict.low, verdict.high, 3, verdict.seeds),
+            _format_limits(verdict.low, verdict.high, 3, verdict.seeds),
             verdict.asked,
             format_number(verdict.paper, 3),
             str(verdict.seeds),
@@ -309,12 +315,16 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Table:
         )
         for verdict in verdicts
     ]
-    return Table(heads, rows, numbers=heads[2:])
+    return Table((*text_headers, *number_headers), rows, numbers=number_headers)
 
 
-def _claim(verdict: Verdict) -> str:
-    """The sentence, its ratio in words, and why it may not hold."""
-    lines = [verdict.claim, verdict.measured, verdict.reason and f"Likely: {verdict.reason}"]
+def _claim_lines(verdict: Verdict) -> str:
+    """Return the claim, its ratio in words, and a likely reason why it does not hold."""
+    lines = [
+        verdict.claim,
+        verdict.measured,
+        verdict.reason and f"A likely reason: {verdict.reason}",
+    ]
     return "\n".join(line for line in lines if line)
 
 
@@ -331,10 +341,10 @@ def write_report(
     """Write ``report.html``, ``report.md``, ``figures/`` and ``claims.json``.
 
     Args:
-        folder: a folder of results, with its ``records/``.
+        folder: the folder of results; the records are in its ``records/``.
         names: the names of the experiments.
         scale: the scale of the records.
-        seeds: the number of seeds to use; None uses all.
+        seeds: the number of seeds to use; by default all.
         out: the folder to write to; the folder of results by default.
 
     Raises:
@@ -351,17 +361,17 @@ def write_report(
         (out / "figures").mkdir(parents=True, exist_ok=True)
     results = Results(worklist, records)
     content = report_content(results, scale)
-    inline: dict[str, str] = {}
-    files: dict[str, str] = {}
+    elements: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for section in content.sections:
         name = section.experiment.name
         figure = draw(section, results)
         if figure is not None:
-            inline[name] = svg(figure, section.experiment.title)
-            files[name] = f"figures/{name}.{_FORMATS[0]}"
+            elements[name] = svg(figure, section.experiment.title)
+            paths[name] = f"figures/{name}.{_FORMATS[0]}"
             for kind in _FORMATS:
                 save(figure, out / "figures" / f"{name}.{kind}")
-    html.write(out / "report.html", as_html(content, inline))
-    html.write(out / "report.md", as_markdown(content, files))
+    html.write(out / "report.html", as_html(content, elements))
+    html.write(out / "report.md", as_markdown(content, paths))
     write_json(out / "claims.json", as_json(content.verdicts))
     return [out / name for name in ("report.html", "report.md", "claims.json")]

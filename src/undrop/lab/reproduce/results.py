@@ -1,9 +1,9 @@
-"""The records of a worklist by cell and seed: measures, means with intervals, and verdicts on claims."""
+"""The results of a worklist: measures of its records, means with intervals, and verdicts on claims."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,27 +14,25 @@ from undrop.lab.reproduce.worklist import Worklist
 from undrop.registry import Registry
 
 LEVEL = 0.95
+"""The confidence level of intervals."""
 POWER = 0.8
 """The statistical power that :func:`seeds_needed` aims for."""
-_MOST = 10_000  # seeds that :func:`seeds_needed` considers
+_MAX_SEEDS = 10_000  # that :func:`seeds_needed` considers
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate, its interval, the number of seeds, and the standard deviation over seeds.
-
-    For a geometric mean, ``spread`` is the standard deviation of the logarithms.
-    """
+    """A mean over seeds with its interval."""
 
     estimate: float
     low: float
     high: float
     seeds: int
-    spread: float = 0.0
+    spread: float = 0.0  # the standard deviation over seeds; of the logarithms for a geometric mean
 
 
 def student_quantile(quantile: float, n: int) -> float:
-    """Return a quantile of Student's t for the mean of n values."""
+    """Return a quantile of Student's t with n - 1 degrees of freedom, for the mean of n values."""
     from scipy import stats
 
     return float(stats.t.ppf(quantile, n - 1))
@@ -43,16 +41,17 @@ def student_quantile(quantile: float, n: int) -> float:
 def geometric_mean(values: Sequence[float]) -> Interval:
     """Return the geometric mean of positive values, with Student's 95 % interval.
 
-    Perplexities and times are compared by ratios, so their logarithms are averaged. The interval of one
-    value is that value. With an infinite value (a quality that was never reached) the mean is infinite,
-    and with a 0 (its reciprocal) it is 0; the interval then goes from the least value to the greatest.
+    It suits perplexities and times, which are compared by ratios. The interval of one value is that
+    value. If a value is infinite (a quality that was never reached), so is the mean. If a value is 0
+    (the reciprocal of an infinite one), the mean is 0. In both cases the interval goes from the smallest
+    value to the largest.
     """
     if math.inf in values or 0.0 in values:
         mean = math.inf if 0.0 not in values else 0.0 if math.inf not in values else math.nan
         return Interval(mean, min(values), max(values), len(values), math.inf)
-    interval = mean_interval([math.log(value) for value in values])
-    mean, low, high = (math.exp(end) for end in (interval.estimate, interval.low, interval.high))
-    return Interval(mean, low, high, interval.seeds, interval.spread)
+    logs = mean_interval([math.log(value) for value in values])
+    mean, low, high = (math.exp(log) for log in (logs.estimate, logs.low, logs.high))
+    return Interval(mean, low, high, logs.seeds, logs.spread)
 
 
 def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
@@ -75,64 +74,64 @@ def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
 def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
     """Return how many seeds decide whether a ratio lies in a range, with a probability of 80 %.
 
-    It assumes that the measured ratio and spread are the true ones: the interval of that many seeds
-    does not reach the nearest end of the range. None if the spread is unknown, or 10,000 seeds are not
-    enough.
+    The number assumes that the measured ratio and spread are the true ones. That many seeds then have,
+    with this probability, an interval that does not contain the nearest end of the range. The number is
+    None if the spread is unknown, or if 10,000 seeds are not enough.
     """
     if interval.seeds < 2 or not 0.0 < interval.estimate < math.inf:
         return None
-    at = math.log(interval.estimate)
-    ends = [math.log(end) for end in (above, below) if 0.0 < end < math.inf]
-    distance = min((abs(at - end) for end in ends), default=0.0)
+    log_ratio = math.log(interval.estimate)
+    log_ends = [math.log(end) for end in (above, below) if 0.0 < end < math.inf]
+    distance = min((abs(log_ratio - end) for end in log_ends), default=0.0)
     if distance == 0.0:
         return None
     tail = (1.0 - LEVEL) / 2.0
-    for n in _counts():
+    for n in _candidate_counts():
         width = student_quantile(1.0 - tail, n) + student_quantile(POWER, n)
         if width * interval.spread / math.sqrt(n) <= distance:
             return n
     return None
 
 
-def _counts() -> list[int]:
-    """Every number from 2 to 100, then steps of 2 %."""
+def _candidate_counts() -> list[int]:
+    """Return every number from 2 to 100, and larger ones in steps of 2 %."""
     counts = list(range(2, 101))
-    while counts[-1] < _MOST:
+    while counts[-1] < _MAX_SEEDS:
         counts.append(math.ceil(counts[-1] * 1.02))
     return counts
 
 
 def paired_ratio(
-    over: Iterable[Mapping[int, float]], under: Iterable[Mapping[int, float]]
+    numerator: Sequence[Mapping[int, float]], denominator: Sequence[Mapping[int, float]]
 ) -> Interval | None:
-    """Return Π over / Π under, paired by seed; None if they share no seed."""
-    over, under = list(over), list(under)  # both are read twice
-    seeds = set.intersection(*(set(values) for values in [*over, *under]))
+    """Return Π numerator / Π denominator, paired by seed; None if no seed is in all of them."""
+    seeds = set.intersection(*(set(values) for values in [*numerator, *denominator]))
     if not seeds:
         return None
     ratios = [
-        math.prod(values[seed] for values in over) / math.prod(values[seed] for values in under)
+        math.prod(values[seed] for values in numerator)
+        / math.prod(values[seed] for values in denominator)
         for seed in sorted(seeds)
     ]
     return geometric_mean(ratios)
 
 
 REFERENCE = "drop-1"
-"""The method that times and qualities are compared with, on the same setting and seed."""
+"""The method that others are compared with, on the same setting and seed."""
 
-QUALITY = 1.01
-"""A method is as good as the reference if its validation perplexity is at most this factor times the
-reference's best."""
+QUALITY_FACTOR = 1.01
+"""A method reaches the reference's quality when its validation perplexity is at most this factor times
+the reference's best."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A positive number that is computed from a record, such as its best perplexity."""
+    """A positive number that is computed from a record, such as the best perplexity."""
 
     label: str
     digits: int
-    compute: Callable[[Record, Record], float]  # its arguments: a record, and the reference's
-    needs_reference: bool = False  # whether it uses the reference's record, of the same seed
+    compute: Callable[[Record, Record], float]  # of a record and the reference's, of the same seed
+    needs_reference: bool = False  # whether `compute` uses the reference's record
 
 
 MEASURES: Registry[str, Measure] = Registry("measure")
@@ -140,8 +139,8 @@ MEASURES: Registry[str, Measure] = Registry("measure")
 
 
 def _epochs_to_quality(record: Record, reference: Record) -> float:
-    """The first epoch that is as good as the reference's best."""
-    goal = QUALITY * reference.best_valid_ppl
+    """Return the first epoch that reaches the reference's quality; infinity if none does."""
+    goal = QUALITY_FACTOR * reference.best_valid_ppl
     epochs = zip(record.curve.epoch, record.curve.valid_ppl, strict=True)
     return next((float(epoch) for epoch, ppl in epochs if ppl <= goal), math.inf)
 
@@ -159,7 +158,7 @@ MEASURES.register("time_used")(
     Measure(
         "training time relative to Drop₁'s",
         3,
-        lambda record, plain: record.training_seconds[-1] / plain.training_seconds[-1],
+        lambda record, reference: record.training_seconds[-1] / reference.training_seconds[-1],
         needs_reference=True,
     )
 )
@@ -171,36 +170,40 @@ MEASURES.register("taylor_share")(
 
 
 class Results:
-    """The records of a worklist's cells."""
+    """The records of a worklist's cells, and the measures of these records."""
 
     def __init__(self, worklist: Worklist, records: Records) -> None:
         self.worklist = worklist
         self.records = records
-        self._found = {name: cell.chosen_records(records) for name, cell in worklist.cells.items()}
+        self._records_by_cell = {
+            name: cell.best_records(records) for name, cell in worklist.cells.items()
+        }
 
     def records_of(self, cell: str) -> dict[int, Record]:
-        """Return the records of a cell by seed."""
-        return self._found.get(cell, {})
+        """Return the records of a cell by seed; of a tuned method, those of the best variant."""
+        return self._records_by_cell.get(cell, {})
 
     def pairs(self, cell: str) -> dict[int, tuple[Record, Record]]:
-        """Return each record of a cell with the reference's on the same setting and seed."""
-        plain = self.records_of(f"{cell.partition(':')[0]}:{REFERENCE}")
+        """Return each record of a cell with the reference's record on the same setting and seed."""
+        references = self.records_of(f"{cell.partition(':')[0]}:{REFERENCE}")
         return {
-            seed: (own, plain[seed]) for seed, own in self.records_of(cell).items() if seed in plain
+            seed: (record, references[seed])
+            for seed, record in self.records_of(cell).items()
+            if seed in references
         }
 
     def values(self, measure: str, cell: str) -> dict[int, float]:
-        """Return a measure for each seed of a cell.
+        """Return the values of a measure for a cell, by seed.
 
-        If it is relative to the reference, seeds without a reference record are left out.
+        If the measure needs the reference, seeds without a record of the reference are left out.
         """
-        found = MEASURES[measure]
-        alone = {seed: (record, record) for seed, record in self.records_of(cell).items()}
-        records = self.pairs(cell) if found.needs_reference else alone
-        return {seed: found.compute(*pair) for seed, pair in records.items()}
+        compute = MEASURES[measure].compute
+        if MEASURES[measure].needs_reference:
+            return {seed: compute(*pair) for seed, pair in self.pairs(cell).items()}
+        return {seed: compute(record, record) for seed, record in self.records_of(cell).items()}
 
     def interval(self, measure: str, cell: str) -> Interval | None:
-        """Return the mean of a measure over a cell's seeds; None if it has no record."""
+        """Return the mean of a measure over the seeds of a cell; None if the cell has no record."""
         values = list(self.values(measure, cell).values())
         return geometric_mean(values) if values else None
 
@@ -210,36 +213,39 @@ DOES_NOT_HOLD = "does not hold at this scale"
 UNDECIDED = "undecided"
 NOT_RUN = "not run"
 
-_FEWEST = 2  # seeds that can decide a claim: one value has no spread
+_MIN_SEEDS = 2  # to decide a claim, because one value has no spread
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a claim."""
+    """The verdict on a claim. The names of the fields are the keys of ``claims.json``."""
 
     claim: str  # the sentence
-    experiment: str  # the experiment that tests it
+    experiment: str  # the name of the claim's experiment
     verdict: str  # HOLDS, DOES_NOT_HOLD, UNDECIDED or NOT_RUN
     seeds: int
-    estimate: float | None  # the ratio that the claim is about; None without runs
+    estimate: float | None  # the claim's ratio; None without records
     low: float | None  # of its 95 % interval
     high: float | None
     paper: float | None  # the same ratio in the paper, if the paper has the numbers
     measured: str  # the ratio in words
-    asked: str  # the interval that the claim needs
-    reason: str  # a likely reason why the claim does not hold; empty if it does
+    asked: str  # the range in which the ratio must lie
+    reason: str  # a likely reason why the claim does not hold; may be empty
     needed: int | None = None
-    """How many seeds would decide an undecided claim with a probability of 80 %.
+    """The number of seeds that would decide the claim with a probability of 80 %.
 
-    None if it is decided, or the spread over seeds is unknown.
+    None if the claim is decided, or if the number is unknown.
     """
 
 
 def decide(claim: Claim, interval: Interval | None) -> str:
-    """Decide a claim: it holds if the whole interval lies in its range, and fails if none of it does."""
+    """Return the verdict on a claim, given the interval of its ratio.
+
+    The claim holds if the whole interval lies in its range, and fails if none of the interval does.
+    """
     if interval is None:
         return NOT_RUN
-    if interval.seeds < _FEWEST:
+    if interval.seeds < _MIN_SEEDS:
         return UNDECIDED
     if claim.above < interval.low and interval.high < claim.below:
         return HOLDS
@@ -255,11 +261,13 @@ def verdicts(experiment: Experiment, results: Results) -> list[Verdict]:
 
 def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
     interval = paired_ratio(
-        [results.values(claim.measure, cell) for cell in claim.over],
-        [results.values(claim.measure, cell) for cell in claim.under],
+        [results.values(claim.measure, cell) for cell in claim.numerator],
+        [results.values(claim.measure, cell) for cell in claim.denominator],
     )
     verdict = decide(claim, interval)
-    undecided = interval if verdict == UNDECIDED else None
+    needed = None
+    if interval is not None and verdict == UNDECIDED:
+        needed = seeds_needed(interval, claim.above, claim.below)
     return Verdict(
         claim=claim.sentence,
         experiment=experiment.name,
@@ -269,39 +277,40 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         low=None if interval is None else interval.low,
         high=None if interval is None else interval.high,
         paper=_paper_ratio(experiment, claim),
-        measured=_measured(claim, experiment.settings),
-        asked=_asked(claim),
+        measured=_ratio_in_words(claim, experiment.settings),
+        asked=_range_in_words(claim),
         reason="" if verdict in (HOLDS, NOT_RUN) else claim.reasons.get(results.worklist.scale, ""),
-        needed=None if undecided is None else seeds_needed(undecided, claim.above, claim.below),
+        needed=needed,
     )
 
 
 def _paper_ratio(experiment: Experiment, claim: Claim) -> float | None:
-    """The claim's ratio of the paper's numbers; None if the paper lacks one of them."""
-    numbers = {cell: paper_number(experiment.name, cell) for cell in (*claim.over, *claim.under)}
-    known = {cell: n.value for cell, n in numbers.items() if n and n.measure == claim.measure}
-    if len(known) < len(numbers):
-        return None
-    over, under = (math.prod(known[cell] for cell in side) for side in (claim.over, claim.under))
-    return over / under
+    """Return the claim's ratio in the paper; None if the paper lacks one of its numbers."""
+
+    def product(cells: Sequence[str]) -> float | None:
+        numbers = [paper_number(experiment.name, cell) for cell in cells]
+        values = [n.value for n in numbers if n is not None and n.measure == claim.measure]
+        return math.prod(values) if len(values) == len(cells) else None
+
+    numerator, denominator = product(claim.numerator), product(claim.denominator)
+    return None if numerator is None or denominator is None else numerator / denominator
 
 
-def _measured(claim: Claim, settings: Sequence[str]) -> str:
-    """The ratio in words, with the settings if there are several."""
+def _ratio_in_words(claim: Claim, settings: Sequence[str]) -> str:
+    """Return the claim's ratio in words, such as "best validation perplexity: Drop₄ / Drop₁"."""
 
     def product(cells: Sequence[str]) -> str:
-        pairs = [cell.split(":") for cell in cells]
-        labels = [
-            f"{method(name).label} on {setting}" if len(settings) > 1 else method(name).label
-            for setting, name in pairs
-        ]
+        labels = []
+        for cell in cells:
+            setting, _, name = cell.partition(":")
+            labels.append(method(name).label + (f" on {setting}" if len(settings) > 1 else ""))
         return " × ".join(labels)
 
-    under = f" / {product(claim.under)}" if claim.under else ""
-    return f"{MEASURES[claim.measure].label}: {product(claim.over)}{under}"
+    denominator = f" / {product(claim.denominator)}" if claim.denominator else ""
+    return f"{MEASURES[claim.measure].label}: {product(claim.numerator)}{denominator}"
 
 
-def _asked(claim: Claim) -> str:
+def _range_in_words(claim: Claim) -> str:
     if claim.below == math.inf:
         return f"> {claim.above:.3g}"
     return f"{claim.above:.3g} – {claim.below:.3g}"

@@ -1,4 +1,4 @@
-"""The experiments as data: read the TOML files in ``tables/`` and check them."""
+"""Read the experiments, settings and methods from the TOML files in ``tables/``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALES = {
     "medium": "minutes per run, a day on a laptop",
     "paper": "the paper's own settings, on GPUs",
 }
-"""The scales, and how long they take."""
+"""The scales, and how long an experiment takes at each."""
 
 EXPERIMENTS = (
     "averaging-noise",
@@ -43,7 +43,9 @@ EXPERIMENTS = (
     "ptb-whole",
 )
 """All experiments, in the order of the report."""
-_MEASURE = "best_valid_ppl"  # the default of experiments, claims and the paper's tables
+_DEFAULT_MEASURE = (
+    "best_valid_ppl"  # of an experiment, a claim or a table of the paper that names none
+)
 
 
 @dataclass(frozen=True)
@@ -51,47 +53,50 @@ class Method:
     """One way to train."""
 
     name: str  # in methods.toml
-    settings: Mapping[str, Any]  # what it changes in the config of a setting
+    overrides: Mapping[str, Any]  # of the setting's config
     label: str  # in figures and tables
-    cost: float  # of a step, in steps of plain dropout: an estimate
-    tune: Sequence[Mapping[str, Any]] = ()  # variants to try; the best on the first seed is used
+    cost: float  # the estimated time of a step, in steps of plain dropout
+    tune: Sequence[Mapping[str, Any]] = ()  # the further overrides of each variant to try
     search: bool = False
-    """Whether every seed tries all variants. With a time limit (:attr:`Setting.time`) the variants share
-    the time of one run."""
+    """Whether every seed tries all variants and uses its own best one.
+
+    Otherwise the first seed tries them, and the other seeds use its best one. In a setting with a time
+    limit, the variants of a search share the time of one run.
+    """
 
     def variants(self) -> list[dict[str, Any]]:
-        """Return the settings of every variant; there is one unless the method is tuned."""
+        """Return the overrides of every variant; there is one variant unless the method is tuned."""
         from undrop.lab.train import merge
 
-        return [merge(self.settings, values) for values in self.tune or ({},)]
+        return [merge(self.overrides, further) for further in self.tune or ({},)]
 
 
-_METHOD_KEYS = {field.name for field in fields(Method)} - {"name", "settings"}
+_METHOD_KEYS = {field.name for field in fields(Method)} - {"name", "overrides"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, a corpus and a way of training, at one scale."""
+    """A model, a corpus and a training schedule, at one scale."""
 
     name: str  # in settings.toml
     scale: str
-    seconds: float  # the estimated time of a dropout run
-    settings: Mapping[str, Any]  # sections of a training config
+    seconds: float  # the estimated time of a run of plain dropout
+    config: Mapping[str, Any]  # the sections of a training config
     probe: str | None = None  # the name of a measurement on the trained model
-    time: float | None = None  # the time limit, in dropout runs; None limits epochs instead
-    base: str = ""  # the setting whose steps cost the same, by its name in step_costs.toml
+    time_limit: float | None = None  # in runs of plain dropout; None: the config sets the epochs
+    base: str = ""  # where its chain of `extends` ends; step_costs.toml has the costs by this name
 
     def epochs(self, method: Method) -> int:
-        """Return the number of epochs of a method's run; with a time limit, as many as fit."""
-        epochs: int = self.settings["train"]["epochs"]
-        if self.time is None:
+        """Return the number of epochs of a method's run: with a time limit, as many as fit."""
+        epochs: int = self.config["train"]["epochs"]
+        if self.time_limit is None:
             return epochs
-        tries = len(method.tune) if method.search else 1
-        return max(1, int(epochs * self.time / (self.step_cost(method) * tries) + 1e-9))
+        runs = len(method.tune) if method.search else 1
+        return max(1, int(epochs * self.time_limit / (self.step_cost(method) * runs) + 1e-9))
 
     def step_cost(self, method: Method) -> float:
-        """Return the time of a method's step in steps of plain dropout: measured, or an estimate."""
-        measured = _table("step_costs.toml").get(self.scale, {}).get(self.base, {})
+        """Return the time of a method's step, in steps of plain dropout: measured or else estimated."""
+        measured = _read_toml("step_costs.toml").get(self.scale, {}).get(self.base, {})
         return float(measured.get(method.name, method.cost))
 
 
@@ -99,133 +104,143 @@ class Setting:
 class Claim:
     """A sentence that holds if a ratio of measures lies in an interval.
 
-    The ratio is the product of a measure over the cells ``over``, divided by the product over the cells
-    ``under``. A cell is ``setting:method``.
+    The ratio is the product of a measure over the cells of the numerator, divided by its product over
+    the cells of the denominator. A cell is ``setting:method``.
     """
 
     sentence: str
-    over: Sequence[str]
-    under: Sequence[str]
-    measure: str = _MEASURE
+    numerator: Sequence[str]
+    denominator: Sequence[str]
+    measure: str = _DEFAULT_MEASURE
     above: float = 0.0
     below: float = float("inf")
-    reasons: Mapping[str, str] = field(default_factory=dict)  # why it may not hold, by scale
+    reasons: Mapping[str, str] = field(default_factory=dict)  # scale: why it may not hold there
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Methods compared on settings, and the claims about them."""
+    """A comparison of methods on settings, and the claims about it."""
 
     name: str
     title: str
-    paper: str  # where it is in the paper, or 'ours'
-    about: str
-    settings: Sequence[str]
-    methods: Sequence[str]
-    figure: str
+    paper: str  # its place in the paper, or 'ours'
+    about: str  # a paragraph of the report
+    settings: Sequence[str]  # names in settings.toml
+    methods: Sequence[str]  # names in methods.toml
+    figure: str  # a name in FIGURE_KINDS
     claims: Sequence[Claim]
-    measure: str = _MEASURE
-    more: Sequence[str] = ()  # further cells, each setting:method
+    measure: str = _DEFAULT_MEASURE  # of the table and of a figure with bars
+    extra_cells: Sequence[str] = ()  # each setting:method
 
     @property
     def cells(self) -> list[str]:
-        """Every method on every setting, and the further cells, as ``setting:method``."""
-        return [f"{s}:{m}" for s in self.settings for m in self.methods] + list(self.more)
+        """Every method on every setting, then the extra cells, as ``setting:method``."""
+        return [f"{s}:{m}" for s in self.settings for m in self.methods] + list(self.extra_cells)
 
 
 @dataclass(frozen=True)
 class PaperNumber:
-    """A number in the paper, and where it is."""
+    """A number that the paper reports."""
 
     value: float
-    where: str
+    source: str  # its place in the paper
     measure: str
 
 
 @cache
-def _table(*path: str) -> dict[str, Any]:
+def _read_toml(*path: str) -> dict[str, Any]:
     file = resources.files("undrop.lab.reproduce").joinpath("tables", *path)
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def method(name: str) -> Method:
-    """Return the method of that name."""
-    table = _table("methods.toml")
+    """Return the method with that name."""
+    table = _read_toml("methods.toml")
     if name not in table:
         raise UnknownNameError("method", name, table)
-    own = {key: value for key, value in table[name].items() if key in _METHOD_KEYS}
-    settings = {key: value for key, value in table[name].items() if key not in _METHOD_KEYS}
-    return Method(name, settings=settings, **own)
+    values = {key: value for key, value in table[name].items() if key in _METHOD_KEYS}
+    overrides = {key: value for key, value in table[name].items() if key not in _METHOD_KEYS}
+    return Method(name, overrides=overrides, **values)
 
 
 def setting(name: str, scale: str) -> Setting:
-    """Return the setting of that name at a scale, on top of the preset or setting it extends."""
+    """Return the setting with that name at a scale, merged with what it extends."""
     from undrop.lab.train import merge
     from undrop.lab.train.config import preset
 
-    table = _table("settings.toml")
+    table = _read_toml("settings.toml")
     if name not in table:
         raise UnknownNameError("setting", name, table)
     if scale not in SCALES:
         raise UnknownNameError("scale", scale, SCALES)
     if scale not in table[name]:
-        known = ", ".join(table[name])
-        raise OptionError(f"the setting {name} has no scale {scale!r}; available scales: {known}.")
+        available = ", ".join(table[name])
+        raise OptionError(
+            f"the setting {name} has no scale {scale!r}; available scales: {available}."
+        )
     values = dict(table[name][scale])
-    base = setting(values.pop("extends"), scale) if "extends" in values else None
-    below = preset(values.pop("preset")) if "preset" in values else base.settings if base else {}
+    extended = setting(values.pop("extends"), scale) if "extends" in values else None
+    defaults: Mapping[str, Any] = extended.config if extended else {}
+    if "preset" in values:
+        defaults = preset(values.pop("preset"))
     return Setting(
         name,
         scale,
-        seconds=values.pop("seconds", base and base.seconds),
+        seconds=values.pop("seconds", extended and extended.seconds),
         probe=values.pop("probe", None),
-        time=values.pop("time", None),
-        base=base.base if base else name,
-        settings=merge(below, values),
+        time_limit=values.pop("time_limit", None),
+        base=extended.base if extended else name,
+        config=merge(defaults, values),
     )
 
 
 @cache
 def experiment(name: str) -> Experiment:
-    """Return the experiment of that name.
+    """Return the experiment with that name.
 
     Raises:
-        UnknownNameError: if there is none.
+        UnknownNameError: if there is no such experiment.
     """
     if name not in EXPERIMENTS:
         raise UnknownNameError("experiment", name, EXPERIMENTS)
-    values = _table("experiments", f"{name}.toml")
+    values = _read_toml("experiments", f"{name}.toml")
     claims = [_claim(claim, values["settings"][0]) for claim in values["claims"]]
     return Experiment(name, **{**values, "claims": claims})
 
 
 def experiments_at(scale: str) -> list[str]:
-    """Return the names of the experiments that have all their settings at a scale."""
-    settings = {name for name, scales in _table("settings.toml").items() if scale in scales}
-    used = {
-        name: {cell.partition(":")[0] for cell in experiment(name).cells} for name in EXPERIMENTS
-    }
-    return [name for name in EXPERIMENTS if used[name] <= settings]
+    """Return the names of the experiments whose settings all exist at a scale."""
+    available = {name for name, scales in _read_toml("settings.toml").items() if scale in scales}
+    return [
+        name
+        for name in EXPERIMENTS
+        if {cell.partition(":")[0] for cell in experiment(name).cells} <= available
+    ]
 
 
-def _claim(values: Mapping[str, Any], default: str) -> Claim:
-    """Return the claim in a table of a file; a method without a setting is on the ``default`` one."""
+def _claim(values: Mapping[str, Any], default_setting: str) -> Claim:
+    """Return the claim that a TOML table describes.
+
+    The table may name a cell by its method alone; its setting is then ``default_setting``.
+    """
     if not {"above", "below", "within"} & values.keys():
         raise OptionError(f"the claim {values['sentence']!r} has no above, below or within.")
     values = dict(values)
     if (within := values.pop("within", None)) is not None:
         values |= {"above": 1.0 / (1.0 + within), "below": 1.0 + within}
-    for side in ("over", "under"):
-        values[side] = [name if ":" in name else f"{default}:{name}" for name in values[side]]
+    for side in ("numerator", "denominator"):
+        values[side] = [
+            cell if ":" in cell else f"{default_setting}:{cell}" for cell in values[side]
+        ]
     return Claim(**values)
 
 
 def paper_number(experiment: str, cell: str) -> PaperNumber | None:
-    """Return the paper's number for a cell of an experiment, or None."""
+    """Return the paper's number for a cell of an experiment; None if the paper has none."""
     setting, _, method = cell.partition(":")
-    for table in _table("paper.toml")["tables"]:
-        here = experiment in table["experiments"] and setting == table["setting"]
-        if here and method in table["values"]:
-            measure = table.get("measure", _MEASURE)
-            return PaperNumber(table["values"][method], table["where"], measure)
+    for table in _read_toml("paper.toml")["tables"]:
+        matches = experiment in table["experiments"] and setting == table["setting"]
+        if matches and method in table["values"]:
+            measure = table.get("measure", _DEFAULT_MEASURE)
+            return PaperNumber(table["values"][method], table["source"], measure)
     return None

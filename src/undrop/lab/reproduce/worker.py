@@ -1,4 +1,4 @@
-"""Execute one run (train, probe the trained model, return the record), or time the steps of methods."""
+"""Execute one run and return its record, or measure the time of the steps of methods."""
 
 from __future__ import annotations
 
@@ -30,49 +30,52 @@ from undrop.lab.train.runs import Run, open_run
 from undrop.registry import Registry
 
 PROBES: Registry[str, Callable[[Run], dict[str, float]]] = Registry("probe")
-"""The probes by name; a setting names at most one."""
+"""The probes by name: measurements on the trained model of a run."""
 
-_MASKS = 8
-_WINDOWS = 40
+_TAYLOR_MASKS = 8
+_TAYLOR_WINDOWS = 40
 
 
 @PROBES.register("taylor")
 def taylor(run: Run) -> dict[str, float]:
     """Compare R_drop with the quadratic term of its Taylor expansion, on the training split.
 
-    - ``dropped``: R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x)), over masks;
-    - ``quadratic``: ½ E[uᵀHu], R_approx with Taylor's factor;
-    - ``taylor_share``: quadratic / dropped.
-
-    Both are means over the first windows of the split, with the same masks.
+    Returns:
+        ``dropped``: R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x)); ``quadratic``: ½ E[uᵀHu], which is R_approx with
+        Taylor's factor; ``taylor_share``: quadratic / dropped. The first two are means over the first
+        windows of the split, with the same masks.
     """
     device = next(run.model.parameters()).device
-    found = measure_r_drop(
+    measured = measure_r_drop(
         run.model,
-        _windows(run, device),
+        _first_windows(run, device),
         loss=run.model.loss(),
-        masks=_MASKS,
+        masks=_TAYLOR_MASKS,
         generator=torch.Generator(device).manual_seed(run.config.train.seed),
     )
     return {
-        "dropped": found.parts.r_drop.value,
-        "quadratic": found.parts.half_quadratic.value,
-        "taylor_share": found.quadratic_share.value,
+        "dropped": measured.parts.r_drop.value,
+        "quadratic": measured.parts.half_quadratic.value,
+        "taylor_share": measured.quadratic_share.value,
     }
 
 
-def _windows(run: Run, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """The first windows, each with the state after the window before it, in eval mode."""
+def _first_windows(run: Run, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Yield the model's arguments and the targets of the first windows of the training split.
+
+    The hidden state of a window is the model's state after the window before it.
+    """
     state: State | None = None
     data = run.config.data
-    for window in islice(TrainingWindows(run.corpus.train, data.batch_size, data.length), _WINDOWS):
+    windows = TrainingWindows(run.corpus.train, data.batch_size, data.length)
+    for window in islice(windows, _TAYLOR_WINDOWS):
         tokens, targets = window.inputs.to(device), window.targets.to(device)
         yield {"tokens": tokens, "state": state, "logits": False}, targets
         with torch.no_grad():
             state = detach(run.model(tokens, state, logits=False)[1])
 
 
-_TIMES = "times.json"
+_TIMES_FILE = "times.json"
 
 
 def use_one_thread() -> None:
@@ -80,74 +83,78 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def execute(job: PlannedRun, scratch: str) -> Record:
-    """Train, measure, and return the record.
+def execute_run(planned: PlannedRun, folder: str) -> Record:
+    """Train, probe the trained model, and return the record.
 
-    The folder ``scratch`` is kept, because the record is not on the disk yet. A run that diverges (a
-    number is infinite or NaN) is a result too: its record holds the epochs before that.
+    The caller removes the run's folder after it has saved the record. A run that diverges (a number is
+    infinite or NaN) also has a record, of the epochs before.
 
     Raises:
-        UndropError: if something went wrong; ``scratch`` then holds the work done so far.
+        UndropError: if the run fails. The next call with the same folder resumes the run.
     """
     use_one_thread()
-    folder = Path(scratch)
-    stopwatch = Stopwatch(folder, on_cpu=find_device(job.config.train.device).type == "cpu")
-    ended, test = "diverged", None
+    path = Path(folder)
+    on_cpu = find_device(planned.config.train.device).type == "cpu"
+    stopwatch = Stopwatch(path, on_cpu=on_cpu)
+    ended, test_ppl = "diverged", None
     with contextlib.suppress(NonFiniteError):
-        summary = run(job.config, out=folder, resume=True, callbacks=[stopwatch])
-        ended, test = summary.ended, summary.test_ppl
-    return _record(job, folder, stopwatch, ended, test)
+        summary = run(planned.config, out=path, resume=True, callbacks=[stopwatch])
+        ended, test_ppl = summary.ended, summary.test_ppl
+    return _record(planned, path, stopwatch, ended, test_ppl)
 
 
 class Stopwatch(Callback):
-    """Measures the time of every epoch, even of a run that was resumed.
+    """Measures the time of every epoch, and continues when a run resumes.
 
-    On a CPU it counts CPU time, which other work on the machine does not change.
+    On a CPU it measures CPU time, which other work on the machine hardly changes.
     """
 
     def __init__(self, folder: Path, *, on_cpu: bool) -> None:
-        self._path = folder / _TIMES
+        self._path = folder / _TIMES_FILE
         self._clock = time.process_time if on_cpu else time.perf_counter
         self.times: dict[str, list[float]] = read_json(self._path) if self._path.exists() else {}
-        earlier = max((seconds for seconds, _ in self.times.values()), default=0.0)
-        self._start = self._clock() - earlier
-        self._trained = self._clock()
+        seconds_before = max((seconds for seconds, _ in self.times.values()), default=0.0)
+        self._start = self._clock() - seconds_before
+        self._last_step = self._clock()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the run started."""
+        """The seconds since the run started, without interruptions."""
         return self._clock() - self._start
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
-        """Remember the time; the evaluation comes after the last step of an epoch."""
-        self._trained = self._clock()
+        """Remember the time, because the evaluation starts after the last step of an epoch."""
+        self._last_step = self._clock()
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write the times of an epoch to the disk."""
+        """Save the times of an epoch."""
         if record["kind"] == "epoch":
-            evaluation = self._clock() - self._trained
+            evaluation = self._clock() - self._last_step
             self.times[str(record["epoch"])] = [round(self.seconds, 3), round(evaluation, 3)]
             write_json(self._path, self.times)
 
 
 def _record(
-    job: PlannedRun, folder: Path, stopwatch: Stopwatch, ended: str, test: float | None
+    planned: PlannedRun, folder: Path, stopwatch: Stopwatch, ended: str, test_ppl: float | None
 ) -> Record:
     epochs = RunFolder(folder).metrics.epochs()
     if not epochs:
-        raise NonFiniteError(f"{job.title} diverged in its first epoch: lower optimizer.lr.")
+        raise NonFiniteError(f"{planned.title} diverged in its first epoch: lower optimizer.lr.")
     times = [stopwatch.times[str(line["epoch"])] for line in epochs]
     best = min(epochs, key=lambda line: line["valid_ppl"])
     trained = open_run(folder)
-    probed = PROBES[job.probe](trained) if job.probe is not None else {}
+    probed = PROBES[planned.probe](trained) if planned.probe is not None else {}
     return Record(
-        config={**job.config.as_dict(), "data": {**job.config.data.model_dump(), "dir": None}},
-        probe=job.probe,
-        key=job.key,
-        seed=job.config.train.seed,
+        config={
+            **planned.config.as_dict(),
+            "data": {**planned.config.data.model_dump(), "dir": None},
+        },
+        probe=planned.probe,
+        key=planned.key,
+        seed=planned.config.train.seed,
         best_valid_ppl=best["valid_ppl"],
         best_epoch=best["epoch"],
-        test_ppl=test,
+        test_ppl=test_ppl,
         ended=ended,
         steps=epochs[-1]["step"],
         seconds=stopwatch.seconds,
@@ -155,51 +162,55 @@ def _record(
         curve=Curve(
             epoch=[line["epoch"] for line in epochs],
             step=[line["step"] for line in epochs],
-            valid_ppl=[_short(line["valid_ppl"]) for line in epochs],
-            train_ppl=[line["train_ppl"] and _short(line["train_ppl"]) for line in epochs],
+            valid_ppl=[_six_digits(line["valid_ppl"]) for line in epochs],
+            train_ppl=[line["train_ppl"] and _six_digits(line["train_ppl"]) for line in epochs],
             seconds=[seconds for seconds, _ in times],
             evaluation=[evaluation for _, evaluation in times],
         ),
         probed=probed,
         versions=versions(),
-        machine=machine(find_device(job.config.train.device)),
+        machine=machine(find_device(planned.config.train.device)),
         commit=git_commit(),
         finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 
 
-def _short(value: float) -> float:
-    """Round to six digits, which are enough for a curve and keep the record small."""
+def _six_digits(value: float) -> float:
+    """Round a value of a curve, to keep the record small."""
     return float(f"{value:.6g}")
 
 
 def git_commit() -> str | None:
-    """Return the git commit of the code, with a + if the code has changes; None without git."""
-    here = Path(__file__).parent
+    """Return the git commit of the code, with a + if files in src/ have changed; None without git."""
     try:
-        head = _git(here, "rev-parse", "HEAD")
-        changed = _git(here, "status", "--porcelain", "--untracked-files=no", ":/src")
+        head = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", ":/src")
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" if changed else "")
 
 
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        ["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+def _git(*arguments: str) -> str:
+    completed = subprocess.run(
+        ["git", *arguments],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
     )
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
-def epochs_done(scratch: Path) -> int:
-    """Return the number of finished epochs of a run, from its folder."""
-    path = scratch / _TIMES
+def epochs_done(folder: Path) -> int:
+    """Return the number of finished epochs of the run in a folder."""
+    path = folder / _TIMES_FILE
     return len(read_json(path)) if path.exists() else 0
 
 
-_STEPS = 25  # the length of an epoch, if the setting limits its text
-_EPOCHS = 8
-_WARMUP = 2  # epochs that are not counted: engines run their checks in the first steps
+_STEPS_PER_EPOCH = 25  # if the setting has limit_tokens, of which a fraction can be used
+_TIMED_EPOCHS = 8
+_WARMUP_EPOCHS = 2  # not timed, because engines run their checks in the first steps
 
 
 def measure_step_costs(
@@ -207,60 +218,60 @@ def measure_step_costs(
     methods: Sequence[tables.Method],
     *,
     data_dir: str | None = None,
-    epochs: int = _EPOCHS,
+    epochs: int = _TIMED_EPOCHS,
 ) -> dict[str, float]:
-    """Return each method's time for a step, divided by plain dropout's.
+    """Return the time of a step of each method, divided by plain dropout's.
 
-    All methods train in one process, one epoch of each in turn, so that other work on the machine slows
-    all of them down alike. The result is the median over epochs of the ratio in the same turn.
-    Evaluation is not counted.
+    All methods train in one process, one epoch each in turn, so that other work on the machine slows
+    all of them down alike. The cost is the median over epochs of the ratio of a method's epoch to
+    dropout's epoch in the same turn. Evaluation is not timed.
 
     Args:
-        setting: what to train.
+        setting: the model, the corpus and the schedule.
         methods: the methods to time.
         data_dir: the folder to read the corpus from instead of downloading it.
-        epochs: how many epochs to time, after two to warm up.
+        epochs: the number of timed epochs; two more come before them.
     """
-    timed = {m.name: m for m in (tables.method(REFERENCE), *methods)}
-    data = setting.settings["data"]
-    text = _STEPS * data["batch_size"] * data["length"]
-    share = min(1.0, text / data["limit_tokens"]) if "limit_tokens" in data else 1.0
-    overlay = {
-        "data": {"dir": data_dir, "eval_tokens": 1_000, "fraction": share},
-        "train": {"epochs": epochs + _WARMUP, "test": "end", "train_perplexity": False},
+    data = setting.config["data"]
+    tokens = _STEPS_PER_EPOCH * data["batch_size"] * data["length"]
+    fraction = min(1.0, tokens / data["limit_tokens"]) if "limit_tokens" in data else 1.0
+    overrides = {
+        "data": {"dir": data_dir, "eval_tokens": 1_000, "fraction": fraction},
+        "train": {"epochs": _WARMUP_EPOCHS + epochs, "test": "end", "train_perplexity": False},
     }
     configs = {
-        name: Config.parse(merge(merge(setting.settings, m.variants()[0]), overlay))
-        for name, m in timed.items()
+        method.name: Config.parse(merge(merge(setting.config, method.variants()[0]), overrides))
+        for method in (tables.method(REFERENCE), *methods)
     }
-    watches = {name: _EpochTimes() for name in configs}
+    callbacks = {name: _EpochTimes() for name in configs}
     with tempfile.TemporaryDirectory() as folder:
-        train_interleaved(configs, out=folder, callbacks=watches)
-    plain = watches[REFERENCE].seconds[_WARMUP:]
+        train_interleaved(configs, out=folder, callbacks=callbacks)
+    seconds = {name: times.seconds[_WARMUP_EPOCHS:] for name, times in callbacks.items()}
     return {
         name: statistics.median(
-            own / other for own, other in zip(watch.seconds[_WARMUP:], plain, strict=True)
+            own / dropout for own, dropout in zip(times, seconds[REFERENCE], strict=True)
         )
-        for name, watch in watches.items()
+        for name, times in seconds.items()
     }
 
 
 class _EpochTimes(Callback):
-    """The seconds from the first step of each epoch to its last."""
+    """Measures the seconds from the end of the first step of each epoch to the end of its last step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._first: float | None = None
-        self._last = 0.0
+        self._first_step: float | None = None
+        self._last_step = 0.0
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
         """Remember the time of the first and the last step."""
-        self._last = time.perf_counter()
-        self._first = self._last if self._first is None else self._first
+        self._last_step = time.perf_counter()
+        if self._first_step is None:
+            self._first_step = self._last_step
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """End an epoch."""
+        """Save the seconds of an epoch that has ended."""
         if record["kind"] == "epoch":
-            assert self._first is not None
-            self.seconds.append(self._last - self._first)
-            self._first = None
+            assert self._first_step is not None
+            self.seconds.append(self._last_step - self._first_step)
+            self._first_step = None

@@ -1,4 +1,4 @@
-"""The runs that experiments need. Experiments share runs, and tuning runs come first."""
+"""The runs that experiments need. Experiments share runs, and tuning runs come before the others."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from functools import cached_property
 from typing import Any
 
 from undrop.lab.reproduce import tables
-from undrop.lab.reproduce.records import Record, Records, key_of
+from undrop.lab.reproduce.records import Record, Records, run_key
 from undrop.lab.train import Config, merge
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training run, perhaps with a measurement at its end."""
+    """One training run, with an optional measurement on the trained model."""
 
     config: Config  # every setting, including the seed
     probe: str | None  # the name of a measurement on the trained model
-    setting: str  # the name of its setting, for the time estimate
-    cost: float  # the estimated time of the run, in dropout runs of the setting
+    setting: str  # the name of its setting
+    cost: float  # its estimated time, in runs of plain dropout on the same setting
 
     @cached_property
     def key(self) -> str:
-        """The hash of everything that affects the result."""
-        return key_of(self.config, self.probe)
+        """The hash of everything that affects the result of the run."""
+        return run_key(self.config, self.probe)
 
     @property
     def title(self) -> str:
@@ -35,8 +35,8 @@ class PlannedRun:
             for name, value in self.config.objective.options.items()
             if name in ("k", "noise", "strength", "weight") and value is not None
         )
-        shown = f"{self.config.objective.name}({options})"
-        return f"{self.setting} {shown} seed {self.config.train.seed}"
+        objective = f"{self.config.objective.name}({options})"
+        return f"{self.setting} {objective} seed {self.config.train.seed}"
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,18 @@ class Cell:
     setting: tables.Setting
     method: tables.Method
     seeds: Sequence[int]
-    overlay: Mapping[str, Any]
+    overrides: Mapping[str, Any]  # of the configs of all runs
     _runs: dict[tuple[int, int], PlannedRun] = field(default_factory=dict)
 
     def run(self, variant: int, seed: int) -> PlannedRun:
         """Return the run of a variant with a seed."""
         if (variant, seed) not in self._runs:
             setting, method = self.setting, self.method
-            values = merge(merge(setting.settings, method.variants()[variant]), self.overlay)
+            values = merge(merge(setting.config, method.variants()[variant]), self.overrides)
             values = merge(values, {"train": {"seed": seed, "epochs": setting.epochs(method)}})
-            tries = len(self.variants) if method.search else 1
-            cost = method.cost if setting.time is None else setting.time / tries
+            cost = method.cost
+            if setting.time_limit is not None:
+                cost = setting.time_limit / (len(self.variants) if method.search else 1)
             run = PlannedRun(Config.parse(values), setting.probe, setting.name, cost)
             self._runs[variant, seed] = run
         return self._runs[variant, seed]
@@ -66,45 +67,47 @@ class Cell:
         """The indices of the method's variants."""
         return range(len(self.method.variants()))
 
-    def choice(self, records: Records, seed: int | None = None) -> int | None:
+    def best_variant(self, records: Records, seed: int | None = None) -> int | None:
         """Return the index of the variant with the best validation perplexity; None until all are tried.
 
-        Variants are compared on the first seed, or on each seed if the method searches.
+        The variants are compared on ``seed`` if the method searches, and else on the first seed.
         """
         if len(self.variants) == 1:
             return 0
         seed = self.seeds[0] if seed is None or not self.method.search else seed
-        tried = [records.get(self.run(v, seed).key) for v in self.variants]
-        found = [record.best_valid_ppl for record in tried if record is not None]
-        return found.index(min(found)) if len(found) == len(tried) else None
+        trials = [records.get(self.run(variant, seed).key) for variant in self.variants]
+        perplexities = [record.best_valid_ppl for record in trials if record is not None]
+        if len(perplexities) < len(trials):
+            return None
+        return perplexities.index(min(perplexities))
 
-    def chosen_records(self, records: Records) -> dict[int, Record]:
-        """Return the records of the chosen variant, by seed."""
-        choices = {seed: self.choice(records, seed) for seed in self.seeds}
-        found = {
-            seed: records.get(self.run(choice, seed).key)
-            for seed, choice in choices.items()
-            if choice is not None
-        }
-        return {seed: record for seed, record in found.items() if record is not None}
+    def best_records(self, records: Records) -> dict[int, Record]:
+        """Return the records of the best variant, by seed."""
+        found = {}
+        for seed in self.seeds:
+            variant = self.best_variant(records, seed)
+            record = None if variant is None else records.get(self.run(variant, seed).key)
+            if record is not None:
+                found[seed] = record
+        return found
 
     def needed(self, records: Records) -> list[PlannedRun]:
-        """Return the tuning runs on the first seed, then the chosen variant on the other seeds."""
+        """Return the tuning runs, then the best variant's runs on the other seeds once it is known."""
         if self.method.search:
             return [self.run(variant, seed) for seed in self.seeds for variant in self.variants]
         tuning = [self.run(variant, self.seeds[0]) for variant in self.variants]
-        choice = self.choice(records)
-        later = [] if choice is None else [self.run(choice, seed) for seed in self.seeds[1:]]
-        return tuning + later
+        best = self.best_variant(records)
+        others = [] if best is None else [self.run(best, seed) for seed in self.seeds[1:]]
+        return tuning + others
 
-    def waiting(self, records: Records) -> int:
+    def waiting_count(self, records: Records) -> int:
         """Return the number of runs that wait for the result of the tuning."""
-        waits = not self.method.search and self.choice(records) is None
+        waits = not self.method.search and self.best_variant(records) is None
         return len(self.seeds) - 1 if waits else 0
 
 
 class Worklist:
-    """All runs of some experiments at a scale, each listed once.
+    """The runs that some experiments need at a scale; experiments share runs with the same key.
 
     Args:
         names: the names of the experiments.
@@ -118,20 +121,20 @@ class Worklist:
     ) -> None:
         self.scale = scale
         self.experiments = [tables.experiment(name) for name in names]
-        overlay = {} if data_dir is None else {"data": {"dir": data_dir}}
+        overrides = {} if data_dir is None else {"data": {"dir": data_dir}}
         self.cells: dict[str, Cell] = {}
         for name in dict.fromkeys(cell for e in self.experiments for cell in e.cells):
-            setting, _, method = name.partition(":")
-            made = tables.setting(setting, scale), tables.method(method)
-            self.cells[name] = Cell(*made, range(1, seeds + 1), overlay)
+            setting_name, _, method_name = name.partition(":")
+            setting, method = tables.setting(setting_name, scale), tables.method(method_name)
+            self.cells[name] = Cell(setting, method, range(1, seeds + 1), overrides)
 
     def needed(self, records: Records) -> list[PlannedRun]:
-        """Return every run that is known so far, each once, the cheapest first."""
+        """Return the needed runs, the cheapest first. Runs that wait for a tuning are not listed."""
         runs: dict[str, PlannedRun] = {}
         for cell in self.cells.values():
             for run in cell.needed(records):
                 runs.setdefault(run.key, run)
-        seconds = self.estimates(runs.values(), records)
+        seconds = self.estimated_seconds(runs.values(), records)
         return sorted(runs.values(), key=lambda run: seconds[run.key])
 
     def missing(self, records: Records) -> list[PlannedRun]:
@@ -139,32 +142,32 @@ class Worklist:
         return [run for run in self.needed(records) if records.get(run.key) is None]
 
     def waiting(self, records: Records) -> list[tuple[Cell, int]]:
-        """Return the cells whose tuning is not done, with the number of runs that wait for it."""
-        counted = ((cell, cell.waiting(records)) for cell in self.cells.values())
-        return [(cell, count) for cell, count in counted if count]
+        """Return the cells with runs that wait for the result of their tuning, and how many wait."""
+        counts = ((cell, cell.waiting_count(records)) for cell in self.cells.values())
+        return [(cell, count) for cell, count in counts if count]
 
-    def estimates(self, runs: Iterable[PlannedRun], records: Records) -> dict[str, float]:
-        """Return seconds on one core by key, from the setting's records or else from settings.toml."""
+    def estimated_seconds(self, runs: Iterable[PlannedRun], records: Records) -> dict[str, float]:
+        """Return the estimated time of each run on one core, by its key."""
         names = {cell.setting.name for cell in self.cells.values()}
-        paces = {name: self._pace(name, records) for name in names}
-        return {run.key: paces[run.setting] * run.cost for run in runs}
+        dropout_seconds = {name: self._dropout_seconds(name, records) for name in names}
+        return {run.key: dropout_seconds[run.setting] * run.cost for run in runs}
 
-    def remaining(self, records: Records) -> float:
-        """Return the estimated seconds of everything that is missing, on one core."""
-        missing = self.missing(records)
-        named = sum(self.estimates(missing, records).values())
-        later = sum(
-            self._pace(cell.setting.name, records) * cell.method.cost * count
+    def remaining_seconds(self, records: Records) -> float:
+        """Return the estimated time of all missing and waiting runs on one core."""
+        missing = self.estimated_seconds(self.missing(records), records).values()
+        waiting = (
+            self._dropout_seconds(cell.setting.name, records) * cell.method.cost * count
             for cell, count in self.waiting(records)
         )
-        return named + later
+        return sum(missing) + sum(waiting)
 
-    def _pace(self, name: str, records: Records) -> float:
-        """Seconds of a dropout run of a setting."""
-        cells = [cell for cell in self.cells.values() if cell.setting.name == name]
-        paces = []
-        for cell in cells:
-            for run in (cell.run(v, seed) for v in cell.variants for seed in cell.seeds):
-                if (record := records.get(run.key)) is not None:
-                    paces.append(record.seconds / run.cost)
-        return statistics.median(paces) if paces else cells[0].setting.seconds
+    def _dropout_seconds(self, setting: str, records: Records) -> float:
+        """Return the time of a run of plain dropout: measured by records, or else from settings.toml."""
+        cells = [cell for cell in self.cells.values() if cell.setting.name == setting]
+        runs = (cell.run(v, seed) for cell in cells for v in cell.variants for seed in cell.seeds)
+        seconds = [
+            record.seconds / run.cost
+            for run in runs
+            if (record := records.get(run.key)) is not None
+        ]
+        return statistics.median(seconds) if seconds else cells[0].setting.seconds

@@ -7,7 +7,7 @@ from tiny_run import tiny_config, write_text
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A folder with three splits of a language in which each word depends on the one before."""
+    """A folder with three splits of a language in which each word depends on the previous one."""
     return write_text(tmp_path_factory.mktemp("text"))
 
 
@@ -18,6 +18,5 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny(text, cache):
-    """Makes the config of a run of about a second; pass settings as ``section={key: value}``."""
-
+    """A function of ``section={key: value}`` that returns the config of a run of about a second."""
     return partial(tiny_config, text)

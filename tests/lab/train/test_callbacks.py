@@ -1,4 +1,4 @@
-"""Loggers and callbacks: they receive every record, and change nothing."""
+"""Loggers and callbacks receive every record, and do not change the run."""
 
 import csv
 import os
@@ -21,16 +21,16 @@ class StopAt(Callback):
     """Sends SIGINT at a step."""
 
     def __init__(self, step):
-        self.left = step
+        self.steps_left = step
 
     def step(self, done, tokens, parts):
-        self.left -= 1
-        if self.left == 0:
+        self.steps_left -= 1
+        if self.steps_left == 0:
             os.kill(os.getpid(), signal.SIGINT)
 
 
 class Norms(Callback):
-    """The user's own code: a number every fifth step, and random numbers from every generator."""
+    """A user's callback that returns a number every fifth step, and draws from every generator."""
 
     kind = "norms"
 
@@ -48,14 +48,14 @@ def rows(path):
 
 
 def expected_rows(folder, kind):
-    """The records of one kind, as a CSV file has them."""
-    found = []
+    """Return the records of one kind as the rows of a CSV file."""
+    expected = []
     for record in RunFolder(folder).metrics.read():
         if record.pop("kind") == kind:
-            values = {**record, **record.pop("time")}
-            values.pop("time", None)
-            found.append({k: "" if v is None else str(v) for k, v in values.items()})
-    return found
+            times = record.pop("time")
+            values = {**record, **times}
+            expected.append({k: "" if v is None else str(v) for k, v in values.items()})
+    return expected
 
 
 def test_the_csv_logger_writes_every_record(tiny, tmp_path):
@@ -77,7 +77,7 @@ def test_the_csv_logger_of_a_resumed_run_has_no_gaps_and_no_repetitions(tiny, tm
     assert rows(out / "csv" / "epoch.csv") == expected_rows(out, "epoch")
 
 
-def test_a_new_column_of_the_csv_logger_fills_earlier_rows_with_nothing(tiny, tmp_path):
+def test_a_new_column_of_the_csv_logger_is_empty_in_earlier_rows(tiny, tmp_path):
     folder = RunFolder(tmp_path)
     logger = LOGGERS["csv"](folder, tiny())
     logger.begin(None)
@@ -88,7 +88,7 @@ def test_a_new_column_of_the_csv_logger_fills_earlier_rows_with_nothing(tiny, tm
     assert rows(tmp_path / "csv" / "a.csv") == expected
 
 
-def test_the_tensorboard_logger_writes_every_number_and_a_resumed_run_no_step_twice(tiny, tmp_path):
+def test_the_tensorboard_log_of_a_resumed_run_has_every_step_once(tiny, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "a"
     config = tiny(train={"tensorboard": True, "log_every": 1, "checkpoint_every": 1000})
@@ -96,7 +96,7 @@ def test_the_tensorboard_logger_writes_every_number_and_a_resumed_run_no_step_tw
     with pytest.raises(StoppedError):
         train.run(config, out=out, callbacks=[StopAt(5)])
     newest = RunFolder(out).checkpoints.path(5)
-    newest.write_bytes(b"")  # so that the run resumes from its start
+    newest.write_bytes(b"")  # now the run resumes from its first step
     train.run(config, out=out, resume=True)
     events = accumulator.EventAccumulator(str(out / "tensorboard"))
     events.Reload()
@@ -108,7 +108,7 @@ def test_the_tensorboard_logger_writes_every_number_and_a_resumed_run_no_step_tw
 
 
 class FakeWandb(SimpleNamespace):
-    """The part of W&B that the logger uses."""
+    """A stand-in for the part of W&B that the logger uses."""
 
     def __init__(self):
         super().__init__(started=[], logged=[], summary={}, finished=0)
@@ -151,16 +151,16 @@ def test_a_logger_whose_package_is_missing_is_refused_before_training(tiny, tmp_
     assert not (tmp_path / "a").exists()
 
 
-def test_your_own_logger_is_used_by_its_name(tiny, tmp_path, monkeypatch):
-    seen = []
+def test_a_config_can_name_a_registered_logger(tiny, tmp_path, monkeypatch):
+    logged = []
 
     class Mine(Logger):
         def log(self, values, step):
-            seen.append((step, values))
+            logged.append((step, values))
 
     monkeypatch.setitem(LOGGERS._entries, "mine", Mine)
     train.run(tiny(train={"loggers": ["mine"], "epochs": 1}), out=tmp_path / "a")
-    assert seen[-1][1]["epoch/valid_ppl"] > 1.0
+    assert logged[-1][1]["epoch/valid_ppl"] > 1.0
     with pytest.raises(ConfigError, match=r"unknown logger 'tensorbord': did you mean 'tensorb"):
         tiny(train={"loggers": ["tensorbord"]})
 

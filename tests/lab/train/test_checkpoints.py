@@ -18,10 +18,10 @@ def state(value):
 
 @pytest.fixture
 def store(tmp_path):
-    found = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (1, 2, 3):
-        found.save(step, state(step))
-    return found
+        checkpoints.save(step, state(step))
+    return checkpoints
 
 
 def files(store, step):
@@ -31,43 +31,43 @@ def files(store, step):
 def test_the_last_two_checkpoints_are_kept(store):
     assert store.steps() == [2, 3]
     assert len(os.listdir(store.folder)) == 4
-    step, found = store.newest(pytest.fail)
+    step, loaded = store.newest(pytest.fail)
     assert step == 3
-    assert torch.equal(found["weight"], state(3)["weight"])
+    assert torch.equal(loaded["weight"], state(3)["weight"])
 
 
-def test_a_run_without_checkpoints_has_no_newest_one(tmp_path):
+def test_without_checkpoints_none_is_the_newest(tmp_path):
     assert Checkpoints(tmp_path / "none").newest(pytest.fail) is None
 
 
-def damage(path, how):
+def damage(path, kind):
     data = bytearray(path.read_bytes())
-    if how == "cut":
+    if kind == "cut":
         data = data[: len(data) // 2]
-    elif how == "emptied":
+    elif kind == "emptied":
         data = bytearray()
-    elif how == "longer":
+    elif kind == "extended":
         data += b"x"
     else:
         data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["json", "tensors"])
-@pytest.mark.parametrize("how", ["cut", "emptied", "longer", "changed", "gone"])
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(store, which, how):
-    path = files(store, 3)[which]
-    if how == "gone" and which == 0:
+@pytest.mark.parametrize("file", [0, 1], ids=["json", "tensors"])
+@pytest.mark.parametrize("kind", ["cut", "emptied", "extended", "changed", "deleted"])
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(store, file, kind):
+    path = files(store, 3)[file]
+    if kind == "deleted" and file == 0:
         pytest.skip("without its JSON there is no checkpoint")
-    path.unlink() if how == "gone" else damage(path, how)
-    told = []
-    step, found = store.newest(told.append)
-    assert (step, found["step"]) == (2, 2)
-    assert len(told) == 1
-    assert str(store.path(3)) in told[0]
-    assert "is damaged" in told[0]
+    path.unlink() if kind == "deleted" else damage(path, kind)
+    warnings = []
+    step, loaded = store.newest(warnings.append)
+    assert (step, loaded["step"]) == (2, 2)
+    assert len(warnings) == 1
+    assert str(store.path(3)) in warnings[0]
+    assert "is damaged" in warnings[0]
     store.save(4, state(4))
-    assert store.steps() == [2, 4]  # the refused one does not count as kept
+    assert store.steps() == [2, 4]  # the damaged one does not count
 
 
 def test_a_damaged_earlier_checkpoint_does_not_prevent_saving(store):
@@ -86,7 +86,7 @@ def test_a_checkpoint_with_changed_json_is_refused(store):
 
 
 def rename_tensors(store, name):
-    """Make a checkpoint name another file, with a checksum that fits."""
+    """Replace the name of the tensor file in a checkpoint, and update the checksum."""
     path = store.path(3)
     body = json.loads(path.read_text())
     del body["check"]
@@ -116,16 +116,16 @@ def test_an_error_says_that_no_intact_checkpoint_is_left(store):
         store.newest(lambda text: None)
 
 
-@pytest.mark.parametrize("place", ["tensors", "json"])
-def test_a_full_disk_loses_no_earlier_checkpoint(store, monkeypatch, place):
+@pytest.mark.parametrize("file", ["tensors", "json"])
+def test_a_full_disk_loses_no_earlier_checkpoint(store, monkeypatch, file):
     def full(*args, **kwargs):
-        if place == "tensors":
+        if file == "tensors":
             raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    where = (safetensors.torch, "save_file") if place == "tensors" else (folder.json, "dumps")
+    writer = (safetensors.torch, "save_file") if file == "tensors" else (folder.json, "dumps")
     with monkeypatch.context() as patch:
-        patch.setattr(*where, full)
+        patch.setattr(*writer, full)
         with pytest.raises(RunError, match=r"the disk is full: .*step-00000004.* --resume"):
             store.save(4, state(4))
     assert store.steps() == [2, 3]

@@ -6,7 +6,7 @@ import pytest
 from undrop.errors import RunError
 from undrop.lab.train import RunFolder
 
-HOLD = """
+HOLD_LOCK = """
 import sys
 from undrop.lab.train.folder import RunFolder
 with RunFolder(sys.argv[1]).locked():
@@ -16,7 +16,7 @@ with RunFolder(sys.argv[1]).locked():
 
 
 def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path):
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    command = [sys.executable, "-c", HOLD_LOCK, str(tmp_path)]
     first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert first.stdout.readline() == b"locked\n"
     folder = RunFolder(tmp_path)
@@ -32,13 +32,13 @@ def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path):
         pass
 
 
-def test_metrics_are_cut_to_the_length_of_the_checkpoint(tmp_path):
+def test_metrics_are_truncated_to_the_length_of_the_checkpoint(tmp_path):
     metrics = RunFolder(tmp_path).metrics
     metrics.append({"a": 1})
     length = metrics.sync()
     metrics.append({"a": 2})
     with metrics.path.open("a") as file:
-        file.write('{"a": ')  # what a kill leaves
+        file.write('{"a": ')  # a killed process can leave such a line
     assert metrics.read() == [{"a": 1}, {"a": 2}]
     metrics.truncate(length)
     assert metrics.read() == [{"a": 1}]

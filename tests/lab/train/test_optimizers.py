@@ -65,12 +65,10 @@ def test_adam_matches_torchs(name, reference):
 def test_averaging_starts_at_the_non_monotonic_trigger_and_is_a_plain_mean():
     weights = parameters([0.0])
     step = stepper(weights, name="asgd", lr=1.0, patience=2)
-    for loss in (5.0, 4.0, 4.5, 4.2):
-        step.average.observe(
-            loss
-        )  # 4.2 is above no loss of more than 2 epochs ago but 4.0 is too near
+    for loss in (5.0, 4.0, 4.5, 4.2):  # 4.2 is above 4.0, but 4.0 is only two epochs old
+        step.average.observe(loss)
         assert not step.average.active
-    step.average.observe(4.3)  # above the 4.0 of more than two epochs ago
+    step.average.observe(4.3)  # now 4.0 is more than two epochs old
     assert step.average.active
     for _ in range(4):
         with_gradients(weights, [-1.0])
@@ -82,11 +80,11 @@ def test_averaging_starts_at_the_non_monotonic_trigger_and_is_a_plain_mean():
 
 
 def test_a_resumed_stepper_is_bit_for_bit_the_same():
-    def run(split):
+    def run(resume_at):
         weights = parameters([1.0, 2.0])
         step = stepper(weights, name="asgd", lr=0.1, momentum=0.9, patience=1)
         for count in range(6):
-            if count == split:
+            if count == resume_at:
                 state, values = step.state_dict(), weights[0].detach().clone()
                 weights = [nn.Parameter(values)]
                 step = stepper(weights, name="asgd", lr=0.1, momentum=0.9, patience=1)
@@ -97,4 +95,4 @@ def test_a_resumed_stepper_is_bit_for_bit_the_same():
         with step.average.applied():
             return weights[0].tolist()
 
-    assert run(split=4) == run(split=None)
+    assert run(resume_at=4) == run(resume_at=None)

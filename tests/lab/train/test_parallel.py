@@ -19,7 +19,7 @@ from undrop.lab.train import RunFolder
 from undrop.lab.train.environment import World, new_prefix_store
 
 
-def together(size, objective, options, out):
+def gradients_of_processes(size, objective, options, out):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["undrop.lab.train", "torch._dynamo"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -47,8 +47,8 @@ def together(size, objective, options, out):
 def test_two_processes_compute_the_gradient_of_one_with_the_same_noise(
     tmp_path, objective, options
 ):
-    two = together(2, objective, options, tmp_path / "two")
-    one = together(1, objective, options, tmp_path / "one")
+    two = gradients_of_processes(2, objective, options, tmp_path / "two")
+    one = gradients_of_processes(1, objective, options, tmp_path / "one")
     assert two.keys() == one.keys()
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-9, atol=1e-12)
@@ -56,6 +56,7 @@ def test_two_processes_compute_the_gradient_of_one_with_the_same_noise(
 
 
 def arguments_of(config):
+    """Return the arguments of ``undrop train`` for a config."""
     arguments = ["--data", config.data.name, "--objective", config.objective.name]
     for section in ("model", "data", "optimizer", "train"):
         for key, value in config.as_dict()[section].items():
@@ -66,10 +67,10 @@ def arguments_of(config):
 
 def test_torchrun_matches_one_process_and_resumes(launch, tiny, tmp_path):
     config = tiny(objective={"name": "none"}, train={"epochs": 2, "precision": "float64"})
-    words = ["-m", "undrop", "train", *arguments_of(config), "--out", tmp_path / "two"]
-    launch(*words, "--set", "train.epochs=1")
-    rest = launch(*words, "--resume", "--json")
-    two, one = json.loads(rest), train.run(config, out=tmp_path / "one")
+    command = ["-m", "undrop", "train", *arguments_of(config), "--out", tmp_path / "two"]
+    launch(*command, "--set", "train.epochs=1")
+    summary = launch(*command, "--resume", "--json")
+    two, one = json.loads(summary), train.run(config, out=tmp_path / "one")
     assert (two["machine"]["processes"], two["steps"]) == (2, one.steps)
     # Without noise, two processes train as one with the whole batch, up to rounding.
     assert two["best_valid_ppl"] == pytest.approx(one.best_valid_ppl, rel=1e-9)
@@ -95,29 +96,33 @@ def test_torchrun_restarts_a_killed_worker_and_the_run_is_bit_for_bit_the_same(
     launch, tiny, tmp_path
 ):
     config = tiny(objective={"name": "analytic"}, train={"epochs": 4, "checkpoint_every": 3})
-    struck, words = RunFolder(tmp_path / "struck"), ["-m", "undrop", "train", *arguments_of(config)]
-    launch(*words, "--out", tmp_path / "whole")
+    killed, command = (
+        RunFolder(tmp_path / "killed"),
+        ["-m", "undrop", "train", *arguments_of(config)],
+    )
+    launch(*command, "--out", tmp_path / "whole")
 
-    def strike():
-        while not struck.checkpoints.steps():
+    def kill_worker():
+        while not killed.checkpoints.steps():
             time.sleep(0.005)
-        os.kill(int(struck.holder()), signal.SIGKILL)
+        os.kill(int(killed.holder()), signal.SIGKILL)
 
     with ThreadPoolExecutor() as pool:
-        striking = pool.submit(strike)
-        launch("--max-restarts=1", *words, "--resume", "--out", tmp_path / "struck")
-    striking.result()
-    assert bits(tmp_path / "struck") == bits(tmp_path / "whole")
+        kill = pool.submit(kill_worker)
+        launch("--max-restarts=1", *command, "--resume", "--out", tmp_path / "killed")
+    kill.result()
+    assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
 
 
-def test_streams_are_shared_without_gap_or_overlap():
+def test_processes_divide_the_streams_without_gap_or_overlap():
     for size in (1, 2, 3, 7):
         parts = [World(rank, size).columns(10) for rank in range(size)]
         columns = [column for part in parts for column in range(10)[part]]
         assert columns == list(range(10))
 
 
-def meet(store, *ranks, wait=30.0):
+def join_store(store, *ranks, wait=30.0):
+    """Return the section of the store that each of three processes gets."""
     with ThreadPoolExecutor() as pool:
         return list(
             pool.map(lambda rank: new_prefix_store(store, rank, 3, timedelta(seconds=wait)), ranks)
@@ -126,19 +131,19 @@ def meet(store, *ranks, wait=30.0):
 
 def test_restarted_processes_share_a_store_without_old_entries():
     store = HashStore()
-    before = meet(store, 0, 1, 2)
-    for rank in (1, 2):  # and of those that never had a main process
+    before = join_store(store, 0, 1, 2)
+    for rank in (1, 2):  # requests of an earlier launch that no main process answered
         store.set(f"undrop/asks/{rank}", "long ago")
-    after = meet(store, 0, 1, 2)
-    for rank, part in enumerate(before):
-        part.set(f"address {rank}", "of one that was killed")
-    assert not any(part.check([f"address {rank}"]) for part in after for rank in range(3))
+    after = join_store(store, 0, 1, 2)
+    for rank, section in enumerate(before):
+        section.set(f"address {rank}", "of a killed process")
+    assert not any(section.check([f"address {rank}"]) for section in after for rank in range(3))
     after[2].set("address 2", "new")
-    assert [part.get("address 2") for part in after] == [b"new"] * 3
+    assert [section.get("address 2") for section in after] == [b"new"] * 3
 
 
 def test_a_process_that_does_not_start_is_named():
     with pytest.raises(TimeoutError, match=r"of 3 processes, ranks \[2\] did not start in time"):
-        meet(HashStore(), 0, 1, wait=0.2)
+        join_store(HashStore(), 0, 1, wait=0.2)
     with pytest.raises(DistStoreError):
-        meet(HashStore(), 1, 2, wait=0.2)
+        join_store(HashStore(), 1, 2, wait=0.2)

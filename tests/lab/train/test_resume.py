@@ -12,19 +12,19 @@ from undrop.lab import train
 POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
 
 
-def kill_again_and_again(config, out, kills, seed):
-    """Start the run and kill it, ``kills`` times; then let it end. The number of kills that hit."""
+def run_with_kills(config, out, kills, seed):
+    """Start the run and kill it, ``kills`` times; then let it end. Return how many kills hit it."""
     context = multiprocessing.get_context("forkserver")
-    # What every process would load by itself (torch._dynamo comes with forward mode).
+    # Otherwise each process would load these modules; forward-mode differentiation loads torch._dynamo.
     context.set_forkserver_preload(["undrop.lab.train", "torch._dynamo"])
     draw, hits = random.Random(seed), 0
-    for place in range(kills + 1):
-        timed = place % 3 == 2
-        point = None if timed or place == kills else POINTS[place % len(POINTS)]
+    for attempt in range(kills + 1):
+        timed = attempt % 3 == 2
+        point = None if timed or attempt == kills else POINTS[attempt % len(POINTS)]
         arguments = (config.as_dict(), str(out), point, draw.randint(1, 4))
         process = context.Process(target=work, args=arguments)
         process.start()
-        process.join(draw.uniform(0.05, 0.5) if timed and place < kills else 60)
+        process.join(draw.uniform(0.05, 0.5) if timed and attempt < kills else 60)
         if process.is_alive():
             process.kill()
             process.join()
@@ -60,7 +60,7 @@ def kill_again_and_again(config, out, kills, seed):
 def test_a_run_killed_at_any_moment_is_bit_for_bit_the_same(tiny, tmp_path, sections, kills):
     config = tiny(**sections)
     train.run(config, out=tmp_path / "whole")
-    hits = kill_again_and_again(config, tmp_path / "killed", kills, seed=3)
+    hits = run_with_kills(config, tmp_path / "killed", kills, seed=3)
     assert hits >= 0.85 * kills
     assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
 

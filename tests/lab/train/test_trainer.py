@@ -14,38 +14,40 @@ from undrop.errors import (
 )
 from undrop.lab import train
 from undrop.lab.train import Callback, RunFolder
-from undrop.lab.train import session as sessions
 from undrop.lab.train.optimizers import Stepper
+from undrop.lab.train.trainer import Trainer
 
 
 class Listener(Callback):
+    """Stores every call as (name of the event, value)."""
+
     def __init__(self):
-        self.heard = []
+        self.events = []
 
     def begin(self, info):
-        self.heard.append(("begin", info))
+        self.events.append(("begin", info))
 
     def step(self, done, tokens, parts):
-        self.heard.append(("tick", done))
+        self.events.append(("step done", done))
 
     def record(self, record):
-        self.heard.append((record["kind"], record))
+        self.events.append((record["kind"], record))
 
     def say(self, text):
-        self.heard.append(("say", text))
+        self.events.append(("say", text))
 
     def end(self, summary):
-        self.heard.append(("end", summary))
+        self.events.append(("end", summary))
 
     def close(self):
-        self.heard.append(("close", None))
+        self.events.append(("close", None))
 
     def of(self, kind):
-        return [value for name, value in self.heard if name == kind]
+        return [value for name, value in self.events if name == kind]
 
 
 class Signaller(Listener):
-    """Sends a signal to the process at some step."""
+    """Sends a signal to this process at a step."""
 
     def __init__(self, step, number):
         super().__init__()
@@ -53,7 +55,7 @@ class Signaller(Listener):
 
     def step(self, done, tokens, parts):
         super().step(done, tokens, parts)
-        if len(self.of("tick")) == self.step_of_signal:
+        if len(self.of("step done")) == self.step_of_signal:
             os.kill(os.getpid(), self.number)
 
 
@@ -75,10 +77,10 @@ def test_a_run_learns_and_writes_its_folder(tiny, tmp_path):
     best = epochs[summary.best_epoch - 1]
     assert (summary.test_ppl, summary.train_ppl) == (best["test_ppl"], best["train_ppl"])
     assert (summary.epochs, summary.ended) == (20, "epochs")
-    assert summary.steps == len(listener.of("tick"))
-    names = [name for name, _ in listener.heard]
+    assert summary.steps == len(listener.of("step done"))
+    names = [name for name, _ in listener.events]
     assert (names[0], names[-2], names[-1]) == ("begin", "end", "close")
-    done = listener.of("tick")
+    done = listener.of("step done")
     assert done == sorted(done)
     assert 0.0 == done[0] < done[-1] < 1.0
 
@@ -100,9 +102,9 @@ def test_a_logged_loss_is_the_mean_over_tokens(tiny, tmp_path):
     listener = Listener()
     train.run(tiny(train={"epochs": 1, "log_every": 1}), out=tmp_path / "a", callbacks=[listener])
     records, (epoch,) = listener.of("step"), listener.of("epoch")
-    assert len(records) == len(listener.of("tick"))
-    plain = sum(record["loss"] for record in records) / len(records)
-    assert epoch["loss"] == pytest.approx(plain, rel=0.02)  # the last window is shorter
+    assert len(records) == len(listener.of("step done"))
+    mean = sum(record["loss"] for record in records) / len(records)
+    assert epoch["loss"] == pytest.approx(mean, rel=0.02)  # the last window is shorter
 
 
 def test_runs_are_bit_for_bit_the_same_for_equal_seeds_only(tiny, tmp_path):
@@ -110,7 +112,7 @@ def test_runs_are_bit_for_bit_the_same_for_equal_seeds_only(tiny, tmp_path):
         train.run(tiny(train={"seed": seed, "epochs": 1}), out=tmp_path / name)
         return RunFolder(tmp_path / name).read_best()
 
-    torch.rand(3)  # what was drawn outside does not matter
+    torch.rand(3)  # the state of the global generators before a run does not matter
     first, again, other = weights(1, "a"), weights(1, "b"), weights(2, "c")
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
@@ -148,8 +150,8 @@ def test_the_test_split_can_be_evaluated_only_at_the_end(tiny, tmp_path):
 def test_runs_train_in_bfloat16_and_float64(tiny, tmp_path, precision):
     summary = train.run(tiny(train={"precision": precision, "epochs": 1}), out=tmp_path / "a")
     assert math.isfinite(summary.best_valid_ppl)
-    kept = next(iter(RunFolder(tmp_path / "a").read_best().values())).dtype
-    assert kept == (torch.float64 if precision == "float64" else torch.float32)
+    dtype = next(iter(RunFolder(tmp_path / "a").read_best().values())).dtype
+    assert dtype == (torch.float64 if precision == "float64" else torch.float32)
 
 
 @pytest.mark.parametrize("model", ["qrnn", "transformer-xl", "gpt"])
@@ -174,10 +176,10 @@ def test_a_signal_saves_the_run_and_says_how_to_resume(tiny, tmp_path, number):
     config = tiny(train={"epochs": 3, "checkpoint_every": 1000})
     whole = train.run(config, out=tmp_path / "whole")
     out = tmp_path / "stopped"
-    told = (
+    message = (
         f"stopped at step 20 with everything saved: resume with undrop train --resume --out {out}"
     )
-    with pytest.raises(StoppedError, match=told):
+    with pytest.raises(StoppedError, match=message):
         train.run(config, out=out, callbacks=[Signaller(20, number)])
     assert RunFolder(out).checkpoints.steps()[-1] == 20
     assert signal.getsignal(number) is not None
@@ -190,14 +192,14 @@ def test_a_signal_saves_the_run_and_says_how_to_resume(tiny, tmp_path, number):
 def test_a_signal_during_evaluation_resumes_at_the_evaluation(tiny, tmp_path, monkeypatch):
     config = tiny(train={"epochs": 2})
     whole = train.run(config, out=tmp_path / "whole")
-    original = sessions.Trainer._finish_epoch
+    original = Trainer._finish_epoch
 
-    def signalled(self):
+    def interrupt_and_evaluate(self):
         os.kill(os.getpid(), signal.SIGINT)
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sessions.Trainer, "_finish_epoch", signalled)
+        patch.setattr(Trainer, "_finish_epoch", interrupt_and_evaluate)
         with pytest.raises(StoppedError, match="stopped at step 15"):
             train.run(config, out=tmp_path / "a")
     summary = train.run(out=tmp_path / "a", resume=True)
@@ -220,7 +222,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_is_bit_for_bit_the_same(tiny,
 def test_a_nonfinite_loss_names_step_part_and_checkpoint(tiny, tmp_path, monkeypatch):
     original = Stepper.step
 
-    def spoilt(self, factor):
+    def write_nan_after_step_13(self, factor):
         norm = original(self, factor)
         self.calls = getattr(self, "calls", 0) + 1
         if self.calls == 13:
@@ -228,10 +230,12 @@ def test_a_nonfinite_loss_names_step_part_and_checkpoint(tiny, tmp_path, monkeyp
                 self._parameters[0].fill_(float("nan"))
         return norm
 
-    monkeypatch.setattr(Stepper, "step", spoilt)
+    monkeypatch.setattr(Stepper, "step", write_nan_after_step_13)
     checkpoint = RunFolder(tmp_path / "a").checkpoints.path(10)
-    told = f"stopped at step 14: the loss part is not finite.*last good checkpoint is {checkpoint}"
-    with pytest.raises(NonFiniteError, match=told):
+    message = (
+        f"stopped at step 14: the loss part is not finite.*last good checkpoint is {checkpoint}"
+    )
+    with pytest.raises(NonFiniteError, match=message):
         train.run(tiny(), out=tmp_path / "a")
     assert RunFolder(tmp_path / "a").checkpoints.steps() == [0, 10]
 
@@ -250,8 +254,10 @@ def test_out_of_memory_names_the_batch(tiny, tmp_path, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(Stepper, "step", fail)
-    told = "out of memory at step 1, on 4 streams of 10 steps: lower the batch size or data.length"
-    with pytest.raises(RunError, match=told):
+    message = (
+        "out of memory at step 1, on 4 streams of 10 steps: lower the batch size or data.length"
+    )
+    with pytest.raises(RunError, match=message):
         train.run(tiny(), out=tmp_path / "a")
 
 
@@ -297,12 +303,12 @@ def test_resuming_without_a_run_starts_one_or_is_refused(tiny, tmp_path):
 
 
 def test_invalid_settings_leave_no_run_folder(tiny, tmp_path):
-    for section, told in (
+    for section, message in (
         ({"data": {"batch_size": 5000}}, "too few for 5000 streams"),
         ({"model": {"layers": 0}}, "layers must be a whole number of at least 1"),
         ({"objective": {"name": "drop-k", "k": 0}}, "k must be a whole number of at least 1"),
     ):
-        with pytest.raises(Exception, match=told):
+        with pytest.raises(Exception, match=message):
             train.run(tiny(**section), out=tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
@@ -327,12 +333,12 @@ def test_a_missing_device_is_refused(tiny, tmp_path):
         train.run(tiny(train={"device": "cuda"}), out=tmp_path / "a")
 
 
-@pytest.mark.parametrize("gone", ["folder", "files"])
-def test_resuming_a_run_whose_checkpoints_are_deleted_is_refused(tiny, tmp_path, gone):
+@pytest.mark.parametrize("deleted", ["folder", "files"])
+def test_resuming_a_run_whose_checkpoints_are_deleted_is_refused(tiny, tmp_path, deleted):
     out = tmp_path / "a"
     train.run(tiny(), out=out)
     before = (out / "metrics.jsonl").read_bytes()
-    if gone == "folder":
+    if deleted == "folder":
         shutil.rmtree(out / "checkpoints")
     else:
         for path in (out / "checkpoints").iterdir():
@@ -344,7 +350,7 @@ def test_resuming_a_run_whose_checkpoints_are_deleted_is_refused(tiny, tmp_path,
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_killed_before_its_first_step_starts_again(tiny, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tiny, tmp_path):
     folder = RunFolder(tmp_path / "a")
     folder.path.mkdir()
     folder.write_config(tiny(train={"epochs": 1}).as_dict())

@@ -1,4 +1,4 @@
-"""A run that tunes p: what it sets aside, what it records, and that it resumes bit for bit."""
+"""A run that tunes p sets text aside for that, records p and the benefits, and resumes exactly."""
 
 import json
 from importlib.util import find_spec
@@ -31,31 +31,33 @@ def records(out, kind):
 def test_a_tuned_run_records_p_and_benefit_of_every_site(text, tmp_path, objective):
     config = tiny_config(text, train={"tune": 0.2, "epochs": 4}, objective={"name": objective})
     train.run(config, out=tmp_path / "run", callbacks=[TunerRecorder(interval=20)])
-    found = records(tmp_path / "run", "tune")
-    assert [r["step"] for r in found] == list(range(20, found[-1]["step"] + 1, 20))
-    sites = {key for key in found[0] if key.startswith("p/")}
+    trials = records(tmp_path / "run", "tune")
+    assert [r["step"] for r in trials] == list(range(20, trials[-1]["step"] + 1, 20))
+    sites = {key for key in trials[0] if key.startswith("p/")}
     assert {"p/input_dropout", "p/output_dropout"} <= sites
-    assert "benefit/every site" in found[0]
-    assert {key for r in found for key in r if key.startswith("benefit/")} <= {
+    assert "benefit/every site" in trials[0]
+    assert {key for r in trials for key in r if key.startswith("benefit/")} <= {
         "benefit/every site",
         *(key.replace("p/", "benefit/") for key in sites),
     }
-    assert found[0]["p/input_dropout"] != found[-1]["p/input_dropout"]
+    assert trials[0]["p/input_dropout"] != trials[-1]["p/input_dropout"]
 
 
 def test_a_tuned_run_never_trains_on_what_it_tunes_on(text, tmp_path):
-    seen = []
+    observed = []
 
-    class Look(train.Callback):
+    class Recorder(train.Callback):
         def observe(self, trainer, inputs, targets):
-            seen.append((trainer.tuner, inputs["tokens"]))
+            observed.append((trainer.tuner, inputs["tokens"]))
 
-    train.run(tiny_config(text, train={"tune": 0.2}), out=tmp_path / "run", callbacks=[Look()])
+    train.run(tiny_config(text, train={"tune": 0.2}), out=tmp_path / "run", callbacks=[Recorder()])
     whole = tiny_config(text).load_corpus().train.tolist()
-    held = torch.cat([x["tokens"] for x, _ in seen[0][0].validation.batches]).t()
-    assert held.flatten().tolist() == whole[480:560]
-    assert held.shape == (4, 20)  # every batch has one window of each of four streams
-    streams = torch.cat([tokens for _, tokens in seen[: len(seen) // 2]]).t()
+    tuner = observed[0][0]
+    tuning = torch.cat([x["tokens"] for x, _ in tuner.validation.batches]).t()
+    assert tuning.flatten().tolist() == whole[480:560]
+    assert tuning.shape == (4, 20)  # every batch has one window of each of four streams
+    first_epoch = [tokens for _, tokens in observed[: len(observed) // 2]]
+    streams = torch.cat(first_epoch).t()
     assert [stream.tolist() for stream in streams] == [
         whole[120 * i : 120 * i + 119] for i in range(4)
     ]
@@ -65,11 +67,11 @@ def test_all_batches_of_a_trial_begin_without_a_hidden_state(text, tmp_path, mon
     states = []
     observe = Tuner.observe
 
-    def noted(tuner, model, inputs, targets):
+    def record_states(tuner, model, inputs, targets):
         states.extend([inputs["state"], *(x["state"] for x, _ in tuner.validation.batches)])
         return observe(tuner, model, inputs, targets)
 
-    monkeypatch.setattr(Tuner, "observe", noted)
+    monkeypatch.setattr(Tuner, "observe", record_states)
     train.run(tiny_config(text, train={"tune": 0.2}), out=tmp_path / "run")
     assert states
     assert all(state is None for state in states)
@@ -105,12 +107,14 @@ SMALL = [
 ]
 
 
-TWO = ("--set", "train.epochs=2")
+TWO_EPOCHS = ("--set", "train.epochs=2")
 
 
 def test_undrop_train_tune_sets_five_percent_aside(text, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", "--data", str(text), *SMALL, *TWO, "--tune", "--out", str(out)]) == 0
+    assert (
+        main(["train", "--data", str(text), *SMALL, *TWO_EPOCHS, "--tune", "--out", str(out)]) == 0
+    )
     assert json.loads((out / "config.json").read_text())["train"]["tune"] == 0.05
     assert records(out, "tune")
     shown = " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,7 @@ other place lists them: a config is checked against the signature.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar, get_args, get_type_hints
 
@@ -199,11 +199,11 @@ def as_config_error(
     return ConfigError(f"{name} must be {expected}, got {_short_repr(problem['input'])}.")
 
 
-def _setting_names(model: Any, path: Sequence[str | int]) -> Iterable[str]:
+def _setting_names(model: Any, path: Sequence[str | int]) -> list[str]:
     """Return the names of the settings in the section of a model at ``path``."""
     for part in path:
         model = model.model_fields[part].annotation
-    return model.model_fields
+    return list(model.model_fields)
 
 
 def _short_repr(value: object) -> str:

@@ -1,8 +1,8 @@
 """Compare ways to choose dropout on the tasks of tuning_tasks.py: `python benchmarks/tuning.py --help`.
 
-Every run is one line of JSON that is appended when the run ends; what is there is not run again.
-Searches choose by the loss on the validation part; all methods keep the weights of the epoch that is
-best there; the report is the loss on the test part.
+Every run appends one line of JSON to the records when it ends. A run that has a record is not repeated.
+Searches choose the run with the lowest loss on the validation part. All methods keep the weights of
+the epoch with the lowest validation loss, and report the loss on the test part.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ GRID = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65)
 ANALYTIC = (0.1, 0.2, 0.35, 0.5)
 RANDOM_RUNS = 10
 START = 0.2
-"""The p that the models of tuned runs declare; tuners begin at 0.1 whatever it is."""
+"""The p that the models of tuned runs declare. It has no effect: tuners start at 0.1."""
 SHRINKAGE = 0.3
-"""Where tuned weight decay starts: λ times the sum of all learning rates, so that it takes about a
-quarter off the weights in a run."""
-LOOKS = 8
-"""How often a run looks at its validation part to keep the best weights."""
+"""The start of tuned weight decay: λ times the sum of all learning rates. It removes about a quarter of
+the weights in a run."""
+EVALUATIONS = 8
+"""How often a run evaluates its validation part, to keep the best weights."""
 Run = dict[str, Any]
 
 
 def dropout_slots(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the model keeps each probability: the module and the attribute."""
+    """Return the module and the attribute that hold each p of the model."""
     slots = []
     for module in model.modules():
         for name in ("p", "attention_dropout"):
@@ -46,8 +46,8 @@ def dropout_slots(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return slots
 
 
-def evaluated(model: nn.Module, loss: undrop.Loss, data: Data, part: str) -> float:
-    """The mean loss on a part, without dropout."""
+def mean_loss(model: nn.Module, loss: undrop.Loss, data: Data, part: str) -> float:
+    """Return the mean loss on a part of the data, without dropout."""
     model.eval()
     total = count = 0.0
     with torch.no_grad():
@@ -61,7 +61,10 @@ def evaluated(model: nn.Module, loss: undrop.Loss, data: Data, part: str) -> flo
 
 
 def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any]) -> Run:
-    """One training run; ``method`` returns a step's backward pass and what to report."""
+    """Make one training run.
+
+    ``method`` returns two functions: the backward pass of a step, and a report for the record.
+    """
     began = time.process_time()
     torch.manual_seed(1000 + seed)
     model = task.model(how.get("start", 0.5))
@@ -74,7 +77,9 @@ def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any
     optimizer = kind(model.parameters(), lr=task.lr, weight_decay=decay)
     backward, report = method(model, loss, optimizer, data, task.batch)
     order = torch.Generator().manual_seed(seed)
-    looks = {math.ceil(task.epochs * (k + 1) / LOOKS) - 1 for k in range(LOOKS)}
+    evaluation_epochs = {
+        math.ceil(task.epochs * (k + 1) / EVALUATIONS) - 1 for k in range(EVALUATIONS)
+    }
     for epoch in range(task.epochs):
         for inputs, targets in batches(data, "train", task.batch, order):
             optimizer.param_groups[0]["lr"] = schedule(task, step, total)
@@ -83,14 +88,14 @@ def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any
             nn.utils.clip_grad_norm_(model.parameters(), task.clip)
             optimizer.step()
             step += 1
-        if epoch not in looks:
+        if epoch not in evaluation_epochs:
             continue
-        validation = evaluated(model, loss, data, "validation")
+        validation = mean_loss(model, loss, data, "validation")
         if not math.isfinite(validation):
             break
         paused = time.process_time()
         needed = validation < min(curve, default=[math.inf])[0] or epoch == task.epochs - 1
-        curve.append([validation, evaluated(model, loss, data, "test") if needed else math.inf])
+        curve.append([validation, mean_loss(model, loss, data, "test") if needed else math.inf])
         began += time.process_time() - paused
     best = min(curve, default=[math.inf, math.inf])
     seconds = time.process_time() - began
@@ -103,7 +108,7 @@ def train(task: Task, data: Data, seed: int, how: Run, method: Callable[..., Any
 
 
 def plain(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size: int):
-    """Torch's own dropout and the plain loss: what a search runs."""
+    """Train with torch's own dropout and the plain loss, as all runs of a search do."""
 
     def backward(inputs: Any, targets: Any) -> None:
         output = model(inputs)
@@ -113,7 +118,7 @@ def plain(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size:
 
 
 def analytic_objective(loss: undrop.Loss, data: Data) -> undrop.Analytic:
-    """The analytic regularizers with Taylor's half, on a quarter of the batch."""
+    """Return the analytic regularizers with Taylor's strength, on a quarter of the batch."""
     return undrop.Analytic(
         loss=loss,
         engine="antithetic",
@@ -124,7 +129,7 @@ def analytic_objective(loss: undrop.Loss, data: Data) -> undrop.Analytic:
 
 
 def analytic(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size: int):
-    """The analytic regularizers at a fixed p."""
+    """Train with the analytic regularizers at a fixed p."""
     objective = analytic_objective(loss, data)
 
     def backward(inputs: Any, targets: Any) -> None:
@@ -133,8 +138,8 @@ def analytic(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, si
     return backward, dict
 
 
-class Started(undrop.Tuner):
-    """A tuner that may start at another p."""
+class TunerWithStart(undrop.Tuner):
+    """A tuner that can start at another p than 0.1."""
 
     start: float | None = None
 
@@ -145,8 +150,8 @@ class Started(undrop.Tuner):
             self._apply_values(self._log_values)
 
 
-def tuned(kind: str, *, decay: bool = False, start: float | None = None, rate: float = 0.7):
-    """One run that finds p itself, and weight decay if asked; from another p if it is given."""
+def tuner_method(kind: str, *, decay: bool = False, start: float | None = None, rate: float = 0.7):
+    """Return a method that tunes p (and weight decay, with ``decay``), starting at p = ``start``."""
 
     def method(model: nn.Module, loss: undrop.Loss, optimizer: Any, data: Data, size: int):
         objective = (
@@ -154,7 +159,7 @@ def tuned(kind: str, *, decay: bool = False, start: float | None = None, rate: f
         )
         shuffled = torch.Generator().manual_seed(0)
         held = batches(data, "validation", size, shuffled)
-        tuner = Started(objective, held, optimizer=optimizer if decay else None, rate=rate)
+        tuner = TunerWithStart(objective, held, optimizer=optimizer if decay else None, rate=rate)
         tuner.start = start
 
         def backward(inputs: Any, targets: Any) -> None:
@@ -171,8 +176,8 @@ def tuned(kind: str, *, decay: bool = False, start: float | None = None, rate: f
     return method
 
 
-def searches(task: Task, seed: int) -> Iterator[tuple[str, Run]]:
-    """The runs of the searches that need no result of another run."""
+def search_runs(task: Task, seed: int) -> Iterator[tuple[str, Run]]:
+    """Yield the runs of the searches that do not depend on the results of other runs."""
     n = len(dropout_slots(task.model(0.5)))
     yield "none", {"ps": [0.0] * n}
     for p in GRID:
@@ -187,8 +192,8 @@ def searches(task: Task, seed: int) -> Iterator[tuple[str, Run]]:
         )
 
 
-def both(task: Task, records: list[Run]) -> Iterator[tuple[str, Run]]:
-    """Weight decay beside the best common p of this seed."""
+def decay_runs(task: Task, records: list[Run]) -> Iterator[tuple[str, Run]]:
+    """Yield the runs with weight decay and the best p of the grid for this seed."""
     grid = [r for r in records if r["method"] == "grid"]
     if len(grid) == len(GRID):
         ps = min(grid, key=lambda r: r["validation"])["how"]["ps"]
@@ -197,7 +202,7 @@ def both(task: Task, records: list[Run]) -> Iterator[tuple[str, Run]]:
 
 
 class Records:
-    """A file of JSON lines, one a run."""
+    """A file of JSON lines, one for each run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -205,11 +210,11 @@ class Records:
         self.all: list[Run] = [json.loads(line) for line in lines]
 
     def find(self, **keys: Any) -> list[Run]:
-        """Those with these values."""
+        """Return the records with these values."""
         return [r for r in self.all if all(r[k] == v for k, v in keys.items())]
 
     def add(self, record: Run) -> None:
-        """Append one."""
+        """Append a record."""
         self.all.append(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -217,14 +222,14 @@ class Records:
 
 METHODS = {
     "analytic": analytic,
-    "tuner-analytic": tuned("analytic"),
-    "tuner-dropout": tuned("dropout"),
-    "tuner-dropout+decay": tuned("dropout", decay=True),
+    "tuner-analytic": tuner_method("analytic"),
+    "tuner-dropout": tuner_method("dropout"),
+    "tuner-dropout+decay": tuner_method("dropout", decay=True),
 }
 
 
-def single(task: Task, *methods: str) -> list[tuple[str, Run]]:
-    """The runs of the methods without a search, and those of what tuners start from."""
+def single_runs(task: Task, *methods: str) -> list[tuple[str, Run]]:
+    """Return the runs of methods without a search, and for each tuner a run with its fixed start."""
     plan: list[tuple[str, Run]] = []
     start = {"ps": [0.1] * len(dropout_slots(task.model(0.5)))}
     for method in methods:
@@ -238,7 +243,7 @@ def single(task: Task, *methods: str) -> list[tuple[str, Run]]:
 
 
 def run(records: Records, task: Task, seed: int, root: Path, plan: list[tuple[str, Run]]) -> None:
-    """Those runs of the plan that have no record yet."""
+    """Make the runs of the plan that have no record yet."""
     data = None
     for method, how in plan:
         key = {"task": task.name, "seed": seed, "method": method, "how": how}
@@ -251,7 +256,7 @@ def run(records: Records, task: Task, seed: int, root: Path, plan: list[tuple[st
 
 
 def main() -> None:
-    """Run what has no record yet."""
+    """Make all runs that have no record yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the corpora")
     parser.add_argument("--records", type=Path, default=Path("results/tuning/runs.jsonl"))
@@ -265,11 +270,11 @@ def main() -> None:
     torch.set_num_threads(1)
     for seed in range(options.seeds):
         for task in (TASKS[name] for name in options.tasks):
-            run(records, task, seed, options.data, single(task, *options.methods))
+            run(records, task, seed, options.data, single_runs(task, *options.methods))
             if "search" in options.methods:
-                run(records, task, seed, options.data, list(searches(task, seed)))
+                run(records, task, seed, options.data, list(search_runs(task, seed)))
                 mine = records.find(task=task.name, seed=seed)
-                run(records, task, seed, options.data, list(both(task, mine)))
+                run(records, task, seed, options.data, list(decay_runs(task, mine)))
 
 
 if __name__ == "__main__":

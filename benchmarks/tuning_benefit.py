@@ -1,15 +1,16 @@
-"""Does a site's benefit say what retraining without the site does? See `--help`.
+"""Does the benefit of a site predict the effect of retraining without the site? See `--help`.
 
-A case is a task, a p, and a site or weight decay; `results/tuning/cases.json` lists them, written before
-the first run. For each seed the model is trained with p at every site and diagnosed at its last weights:
-`undrop.diagnose` with the optimizer, at half the peak learning rate, four repeats. Then it is trained
-again without each site in turn, and once with the weight decay that was tried. Fixed beforehand:
+A case is a task, a p, and a site or weight decay. `results/tuning/cases.json` lists the cases; it was
+written before the first run. For each seed, a model is trained with p at every site and diagnosed at its
+last weights (`undrop.diagnose` with the optimizer at half the peak learning rate, four repeats). Then it
+is trained again without each site in turn, and once with the weight decay that the diagnosis tried.
+These definitions were also fixed before the first run:
 
-- truth of a case: the mean over seeds of the test loss without it minus with it, at the end of training;
-  positive where it helps;
-- score of a case: the mean over seeds of z, the benefit over its standard error;
-- result: the AUC of the score for the sign of the truth, with an interval by drawing groups of cases of
-  one task and p with replacement, since cases of a group share their trained models.
+- the truth of a case is the test loss without the site (or weight decay) minus that with it, at the end
+  of training, as a mean over seeds; it is positive if the site helps;
+- the score of a case is the mean over seeds of z, the benefit divided by its standard error;
+- the result is the AUC of the score for the sign of the truth. For its interval, groups of cases with
+  the same task and p are drawn with replacement, because these cases share their trained models.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from undrop.diagnosis.measure.estimates import Estimate
 CASES = Path("results/tuning/cases.json")
 PROBABILITIES = (0.1, 0.35)
 SEEDS = (10, 11, 12, 13)
-"""None of the seeds of any other experiment."""
+"""No other experiment uses these seeds."""
 REPEATS, BATCHES = 4, 16
 DECAY = "weight decay"
 Run = dict[str, Any]
 
 
 def site_names(task: Task, data: Data) -> list[str]:
-    """The sites, in the order of `dropout_slots`."""
+    """Return the names of the sites, in the order of `dropout_slots`."""
     inputs, _ = next(batches(data, "train", task.batch, None))
     return [site.name for site in undrop.sites(task.model(0.5), inputs)]
 
 
 def write_cases(root: Path) -> None:
-    """All sites of all tasks, and weight decay."""
+    """Write the cases: all sites of all tasks, and weight decay."""
     cases = []
     for task in TASKS.values():
         names = [*site_names(task, task.data(root, SEEDS[0])), DECAY]
@@ -54,13 +55,13 @@ def write_cases(root: Path) -> None:
     CASES.write_text(f"[\n{lines}\n]\n")
 
 
-def shown(found: Estimate) -> list[float | None]:
-    """The benefit, its standard error and z."""
+def as_list(found: Estimate) -> list[float | None]:
+    """Return the benefit, its standard error and z."""
     return [found.value, found.stderr, found.z]
 
 
-def diagnosed(task: Task, data: Data, model: nn.Module, optimizer: Any) -> Run:
-    """The benefit of each site and of weight decay."""
+def diagnose(task: Task, data: Data, model: nn.Module, optimizer: Any) -> Run:
+    """Return the benefit of each site and of weight decay."""
     order = torch.Generator().manual_seed(0)
     hook = optimizer.register_step_pre_hook(
         lambda *_: clip_grad_norm_(model.parameters(), task.clip) and None
@@ -81,12 +82,12 @@ def diagnosed(task: Task, data: Data, model: nn.Module, optimizer: Any) -> Run:
     ).benefit
     hook.remove()
     assert found is not None
-    scores = {name: shown(estimate) for name, estimate in found.sites.items()}
-    scores |= {DECAY: shown(found.weight_decay), "every site": shown(found.every_site)}
+    scores = {name: as_list(estimate) for name, estimate in found.sites.items()}
+    scores |= {DECAY: as_list(found.weight_decay), "every site": as_list(found.every_site)}
     return {"benefit": scores, "decay": found.decay}
 
 
-def with_every_site(task: Task, data: Data, seed: int, p: float) -> Run:
+def train_and_diagnose(task: Task, data: Data, seed: int, p: float) -> Run:
     """Train with p at every site, and diagnose."""
     kept: list[Any] = []
 
@@ -95,15 +96,15 @@ def with_every_site(task: Task, data: Data, seed: int, p: float) -> Run:
         return plain(model, loss, optimizer, *rest)
 
     result = train(task, data, seed, {"start": p}, method)
-    return {**result, **diagnosed(task, data, *kept)}
+    return {**result, **diagnose(task, data, *kept)}
 
 
 def run(root: Path, records: Records, seed: int, task: Task, p: float, what: list[str]) -> None:
-    """The runs of one seed, task and p that have no record yet."""
+    """Make the runs of one seed, task and p that have no record yet."""
     data = task.data(root, seed)
     key: Run = {"task": task.name, "p": p, "seed": seed}
     if not records.find(**key, changed=None):
-        records.add({**key, "changed": None, **with_every_site(task, data, seed, p)})
+        records.add({**key, "changed": None, **train_and_diagnose(task, data, seed, p)})
     (whole,) = records.find(**key, changed=None)
     names = site_names(task, data)
     assert len(names) == len(dropout_slots(task.model(p)))
@@ -116,7 +117,7 @@ def run(root: Path, records: Records, seed: int, task: Task, p: float, what: lis
 
 
 def main() -> None:
-    """Write the cases if there are none, then run what has no record yet."""
+    """Write the cases if there are none; otherwise make all runs that have no record yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the corpora")
     parser.add_argument("--records", type=Path, default=Path("results/tuning/benefit.jsonl"))

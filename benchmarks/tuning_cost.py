@@ -1,8 +1,8 @@
-"""What tuning adds to a step, on average at the default interval: `python benchmarks/tuning_cost.py`.
+"""The cost that tuning adds to an average step: `python benchmarks/tuning_cost.py`.
 
 A step is the pass, the backward pass and AdamW's update, with undrop.Dropout in both cases. Steps with
-and without the tuner alternate. Their processor times are compared over each interval between trials, so
-that the load of the machine matters little. Validation batches are as large as training batches.
+and without the tuner alternate, and their processor times are compared over each interval between
+trials, so the load of the machine matters little. Validation batches are as large as training batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTERVALS = 6
 
 
 def tokens(vocabulary: int, steps: int, batch: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Random windows (time, batch)."""
+    """Return a function that draws random windows (time, batch)."""
     shape = (steps, batch)
     return lambda: (torch.randint(vocabulary, shape), torch.randint(vocabulary, shape))
 
@@ -54,7 +54,7 @@ def seconds(
     optimizer: torch.optim.Optimizer,
     batch: tuple[Tensor, Tensor],
 ) -> float:
-    """Processor seconds of one step."""
+    """Return the processor seconds of one step."""
     began = time.process_time()
     optimizer.zero_grad()
     step(model, *batch).backward()
@@ -62,27 +62,27 @@ def seconds(
     return time.process_time() - began
 
 
-def added(make: Callable[[], nn.Module], batch: Callable[[], tuple]) -> list[float]:
-    """(tuned - plain)/plain of each interval."""
+def added_cost(make: Callable[[], nn.Module], batch: Callable[[], tuple]) -> list[float]:
+    """Return (tuned - plain)/plain for each interval between trials."""
     torch.manual_seed(0)
     tuner = undrop.Tuner(undrop.Dropout(), [batch() for _ in range(4)])
     sides = []
     for step in (undrop.Dropout(), tuner.step):
         model = make()
         sides.append((step, model, torch.optim.AdamW(model.parameters(), lr=1e-4)))
-    found = []
+    ratios = []
     for _ in range(INTERVALS + 1):
         data = [batch() for _ in range(INTERVAL)]
         plain, tuned = map(sum, zip(*([seconds(*s, d) for s in sides] for d in data), strict=True))
-        found.append(tuned / plain - 1.0)
-    return found[1:]  # the first steps look at the model
+        ratios.append(tuned / plain - 1.0)
+    return ratios[1:]  # the first interval includes the search for sites
 
 
 def main() -> None:
     """Print one line of JSON for each model."""
     torch.set_num_threads(1)
     for name, subject in SUBJECTS.items():
-        ratios = sorted(added(*subject))
+        ratios = sorted(added_cost(*subject))
         row = {"model": name, "added": statistics.median(ratios), "all": ratios}
         print(json.dumps(row, ensure_ascii=False), flush=True)
 

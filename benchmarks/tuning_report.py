@@ -1,4 +1,4 @@
-"""The tables of docs/tuning.md, from the records: `python benchmarks/tuning_report.py --write`."""
+"""Make the tables of docs/tuning.md from the records: `python benchmarks/tuning_report.py --write`."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ METHODS: dict[str, tuple[str, ...]] = {
     "Tuner on Dropout": ("tuner-dropout",),
     "Tuner on Dropout and decay": ("tuner-dropout+decay",),
 }
-"""Each method: the runs that it pays for and chooses from."""
+"""For each method, the kinds of runs that it chooses from; its cost is that of all these runs."""
 RUNS = {"none": 1, "grid": 6, "random": 10, "decay": 4, "dropout+decay": 3, "analytic": 4}
 REFERENCES = ("dropout, best of 6 p", "all searches, 24 runs")
 SHORT = ("best of 6 p", "all searches")
 DRAWS = 10000
-"""Of the bootstrap."""
+"""The number of samples of a bootstrap."""
 
 
 def read(folder: Path, pattern: str) -> list[Run]:
-    """The records of all files whose name matches."""
+    """Read the records of all files whose name matches."""
     files = sorted(folder.glob(pattern))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def outcome(runs: list[Run], method: str) -> tuple[float, float] | None:
-    """The test loss of the run that validation chooses, and what all runs cost in single runs."""
+    """Return the test loss of the run with the lowest validation loss, and the cost in single runs.
+
+    None if a run has no record yet.
+    """
     mine = {kind: [r for r in runs if r["method"] == kind] for kind in METHODS[method]}
     if "p = 0.1" in mine:
         mine["p = 0.1"] = [r for r in runs if r["method"] == "grid" and r["how"]["ps"][0] == 0.1]
-    # Tuners and what they start from are compared with a run on the same machine and day.
+    # The times of tuners, and of their starts, are divided by those of a run on the same day.
     reference = "one run" if "Tuner" in method or "Σ lr" in method else "grid"
     grid = [r["seconds"] for r in runs if r["method"] == reference]
     if any(len(found) < RUNS.get(kind, 1) for kind, found in mine.items()):
@@ -60,7 +63,7 @@ def outcome(runs: list[Run], method: str) -> tuple[float, float] | None:
 
 
 def interval(values: list[float], digits: int = 3) -> str:
-    """The mean and its 95 % interval, by Student's t."""
+    """Format the mean and its 95 % interval, by Student's t."""
     mean = sum(values) / len(values)
     if len(values) < 2:
         return f"{mean:+.{digits}f}"
@@ -74,7 +77,7 @@ Outcomes = list[dict[str, tuple[float, float]]]
 
 
 def outcomes(records: Iterable[Run]) -> dict[str, Outcomes]:
-    """The outcomes of each task, for the seeds that have all methods."""
+    """Return the outcomes of each task, for the seeds that have the runs of all methods."""
     by_task: dict[str, dict[int, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         by_task[record["task"]][record["seed"]].append(record)
@@ -86,18 +89,18 @@ def outcomes(records: Iterable[Run]) -> dict[str, Outcomes]:
     return {task: seeds for task, seeds in found.items() if seeds}
 
 
-def apart(seeds: Outcomes, method: str, other: str) -> str:
-    """The paired difference of two methods; nothing if they are the same."""
+def paired_difference(seeds: Outcomes, method: str, other: str) -> str:
+    """Format the paired difference of two methods; "" if they are the same."""
     return "" if method == other else interval([s[method][0] - s[other][0] for s in seeds])
 
 
 def table(found: dict[str, Outcomes]) -> list[str]:
-    """For each task and method: test loss, its paired differences to two searches, and the cost."""
+    """Return a table of each task and method: test loss, differences from two searches, and cost."""
     heads = ("task", "method", "test loss", *(f"minus {name}" for name in SHORT), "cost")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for task, seeds in found.items():
         for place, method in enumerate(METHODS):
-            cells = [apart(seeds, method, other) for other in REFERENCES]
+            cells = [paired_difference(seeds, method, other) for other in REFERENCES]
             mean = float(np.mean([one[method][0] for one in seeds]))
             cost = float(np.median([one[method][1] for one in seeds]))
             name = f"{task}, {len(seeds)} seeds" if not place else ""
@@ -106,7 +109,7 @@ def table(found: dict[str, Outcomes]) -> list[str]:
 
 
 def summary(found: dict[str, Outcomes]) -> list[str]:
-    """For each task, the difference of tuned runs to two searches, and their cost."""
+    """Return a table of each task: the difference of tuned runs from two searches, and their cost."""
     tuners = {"p": "Tuner on Dropout", "p and λ": "Tuner on Dropout and decay"}
     pairs = list(product(zip(SHORT, REFERENCES, strict=True), tuners.items()))
     heads = [f"{tuned}, minus {short}" for (short, _), (tuned, _) in pairs]
@@ -115,13 +118,17 @@ def summary(found: dict[str, Outcomes]) -> list[str]:
     for task, seeds in found.items():
         mean = float(np.mean([one[REFERENCES[0]][0] for one in seeds]))
         costs = [f"{np.median([one[m][1] for one in seeds]):.1f}" for m in tuners.values()]
-        cells = [f"{mean:.3f}", *(apart(seeds, m, o) for (_, o), (_, m) in pairs), *costs]
+        cells = [
+            f"{mean:.3f}",
+            *(paired_difference(seeds, m, o) for (_, o), (_, m) in pairs),
+            *costs,
+        ]
         lines.append(f"| {task} | {' | '.join(cells)} |")
     return lines
 
 
 def one_run(found: dict[str, Outcomes]) -> list[str]:
-    """What each way to make a single run changes in the test loss of p = 0.1, in percent."""
+    """Return a table of single runs: how they change the test loss of p = 0.1, in percent."""
     fixed, decayed = "dropout, p = 0.1", "p = 0.1 and λ = 0.3/Σ lr"
     both = "Tuner on Dropout and decay"
     pairs = [("Tuner on Dropout", fixed), ("Tuner on Analytic", fixed), (decayed, fixed)]
@@ -142,7 +149,7 @@ HEADS = [f"from {start:g}, rate {rate:g}" for start, rate in CELLS]
 
 
 def rules(records: list[Run]) -> list[str]:
-    """What each rule changes in the test loss of p = 0.1, in percent, from each start and rate."""
+    """Return a table of the rules: how they change the test loss of p = 0.1, by start and rate."""
     names = ["moments, full noise at once", "moments", "growing", "growing, by evidence"]
     fixed = {
         (r["task"], r["seed"]): r["test"]
@@ -160,13 +167,13 @@ def rules(records: list[Run]) -> list[str]:
 
 
 def changes(pairs: list[tuple[float, float]]) -> str:
-    """The mean change in percent, its interval and the number of pairs."""
+    """Format the mean change in percent, its interval and the number of pairs."""
     ratios = [100.0 * (mine / other - 1.0) for mine, other in pairs]
     return f"{interval(ratios, 1)} ({len(ratios)})" if ratios else ""
 
 
 def starts(records: list[Run]) -> list[str]:
-    """What the tuner changes in the test loss of p = 0.1 from each start and with each rate."""
+    """Return a table of the tuner: how it changes the test loss of p = 0.1, by start and rate."""
     by_key = {(r["task"], r["seed"], r["kind"], r["start"], r["rate"]): r["test"] for r in records}
     tasks = sorted({r["task"] for r in records})
     lines = [f"| task | p = 0.1 | {' | '.join(HEADS)} |", "|---" * (len(HEADS) + 2) + "|"]
@@ -184,7 +191,7 @@ def starts(records: list[Run]) -> list[str]:
 
 
 def variants(records: list[Run], base: str = "p = 0.1") -> list[str]:
-    """What each variant of the tuner changes in the test loss of the base, in percent."""
+    """Return a table of the tuner's variants: how they change the test loss of the base, in percent."""
     by_key = {(r["what"], r["task"], r["seed"]): r["test"] for r in records}
     tasks = list(dict.fromkeys(r["task"] for r in records))
     names = [n for n in dict.fromkeys(r["what"] for r in records) if n != base]
@@ -201,7 +208,7 @@ def variants(records: list[Run], base: str = "p = 0.1") -> list[str]:
 
 
 def cost(records: list[Run]) -> list[str]:
-    """What tuning adds to a step of each model."""
+    """Return a table of the cost that tuning adds to a step of each model."""
     lines = ["| model | added by tuning |", "|---|---|"]
     for r in records:
         low, high = 100.0 * min(r["all"]), 100.0 * max(r["all"])
@@ -210,11 +217,11 @@ def cost(records: list[Run]) -> list[str]:
 
 
 SIGNALS = ("one step", "one step, held-out", "Adam", "horizon 30", "horizon 100", "horizon 300")
-"""Benefits of the gradient, as z-scores."""
+"""The signals that use the gradient; the records hold their z-scores."""
 
 
 def signals(records: list[Run]) -> list[str]:
-    """How well each signal predicts what more noise does by the end of the run."""
+    """Return a table of how well each signal predicts the effect of more noise on the whole run."""
     sites = [r for r in records if "one step" in r]
     truth = np.array([np.mean(r["truth"]) > 0.0 for r in sites])
     scores = {f"branches of {n} steps": [r[f"branch {n}"][0] for r in sites] for n in (20, 60, 150)}
@@ -228,7 +235,7 @@ def signals(records: list[Run]) -> list[str]:
 
 
 def advice_outcomes(records: list[Run]) -> list[Run]:
-    """For each case the advice, and how far no dropout and p = 0.1 are above the best of 6 p."""
+    """Return, for each case, the advice, and how far p = 0 and p = 0.1 are above the best of 6 p."""
     found = []
     for r in (r for r in records if r["kind"] == "advice"):
         case = (r["task"], r["seed"])
@@ -240,8 +247,8 @@ def advice_outcomes(records: list[Run]) -> list[Run]:
     return found
 
 
-def advice(cases: list[Run]) -> list[str]:
-    """How often the advice is right."""
+def advice_summary(cases: list[Run]) -> list[str]:
+    """Return a sentence on how often the advice is right."""
     truth = [case["gain"] > 0.0 for case in cases]
     given = [case["gain"] > 0.0 for case in cases if case["evidence"] == "helps"]
     right = stats.binomtest(sum(given), max(len(given), 1)).proportion_ci(method="wilson")
@@ -254,8 +261,8 @@ def advice(cases: list[Run]) -> list[str]:
     ]
 
 
-def advice_cases(cases: list[Run]) -> list[str]:
-    """For each case what the advice says and what the search says."""
+def advice_case_table(cases: list[Run]) -> list[str]:
+    """Return a table of the cases: the advice, and the result of the search."""
     heads = ("task", "seed", "gap", "evidence", "none minus best of 6 p", "p = 0.1 minus best")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for case in cases:
@@ -268,7 +275,7 @@ def advice_cases(cases: list[Run]) -> list[str]:
 
 
 def auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """The chance that a case that helps scores above one that does not; ties count half."""
+    """Return the chance that a case that helps scores above a case that does not; ties count half."""
     good, bad = scores[labels], scores[~labels]
     if not len(good) or not len(bad):
         return math.nan
@@ -276,7 +283,7 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float:
 
 
 def auc_interval(scores: np.ndarray, labels: np.ndarray, groups: list[Any]) -> str:
-    """The AUC, with a 95 % interval by drawing whole groups with replacement."""
+    """Format the AUC, with a 95 % interval from drawing whole groups with replacement."""
     random, names = np.random.default_rng(0), sorted(set(groups))
     members = [np.flatnonzero([g == name for g in groups]) for name in names]
     found = []
@@ -288,7 +295,7 @@ def auc_interval(scores: np.ndarray, labels: np.ndarray, groups: list[Any]) -> s
 
 
 def benefit_cases(records: list[Run], cases: list[Run]) -> list[Run]:
-    """For each case the mean over seeds of the truth and of z, and its clear verdicts."""
+    """Return, for each case, the means over seeds of the truth and of z, and the clear verdicts."""
     by_key = {(r["task"], r["p"], r["seed"], r["changed"]): r for r in records}
     found = []
     for case in cases:
@@ -297,7 +304,7 @@ def benefit_cases(records: list[Run], cases: list[Run]) -> list[Run]:
         if not seeds:
             continue
         pairs = [(by_key[task, p, s, what], by_key[task, p, s, None]) for s in seeds]
-        sign = -1.0 if what == DECAY else 1.0  # its run has it, those of the sites have not
+        sign = -1.0 if what == DECAY else 1.0  # its run has decay, those of the sites lack the site
         scores = [whole["benefit"][what] for _, whole in pairs]
         row = {
             "truth": sign * np.mean([r["last_test"] - w["last_test"] for r, w in pairs]),
@@ -313,8 +320,8 @@ def benefit_cases(records: list[Run], cases: list[Run]) -> list[Run]:
 DECAY, CLEAR = "weight decay", 2.0
 
 
-def benefit(rows: list[Run]) -> list[str]:
-    """The AUC of the benefit, and how often its sign is right."""
+def benefit_summary(rows: list[Run]) -> list[str]:
+    """Return a table of the AUC of the benefit, and of how often its sign is right."""
     sites, decays = ([r for r in rows if (r["what"] == DECAY) == on] for on in (False, True))
     heads = ("cases", "truth", "that help", "AUC of z (95 %)", "right sign", "right beyond z = ±2")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -332,8 +339,8 @@ def benefit(rows: list[Run]) -> list[str]:
     return lines
 
 
-def each_benefit(rows: list[Run]) -> list[str]:
-    """The cases behind it."""
+def benefit_case_table(rows: list[Run]) -> list[str]:
+    """Return a table of the cases."""
     lines = ["| task | p | what | loss without it | benefit | z |", "|---" * 6 + "|"]
     for row in rows:
         lines.append(
@@ -343,8 +350,8 @@ def each_benefit(rows: list[Run]) -> list[str]:
     return lines
 
 
-def choice(folder: Path) -> list[str]:
-    """The scores that the definition of the benefit was chosen from, on 37 cases of other seeds."""
+def score_choice(folder: Path) -> list[str]:
+    """Return a table of possible definitions of the benefit, on 37 cases of other seeds."""
     cases = json.loads((folder / "cases-before.json").read_text())
     runs = {
         (r["task"], r["p"], r["seed"], r["without"]): r
@@ -376,7 +383,7 @@ def choice(folder: Path) -> list[str]:
 
 
 def tables(folder: Path) -> dict[str, list[str]]:
-    """All tables of the page, by the names of their markers."""
+    """Return all tables of the page, by the names of their markers."""
     results = outcomes(read(folder, "runs*.jsonl"))
     advised = advice_outcomes(read(folder, "advise.jsonl"))
     fixed = json.loads((folder / "cases.json").read_text())
@@ -393,16 +400,16 @@ def tables(folder: Path) -> dict[str, list[str]]:
         "summary": summary(results),
         "results": table(results),
         "one run": one_run(results),
-        "advice": advice(advised),
-        "advice cases": advice_cases(advised),
-        "choice": choice(folder),
-        "benefit": benefit(cases),
-        "benefit cases": each_benefit(cases),
+        "advice": advice_summary(advised),
+        "advice cases": advice_case_table(advised),
+        "choice": score_choice(folder),
+        "benefit": benefit_summary(cases),
+        "benefit cases": benefit_case_table(cases),
     }
 
 
-def filled(page: str, parts: dict[str, list[str]]) -> str:
-    """The page with these tables between their markers."""
+def fill(page: str, parts: dict[str, list[str]]) -> str:
+    """Return the page with these tables between their markers."""
     for name, lines in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, rest = page.split(begin)
@@ -420,7 +427,7 @@ def main() -> None:
     for lines in parts.values():
         print("\n".join(lines), end="\n\n")
     if options.write:
-        page.write_text(filled(page.read_text(), parts))
+        page.write_text(fill(page.read_text(), parts))
 
 
 if __name__ == "__main__":

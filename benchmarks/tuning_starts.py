@@ -1,6 +1,6 @@
-"""Does the tuner need tuning? Runs from other starts and with other rates; see `--help`.
+"""Does the tuner depend on its start and its rate? See `--help`.
 
-A tuner starts at p = 0.1 whatever the model declares; here it is made to start elsewhere.
+A tuner starts at p = 0.1 whatever the model declares. This script forces other starts and rates.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from tuning_tasks import TASKS, Task
 
-from tuning import Records, dropout_slots, plain, train, tuned
+from tuning import Records, dropout_slots, plain, train, tuner_method
 
 SEEDS = (5, 6, 7)
-"""None of the seeds of the results."""
+"""The results use other seeds."""
 CELLS = [(0.1, 0.7), (0.05, 0.7), (0.2, 0.7), (0.6, 0.7), (0.1, 0.22), (0.1, 2.2)]
 """Starts and rates."""
 
 
 def plan(task: Task) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
-    """What each run is called, its settings and its method."""
+    """Return the keys, the settings and the method of each run."""
     n = len(dropout_slots(task.model(0.5)))
     runs: list[tuple[dict[str, Any], dict[str, Any], Any]] = [
         (
             {"kind": "tuner", "start": start, "rate": rate},
             {"start": 0.2},
-            tuned("dropout", start=start, rate=rate),
+            tuner_method("dropout", start=start, rate=rate),
         )
         for start, rate in CELLS
     ]
@@ -36,7 +36,7 @@ def plan(task: Task) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
 
 
 def main() -> None:
-    """Run what has no record yet."""
+    """Make all runs that have no record yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of the corpora")
     parser.add_argument("--records", type=Path, default=Path("results/tuning/starts.jsonl"))

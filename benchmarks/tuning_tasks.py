@@ -1,6 +1,6 @@
 """The small tasks on which ways to choose dropout are compared: data, model and training settings.
 
-Each task has three parts: one to train on, one to tune on, and one that only the report sees.
+The data of each task have three parts: training, validation (for tuning) and test (for the report).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["TASKS", "CharacterModel", "Data", "Task", "batches", "schedule"]
 
 @dataclass(frozen=True)
 class Task:
-    """What stays the same for every method."""
+    """The data, the model and the training settings, which are the same for every method."""
 
     name: str
     data: Callable[[Path, int], Data]
@@ -54,7 +54,7 @@ class CharacterModel(nn.Module):
 
 
 def _characters(root: Path, seed: int) -> Data:
-    """Another stretch of the text for each seed."""
+    """Return windows of the text; each seed has another part of the text."""
     sizes = (8000, 3000, 8000)
     text = (root / "tinyshakespeare" / "input.txt").read_text()
     index = {c: i for i, c in enumerate(sorted(set(text)))}
@@ -139,5 +139,5 @@ TASKS = {
 
 
 def schedule(task: Task, step: int, total: int) -> float:
-    """The learning rate: a cosine to zero."""
+    """Return the learning rate at a step: a cosine to zero."""
     return task.lr * 0.5 * (1.0 + math.cos(math.pi * step / total))

@@ -14,4 +14,4 @@ def test_the_tables_of_the_page_match_the_records(monkeypatch):
     import tuning_report
 
     page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-    assert tuning_report.filled(page, tuning_report.tables(ROOT / "results" / "tuning")) == page
+    assert tuning_report.fill(page, tuning_report.tables(ROOT / "results" / "tuning")) == page

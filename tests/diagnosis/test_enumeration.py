@@ -12,7 +12,7 @@ import undrop
 from device import new_generator
 from undrop.diagnosis.measure.estimates import Samples
 from undrop.diagnosis.measure.model import MeasuredModel, collect
-from undrop.diagnosis.measure.r_drop import Expander, sample_mask
+from undrop.diagnosis.measure.r_drop import Expander, sample_parts
 from undrop.nn import LockedDropout, WeightDrop
 
 TOLERANCE = 1e-8
@@ -161,12 +161,12 @@ CASES = {
 def at_every_mask(case):
     """The mean over all masks of the parts by site; "" stands for all sites together."""
     loss = case.loss if case.loss is cubic else None
-    measured = MeasuredModel(case.model, collect([(case.inputs, case.targets)], 1), loss=loss)
+    subject = MeasuredModel(case.model, collect([(case.inputs, case.targets)], 1), loss=loss)
     sums = {name: [0.0, 0.0, 0.0] for name in ("", *case.sites)}
-    with measured.preserved():
-        (batch,) = measured.batches
-        expanded, base = Expander(measured)(batch), measured.loss_value(batch, {})
-        shapes = {site.name: site.mask_shape for site, _ in expanded.found}
+    with subject.preserve():
+        (batch,) = subject.batches
+        expansion, base = Expander(subject)(batch), subject.loss_value(batch, {})
+        shapes = {site.name: site.mask_shape for site, _ in expansion.sites_and_leaves}
         sizes = [n for n, _ in case.sites.values()]
         for dropped in product((False, True), repeat=len(case.p)):
             drops = torch.tensor(dropped)
@@ -178,10 +178,10 @@ def at_every_mask(case):
                 else value.expand(shape)
                 for (name, shape), value in zip(shapes.items(), values, strict=True)
             }
-            every, terms = sample_mask(expanded, noise)
+            every, terms = sample_parts(expansion, noise)
             found = {"": every}
             for name, order in terms.sites.items():
-                alone = measured.loss_value(batch, {name: noise[name]}) - base - order.directional
+                alone = subject.loss_value(batch, {name: noise[name]}) - base - order.directional
                 found[name] = (alone, order.half_quadratic, order.curvature)
             for name, parts in found.items():
                 sums[name] = [s + weight * x for s, x in zip(sums[name], parts, strict=True)]
@@ -262,9 +262,9 @@ def test_parts_add_up_to_r_drop_and_shares_to_one(sampled):
 def test_batches_are_weighted_by_their_number_of_terms():
     big, small = two_layers(batch=4), two_layers(batch=1)
     pairs = [(case.inputs, case.targets) for case in (big, small)]
-    measured = MeasuredModel(big.model, collect(pairs, 2))
+    subject = MeasuredModel(big.model, collect(pairs, 2))
     samples = Samples()
-    with measured.preserved():
-        for batch, value in zip(measured.batches, (1.0, 6.0), strict=True):
-            samples.add(batch.number, Expander(measured)(batch).count, value)
+    with subject.preserve():
+        for batch, value in zip(subject.batches, (1.0, 6.0), strict=True):
+            samples.add(batch.number, Expander(subject)(batch).count, value)
     assert samples.mean(lambda x: x).value == pytest.approx(0.8 * 1.0 + 0.2 * 6.0)

@@ -44,7 +44,7 @@ def test_the_standard_error_is_the_spread_between_repeated_studies():
     for seed in range(16):
         subject = subject_of()
         subject.generators = type(subject.generators)(new_generator(seed))
-        with subject.preserved():
+        with subject.preserve():
             found = measure_explicit(subject, Budget(1e9, quietly), draws=30)
         values.append(found.parts.r_drop.value)
         errors.append(found.parts.r_drop.stderr)
@@ -58,10 +58,10 @@ def test_the_standard_error_is_the_spread_between_repeated_studies():
 def test_second_derivatives_by_differences_agree_with_autograd(name, loss):
     subject = subject_of(name, loss)
     batch = subject.batches[0]
-    with subject.preserved():
+    with subject.preserve():
         exact, rough = ReverseExpansion(subject, batch), DifferenceExpansion(subject, batch)
-        noise = subject.draw_masks(exact.found)
-        ours, theirs = exact.along(noise), rough.along(noise)
+        noise = subject.draw_masks(exact.sites_and_leaves)
+        ours, theirs = exact.terms_along(noise), rough.terms_along(noise)
         assert exact.directional(noise) == pytest.approx(ours.total.directional)
         assert rough.directional(noise) == pytest.approx(ours.total.directional, rel=1e-2, abs=2e-4)
     for a, b in zip(ours.total, theirs.total, strict=True):

@@ -12,19 +12,24 @@ from device import new_generator
 from problems import problem
 from undrop.diagnosis.measure import implicit
 from undrop.diagnosis.measure.gradients import GradientNoise, Sketch, group_of
-from undrop.diagnosis.measure.implicit import cosine, measure_implicit, overlap, trace_of_means
+from undrop.diagnosis.measure.implicit import (
+    cosine,
+    eigenspace_overlap,
+    measure_implicit,
+    trace_of_means,
+)
 from undrop.diagnosis.measure.model import MeasuredModel, collect
 from undrop.diagnosis.measure.timing import Budget
 
 
-def measured(model, batches, draws, **options):
+def implicit_effect(model, batches, draws, **options):
     subject = MeasuredModel(
         model,
         collect(batches, 100),
         generator=new_generator(0),
         **options,
     )
-    with subject.preserved():
+    with subject.preserve():
         return measure_implicit(subject, Budget(1e9, lambda done, what: None), draws=draws)
 
 
@@ -63,7 +68,7 @@ def analytic_directions(model, x, y, p):
 
 def test_traces_and_cosine_agree_with_enumeration():
     model, x, y = small_net()
-    found = measured(model, [(x, y)], 300)
+    found = implicit_effect(model, [(x, y)], 300)
     g, w = gradients_by_mask(model, x, y, 0.3)
     diagonal = w @ g**2 - (w @ g) ** 2
     xi = analytic_directions(model, x, y, 0.3).square().sum(0)
@@ -97,9 +102,10 @@ def test_mini_batch_noise_has_the_variance_of_the_batch_gradients():
     model.train()
     truth = float(torch.stack(rows).var(0).sum())
     pairs = zip(subject.batches[::2], subject.batches[1::2], strict=True)
-    with subject.preserved():
+    with subject.preserve():
         samples = [
-            sum(float(part.square().sum()) for part in noise.between(*pair)) for pair in pairs
+            sum(float(part.square().sum()) for part in noise.sample_batching(*pair))
+            for pair in pairs
         ]
     mean = torch.tensor(samples).mean().item()
     error = torch.tensor(samples).std().item() / len(samples) ** 0.5
@@ -108,7 +114,7 @@ def test_mini_batch_noise_has_the_variance_of_the_batch_gradients():
 
 def test_both_noises_shrink_as_one_over_k():
     made = problem("mlp")
-    found = measured(made.model, [(made.inputs, made.targets)], 160, loss=made.loss)
+    found = implicit_effect(made.model, [(made.inputs, made.targets)], 160, loss=made.loss)
     assert [point.k for point in found.shrinking] == [1, 2, 4, 8]
     for point in found.shrinking[1:]:
         for now, before in (
@@ -124,10 +130,10 @@ def test_a_noise_sample_has_the_covariance_of_the_dropout_gradient():
     model, x, y = small_net()
     subject = MeasuredModel(model, collect([(x, y)], 1), generator=new_generator(0))
     noise = GradientNoise(subject)
-    with subject.preserved():
+    with subject.preserve():
         samples = torch.stack(
             [
-                torch.cat([part.flatten() for part in noise.dropout(subject.batches[0])])
+                torch.cat([part.flatten() for part in noise.sample_dropout(subject.batches[0])])
                 for _ in range(800)
             ]
         )
@@ -142,10 +148,10 @@ def test_sketches_keep_inner_products():
     parts = [[torch.randn(30, 40), torch.randn(800)] for _ in range(6)]
     flat = torch.stack([torch.cat([p.flatten() for p in sample]) for sample in parts]).double()
     whole = Sketch(2000, 4096, torch.device("cpu"))
-    assert whole.identity
+    assert whole.is_identity
     assert torch.equal(torch.stack([whole(sample) for sample in parts]), flat)
     short = Sketch(2000, 1024, torch.device("cpu"))
-    assert short.places == 1024
+    assert short.width == 1024
     kept = torch.stack([short(sample) for sample in parts])
     assert kept.shape == (6, 1024)
     error = (kept @ kept.T - flat @ flat.T) / flat.square().sum(1).mean()
@@ -153,7 +159,7 @@ def test_sketches_keep_inner_products():
 
 
 def test_a_sketched_model_is_reported_as_sketched(monkeypatch):
-    monkeypatch.setattr(implicit, "PLACES", 16)
+    monkeypatch.setattr(implicit, "SKETCH_WIDTH", 16)
     model, x, y = small_net()
     found = undrop.diagnose(model, [(x, y)] * 4, seconds=1e3, draws=4, progress=False)
     assert found.implicit.kept == 16
@@ -166,8 +172,8 @@ def test_overlap_and_cosine_of_known_covariances_are_right():
     mine = torch.randn(64, 40).double() * torch.tensor([30.0, 20.0] + [1.0] * 38)
     same = torch.randn(64, 40).double() * torch.tensor([30.0, 20.0] + [1.0] * 38)
     other = torch.randn(64, 40).double() * torch.tensor([1.0] * 38 + [30.0, 20.0])
-    assert overlap(mine, same, 2).value > 0.95
-    assert overlap(mine, other, 2).value < 0.05
+    assert eigenspace_overlap(mine, same, 2).value > 0.95
+    assert eigenspace_overlap(mine, other, 2).value < 0.05
     assert cosine(mine**2, same**2).value == pytest.approx(1.0, abs=0.05)
     assert abs(cosine(mine**2, other**2).value) < 0.05
     k = trace_of_means(mine, 4)

@@ -24,14 +24,14 @@ def test_one_of_three_batches_is_measured_if_the_time_ends(monkeypatch):
     """The time ends after the first batch, and two masks of it."""
 
     class Over(explicit_module.Budget):
-        def spent(self, done=0.0):
+        def is_over(self, done=0.0):
             return True
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3)).double()
-    measured = MeasuredModel(model, collect([batch(seed=s) for s in range(3)], 3))
-    with measured.preserved():
-        found = explicit_module.measure_explicit(measured, Over(1.0))
+    subject = MeasuredModel(model, collect([batch(seed=s) for s in range(3)], 3))
+    with subject.preserve():
+        found = explicit_module.measure_explicit(subject, Over(1.0))
     assert found.batches == 1
     assert found.batches_given == 3
     assert found.masks == 2

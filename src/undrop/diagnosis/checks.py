@@ -13,19 +13,19 @@ from torch import nn
 from undrop.diagnosis.measure.estimates import Estimate, Samples, percent
 from undrop.diagnosis.measure.gradients import GradientNoise, inner_product
 from undrop.diagnosis.measure.model import MeasuredModel, collect
-from undrop.diagnosis.measure.r_drop import Expander, Expansion, MaskSample, sample_mask
+from undrop.diagnosis.measure.r_drop import Expander, Expansion, MaskSample, sample_parts
 from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import GOOD
 from undrop.engines import Exact
 from undrop.errors import OptionError
-from undrop.generators import Generators
 from undrop.objectives import Objective
 from undrop.report import Progress, Table, as_json
 from undrop.report.html import fragment, paragraph
 from undrop.report.plain import as_frame
 
 _ROUGH = 0.5
-_LEAST = 4  # draws
+"""From this share of R_drop to ``GOOD``, ½E[uᵀHu] is a rough description."""
+_MIN_DRAWS = 4
 
 VERDICTS: Mapping[str, str] = {
     "good": "the second-order approximation describes this dropout well",
@@ -52,33 +52,35 @@ class Check:
     quadratic_share: Estimate
     """½E[uᵀHu] / R_drop."""
     explicit: Estimate | None
-    """The objective's own explicit part, with its strength; None if it has none."""
+    """The objective's explicit part, with its strength; None if it has no explicit part."""
     noise_ratio: Estimate | None
-    """The trace of the objective's implicit noise divided by the trace of dropout's at the same sites.
+    """The trace of the objective's gradient noise, divided by that of dropout's noise at the same sites.
 
-    The objective's noise has its own site weights, mask structure and factor, as a mean over steps:
-    ``Dropout(k, noise="analytic")`` adds back only the part 1 - 1/k. None if there is no such
-    noise: implicit=False, k = 1, or the exact engine."""
+    The objective's noise has the site weights, the mask structure and the mean factor of the objective:
+    ``Dropout(k, noise="analytic")`` adds only the part 1 - 1/k of dropout's noise. None if the objective
+    has no analytic noise: with implicit=False, k = 1, or the exact engine."""
     verdict: str
     """"good", "rough", "poor" or "unclear"."""
     draws: int
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, each figure as ``{"value", "stderr", "low", "high"}``."""
+        """Return every field; an estimate becomes ``{"value", "stderr", "low", "high"}``."""
         return {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
 
     def table(self) -> Table:
-        """The figures as a table."""
-        known = not self.r_drop.includes_zero
-        share = f"{percent(self.quadratic_share)} of R_drop" if known else ""
+        """Return the figures as a table."""
+        r_drop_may_be_zero = self.r_drop.includes_zero
+        share = "" if r_drop_may_be_zero else f"{percent(self.quadratic_share)} of R_drop"
         rows = [
-            ("R_drop by Monte Carlo", str(self.r_drop), "" if known else "may be 0"),
+            ("R_drop by Monte Carlo", str(self.r_drop), "may be 0" if r_drop_may_be_zero else ""),
             ("½E[uᵀHu]", str(self.half_quadratic), share),
             ("R_drop - ½E[uᵀHu]", str(self.taylor_error), ""),
         ]
         if self.explicit is not None:
-            times = f"{self.explicit.value / self.r_drop.value:.2f} times R_drop" if known else ""
-            rows.append((f"{self.objective}'s explicit part", str(self.explicit), times))
+            remark = ""
+            if not r_drop_may_be_zero:
+                remark = f"{self.explicit.value / self.r_drop.value:.2f} times R_drop"
+            rows.append((f"{self.objective}'s explicit part", str(self.explicit), remark))
         if self.noise_ratio is not None:
             rows.append(
                 ("its noise / dropout's noise", str(self.noise_ratio), "ratio of their traces")
@@ -97,13 +99,13 @@ class Check:
         return fragment(paragraph(self.conclusion), self.table().html())
 
     def to_frame(self) -> Any:
-        """The figures as a pandas DataFrame, one row per figure."""
-        figures = {n: x for n, x in vars(self).items() if isinstance(x, Estimate)}
+        """Return the figures as a pandas DataFrame, one row per figure."""
+        figures = {name: x for name, x in vars(self).items() if isinstance(x, Estimate)}
         return as_frame([figure._asdict() for figure in figures.values()], list(figures))
 
 
-class _Sample(NamedTuple):
-    """One mask, and one step of the objective."""
+class _CheckSample(NamedTuple):
+    """The figures from one mask, one step of the objective, and one sample of each gradient noise."""
 
     mask: MaskSample
     explicit: float | None
@@ -123,11 +125,11 @@ def check(
 ) -> Check:
     """Compare an objective's analytic terms with dropout itself on one batch.
 
-    Neither the model nor the objective is changed.
+    The model and the objective do not change.
 
     Args:
         objective: an objective with analytic terms: ``Analytic``, or ``Dropout(noise="analytic")``.
-        model: the model that it trains.
+        model: the model that the objective trains.
         batch: a pair (inputs, targets).
         seconds: the time to spend.
         draws: the largest number of masks; None uses all the time.
@@ -138,20 +140,19 @@ def check(
         OptionError: if the objective has no analytic terms.
     """
     check_seconds(seconds)
-    factor = _implicit_factor(objective)
-    measured = MeasuredModel(model, collect([batch], 1), loss=objective.loss, generator=generator)
-    objective.selection.check(measured.sites.names)
-    copied = _copy_at_regularizing_step(objective, measured.generators)
-    copied.loss = measured.loss  # the batch is prepared for it
-    samples: Samples[_Sample] = Samples()
-    with Progress(progress) as shown, measured.preserved():
+    implicit_factor = _implicit_factor(objective)
+    subject = MeasuredModel(model, collect([batch], 1), loss=objective.loss, generator=generator)
+    objective.selection.check(subject.sites.names)
+    objective = _copy_at_regularizing_step(objective, subject)
+    samples: Samples[_CheckSample] = Samples()
+    with Progress(progress) as shown, subject.preserve():
         bar = shown.bar("comparing with dropout")
         budget = Budget(seconds, lambda done, what: bar.show(done))
-        expanded = Expander(measured)(measured.batches[0])
-        noise = GradientNoise(measured, copied, factor) if factor else None
-        rounds = None if draws is None else max(draws, _LEAST)
-        for _ in budget.visits(measured.batches, rounds, least=_LEAST):
-            samples.add(0, 1.0, _sample(expanded, copied, noise))
+        expansion = Expander(subject)(subject.batches[0])
+        noise = GradientNoise(subject, objective, implicit_factor) if implicit_factor else None
+        rounds = None if draws is None else max(draws, _MIN_DRAWS)
+        for _ in budget.visits(subject.batches, rounds, minimum=_MIN_DRAWS):
+            samples.add(0, 1.0, _sample(expansion, objective, noise))
     return _result(objective, samples)
 
 
@@ -165,37 +166,41 @@ def _implicit_factor(objective: Objective) -> float:
     return factor
 
 
-def _copy_at_regularizing_step(objective: Objective, generators: Generators) -> Objective:
-    """Return a copy with its own generator, at a step that regularizes."""
+def _copy_at_regularizing_step(objective: Objective, subject: MeasuredModel) -> Objective:
+    """Return a copy with the loss and generators of ``subject``, at a step that regularizes."""
     copied = copy.copy(objective)
-    copied.generators = generators
+    copied.loss = subject.loss  # the batch is prepared for this loss
+    copied.generators = subject.generators
     copied.steps -= copied.steps % copied.interval
     return copied
 
 
-def _sample(expanded: Expansion, objective: Objective, noise: GradientNoise | None) -> _Sample:
-    measured, batch = expanded.measured, expanded.batch
-    masks = measured.draw_masks(expanded.found)
-    chosen = {n: v for n, v in masks.items() if objective.selection.weight(n) > 0.0}
-    sample, _ = sample_mask(expanded, chosen)
-    explicit = None
+def _sample(
+    expansion: Expansion, objective: Objective, noise: GradientNoise | None
+) -> _CheckSample:
+    subject, batch = expansion.subject, expansion.batch
+    masks = subject.draw_masks(expansion.sites_and_leaves)
+    masks = {name: m for name, m in masks.items() if objective.selection.weight(name) > 0.0}
+    mask_sample, _ = sample_parts(expansion, masks)
+    explicit = dropout_trace = analytic_trace = None
     if getattr(objective, "explicit", None) is not None:
-        step = objective(measured.model, batch.inputs, batch.targets)
+        step = objective(subject.model, batch.inputs, batch.targets)
         objective.steps -= 1  # so that a schedule of the strength does not advance
         explicit = step.parts.get("explicit", 0.0) / objective.interval
-    traces: list[float | None] = [None, None]
     if noise is not None:
-        traces = [inner_product(g, g) for g in (noise.dropout(batch), noise.analytic(batch))]
-    return _Sample(sample, explicit, *traces)
+        dropout, analytic = noise.sample_dropout(batch), noise.sample_analytic(batch)
+        dropout_trace = inner_product(dropout, dropout)
+        analytic_trace = inner_product(analytic, analytic)
+    return _CheckSample(mask_sample, explicit, dropout_trace, analytic_trace)
 
 
-def _result(objective: Objective, samples: Samples[_Sample]) -> Check:
+def _result(objective: Objective, samples: Samples[_CheckSample]) -> Check:
     share = samples.ratio(lambda s: s.mask.half_quadratic, lambda s: s.mask.r_drop)
     first = next(iter(samples))
     explicit = samples.mean(lambda s: s.explicit)
     if isinstance(getattr(objective, "engine", None), Exact):  # it computes the expectation
         explicit = Estimate.of(explicit.value, 0.0)
-    noise = samples.ratio(lambda s: s.analytic_trace, lambda s: s.dropout_trace)
+    noise_ratio = samples.ratio(lambda s: s.analytic_trace, lambda s: s.dropout_trace)
     return Check(
         objective=type(objective).__name__,
         r_drop=samples.mean(lambda s: s.mask.r_drop),
@@ -203,7 +208,7 @@ def _result(objective: Objective, samples: Samples[_Sample]) -> Check:
         taylor_error=samples.mean(lambda s: s.mask.r_drop - s.mask.half_quadratic),
         quadratic_share=share,
         explicit=None if first.explicit is None else explicit,
-        noise_ratio=None if first.dropout_trace is None else noise,
+        noise_ratio=None if first.dropout_trace is None else noise_ratio,
         verdict=_verdict(share),
         draws=samples.count,
     )
@@ -212,14 +217,11 @@ def _result(objective: Objective, samples: Samples[_Sample]) -> Check:
 def _verdict(share: Estimate) -> str:
     """Return the verdict from the 95 % interval of ½E[uᵀHu] / R_drop."""
 
-    def within(part: float) -> bool:
-        return share.low >= part and share.high <= 1.0 / part
+    def is_within(limit: float) -> bool:
+        return share.low >= limit and share.high <= 1.0 / limit
 
-    def beyond(part: float) -> bool:
-        return share.high < part or share.low > 1.0 / part
-
-    if within(GOOD):
+    if is_within(GOOD):
         return "good"
-    if beyond(_ROUGH):
+    if share.high < _ROUGH or share.low > 1.0 / _ROUGH:
         return "poor"
-    return "rough" if within(_ROUGH) else "unclear"
+    return "rough" if is_within(_ROUGH) else "unclear"

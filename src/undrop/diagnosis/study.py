@@ -1,4 +1,4 @@
-"""``undrop.diagnose``: measure the explicit and implicit effect and the benefit, and conclude."""
+"""``undrop.diagnose``: measure dropout's explicit effect, implicit effect and benefit, and conclude."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from undrop.losses import Loss, as_loss
 from undrop.options import as_float
 from undrop.report import Bar, Progress
 
-_TIME = {"explicit effect": 3.0, "implicit effect": 2.0, "benefit": 2.0}
-"""How the time is divided between the measurements."""
+_TIME_WEIGHTS = {"explicit effect": 3.0, "implicit effect": 2.0, "benefit": 2.0}
+"""The measurements, and the weights by which they share the time."""
 _SAME_DATA = "{}, on which every regularizer looks harmful: pass batches of other data."
 
 
@@ -48,23 +48,24 @@ def diagnose(
 ) -> Diagnosis:
     """Measure what dropout does in a model, site by site, with standard errors.
 
-    The model is left as it was: its mode, buffers, gradients and random generators.
+    The model does not change: its mode, buffers, gradients and random generators stay the same.
 
     Args:
         model: any module with dropout, in train or eval mode.
         batches: pairs (inputs, targets) of training data, such as a DataLoader.
-        validation: pairs of other data. With them, a diagnosis measures the benefit of every site:
-            the validation loss after 20 steps without it, minus that after 20 steps with it.
-        optimizer: the optimizer that trains the model; None uses AdamW. It takes these steps, and its
+        validation: pairs of other data. With them, a diagnosis measures the benefit of every site: the
+            validation loss after 20 steps without the dropout there, minus the loss after 20 steps with
+            it.
+        optimizer: the optimizer that trains the model; None uses AdamW. It takes these 20 steps, and its
             state is restored.
-        learning_rate: the learning rate of these steps; None uses the optimizer's, or 0.001 for AdamW.
-            At the end of a schedule, pass the learning rate in the middle of it.
-        weight_decay: the weight decay whose benefit is measured too; None uses the one that shrinks the
-            weights by 1 % in 20 steps.
+        learning_rate: the learning rate of these 20 steps; None uses the optimizer's, or 0.001 for
+            AdamW. At the end of a schedule, pass the learning rate in the middle of it.
+        weight_decay: a weight decay, whose benefit is measured as well; None uses the one that shrinks
+            the weights by 1 % in 20 steps.
         loss: as for an objective.
         implicit: whether to measure gradient noise as well.
-        seconds: the time to spend; more time gives smaller errors. A diagnosis takes longer if the
-            minimum number of samples does not fit in it.
+        seconds: the time to spend; more time gives smaller errors. If the minimum number of samples
+            does not fit in it, a diagnosis takes longer.
         draws: the largest number of masks per batch; None uses all the time. With ``draws``, a
             generator and enough seconds, the figures are reproducible.
         max_batches: the largest number of training and of validation batches to use.
@@ -79,28 +80,32 @@ def diagnose(
         NonFiniteError: if a loss is not finite.
         OutputError: if the model draws random numbers that can't be repeated.
     """
-    _check(seconds, draws, max_batches, optimizer, learning_rate, weight_decay)
-    began = time.monotonic()
-    own, held = _collected(batches, validation, max_batches, batch_dim)
-    measured = MeasuredModel(model, own, loss=loss, generator=generator)
-    update = (
-        BranchOptimizer(measured.model, optimizer, learning_rate, weight_decay) if held else None
-    )
-    noise = benefit = None
-    with Progress(progress) as shown, measured.preserved():
-        budgets = _budgets((True, implicit, update is not None), seconds, shown.bar())
-        explicit = measure_explicit(measured, next(budgets), draws=draws, names=classes)
+    _check_options(seconds, draws, max_batches, optimizer, learning_rate, weight_decay)
+    start = time.monotonic()
+    training, held_out = _collect_both(batches, validation, max_batches, batch_dim)
+    subject = MeasuredModel(model, training, loss=loss, generator=generator)
+    branch_optimizer = noise = benefit = None
+    if held_out:
+        branch_optimizer = BranchOptimizer(subject.model, optimizer, learning_rate, weight_decay)
+    with Progress(progress) as shown, subject.preserve():
+        budgets = _budgets((True, implicit, bool(held_out)), seconds, shown.bar())
+        explicit = measure_explicit(subject, next(budgets), draws=draws, names=classes)
         if implicit:
-            noise = measure_implicit(measured, next(budgets), draws=draws)
-        if update is not None:
-            repeats = min(draws or REPEATS, REPEATS)
+            noise = measure_implicit(subject, next(budgets), draws=draws)
+        if branch_optimizer is not None:
             benefit = measure_benefit(
-                measured, own, held, next(budgets), update, loss=as_loss(loss), repeats=repeats
+                subject,
+                training,
+                held_out,
+                next(budgets),
+                branch_optimizer,
+                loss=as_loss(loss),
+                repeats=min(draws or REPEATS, REPEATS),
             )
-    return _result(measured, explicit, noise, benefit, held, time.monotonic() - began)
+    return _result(subject, explicit, noise, benefit, held_out, time.monotonic() - start)
 
 
-def _check(
+def _check_options(
     seconds: float,
     draws: int | None,
     max_batches: int,
@@ -111,58 +116,60 @@ def _check(
     check_seconds(seconds)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise OptionError(f"optimizer must be a torch optimizer, got {type(optimizer).__name__}.")
-    for name, value, least in (("draws", draws, 2), ("max_batches", max_batches, 1)):
-        if value is not None and value < least:
-            raise OptionError(f"{name} must be at least {least}, got {value}.")
-    for what, size in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
-        if size is not None and not 0.0 < as_float(size) < float("inf"):
-            raise OptionError(f"{what} must be positive and finite, got {size!r}.")
+    for name, count, minimum in (("draws", draws, 2), ("max_batches", max_batches, 1)):
+        if count is not None and count < minimum:
+            raise OptionError(f"{name} must be at least {minimum}, got {count}.")
+    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        if value is not None and not 0.0 < as_float(value) < float("inf"):
+            raise OptionError(f"{name} must be positive and finite, got {value!r}.")
 
 
-def _collected(
-    batches: Iterable[Any], validation: Iterable[Any] | None, most: int, batch_dim: int
+def _collect_both(
+    batches: Iterable[Any], validation: Iterable[Any] | None, limit: int, batch_dim: int
 ) -> tuple[list[Pair], list[Pair]]:
-    """Return training and validation batches; refuse validation data that is training data."""
+    """Return training and validation batches; refuse validation data that is mostly training data."""
     if validation is None:
-        return collect(batches, most), []
+        return collect(batches, limit), []
     if validation is batches:
         raise DataError(_SAME_DATA.format("validation is the training data itself"))
-    held = collect(validation, most, name="validation batches")
-    own = collect(batches, most)
-    held_inputs = [inputs for inputs, _ in held]
-    counts = [shared_examples(inputs, held_inputs, batch_dim) for inputs, _ in own]
-    known, total = (sum(column) for column in zip(*counts, strict=True))
-    if total and known > total // 2:
-        shared = (
-            f"{known} of {total} examples of the training batches are in the validation data too"
+    held_out = collect(validation, limit, name="validation batches")
+    training = collect(batches, limit)
+    held_out_inputs = [inputs for inputs, _ in held_out]
+    counts = [shared_examples(inputs, held_out_inputs, batch_dim) for inputs, _ in training]
+    shared, total = (sum(column) for column in zip(*counts, strict=True))
+    if total and shared > total // 2:
+        what = (
+            f"{shared} of {total} examples of the training batches are in the validation data too"
         )
-        raise DataError(_SAME_DATA.format(shared))
-    return own, held
+        raise DataError(_SAME_DATA.format(what))
+    return training, held_out
 
 
 def _budgets(wanted: Sequence[bool], seconds: float, bar: Bar) -> Iterator[Budget]:
-    """Yield the budget of each measurement in ``_TIME`` that is wanted.
+    """Yield a budget for each wanted measurement, in the order of ``_TIME_WEIGHTS``.
 
-    It is a share of the time that is left, and at least half of the planned time.
+    A budget is the measurement's part of the time that is left, but at least half of its planned time.
     """
-    began, done = time.monotonic(), 0.0
-    times = {name: part for (name, part), on in zip(_TIME.items(), wanted, strict=True) if on}
+    start, done = time.monotonic(), 0.0
+    weights = {
+        name: weight
+        for (name, weight), is_wanted in zip(_TIME_WEIGHTS.items(), wanted, strict=True)
+        if is_wanted
+    }
 
     def show(done: float, what: str) -> None:
         bar.show(done, title=what)
 
-    for name, part in times.items():
-        end = done + part / sum(times.values())
-        left = seconds - (time.monotonic() - began)
-        share = (end - done) / (1.0 - done)
-        yield Budget(
-            max(share * left, 0.5 * (end - done) * seconds), show, span=(done, end), what=name
-        )
-        done = end
+    for name, weight in weights.items():
+        part = weight / sum(weights.values())
+        time_left = seconds - (time.monotonic() - start)
+        budget = max(time_left * part / (1.0 - done), 0.5 * part * seconds)
+        yield Budget(budget, show, span=(done, done + part), what=name)
+        done += part
 
 
 def _result(
-    measured: MeasuredModel,
+    subject: MeasuredModel,
     explicit: Explicit,
     implicit: Implicit | None,
     benefit: Benefit | None,
@@ -170,14 +177,14 @@ def _result(
     seconds: float,
 ) -> Diagnosis:
     return Diagnosis(
-        model=measured.name,
-        sites=measured.sites,
+        model=subject.name,
+        sites=subject.sites,
         explicit=explicit,
         implicit=implicit,
         benefit=benefit,
         conclusion=conclude(explicit, implicit, benefit),
-        advice=advise(measured.sites, explicit, implicit, benefit),
+        advice=advise(subject.sites, explicit, implicit, benefit),
         provenance=provenance_of(
-            measured.model, measured.batches, validation, seconds=seconds, masks=explicit.masks
+            subject.model, subject.batches, validation, seconds=seconds, masks=explicit.masks
         ),
     )

@@ -1,4 +1,4 @@
-"""Measure the effect of dropout cheaply while a model trains."""
+"""Measure what dropout does while a model trains, at little cost."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from undrop.options import check_int
 class Watcher:
     """Computes ½E[uᵀHu], each site's share of it, and the norm of ξ_approx, every ``interval`` steps.
 
-    The explicit figures are those of Algorithm 3: one pass and one gradient with labels drawn from the
-    model, for all sites at once and with the expectation over masks in closed form. The norm is that
-    of one draw of ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so at the default interval
-    training takes 1 to 3 % longer (``benchmarks/watch.py`` measures it). Otherwise training does not
-    change: the watcher leaves no gradients, and draws nothing from the generators of training. Its draws
-    depend only on the seed and the step, so a resumed run observes the same figures.
+    ½E[uᵀHu] and the shares are computed by Algorithm 3 of the paper: one pass and one gradient, with
+    labels drawn from the model, give the expectation over masks for all sites. The norm is that of one
+    draw of ξ_approx = ∇(∂ℓ/∂ε). An observation costs three to five plain steps, so at the default
+    interval training takes 1 to 3 % longer (``benchmarks/watch.py`` measures it). The watcher does not
+    change training: it leaves no gradients, and draws nothing from the generators of training. Its
+    random numbers depend only on the seed and the step, so a resumed run observes the same figures.
 
     Args:
         loss: as for an objective.
         interval: steps between observations.
-        implicit: whether to observe the norm of ξ_approx, the more expensive half.
+        implicit: whether to observe the norm of ξ_approx, which is the larger part of the cost.
         seed: seeds the labels and the noise.
     """
 
@@ -59,22 +59,22 @@ class Watcher:
         *,
         loss: GivenLoss | None = None,
     ) -> dict[str, float] | None:
-        """Return the figures of this step, or None between observations.
+        """Return the figures if ``step`` is a multiple of the interval, else None.
 
         Args:
             step: the number of the step.
             model: the model, in train mode.
             inputs: as for an objective.
             targets: as for an objective.
-            loss: the loss at this step, if it is not the watcher's own.
+            loss: the loss of this observation; None uses the watcher's.
 
         Returns:
             ``half_quadratic`` (½E[uᵀHu]), ``xi_norm`` (‖ξ_approx‖) and ``share/SITE`` of each site.
         """
         if step % self.interval:
             return None
-        model, given = uncompiled(model), self.loss if loss is None else loss
-        batch = given.prepare(model, inputs, targets)
+        model, loss = uncompiled(model), self.loss if loss is None else loss
+        batch = loss.prepare(model, inputs, targets)
         self._generators, self._step = {}, step
         with keep_statistics(model), torch.enable_grad():
             figures = self._explicit(batch)
@@ -94,26 +94,27 @@ class Watcher:
             )
         try:
             sampled = loss.sampled(logits, targets, "hessian", self._generator(logits.device))
-        except EngineError:  # there is no distribution of labels: use one draw of u, without shares
+        except EngineError:  # the loss defines no distribution of labels: use one draw of u
             return {"half_quadratic": float(self._term(batch, quadratic=0.5).detach())}
-        found = gradients(sampled, zeros.leaves)
+        leaf_gradients = gradients(sampled, zeros.leaves)
         count = float(loss.count(logits, targets))
-        squares = {
+        by_site = {
             site.name: 0.5 * site.sigma**2 * float(gradient.double().square().sum()) / count
-            for site, gradient in zip(zeros.sites, found, strict=True)
+            for site, gradient in zip(zeros.sites, leaf_gradients, strict=True)
         }
-        total = math.fsum(squares.values())
-        shares = {f"share/{name}": value / total for name, value in squares.items() if total}
+        total = math.fsum(by_site.values())
+        shares = {f"share/{name}": value / total for name, value in by_site.items() if total}
         return {"half_quadratic": total, **shares}
 
     def _noise_norm(self, batch: Batch) -> float:
         parameters = [p for p in batch.model.parameters() if p.requires_grad]
-        found = gradients(self._term(batch, directional=1.0), parameters)
-        return math.sqrt(inner_product(found, found))
+        noise = gradients(self._term(batch, directional=1.0), parameters)
+        return math.sqrt(inner_product(noise, noise))
 
     def _term(self, batch: Batch, quadratic: float = 0.0, directional: float = 0.0) -> Tensor:
-        c = Coefficients(0.0, quadratic, directional)
-        request = Request(batch=batch, draw=self._draw("sign"), coefficients=c)
+        """Return quadratic · uᵀHu + directional · ∂ℓ/∂ε for one draw of u."""
+        coefficients = Coefficients(0.0, quadratic, directional)
+        request = Request(batch=batch, draw=self._draw("sign"), coefficients=coefficients)
         return self._engine.evaluate(request).total
 
     def _draw(self, noise: str) -> Draw:
@@ -121,6 +122,6 @@ class Watcher:
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
-            made = torch.Generator(device).manual_seed(self._seed + self._step)
-            self._generators[device] = made
+            generator = torch.Generator(device).manual_seed(self._seed + self._step)
+            self._generators[device] = generator
         return self._generators[device]

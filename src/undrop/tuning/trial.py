@@ -113,9 +113,9 @@ def run_trial(
             trial: the run has just trained on the batches of this one, and this lowers their loss
             whether the model overfits or not.
     """
-    held = branches.held
+    held = branches.evaluation_batches
     with_more = _branch_losses(branches, lengths, set_more())
-    both = branches._replace(held=[*held, *training_batches])
+    both = branches._replace(evaluation_batches=[*held, *training_batches])
     with_less = _branch_losses(both, lengths, set_less())
     unknown = Estimate.of(math.nan, None)
     if with_more is None or with_less is None:

@@ -1,9 +1,9 @@
-"""Whether dropout helps: the validation loss after some steps without it, minus that with it.
+"""Whether dropout helps: the validation loss after some steps without it, minus the loss with it.
 
-Branches of training start from the model's weights: one with the dropout that the model declares, one
-for each site without its dropout, one without any dropout, and one with more weight decay. Each repeat
-uses different batches and masks. A table of differences has a row for each repeat and a column for each
-validation batch; both are random samples.
+Branches of training start from the model's present weights: one with the dropout that the model
+declares, one for each site without the dropout there, one without any dropout, and one with more weight
+decay. Each repeat uses other batches and masks. The differences of the validation loss form a table for
+each branch, with a row for each repeat and a column for each validation batch. Both are random samples.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from undrop.losses import GivenLoss
 from undrop.objectives import Dropout
 
 STEPS = 20
-"""The steps of a branch."""
+"""The number of steps of a branch."""
 LEARNING_RATE = 1e-3
-"""The learning rate of AdamW, if no optimizer is given."""
+"""The learning rate of AdamW, which is used if no optimizer is passed."""
 REPEATS = 32
 """The largest number of repeats; more would not reduce the error of the validation batches."""
 SHRINKAGE = 0.01
-"""The share by which weight decay shrinks the weights in a branch, if no coefficient is given."""
-_OFF = 1e-9  # a p that drops nothing, but draws as many random numbers as any other
-_OVERTIME = 3.0  # two repeats may take this many times the budget
-_EVERY, _DECAY = object(), object()  # the branches without any dropout, and with more weight decay
+"""The share by which weight decay shrinks the weights in a branch, if no coefficient is passed."""
+_P_OFF = 1e-9  # drops nothing, but draws as many random numbers as any other p
+_OVERTIME = 3.0  # the first two repeats may take this many times the budget
+_ALL_SITES, _WEIGHT_DECAY = object(), object()  # the changes of branches that change no single site
 
 
 def two_way_error(table: NDArray[np.float64]) -> tuple[float | None, float]:
@@ -47,21 +47,21 @@ def two_way_error(table: NDArray[np.float64]) -> tuple[float | None, float]:
 
     Rows (repeats) and columns (validation batches) are both random samples. With mean squares MS of
     rows, columns and residuals of an r × c table, the variance of the mean is
-    (MS_rows + MS_columns - MS_residual)/rc, and at least the larger of its first two terms. With fewer
-    than two rows or columns, the error is None.
+    (MS_rows + MS_columns - MS_residual)/rc. MS_rows/rc and MS_columns/rc are lower limits for it. With
+    fewer than two rows or columns, the error is None.
     """
     r, c = table.shape
     if r < 2 or c < 2:
         return None, 0.0
     mean, rows, columns = table.mean(), table.mean(1), table.mean(0)
     residual = table - rows[:, None] - columns[None, :] + mean
-    by_row = c * float(rows.var(ddof=1))
-    by_column = r * float(columns.var(ddof=1))
-    rest = float((residual**2).sum()) / ((r - 1) * (c - 1))
-    total = max(by_row + by_column - rest, by_row, by_column)
+    ms_rows = c * float(rows.var(ddof=1))
+    ms_columns = r * float(columns.var(ddof=1))
+    ms_residual = float((residual**2).sum()) / ((r - 1) * (c - 1))
+    total = max(ms_rows + ms_columns - ms_residual, ms_rows, ms_columns)
     if total == 0.0:
         return 0.0, math.inf
-    freedom = total**2 / (by_row**2 / (r - 1) + by_column**2 / (c - 1))
+    freedom = total**2 / (ms_rows**2 / (r - 1) + ms_columns**2 / (c - 1))
     return math.sqrt(total / (r * c)), max(freedom, float(min(r, c) - 1))
 
 
@@ -71,18 +71,17 @@ class Benefit(NamedTuple):
     sites: dict[str, Estimate]
     """The benefit of each site's dropout; NaN if the time ran out before it was measured."""
     every_site: Estimate
-    """The benefit of all dropout together."""
+    """The benefit of the dropout at all sites together."""
     weight_decay: Estimate
-    """The benefit of weight decay with the coefficient ``decay``, on top of the optimizer's own."""
+    """The benefit of weight decay with the coefficient ``decay``, in addition to the optimizer's."""
     decay: float
     """The coefficient λ of weight decay."""
     steps: int
-    """The steps of a branch."""
+    """The number of steps of a branch."""
     optimizer: str
-    """The optimizer that takes these steps."""
+    """The name of the optimizer that takes these steps."""
     learning_rate: float
     repeats: int
-    """The number of repeats."""
     validation_batches: int
 
 
@@ -91,12 +90,13 @@ class BranchOptimizer:
 
     Args:
         model: the model whose weights it updates.
-        optimizer: the optimizer that trains the model, whose state is restored; None is AdamW.
-        learning_rate: None uses the optimizer's.
-        weight_decay: λ of the branch with more weight decay; None shrinks weights by 1 % in a branch.
+        optimizer: the optimizer that trains the model; its state is restored. None uses AdamW.
+        learning_rate: the learning rate in the branches; None uses the optimizer's.
+        weight_decay: λ of the branch with more weight decay; None uses the λ that shrinks the weights by
+            1 % in a branch.
 
     Raises:
-        OptionError: for an optimizer that does not fit the model, or a learning rate of 0.
+        OptionError: if the optimizer has parameters that the model lacks, or a learning rate of 0.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class BranchOptimizer:
         weight_decay: float | None,
     ) -> None:
         self.weights = trained_parameters(model)
-        rate = LEARNING_RATE if learning_rate is None else learning_rate
-        made = AdamW(self.weights, lr=rate, weight_decay=0.0) if optimizer is None else optimizer
-        self._optimizer, self._rate = made, learning_rate
-        known = {id(p) for p in model.parameters()}
-        every = [p for group in made.param_groups for p in group["params"]]
-        if not all(id(p) in known for p in every):
+        if optimizer is None:
+            rate = LEARNING_RATE if learning_rate is None else learning_rate
+            optimizer = AdamW(self.weights, lr=rate, weight_decay=0.0)
+        self._optimizer, self._new_rate = optimizer, learning_rate
+        model_ids = {id(p) for p in model.parameters()}
+        if not all(id(p) in model_ids for p in self._parameters()):
             raise OptionError(
                 f"the optimizer {self.name} has parameters that {type(model).__name__} lacks: pass the "
                 "optimizer that trains this model."
@@ -122,8 +122,8 @@ class BranchOptimizer:
                 f"the learning rate of {self.name} is {self.learning_rate:g}, so the weights do not "
                 "move: pass learning_rate=, such as the one in the middle of training."
             )
-        shrinkage = SHRINKAGE / (STEPS * self.learning_rate)
-        self.decay = shrinkage if weight_decay is None else weight_decay
+        default_decay = SHRINKAGE / (STEPS * self.learning_rate)
+        self.decay = default_decay if weight_decay is None else weight_decay
 
     @property
     def name(self) -> str:
@@ -132,33 +132,35 @@ class BranchOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The largest learning rate of its parameter groups."""
-        if self._rate is not None:
-            return self._rate
+        """The learning rate in the branches: the largest one, if parameter groups differ."""
+        if self._new_rate is not None:
+            return self._new_rate
         return max(float(group["lr"]) for group in self._optimizer.param_groups)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     @contextmanager
     def steps(self, *, more_decay: bool) -> Iterator[Move]:
         """Yield a function that takes a step; on exit, restore the optimizer and all gradients.
 
-        With ``more_decay``, each step also shrinks the weights by the factor 1 - learning rate · λ.
+        With ``more_decay``, each step also multiplies the weights by 1 - learning rate · λ.
         """
-        groups = self._optimizer.param_groups
-        every = [p for group in groups for p in group["params"]]
+        parameters = self._parameters()
         state = copy.deepcopy(self._optimizer.state_dict())
-        gradients = [p.grad for p in every]
-        for p in every:
+        saved_gradients = [p.grad for p in parameters]
+        for p in parameters:
             p.grad = None
-        if self._rate is not None:
-            for group in groups:
-                group["lr"] = self._rate
-        kept = 1.0 - self.learning_rate * self.decay
+        if self._new_rate is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._new_rate
+        shrink_factor = 1.0 - self.learning_rate * self.decay
 
-        def move(found: list[Tensor]) -> None:
-            for weight, gradient in zip(self.weights, found, strict=True):
+        def move(gradients: list[Tensor]) -> None:
+            for weight, gradient in zip(self.weights, gradients, strict=True):
                 weight.grad = gradient
             if more_decay:
-                torch._foreach_mul_(self.weights, kept)
+                torch._foreach_mul_(self.weights, shrink_factor)
             with torch.enable_grad():
                 self._optimizer.step()
 
@@ -166,12 +168,12 @@ class BranchOptimizer:
             yield move
         finally:
             self._optimizer.load_state_dict(state)
-            for p, gradient in zip(every, gradients, strict=True):
+            for p, gradient in zip(parameters, saved_gradients, strict=True):
                 p.grad = gradient
 
 
 def measure_benefit(
-    measured: MeasuredModel,
+    subject: MeasuredModel,
     batches: Sequence[Pair],
     validation: Sequence[Pair],
     budget: Budget,
@@ -181,87 +183,98 @@ def measure_benefit(
     repeats: int = REPEATS,
     probabilities: Mapping[str, float] | None = None,
 ) -> Benefit:
-    """Train branches until the time or the repeats are used up.
+    """Train branches until the time is up or the repeats are done, and return the benefits.
 
-    The first two repeats may take three times the budget. All dropout together and weight decay are
-    measured at least once. ``probabilities`` are p by site; None uses the p that the model declares.
+    The first two repeats may take three times the budget. The benefits of all sites together and of
+    weight decay are measured at least once. ``probabilities`` is p by site; None uses the p that the
+    model declares.
     """
-    p = {s.name: s.p for s in measured.sites} if probabilities is None else dict(probabilities)
-    study = _BenefitStudy(measured, batches, validation, optimizer, loss, p)
-    while study.repeats < repeats and not (study.repeats and study.late(budget)):
+    p = {s.name: s.p for s in subject.sites} if probabilities is None else dict(probabilities)
+    study = _BenefitStudy(subject, batches, validation, optimizer, loss, p)
+    while study.repeats < repeats and not (study.repeats and study.is_over(budget)):
         study.repeat(budget)
     return study.result()
 
 
 class _BenefitStudy:
-    """Collects differences of validation losses, by repeat and by branch."""
+    """Collects differences of validation losses between branches."""
 
     def __init__(
         self,
-        measured: MeasuredModel,
+        subject: MeasuredModel,
         batches: Sequence[Pair],
         validation: Sequence[Pair],
         optimizer: BranchOptimizer,
         loss: GivenLoss,
         p: dict[str, float],
     ) -> None:
-        self.measured, self.optimizer, self.p = measured, optimizer, p
+        self.subject, self.optimizer, self.p = subject, optimizer, p
         self.batches, self.validation = batches, validation
         self.objective = Dropout()
         self.objective.loss = loss
-        self.rows: dict[Any, list[list[float]]] = {_EVERY: [], _DECAY: []}
-        self.rows |= {name: [] for name in self.p}
+        self.tables: dict[Any, list[list[float]]] = {
+            change: [] for change in (_ALL_SITES, _WEIGHT_DECAY, *self.p)
+        }
         self.repeats = 0
 
-    def late(self, budget: Budget) -> bool:
-        """Return whether the time is up; the two repeats that a standard error needs may take longer."""
+    def is_over(self, budget: Budget) -> bool:
+        """Return whether the time is up; an error needs two repeats, so those may take longer."""
         limit = 1.0 if self.repeats > 1 else _OVERTIME
-        return budget.spent(self.repeats / REPEATS) and budget.elapsed >= limit
+        return budget.is_over(self.repeats / REPEATS) and budget.elapsed >= limit
 
     def repeat(self, budget: Budget) -> None:
-        """Train one branch of each kind while there is time, starting from another site each time."""
-        branches = self._branches()
+        """Train a branch with each change while there is time.
+
+        Each repeat starts with another site, so that the time does not always run out at the same one.
+        """
+        branches = self._new_branches()
         reference = self._losses(branches)
-        names, first = list(self.p), self.repeats % len(self.p)
-        for place, what in enumerate([_EVERY, _DECAY, *names[first:], *names[:first]]):
-            if (place >= 2 or self.repeats) and self.late(budget):
+        names, start = list(self.p), self.repeats % len(self.p)
+        changes = [_ALL_SITES, _WEIGHT_DECAY, *names[start:], *names[:start]]
+        for change in changes:
+            optional = self.repeats > 0 or isinstance(change, str)
+            if optional and self.is_over(budget):
                 break
-            found = self._losses(branches, what)
-            sign = -1.0 if what is _DECAY else 1.0
-            pairs = zip(found, reference, strict=True)
-            self.rows[what].append([sign * (a - b) for a, b in pairs])
+            losses = self._losses(branches, change)
+            sign = -1.0 if change is _WEIGHT_DECAY else 1.0
+            pairs = zip(losses, reference, strict=True)
+            self.tables[change].append([sign * (a - b) for a, b in pairs])
         self.repeats += 1
 
-    def _branches(self) -> Branches:
+    def _new_branches(self) -> Branches:
+        """Draw the training batches and the seed of a repeat."""
         device = self.optimizer.weights[0].device
-        generator = self.measured.generators(device)
+        generator = self.subject.generators(device)
         seed = int(torch.randint(2**31, (), generator=generator, device=device))
-        shape = (STEPS,)
-        order = torch.randint(len(self.batches), shape, generator=generator, device=device)
-        chosen = [self.batches[i] for i in order.tolist()]
-        model, weights = self.measured.model, self.optimizer.weights
-        return Branches(self.objective, model, weights, chosen, self.validation, seed)
+        numbers = torch.randint(len(self.batches), (STEPS,), generator=generator, device=device)
+        batches = [self.batches[i] for i in numbers.tolist()]
+        model, weights = self.subject.model, self.optimizer.weights
+        return Branches(self.objective, model, weights, batches, self.validation, seed)
 
-    def _losses(self, branches: Branches, without: Any = None) -> list[float]:
-        off = set(self.p) if without is _EVERY else {without}
-        self.objective.site_p = {name: _OFF if name in off else p for name, p in self.p.items()}
-        with self.optimizer.steps(more_decay=without is _DECAY) as move:
-            found = branches.losses(move)
-        if found is None:
+    def _losses(self, branches: Branches, change: Any = None) -> list[float]:
+        """Train a branch with a change, and return its loss on each validation batch.
+
+        The change is a site without dropout, all sites without dropout, or more weight decay.
+        """
+        off = set(self.p) if change is _ALL_SITES else {change}
+        self.objective.site_p = {name: _P_OFF if name in off else p for name, p in self.p.items()}
+        with self.optimizer.steps(more_decay=change is _WEIGHT_DECAY) as move:
+            losses = branches.losses(move)
+        if losses is None:
             raise NonFiniteError(
                 f"{STEPS} steps of {self.optimizer.name} with a learning rate of "
-                f"{self.optimizer.learning_rate:g} make the loss of {self.measured.name} not finite: "
+                f"{self.optimizer.learning_rate:g} make the loss of {self.subject.name} not finite: "
                 "pass the optimizer= or the learning_rate= that trains this model."
             )
-        return found
+        return losses
 
     def result(self) -> Benefit:
-        """Return the benefits with their errors, from the tables."""
+        """Compute the benefits and their errors from the tables."""
         optimizer = self.optimizer
         return Benefit(
-            sites={name: _estimate(self.rows[name]) for name in self.p},
-            every_site=_estimate(self.rows[_EVERY]),
-            weight_decay=_estimate(self.rows[_DECAY]),
+            sites={name: _mean_of(self.tables[name]) for name in self.p},
+            every_site=_mean_of(self.tables[_ALL_SITES]),
+            weight_decay=_mean_of(self.tables[_WEIGHT_DECAY]),
             decay=optimizer.decay,
             steps=STEPS,
             optimizer=optimizer.name,
@@ -271,7 +284,7 @@ class _BenefitStudy:
         )
 
 
-def _estimate(rows: list[list[float]]) -> Estimate:
+def _mean_of(rows: list[list[float]]) -> Estimate:
     if not rows:
         return Estimate(math.nan, None)
     table = np.array(rows)

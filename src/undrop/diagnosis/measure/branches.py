@@ -1,9 +1,9 @@
 """Short training runs from the same weights, compared by their validation loss.
 
-Branches start from a model's current weights, train on the same batches with the same random numbers,
+Branches start from a model's present weights, train on the same batches with the same random numbers,
 and differ in one thing: the noise of one site or of all sites, or weight decay. So most of the noise of
-training cancels in the difference of their validation losses. What is left is the effect of both parts
-of dropout, explicit and implicit, at any p.
+training cancels in the difference of their validation losses. The difference shows the explicit and the
+implicit effect of dropout together, at any p.
 """
 
 from __future__ import annotations
@@ -34,40 +34,41 @@ def loss_without_noise(objective: Objective, model: nn.Module, inputs: Any, targ
 
 
 class Branches(NamedTuple):
-    """What the branches of one comparison share."""
+    """The model, data and random numbers that the branches of one comparison share."""
 
     objective: Objective
     model: nn.Module
     weights: list[Tensor]
     """The weights that training changes."""
     batches: Sequence[tuple[Any, Any]]
-    """The batches that a branch trains on, one step each."""
-    held: Sequence[tuple[Any, Any]]
+    """The training batches of a branch, one for each step."""
+    evaluation_batches: Sequence[tuple[Any, Any]]
     """The batches on which the losses are computed after the last step, usually validation batches."""
     seed: int
-    """The seed of the random numbers that every branch draws."""
+    """The seed of the random numbers of every branch."""
 
     def losses(self, move: Move) -> list[float] | None:
-        """Train one branch, and return its losses without noise; None if they are not finite.
+        """Train one branch, and return its loss without noise on each batch; None if one is not finite.
 
         The weights, the buffers, the random state and the objective's state are restored.
         """
-        with self._unchanged():
+        with self._preserve_state():
             try:
                 for inputs, targets in self.batches:
                     step = self.objective(self.model, inputs, targets)
-                    found = gradients(step.total, self.weights)
+                    step_gradients = gradients(step.total, self.weights)
                     with torch.no_grad():
-                        move(found)
-                held = [
-                    loss_without_noise(self.objective, self.model, *batch) for batch in self.held
+                        move(step_gradients)
+                losses = [
+                    loss_without_noise(self.objective, self.model, *batch)
+                    for batch in self.evaluation_batches
                 ]
             except NonFiniteError:
                 return None
-        return held if all(map(math.isfinite, held)) else None
+        return losses if all(map(math.isfinite, losses)) else None
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def _preserve_state(self) -> Iterator[None]:
         weights = [w.detach().clone() for w in self.weights]
         state = self.objective.state_dict()
         with RngSnapshot(self.model), keep_buffers(uncompiled(self.model)):

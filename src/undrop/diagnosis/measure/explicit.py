@@ -1,7 +1,7 @@
-"""The explicit effect: R_drop and its parts, over all sites, by site, by class, and for other p.
+"""The explicit effect: R_drop and its parts for all sites together, by site, by class, and for other p.
 
-For other p, the second-order terms follow from those at the model's own p, because each site's part
-grows as its σ² = q/(1-q). Only R_drop needs new samples.
+For other p, the second-order terms follow from those at the model's p, because the part of a site is
+proportional to its σ² = q/(1-q). Only R_drop needs new samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from undrop.diagnosis.measure.r_drop import (
     Parts,
     SecondOrder,
     parts_of,
-    sample_mask,
+    sample_parts,
 )
 from undrop.diagnosis.measure.timing import Budget
 from undrop.intercept import Batch, Site
@@ -33,21 +33,25 @@ from undrop.noise import sigma
 
 TOP = 10
 """The number of classes to show."""
+_CURVE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # values of the model's largest p on the curve
+_NEAR = 0.1  # a value is left out if its distance from the model's p, relative to it, is below this
+_MASKS_PER_VISIT = 2  # masks of a batch each time it is expanded
+_EXTRA_PASSES = 8  # passes per mask for single sites and for other p
 
 
 class ClassShare(NamedTuple):
-    """The share of one class."""
+    """The share of uᵀHu that comes from one class."""
 
     number: int
     name: str
     share: Estimate
-    """Its share of uᵀHu."""
+    """The share of uᵀHu."""
     weight: float
-    """Its share of Σ p(1 - p), the diagonal of H: its share of uᵀHu if all u_c were equal in size."""
+    """The share of Σ p(1 - p), the diagonal of H. It equals ``share`` if all u_c have the same size."""
 
 
-class _Sums:
-    """Sums over the masks of one batch: of X (by class), X², XT, T and T², with T = Σ X."""
+class _ClassSums:
+    """Sums of X, X², XT, T and T² over the masks of one batch: X is uᵀHu by class, and T = Σ X."""
 
     def __init__(self, weight: float, classes: int) -> None:
         self.weight = weight
@@ -62,7 +66,7 @@ class _Sums:
         self.t, self.tt = self.t + total, self.tt + total * total
 
     def moments(self, c: int) -> BatchMoments:
-        """The means and covariance of X_c and T."""
+        """Return the means and covariance of X_c and T."""
         n = self.n
         mean = np.array([self.x[c], self.t]) / n
         square = np.array([[self.xx[c], self.xt[c]], [self.xt[c], self.tt]]) / n
@@ -71,24 +75,24 @@ class _Sums:
 
 
 class ClassShares:
-    """Collects the shares of the classes, by name or number, over masks and batches."""
+    """Collects uᵀHu by class over masks and batches; ``names`` are the names of the classes."""
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
         self._names = names
-        self._batches: dict[int, _Sums] = {}
+        self._batches: dict[int, _ClassSums] = {}
         self._diagonal: NDArray[np.float64] | None = None
 
-    def add(self, batch: int, terms: float, found: ByClass) -> None:
-        """Add one mask of a batch with that many terms."""
-        x = (found.quadratic / terms).cpu().numpy()
+    def add(self, batch: int, terms: float, by_class: ByClass) -> None:
+        """Add uᵀHu of one mask; ``terms`` is the number of terms in the loss of the batch."""
+        x = (by_class.quadratic / terms).cpu().numpy()
         if batch not in self._batches:
-            self._batches[batch] = _Sums(terms, len(x))
-            diagonal = found.diagonal.cpu().numpy()
+            self._batches[batch] = _ClassSums(terms, len(x))
+            diagonal = by_class.diagonal.cpu().numpy()
             self._diagonal = diagonal if self._diagonal is None else self._diagonal + diagonal
         self._batches[batch].add(x)
 
     def top(self, count: int = TOP) -> list[ClassShare]:
-        """The classes with the largest shares; none if nothing was added."""
+        """Return the classes with the largest shares; an empty list if the loss has no classes."""
         batches = list(self._batches.values())
         if self._diagonal is None or not sum(b.t for b in batches):
             return []
@@ -105,28 +109,23 @@ class ClassShares:
         ]
 
 
-_GRID = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # values of the largest p of the model, for the curve
-_NEAR = 0.1  # a value this close to the model's own p, relative to it, is left out
-_VISIT = 2  # masks per batch each time it is expanded
-_EXTRAS = 8  # passes per mask for single sites and other p
-
-
 class SiteEffect(NamedTuple):
     """The effect of one site."""
 
     p: float
     kind: str
     share: Estimate
-    """Its share of ½E[uᵀHu]; the shares of all sites add up to 1."""
+    """The site's share of ½E[uᵀHu]. The shares of all sites add up to 1."""
     parts: Parts
     """R_drop and its parts with dropout at this site alone."""
 
 
 class Point(NamedTuple):
-    """The effect with every site's p times ``factor``; ``p`` is the largest of these p."""
+    """The effect if every site's p is multiplied by ``factor``."""
 
     factor: float
     p: float
+    """The largest p of a site, times the factor."""
     parts: Parts
 
 
@@ -147,84 +146,128 @@ class Explicit:
     batches_given: int
     masks: int
     differences: str | None
-    """Why second derivatives are computed as differences; None if they are not."""
+    """Why second derivatives are computed as finite differences; None if autograd computes them."""
 
 
-class _Sample(NamedTuple):
-    """One mask on a batch."""
+class _ExplicitSample(NamedTuple):
+    """The figures from one mask on a batch."""
 
-    every: MaskSample
-    """With all sites."""
+    all_sites: MaskSample
+    """R_drop and its parts with dropout at all sites."""
     sites: Mapping[str, SecondOrder]
-    """Each site's part of the second-order terms."""
-    alone: Mapping[str, float]
+    """The second-order terms of each site."""
+    r_drop_alone: Mapping[str, float]
     """R_drop with dropout at one site alone, for some sites."""
-    scaled: Mapping[float, float]
+    r_drop_scaled: Mapping[float, float]
     """R_drop with every p times a factor, for some factors."""
 
     def site_alone(self, name: str) -> MaskSample | None:
-        """The parts of one site alone, if its R_drop was sampled."""
-        if name not in self.alone or name not in self.sites:
+        """Return the sample for one site alone; None if R_drop of this site was not sampled."""
+        if name not in self.r_drop_alone or name not in self.sites:
             return None
         order = self.sites[name]
-        return MaskSample(self.alone[name], order.half_quadratic, order.curvature)
+        return MaskSample(self.r_drop_alone[name], order.half_quadratic, order.curvature)
 
-    def rescaled(self, factor: float, growth: Mapping[str, float]) -> MaskSample | None:
-        """The parts with every p times a factor, which multiplies σ² by ``growth`` at each site."""
-        if factor not in self.scaled:
+    def scaled(self, factor: float, growth: Mapping[str, float]) -> MaskSample | None:
+        """Return the sample for every p times a factor; None if R_drop was not sampled for it.
+
+        ``growth`` is the factor by which this multiplies σ² of each site.
+        """
+        if factor not in self.r_drop_scaled:
             return None
         half = fsum(growth[name] * part.half_quadratic for name, part in self.sites.items())
         curvature = fsum(growth[name] * part.curvature for name, part in self.sites.items())
-        return MaskSample(self.scaled[factor], half, curvature)
+        return MaskSample(self.r_drop_scaled[factor], half, curvature)
 
 
 def measure_explicit(
-    measured: MeasuredModel,
+    subject: MeasuredModel,
     budget: Budget,
     *,
     draws: int | None = None,
     names: Sequence[str] | None = None,
 ) -> Explicit:
-    """Measure the explicit effect until the time, or the draws per batch, are used up.
+    """Measure the explicit effect until the time is up, or ``draws`` masks of every batch are drawn.
 
     At least two masks of the first batch are drawn. ``names`` are the names of the classes.
     """
-    return _ExplicitStudy(measured, names).run(budget, draws)
+    study = _ExplicitStudy(subject, names)
+    study.run(budget, draws)
+    return study.result()
 
 
 class _ExplicitStudy:
-    """Collects samples over masks, and computes the result."""
+    """Collects samples of the explicit effect."""
 
-    def __init__(self, measured: MeasuredModel, names: Sequence[str] | None = None) -> None:
-        self.measured, self.expander = measured, Expander(measured)
-        self.samples: Samples[_Sample] = Samples()
+    def __init__(self, subject: MeasuredModel, names: Sequence[str] | None = None) -> None:
+        self.subject, self.expander = subject, Expander(subject)
+        self.samples: Samples[_ExplicitSample] = Samples()
         self.classes = ClassShares(names)
-        self.largest = max(site.p for site in measured.sites)
+        self.largest_p = max(site.p for site in subject.sites)
         self.factors = [
-            q / self.largest for q in _GRID if abs(q - self.largest) > _NEAR * self.largest
+            p / self.largest_p for p in _CURVE if abs(p - self.largest_p) > _NEAR * self.largest_p
         ]
 
+    def run(self, budget: Budget, draws: int | None) -> None:
+        """Visit the batches in turn, and draw two masks each time."""
+        extras: Iterator[str | float] = cycle([*self.subject.sites.names, *self.factors])
+        rounds = None if draws is None else max(1, draws // _MASKS_PER_VISIT)
+        for batch in budget.visits(self.subject.batches, rounds):
+            self._visit(batch, extras)
+
+    def _visit(self, batch: Batch, extras: Iterator[str | float]) -> None:
+        """Sample two masks of a batch, each with the next few extras: single sites and factors of p.
+
+        On the first visit, each mask has all extras, so that every figure gets two samples.
+        """
+        expansion = self.expander(batch)
+        size = len(self.subject.sites) + len(self.factors)
+        if self.samples.count > 0:
+            size = min(size, _EXTRA_PASSES)
+        for _ in range(_MASKS_PER_VISIT):
+            sample = self._sample(expansion, list(islice(extras, size)))
+            self.samples.add(batch.number, expansion.count, sample)
+
+    def _sample(self, expansion: Expansion, extras: Sequence[str | float]) -> _ExplicitSample:
+        batch, base = expansion.batch, expansion.base
+        noise = self.subject.draw_masks(expansion.sites_and_leaves)
+        all_sites, terms = sample_parts(expansion, noise)
+        alone, scaled = {}, {}
+        for extra in extras:
+            if isinstance(extra, float):
+                scaled_noise = self.subject.draw_masks(expansion.sites_and_leaves, extra)
+                loss = self.subject.loss_value(batch, scaled_noise)
+                scaled[extra] = loss - base - expansion.directional(scaled_noise)
+            elif extra in noise:
+                loss = self.subject.loss_value(batch, {extra: noise[extra]})
+                alone[extra] = loss - base - terms.sites[extra].directional
+        by_class = self.subject.loss.by_class(expansion.output, terms.u, batch.targets)
+        if by_class is not None:
+            self.classes.add(batch.number, expansion.count, by_class)
+        return _ExplicitSample(all_sites, terms.sites, alone, scaled)
+
     def result(self) -> Explicit:
-        """The result from the samples."""
+        """Compute the result from the samples."""
         samples = self.samples
         return Explicit(
-            parts=parts_of(samples, lambda s: s.every),
+            parts=parts_of(samples, lambda s: s.all_sites),
             quadratic_share=samples.ratio(
-                lambda s: s.every.half_quadratic, lambda s: s.every.r_drop
+                lambda s: s.all_sites.half_quadratic, lambda s: s.all_sites.r_drop
             ),
             second_order_share=samples.ratio(
-                lambda s: s.every.half_quadratic + s.every.curvature, lambda s: s.every.r_drop
+                lambda s: s.all_sites.half_quadratic + s.all_sites.curvature,
+                lambda s: s.all_sites.r_drop,
             ),
-            sites={site.name: self._site(site) for site in self.measured.sites},
+            sites={site.name: self._site_effect(site) for site in self.subject.sites},
             curve=[self._point(factor) for factor in sorted([*self.factors, 1.0])],
             classes=self.classes.top(),
             batches=samples.batch_count,
-            batches_given=len(self.measured.batches),
+            batches_given=len(self.subject.batches),
             masks=samples.count,
-            differences=self.expander.blocked,
+            differences=self.expander.differences,
         )
 
-    def _site(self, site: Site) -> SiteEffect:
+    def _site_effect(self, site: Site) -> SiteEffect:
         name = site.name
         share = self.samples.ratio(
             lambda s: s.sites[name].half_quadratic if name in s.sites else 0.0,
@@ -235,42 +278,7 @@ class _ExplicitStudy:
 
     def _point(self, factor: float) -> Point:
         if factor == 1.0:
-            return Point(factor, self.largest, parts_of(self.samples, lambda s: s.every))
-        growth = {s.name: (sigma(s.p * factor) / s.sigma) ** 2 for s in self.measured.sites}
-        parts = parts_of(self.samples, lambda s: s.rescaled(factor, growth))
-        return Point(factor, factor * self.largest, parts)
-
-    def run(self, budget: Budget, draws: int | None) -> Explicit:
-        """Visit the batches in turn, two masks at a time."""
-        kinds: list[str | float] = [*self.measured.sites.names, *self.factors]
-        extras = cycle(kinds)
-        rounds = None if draws is None else max(1, draws // _VISIT)
-        for batch in budget.visits(self.measured.batches, rounds):
-            self._visit(batch, extras, everything=self.samples.count == 0)
-        return self.result()
-
-    def _visit(self, batch: Batch, extras: Iterator[str | float], *, everything: bool) -> None:
-        expanded = self.expander(batch)
-        for _ in range(_VISIT):
-            most = len(self.measured.sites) + len(self.factors)
-            chosen = list(islice(extras, most if everything else min(most, _EXTRAS)))
-            sample = self._sample(expanded, chosen)
-            self.samples.add(batch.number, expanded.count, sample)
-
-    def _sample(self, expanded: Expansion, extras: Sequence[str | float]) -> _Sample:
-        batch, base = expanded.batch, expanded.base
-        noise = self.measured.draw_masks(expanded.found)
-        every, terms = sample_mask(expanded, noise)
-        alone, scaled = {}, {}
-        for extra in extras:
-            if isinstance(extra, float):
-                other = self.measured.draw_masks(expanded.found, extra)
-                value = self.measured.loss_value(batch, other)
-                scaled[extra] = value - base - expanded.directional(other)
-            elif extra in noise:
-                value = self.measured.loss_value(batch, {extra: noise[extra]})
-                alone[extra] = value - base - terms.sites[extra].directional
-        found = self.measured.loss.by_class(expanded.output, terms.u, batch.targets)
-        if found is not None:
-            self.classes.add(batch.number, expanded.count, found)
-        return _Sample(every, terms.sites, alone, scaled)
+            return Point(factor, self.largest_p, parts_of(self.samples, lambda s: s.all_sites))
+        growth = {s.name: (sigma(s.p * factor) / s.sigma) ** 2 for s in self.subject.sites}
+        parts = parts_of(self.samples, lambda s: s.scaled(factor, growth))
+        return Point(factor, factor * self.largest_p, parts)

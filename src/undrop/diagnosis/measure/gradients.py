@@ -1,11 +1,9 @@
-"""Samples of gradient noise, of three kinds.
+"""Samples of gradient noise, of three kinds with zero mean.
 
-Each kind has zero mean:
-
-- dropout: (∇ℓ(F(x; 1, η₁)) - ∇ℓ(F(x; 1, η₂)))/√2, the paper's ξ̃_drop scaled to the covariance of one
-  dropout gradient (Section 3.1);
-- analytic: ξ_approx = ∇(∂ℓ/∂ε) (eq. 4.6);
-- batch: the same difference between two batches without dropout.
+- Dropout: (∇ℓ(F(x; 1, η₁)) - ∇ℓ(F(x; 1, η₂)))/√2 for two masks. It is the paper's ξ̃_drop (Section 3.1),
+  scaled to the covariance of one gradient with dropout.
+- Analytic: ξ_approx = ∇(∂ℓ/∂ε) (eq. 4.6).
+- Mini-batching: (∇ℓ₁ - ∇ℓ₂)/√2 for two batches without dropout.
 """
 
 from __future__ import annotations
@@ -26,12 +24,15 @@ from undrop.objectives import Analytic, Objective
 
 
 def inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """⟨a, b⟩ over lists of tensors, in float64."""
+    """Return ⟨a, b⟩ of two lists of tensors, in float64."""
     return math.fsum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
 
 
 def group_of(parameter: str) -> str:
-    """Return the part of a model that a parameter belongs to: a top-level module or list element."""
+    """Return the part of the model that a parameter belongs to.
+
+    A part is a top-level module, or an element of a top-level list of modules.
+    """
     first, *rest = parameter.split(".")
     return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
 
@@ -47,31 +48,33 @@ def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def trained_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that require a gradient; raise an error if there is none."""
+    """Return the parameters that require a gradient; raise an error if there are none."""
     return [p for _, p in _named_parameters(model)]
 
 
 class GradientNoise:
-    """Draws gradient noise of a model.
+    """Draws samples of gradient noise.
 
-    The analytic noise is that of the objective (None is ``Analytic``), with ``implicit_factor`` as the
-    factor of ∂ℓ/∂ε, drawn from the generators of ``measured``. Dropout's noise is at the same sites,
-    with its own strength.
+    Args:
+        subject: the model, its batches, and the generators of all noise.
+        objective: the objective whose sites and engine the analytic noise uses; None is ``Analytic``.
+            Dropout's noise is at the same sites, but without the objective's site weights.
+        implicit_factor: the factor of ∂ℓ/∂ε in the analytic noise.
     """
 
     def __init__(
         self,
-        measured: MeasuredModel,
+        subject: MeasuredModel,
         objective: Objective | None = None,
         implicit_factor: float = 1.0,
     ) -> None:
-        self.measured = measured
+        self.subject = subject
         self.objective = Analytic() if objective is None else objective
-        self.objective.generators = measured.generators
-        self._noise = Coefficients(loss=0.0, quadratic=0.0, directional=implicit_factor)
+        self.objective.generators = subject.generators
+        self._coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=implicit_factor)
         weights = self.objective.selection.patterns.items()
-        self._sites = Selection({pattern: float(weight > 0.0) for pattern, weight in weights})
-        named = _named_parameters(measured.model)
+        self._selection = Selection({pattern: float(weight > 0.0) for pattern, weight in weights})
+        named = _named_parameters(subject.model)
         self.parameters = [p for _, p in named]
         self.groups = [group_of(name) for name, _ in named]
 
@@ -80,56 +83,66 @@ class GradientNoise:
         """The number of trained parameters."""
         return sum(p.numel() for p in self.parameters)
 
-    def dropout(self, batch: Batch) -> list[Tensor]:
-        """A sample of dropout's noise on a batch."""
-        generators = self.measured.generators
-        one, two = (self._gradient(batch, dropout_masks(generators, self._sites)) for _ in range(2))
-        return _difference(one, two)
+    def sample_dropout(self, batch: Batch) -> list[Tensor]:
+        """Return a sample of dropout's noise on a batch."""
+        one, two = (
+            self._gradient(batch, dropout_masks(self.subject.generators, self._selection))
+            for _ in range(2)
+        )
+        return _scaled_difference(one, two)
 
-    def analytic(self, batch: Batch) -> list[Tensor]:
-        """A sample of ξ_approx on a batch."""
-        request = self.objective.request(batch, self._noise)
+    def sample_analytic(self, batch: Batch) -> list[Tensor]:
+        """Return a sample of ξ_approx on a batch."""
+        request = self.objective.request(batch, self._coefficients)
         with keep_statistics(batch.model):
             term = self.objective.engine.evaluate(request).total
         return gradients(term, self.parameters)
 
-    def between(self, one: Batch, two: Batch) -> list[Tensor]:
-        """A sample of the noise from the choice of batch."""
-        return _difference(self._gradient(one, FixedNoise({})), self._gradient(two, FixedNoise({})))
+    def sample_batching(self, one: Batch, two: Batch) -> list[Tensor]:
+        """Return a sample of the noise from the choice of the batch."""
+        no_noise = FixedNoise({})
+        return _scaled_difference(self._gradient(one, no_noise), self._gradient(two, no_noise))
 
     def _gradient(self, batch: Batch, action: SiteAction) -> list[Tensor]:
-        logits = self.measured.run(batch, action)
-        return gradients(self.measured.loss.value(logits, batch.targets), self.parameters)
+        logits = self.subject.run(batch, action)
+        return gradients(self.subject.loss.value(logits, batch.targets), self.parameters)
 
 
-def _difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:
+def _scaled_difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Tensor]:
+    """Return (one - two)/√2, which has the covariance of either if they are independent."""
     return [(a - b) * math.sqrt(0.5) for a, b in zip(one, two, strict=True)]
 
 
 class Sketch:
-    """A linear map to a few numbers that preserves inner products; the identity for small models.
+    """A linear map of gradients to fewer numbers that approximately preserves inner products.
 
-    It is a count sketch: every coordinate goes to a random place with a random sign. Inner products of
-    unit vectors have an error of about 1/sqrt(places). ``size`` is the number of coordinates, and
-    at most ``places`` numbers are kept.
+    It is a count sketch: it adds every coordinate, with a random sign, to one of ``width`` numbers.
+    Inner products of unit vectors then have an error of about 1/sqrt(width). If there are at most
+    ``width`` coordinates, the map is the identity.
+
+    Args:
+        size: the number of coordinates.
+        width: the largest number of numbers that remain.
+        device: the device of the gradients.
     """
 
-    def __init__(self, size: int, places: int, device: torch.device) -> None:
-        self.identity = size <= places
-        self.places = min(size, places)
-        if not self.identity:
+    def __init__(self, size: int, width: int, device: torch.device) -> None:
+        self.is_identity = size <= width
+        self.width = min(size, width)
+        if not self.is_identity:
             generator = torch.Generator().manual_seed(size)
-            place = torch.randint(2 * places, (size,), generator=generator, dtype=torch.int32)
-            self._place = place.to(device)
+            # the first half of the numbers is for the sign +, the second half for the sign -
+            index = torch.randint(2 * width, (size,), generator=generator, dtype=torch.int32)
+            self._index = index.to(device)
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """The kept numbers, on the CPU in double precision."""
-        if self.identity:
+        """Return the sketch of a gradient, on the CPU in double precision."""
+        if self.is_identity:
             return torch.cat([part.detach().flatten() for part in parts]).double().cpu()
-        signed = torch.zeros(2 * self.places, dtype=torch.float64, device=self._place.device)
+        signed = torch.zeros(2 * self.width, dtype=torch.float64, device=self._index.device)
         start = 0
         for part in parts:
             end = start + part.numel()
-            signed.index_add_(0, self._place[start:end], part.detach().flatten().double())
+            signed.index_add_(0, self._index[start:end], part.detach().flatten().double())
             start = end
-        return (signed[: self.places] - signed[self.places :]).cpu()
+        return (signed[: self.width] - signed[self.width :]).cpu()

@@ -1,7 +1,7 @@
 """The implicit effect: dropout's gradient noise, compared with ξ_approx and with mini-batching.
 
-Covariances are compared through the inner products of samples (m, D) alone. Standard errors come from
-the jackknife over blocks of samples.
+Covariances are compared by the inner products of samples alone, which are matrices of m samples of D
+numbers. Standard errors come from the jackknife over blocks of samples.
 """
 
 from __future__ import annotations
@@ -19,67 +19,81 @@ from undrop.diagnosis.measure.gradients import GradientNoise, Sketch
 from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
 
-_BLOCKS = 16  # of samples, in the jackknife
-_MOST = 256  # samples for eigenspaces, whose cost grows as their cube
+SKETCH_WIDTH = 1 << 16
+"""The size of the sketch of a gradient. Smaller gradients are kept as they are."""
+_MIN_SAMPLES = 4  # of each kind
+_MAX_SKETCHES = 256  # of each kind; traces use all samples
+_MAX_EIGEN_SAMPLES = 256  # for eigenspaces, whose cost is cubic in the number of samples
+_JACKKNIFE_BLOCKS = 16
+_DIRECTIONS = 5  # of a leading eigenspace
+_KS = (1, 2, 4, 8)
 
 
 def cosine(a: Tensor, b: Tensor) -> Estimate:
-    """Return the cosine of E[a] and E[b], for samples that come in pairs.
+    """Return the cosine of E[a] and E[b]; row i of a and row i of b are a pair of samples.
 
-    It uses only products of different samples. Products of a sample with itself would make the norms
+    It uses only products of different rows. Products of a sample with itself would make the norms
     too large and the cosine too small, above all with few samples.
     """
     aa, ab, bb = a @ a.T, a @ b.T, b @ b.T
 
-    def statistic(kept: Tensor) -> float:
-        cross, *norms = (
-            float(gram[kept][:, kept].sum() - gram[kept, kept].sum()) for gram in (ab, aa, bb)
+    def statistic(rows: Tensor) -> float:
+        ab_sum, aa_sum, bb_sum = (
+            float(gram[rows][:, rows].sum() - gram[rows, rows].sum()) for gram in (ab, aa, bb)
         )
-        product = norms[0] * norms[1]
-        return cross / math.sqrt(product) if product > 0.0 else math.nan
+        product = aa_sum * bb_sum
+        return ab_sum / math.sqrt(product) if product > 0.0 else math.nan
 
-    found = _jackknife(statistic, len(a))
-    return found._replace(value=max(-1.0, min(1.0, found.value)))
+    estimate = _jackknife(statistic, len(a))
+    return estimate._replace(value=max(-1.0, min(1.0, estimate.value)))
 
 
 def _jackknife(statistic: Callable[[Tensor], float], n: int) -> Estimate:
-    """Return a statistic of n samples, with its error from leaving out one block at a time.
+    """Return a statistic of n samples, with the error from leaving out one block of samples at a time.
 
-    Each block has an even number of samples.
+    ``statistic`` receives the numbers of the samples to use. Blocks have an even size, because the
+    statistic may split the samples into halves.
     """
-    every = torch.arange(n)
-    size = 2 * math.ceil(n / (2 * _BLOCKS))
-    blocks = every.split(size)
-    k, value = len(blocks), statistic(every)
-    without = []
-    if n > 2 * size:
-        without = [statistic(torch.cat([*blocks[:i], *blocks[i + 1 :]])) for i in range(k)]
-    if len(without) < 2 or not all(map(math.isfinite, without)):
+    numbers = torch.arange(n)
+    size = 2 * math.ceil(n / (2 * _JACKKNIFE_BLOCKS))
+    blocks = numbers.split(size)
+    k, value = len(blocks), statistic(numbers)
+    if n <= 2 * size:
         return Estimate(value, None)
-    mean = math.fsum(without) / k
-    spread = math.fsum((x - mean) ** 2 for x in without)
-    return Estimate.of(value, math.sqrt((k - 1) / k * spread), k - 1.0)
+    values = [statistic(torch.cat([*blocks[:i], *blocks[i + 1 :]])) for i in range(k)]
+    if not all(map(math.isfinite, values)):
+        return Estimate(value, None)
+    mean = math.fsum(values) / k
+    squares = math.fsum((x - mean) ** 2 for x in values)
+    return Estimate.of(value, math.sqrt((k - 1) / k * squares), k - 1.0)
 
 
-def _shared(aa: Tensor, ab: Tensor, bb: Tensor, k: int) -> float:
-    """Return ‖U_aᵀU_b‖²_F / k for the leading k directions of two sets of samples."""
-    sides = []
+def _subspace_overlap(aa: Tensor, ab: Tensor, bb: Tensor, k: int) -> float:
+    """Return ‖U_aᵀU_b‖²_F / k, where U_a and U_b are the leading k directions of two sets of samples.
+
+    The arguments are the inner products within and between the sets.
+    """
+    directions = []
     for gram in (aa, bb):
         values, vectors = torch.linalg.eigh(gram)
-        top = values[-k:].clamp_min(1e-30)
-        sides.append(vectors[:, -k:] / top.sqrt())
-    return float((sides[0].T @ ab @ sides[1]).square().sum() / k)
+        directions.append(vectors[:, -k:] / values[-k:].clamp_min(1e-30).sqrt())
+    return float((directions[0].T @ ab @ directions[1]).square().sum() / k)
 
 
-def overlap(a: Tensor, b: Tensor, k: int) -> Estimate:
-    """Return how much the leading k directions of two covariances agree, each from half its samples."""
-    a, b = a[:_MOST], b[:_MOST]
+def eigenspace_overlap(a: Tensor, b: Tensor, k: int) -> Estimate:
+    """Return the overlap of the leading k directions of two covariances: 1 if they are the same space.
+
+    One covariance is estimated from the even samples and the other one from the odd samples, so ``a``
+    can also be compared with itself.
+    """
+    a, b = a[:_MAX_EIGEN_SAMPLES], b[:_MAX_EIGEN_SAMPLES]
     aa, ab, bb = a @ a.T, a @ b.T, b @ b.T
 
-    def statistic(kept: Tensor) -> float:
-        even, odd = kept[::2], kept[1::2]
+    def statistic(rows: Tensor) -> float:
+        even, odd = rows[::2], rows[1::2]
         return 0.5 * sum(
-            _shared(aa[i][:, i], ab[i][:, j], bb[j][:, j], k) for i, j in ((even, odd), (odd, even))
+            _subspace_overlap(aa[i][:, i], ab[i][:, j], bb[j][:, j], k)
+            for i, j in ((even, odd), (odd, even))
         )
 
     return _jackknife(statistic, len(a))
@@ -94,16 +108,8 @@ def trace_of_means(samples: Tensor, k: int) -> Estimate:
     return Estimate.of(float(values.mean()), stderr, n - 1.0)
 
 
-PLACES = 1 << 16
-"""The size of the sketch in which gradients are kept; gradients of smaller models are kept whole."""
-_KS = (1, 2, 4, 8)
-_DIRECTIONS = 5  # of the leading eigenspace
-_LEAST = 4  # samples of each kind
-_KEPT = 256  # sketches of each kind; traces use all samples
-
-
 class Group(NamedTuple):
-    """The traces of one part of the model."""
+    """The traces of gradient noise in one part of the model."""
 
     trace_dropout: Estimate
     trace_analytic: Estimate
@@ -112,21 +118,21 @@ class Group(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """How well two leading eigenspaces agree: ‖U₁ᵀU₂‖²_F / k, from samples."""
+    """The overlap ‖U₁ᵀU₂‖²_F / k of leading eigenspaces U of covariances."""
 
     value: Estimate
-    """The overlap of dropout's and ξ_approx's, from half of the samples each."""
+    """The overlap of dropout's covariance with that of ξ_approx."""
     ceiling: Estimate
-    """The overlap of dropout's with itself, from two halves of its samples: the most that this number
-    of samples can show."""
+    """The overlap of dropout's covariance with itself, from two halves of its samples: the largest
+    overlap that this number of samples can show."""
     chance: float
     """The overlap of two random spaces."""
     directions: int
-    """k."""
+    """k, the dimension of the eigenspaces."""
 
 
 class Shrinking(NamedTuple):
-    """k times the trace of the mean of k samples of noise: constant if the trace falls as 1/k."""
+    """k times the trace of the mean of k samples: the same for every k if the trace falls as 1/k."""
 
     k: int
     dropout: Estimate
@@ -135,7 +141,7 @@ class Shrinking(NamedTuple):
 
 @dataclass(frozen=True)
 class Implicit:
-    """The implicit effect of a model's dropout: covariances of gradient noise."""
+    """The implicit effect of a model's dropout: how its gradient noise compares with other noise."""
 
     trace_dropout: Estimate
     trace_analytic: Estimate
@@ -157,64 +163,65 @@ class Implicit:
 
 
 Traces = Mapping[str, float]
-"""The squared norm of a sample of noise by part of the model: a sample of its covariance's trace."""
+"""The squared norm of a sample of noise in each part of the model; the trace is its mean."""
 
 
-class _Pair(NamedTuple):
-    """One sample of each kind on a batch."""
+class _NoiseSample(NamedTuple):
+    """The traces from one sample of dropout's noise and one of ξ_approx."""
 
     dropout: Traces
     analytic: Traces
 
 
 def measure_implicit(
-    measured: MeasuredModel, budget: Budget, *, draws: int | None = None
+    subject: MeasuredModel, budget: Budget, *, draws: int | None = None
 ) -> Implicit:
-    """Measure the implicit effect until the time, or the draws of each kind per batch, are used up.
+    """Measure the implicit effect until the time is up, or ``draws`` samples of every batch are drawn.
 
-    At least four samples are drawn.
+    A sample is one of dropout's noise and one of ξ_approx. At least four are drawn.
     """
-    study = _NoiseStudy(measured)
-    study.between_batches(budget)
-    study.within_batches(budget, draws)
+    study = _NoiseStudy(subject)
+    study.sample_batching(budget)
+    study.sample_dropout_and_analytic(budget, draws)
     return study.result()
 
 
 class _NoiseStudy:
-    """Collects samples of the gradient noise: the trace of each, and a sketch of some."""
+    """Collects samples of gradient noise: the trace of each, and sketches of the first ones."""
 
-    def __init__(self, measured: MeasuredModel) -> None:
-        self.measured = measured
-        self.noise = GradientNoise(measured)
-        device = next(measured.model.parameters()).device
-        self.sketch = Sketch(self.noise.size, PLACES, device)
-        self.pairs: Samples[_Pair] = Samples()
-        self.between: Samples[Traces] = Samples()
-        self.directions: tuple[list[Tensor], list[Tensor]] = ([], [])
+    def __init__(self, subject: MeasuredModel) -> None:
+        self.subject = subject
+        self.noise = GradientNoise(subject)
+        device = next(subject.model.parameters()).device
+        self.sketch = Sketch(self.noise.size, SKETCH_WIDTH, device)
+        self.samples: Samples[_NoiseSample] = Samples()
+        self.batching: Samples[Traces] = Samples()
+        # sketches of the samples and of their squares, for dropout and for ξ_approx
+        self.sketches: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.squares: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.sizes: dict[str, int] = {}
         for group, parameter in zip(self.noise.groups, self.noise.parameters, strict=True):
             self.sizes[group] = self.sizes.get(group, 0) + parameter.numel()
 
-    def between_batches(self, budget: Budget) -> None:
-        """Sample disjoint pairs of batches, in at most a fifth of the time."""
-        batches = self.measured.batches
+    def sample_batching(self, budget: Budget) -> None:
+        """Sample mini-batching's noise on disjoint pairs of batches, in about a fifth of the time."""
+        batches = self.subject.batches
         for pair, (one, two) in enumerate(zip(batches[::2], batches[1::2], strict=False)):
             if pair > 1 and budget.elapsed > 0.2:
                 return
-            self.between.add(pair, 1.0, self._traces(self.noise.between(one, two)))
+            self.batching.add(pair, 1.0, self._traces(self.noise.sample_batching(one, two)))
 
-    def within_batches(self, budget: Budget, draws: int | None) -> None:
-        """Visit the batches in turn, one sample of dropout's noise and one of ξ_approx each time."""
-        batches = self.measured.batches
-        rounds = None if draws is None else max(draws, math.ceil(_LEAST / len(batches)))
-        for batch in budget.visits(batches, rounds, least=_LEAST):
-            samples = (self.noise.dropout(batch), self.noise.analytic(batch))
-            if self.pairs.count < _KEPT:
+    def sample_dropout_and_analytic(self, budget: Budget, draws: int | None) -> None:
+        """Visit the batches in turn, and sample dropout's noise and ξ_approx once each time."""
+        batches = self.subject.batches
+        rounds = None if draws is None else max(draws, math.ceil(_MIN_SAMPLES / len(batches)))
+        for batch in budget.visits(batches, rounds, minimum=_MIN_SAMPLES):
+            samples = (self.noise.sample_dropout(batch), self.noise.sample_analytic(batch))
+            if self.samples.count < _MAX_SKETCHES:
                 for kind, sample in enumerate(samples):
-                    self.directions[kind].append(self.sketch(sample))
+                    self.sketches[kind].append(self.sketch(sample))
                     self.squares[kind].append(self.sketch([part.square() for part in sample]))
-            self.pairs.add(batch.number, 1.0, _Pair(*map(self._traces, samples)))
+            self.samples.add(batch.number, 1.0, _NoiseSample(*map(self._traces, samples)))
 
     def _traces(self, sample: list[Tensor]) -> Traces:
         traces = dict.fromkeys(self.sizes, 0.0)
@@ -224,44 +231,49 @@ class _NoiseStudy:
 
     def result(self) -> Implicit:
         """Compare the covariances."""
-        drop, analytic = (torch.stack(kept) for kept in self.directions)
-        trace_dropout = self.pairs.mean(lambda s: math.fsum(s.dropout.values()))
+        dropout, analytic = (torch.stack(sketches) for sketches in self.sketches)
+        trace_dropout = self.samples.mean(lambda s: math.fsum(s.dropout.values()))
         trace_batch = None
-        if self.between.batch_count:
-            trace_batch = self.between.mean(lambda s: math.fsum(s.values()))
+        if self.batching.batch_count:
+            trace_batch = self.batching.mean(lambda s: math.fsum(s.values()))
         return Implicit(
             trace_dropout=trace_dropout,
-            trace_analytic=self.pairs.mean(lambda s: math.fsum(s.analytic.values())),
+            trace_analytic=self.samples.mean(lambda s: math.fsum(s.analytic.values())),
             trace_batch=trace_batch,
-            analytic_ratio=self.pairs.ratio(
+            analytic_ratio=self.samples.ratio(
                 lambda s: math.fsum(s.analytic.values()), lambda s: math.fsum(s.dropout.values())
             ),
-            batch_ratio=None
-            if trace_batch is None
-            else ratio_of_independent(trace_dropout, trace_batch),
-            cosine=cosine(*(torch.stack(kept) for kept in self.squares)),
-            overlap=_overlap(drop, analytic, self.sketch.places),
+            batch_ratio=(
+                None if trace_batch is None else ratio_of_independent(trace_dropout, trace_batch)
+            ),
+            cosine=cosine(*(torch.stack(squares) for squares in self.squares)),
+            overlap=_overlap(dropout, analytic),
             groups={group: self._group(group) for group in self.sizes},
             shrinking=[
-                Shrinking(k, trace_of_means(drop, k), trace_of_means(analytic, k))
+                Shrinking(k, trace_of_means(dropout, k), trace_of_means(analytic, k))
                 for k in _KS
-                if len(drop) >= 2 * k
+                if len(dropout) >= 2 * k
             ],
-            samples=self.pairs.count,
+            samples=self.samples.count,
             parameters=self.noise.size,
-            kept=self.sketch.places,
+            kept=self.sketch.width,
         )
 
     def _group(self, group: str) -> Group:
-        has_batches = self.between.batch_count > 0
         return Group(
-            self.pairs.mean(lambda s: s.dropout[group]),
-            self.pairs.mean(lambda s: s.analytic[group]),
-            self.between.mean(lambda s: s[group]) if has_batches else None,
+            self.samples.mean(lambda s: s.dropout[group]),
+            self.samples.mean(lambda s: s.analytic[group]),
+            self.batching.mean(lambda s: s[group]) if self.batching.batch_count else None,
             self.sizes[group],
         )
 
 
-def _overlap(drop: Tensor, analytic: Tensor, places: int) -> Overlap:
-    k = max(1, min(_DIRECTIONS, len(drop) // 4))
-    return Overlap(overlap(drop, analytic, k), overlap(drop, drop, k), min(1.0, k / places), k)
+def _overlap(dropout: Tensor, analytic: Tensor) -> Overlap:
+    samples, size = dropout.shape
+    k = max(1, min(_DIRECTIONS, samples // 4))
+    return Overlap(
+        value=eigenspace_overlap(dropout, analytic, k),
+        ceiling=eigenspace_overlap(dropout, dropout, k),
+        chance=min(1.0, k / size),
+        directions=k,
+    )

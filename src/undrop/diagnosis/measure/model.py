@@ -1,4 +1,4 @@
-"""The model of a diagnosis and its batches, and its loss under any noise, without side effects."""
+"""The model and the batches of a diagnosis, and passes with any noise that leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -41,51 +41,58 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
 
     Args:
         batches: pairs (inputs, targets).
-        limit: the largest number to take.
-        name: the argument that holds them, for errors.
+        limit: the largest number of batches to take.
+        name: what the batches are called in error messages.
 
     Raises:
-        DataError: if there is none, or one is not a pair.
+        DataError: if there are no batches, or a batch is not a pair.
     """
     if isinstance(batches, Tensor | Mapping) or not isinstance(batches, Iterable):
         raise DataError(
             f"{name} must be an iterable of pairs (inputs, targets), such as a DataLoader, got "
             f"{type(batches).__name__}: put a single batch into a list, [(inputs, targets)]."
         )
-    found = []
+    pairs = []
     for number, pair in enumerate(islice(batches, limit)):
         if isinstance(pair, Mapping) and "labels" in pair:
             pair = (pair, None)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             got = type(pair).__name__
-            got = f"a {got} of {len(pair)}" if isinstance(pair, tuple | list) else got
+            if isinstance(pair, tuple | list):
+                got = f"a {got} of {len(pair)}"
             raise DataError(
                 f"each of the {name} must be a pair (inputs, targets), got {got} for batch {number}: "
                 "inputs may be a tensor, a tuple (positional) or a dict (keyword arguments)."
             )
         inputs, targets = pair
-        found.append((inputs, targets))
-    if not found:
+        pairs.append((inputs, targets))
+    if not pairs:
         raise DataError(
             f"there are no {name}: pass at least one pair (inputs, targets); a generator that has been "
             "used up is empty."
         )
-    return found
+    return pairs
 
 
-def shared_examples(inputs: Any, held: Iterable[Any], batch_dim: int) -> tuple[int, int]:
-    """Count the examples of a training batch that the validation data also has, and all its examples.
+def shared_examples(
+    inputs: Any, validation_inputs: Iterable[Any], batch_dim: int
+) -> tuple[int, int]:
+    """Count the examples of a training batch that are in the validation data too, and all its examples.
 
-    ``inputs`` are those of the batch, ``held`` those of the validation batches, and ``batch_dim`` is the
-    dimension of the examples. Examples are compared bit for bit.
+    Examples are compared bit for bit.
+
+    Args:
+        inputs: the inputs of the training batch.
+        validation_inputs: the inputs of each validation batch.
+        batch_dim: the dimension of the examples.
     """
-    own = _fingerprints(inputs, batch_dim)
-    others = {f for x in held for f in _fingerprints(x, batch_dim)}
-    return sum(f in others for f in own), len(own)
+    examples = _example_bytes(inputs, batch_dim)
+    validation = {example for x in validation_inputs for example in _example_bytes(x, batch_dim)}
+    return sum(example in validation for example in examples), len(examples)
 
 
-def _fingerprints(inputs: Any, dim: int) -> list[bytes]:
-    """Return the bytes of each example of the first tensor."""
+def _example_bytes(inputs: Any, dim: int) -> list[bytes]:
+    """Return the bytes of each example in the first tensor that has the dimension ``dim``."""
     tensors: Sequence[Tensor] = [t for t in tensors_in(inputs) if t.dim() > dim]
     if not tensors:
         return []
@@ -94,23 +101,23 @@ def _fingerprints(inputs: Any, dim: int) -> list[bytes]:
 
 
 SiteNoise = Mapping[str, Tensor]
-"""σ·η by the name of its site; other sites carry no noise."""
+"""σ·η by the name of its site. Sites without an entry carry no noise."""
 
 
 class FixedNoise:
-    """The site action h ⊙ (1 + σ·η) for a given σ·η; other sites carry no noise."""
+    """The site action h ⊙ (1 + σ·η) for a given σ·η."""
 
     def __init__(self, noise: SiteNoise) -> None:
         self.noise = noise
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """h ⊙ (1 + σ·η)."""
+        """Return h ⊙ (1 + σ·η); h itself at a site without noise."""
         noise = self.noise.get(site.name)
         return h if noise is None else torch.addcmul(h, h, noise)
 
 
 class MeasuredModel:
-    """A model with its loss and batches. Measuring does not change the model.
+    """A model with its loss and batches; measurements do not change the model.
 
     Args:
         model: any module with dropout.
@@ -128,8 +135,8 @@ class MeasuredModel:
         generator: torch.Generator | None = None,
     ) -> None:
         self.model = uncompiled(model)
-        given = as_loss(loss)
-        prepared = (given.prepare(self.model, *pair) for pair in batches)
+        user_loss = as_loss(loss)
+        prepared = (user_loss.prepare(self.model, *pair) for pair in batches)
         self.batches = [batch._replace(number=n) for n, batch in enumerate(prepared)]
         self.loss: Loss = self.batches[-1].loss
         if self.loss.whole_output:
@@ -137,7 +144,7 @@ class MeasuredModel:
                 f"{type(self.loss).__name__} takes all that the model returns, but a diagnosis "
                 "measures one output: pass the loss of one output, such as undrop.CrossEntropy()."
             )
-        self.generators = Generators(_seeded_from(generator))
+        self.generators = Generators(_separate_generator(generator))
         self.sites: Sites = sites(self.model, self.batches[0].inputs)
 
     @property
@@ -146,10 +153,11 @@ class MeasuredModel:
         return type(self.model).__name__
 
     @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Use train mode with gradients; on exit, restore everything, including random generators.
+    def preserve(self) -> Iterator[None]:
+        """Use train mode with gradients; on exit, restore the model and all random generators.
 
-        If two passes without noise disagree, it raises an ``OutputError``.
+        Raises:
+            OutputError: if two passes without noise disagree, or two calls of the loss.
         """
         with preserve_model(self.model), torch.inference_mode(False), torch.enable_grad():
             if not self.model.training:
@@ -160,10 +168,10 @@ class MeasuredModel:
 
     @torch.no_grad()
     def _check_repeatable(self) -> None:
-        """Refuse a model whose own random numbers can't be repeated, and a loss that varies."""
-        passes = [self.run(self.batches[0], FixedNoise({})) for _ in range(2)]
-        tolerance = 1e-2 if passes[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
-        one, two = (output.double().nan_to_num() for output in passes)
+        """Refuse a model or a loss whose result differs between two equal calls."""
+        outputs = [self.run(self.batches[0], FixedNoise({})) for _ in range(2)]
+        tolerance = 1e-2 if outputs[0].dtype in (torch.float16, torch.bfloat16) else 1e-4
+        one, two = (output.double().nan_to_num() for output in outputs)
         if one.shape != two.shape or float((one - two).norm()) > tolerance * float(one.norm()):
             raise OutputError(
                 f"two passes of {self.name} without dropout disagree although every random generator "
@@ -172,7 +180,7 @@ class MeasuredModel:
                 "switch them off."
             )
         with self.loss.keep_state():
-            a, b = (self.loss.value(passes[0], self.batches[0].targets) for _ in range(2))
+            a, b = (self.loss.value(outputs[0], self.batches[0].targets) for _ in range(2))
         if not torch.allclose(a, b, rtol=tolerance, atol=0.0, equal_nan=True):
             raise OutputError(
                 "two calls of the loss on the same output disagree, so nothing can be measured by "
@@ -185,9 +193,9 @@ class MeasuredModel:
         action: SiteAction,
         rules: Mapping[Callable[..., Any], Rule] | None = None,
     ) -> Tensor:
-        """Return the tensor that the loss receives, with the action at every site.
+        """Return the output tensor of a pass with the action at every site.
 
-        Random numbers that the model draws besides dropout are the same in every pass.
+        Random numbers of the model other than dropout's are the same in every pass.
         """
         self._rng.restore()
         with keep_statistics(self.model), Interception(self.model, action, rules):
@@ -198,34 +206,44 @@ class MeasuredModel:
 
     @torch.no_grad()
     def loss_value(self, batch: Batch, noise: SiteNoise) -> float:
-        """Return ℓ(F(x; 1, η)), or ℓ(F(x)) without noise; if it is not finite, raise an error."""
+        """Return ℓ(F(x; 1, η)), or ℓ(F(x)) if ``noise`` is empty; raise an error if it is not finite."""
         loss = float(self.loss.value(self.run(batch, FixedNoise(noise)), batch.targets).double())
         if not math.isfinite(loss):
-            raise NonFiniteError(self.not_finite(batch, loss, "with" if noise else "without"))
+            raise NonFiniteError(
+                self.non_finite_message(batch, loss, "with" if noise else "without")
+            )
         return loss
 
-    def not_finite(self, batch: Batch, loss: float, how: str) -> str:
-        """Return the message for a loss that is not finite; ``how`` is "with" or "without" (dropout)."""
+    def non_finite_message(self, batch: Batch, loss: float, dropout: str) -> str:
+        """Return the error message for a loss that is not finite; ``dropout`` is "with" or "without"."""
         return (
-            f"the loss of batch {batch.number} {how} dropout is {loss}: look for NaN or infinity in "
+            f"the loss of batch {batch.number} {dropout} dropout is {loss}: look for NaN or infinity in "
             f"its inputs and in the weights of {self.name}."
         )
 
     def draw_masks(
-        self, found: Iterable[tuple[Site, Tensor]], factor: float = 1.0
+        self, sites_and_tensors: Iterable[tuple[Site, Tensor]], factor: float = 1.0
     ) -> dict[str, Tensor]:
-        """Draw σ·η of dropout with every site's p times ``factor``, like the tensors of the sites."""
+        """Draw dropout's σ·η at every site, with every p times ``factor``.
+
+        The noise at a site has the dtype and device of the tensor that comes with the site.
+        """
         masks = {}
-        for site, like in found:
-            q, like, source = site.p * factor, like.detach(), self.generators(like.device)
+        for site, tensor in sites_and_tensors:
+            q, generator = site.p * factor, self.generators(tensor.device)
             masks[site.name] = draw_noise(
-                "dropout", site.mask_shape, q, like=like, scale=sigma(q), generator=source
+                "dropout",
+                site.mask_shape,
+                q,
+                like=tensor.detach(),
+                scale=sigma(q),
+                generator=generator,
             )
         return masks
 
 
-def _seeded_from(generator: torch.Generator | None) -> torch.Generator | None:
-    """Return a separate generator, because a pass of the model may reset the user's or draw from it."""
+def _separate_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """Return a new generator: a pass of the model may draw from the user's generator, or reset it."""
     if generator is None:
         return None
     seed = torch.randint(2**62, (), generator=generator, device=generator.device)

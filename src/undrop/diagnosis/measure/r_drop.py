@@ -1,26 +1,27 @@
-"""R_drop and ½uᵀHu: the one estimator behind ``diagnose``, ``check`` and the Taylor probe.
+"""Estimate R_drop and its parts, for ``diagnose``, ``check`` and the probes of experiments.
 
     R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x)) = ½E[uᵀHu] + ½E[Dℓ·∂²F/∂ε²] + rest
 
-One mask η gives a sample of every part. The sample of R_drop is ℓ(F(x; 1, η)) - ℓ(F(x)) - ∂ℓ/∂ε, where
-∂ℓ/∂ε has zero mean and most of the variance. The second-order terms along the same η are samples of the
-other parts.
+One mask η gives a sample of every part. The sample of R_drop is ℓ(F(x; 1, η)) - ℓ(F(x)) - ∂ℓ/∂ε:
+subtracting ∂ℓ/∂ε, which has zero mean, removes most of the variance. The second-order terms along the
+same η are the samples of the other parts.
 
-With z the relative noise at every site (h becomes h ⊙ (1 + z)), v = σ·η, u = ∂F/∂z·v and y = Dℓ[F],
+Let z be the relative noise at every site (h becomes h ⊙ (1 + z)), v = σ·η, u = ∂F/∂z·v and y = Dℓ[F].
+Then
 
     ℓ(F(ε)) = ℓ + ε·yᵀu + ε²·(½uᵀHu + ½ vᵀ∇²_z(yᵀF)v) + …
 
-The scalar c(y, z) = vᵀ∇_z(yᵀF) contains all of these terms: c itself is ∂ℓ/∂ε, its gradient in y is u,
-and its gradient in z, times v, is the part from the model's own curvature. So a batch needs one gradient
-with a graph, and every η one more backward pass through it. Torch never differentiates the loss twice:
-the loss computes uᵀHu itself.
+All of these terms follow from the scalar c(y, z) = vᵀ∇_z(yᵀF): c itself is ∂ℓ/∂ε, its gradient in y is
+u, and its gradient in z, times v, is vᵀ∇²_z(yᵀF)v. So a batch needs one gradient with a graph, and every
+η one more backward pass through that graph. Torch never differentiates the loss twice: the loss computes
+uᵀHu itself.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,194 +35,212 @@ from undrop.errors import NoDropoutError, NonFiniteError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Loss
 
-_EPSILON = 0.02  # ε of finite differences: truncation is O(ε²), rounding of the second one O(1/ε²)
-_TOLERANCE = 0.1  # between u and its finite difference; a wrong second derivative is far off
+S = TypeVar("S")
+
+_EPSILON = 0.02
+"""ε of finite differences: their truncation error is O(ε²), a second difference's rounding O(1/ε²)."""
+_TOLERANCE = 0.1  # for u minus its finite difference, relative to u; a wrong u differs far more
 
 
 class SecondOrder(NamedTuple):
-    """What noise adds to the loss, up to second order; means over the loss's terms."""
+    """The first- and second-order terms that noise adds to the loss; means over the loss's terms."""
 
     directional: float
     """∂ℓ/∂ε = Dℓ·u, which has zero mean."""
     half_quadratic: float
     """½uᵀHu."""
     curvature: float
-    """½Dℓ·∂²F/∂ε², from the model's own curvature; the paper omits it, because it can be negative."""
+    """½Dℓ·∂²F/∂ε², from the model's own curvature. The paper omits it, because it can be negative."""
 
 
 class Terms(NamedTuple):
-    """The expansion along one η."""
+    """The terms of the expansion along one η."""
 
     total: SecondOrder
     sites: Mapping[str, SecondOrder]
-    """Each site's part. Their sum is the total, at least in expectation."""
+    """The part of each site. The parts add up to the total, at least in expectation."""
     u: Tensor
     """The output tangent ∂F/∂ε."""
 
 
 class Expansion(ABC):
-    """The expansion of a batch at ε = 0, with a leaf z in the shape of every η."""
+    """The expansion of the loss of one batch around z = 0; z is the relative noise at the sites."""
 
-    def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
-        self.measured, self.batch = measured, batch
-        zeros = ZeroLeaves(Draw("dropout", "as-declared", Selection(), measured.generators))
-        self.logits = measured.run(batch, zeros, TWICE_DIFFERENTIABLE)
+    def __init__(self, subject: MeasuredModel, batch: Batch) -> None:
+        self.subject, self.batch = subject, batch
+        zeros = ZeroLeaves(Draw("dropout", "as-declared", Selection(), subject.generators))
+        self.logits = subject.run(batch, zeros, TWICE_DIFFERENTIABLE)
         if not zeros.leaves:
             raise NoDropoutError(f"no active dropout runs in batch {batch.number}.")
-        self.found = list(zip(zeros.sites, zeros.leaves, strict=True))
-        """The sites that a pass uses, each with a tensor of the shape of its η."""
+        self.sites_and_leaves = list(zip(zeros.sites, zeros.leaves, strict=True))
+        """The sites that a pass reaches, each with its z: a tensor of zeros in the shape of η."""
         self.output = self.logits.detach().requires_grad_()
-        self.count = float(measured.loss.count(self.output, batch.targets))
-        self.base = measured.loss_value(batch, {})
+        self.count = float(subject.loss.count(self.output, batch.targets))
+        """The number of terms in the loss."""
+        self.base = subject.loss_value(batch, {})
         """ℓ(F(x))."""
 
     def quadratic(self, u: Tensor) -> Tensor:
-        """The mean of uᵀHu."""
-        return self.measured.loss.derivatives(self.output, u, self.batch.targets).quadratic
+        """Return the mean of uᵀHu."""
+        return self.subject.loss.derivatives(self.output, u, self.batch.targets).quadratic
 
     @abstractmethod
     def directional(self, noise: SiteNoise) -> float:
-        """∂ℓ/∂ε along the noise."""
+        """Return ∂ℓ/∂ε along the noise."""
 
     @abstractmethod
-    def along(self, noise: SiteNoise) -> Terms:
-        """All terms along the noise."""
+    def terms_along(self, noise: SiteNoise) -> Terms:
+        """Return all terms along the noise."""
 
 
 class ReverseExpansion(Expansion):
-    """The expansion by reverse mode applied twice: exact, for every op that has a double backward."""
+    """The expansion by two reverse passes: exact, but every op needs a double backward."""
 
-    def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
-        super().__init__(measured, batch)
-        self._names = [site.name for site, _ in self.found]
-        self._leaves = [leaf for _, leaf in self.found]
-        loss = measured.loss.value(self.output, batch.targets)
+    def __init__(self, subject: MeasuredModel, batch: Batch) -> None:
+        super().__init__(subject, batch)
+        self._names = [site.name for site, _ in self.sites_and_leaves]
+        self._leaves = [leaf for _, leaf in self.sites_and_leaves]
+        loss = subject.loss.value(self.output, batch.targets)
         if not bool(torch.isfinite(loss)):
-            raise NonFiniteError(measured.not_finite(batch, _number(loss), "without"))
+            raise NonFiniteError(subject.non_finite_message(batch, _as_float(loss), "without"))
         self._y = torch.autograd.grad(loss, self.output)[0].detach().requires_grad_()
-        self._gradients = self._pulled_back(self._y, create_graph=True)
+        self._gradients = self._gradients_at_leaves(self._y, create_graph=True)
 
-    def _pulled_back(self, y: Tensor, *, create_graph: bool) -> list[Tensor]:
-        """Jᵀy at every leaf."""
-        y = y.to(self.logits.dtype)
-        how = {"retain_graph": True, "create_graph": create_graph}
-        return gradients(self.logits, self._leaves, y, **how)
+    def _gradients_at_leaves(self, y: Tensor, *, create_graph: bool) -> list[Tensor]:
+        """Return Jᵀy for J = ∂F/∂z, at every leaf z."""
+        return gradients(
+            self.logits,
+            self._leaves,
+            y.to(self.logits.dtype),
+            retain_graph=True,
+            create_graph=create_graph,
+        )
 
-    def _products(self, found: list[Tensor], noise: SiteNoise) -> dict[str, Tensor]:
-        """⟨gradient, v⟩ of every site that the noise has."""
-        pairs = zip(self._names, found, strict=True)
+    def _products_by_site(
+        self, gradients_at_leaves: Sequence[Tensor], noise: SiteNoise
+    ) -> dict[str, Tensor]:
+        """Return ⟨gradient, v⟩ for every site in ``noise``."""
+        pairs = zip(self._names, gradients_at_leaves, strict=True)
         return {name: (g * noise[name]).sum() for name, g in pairs if name in noise}
 
     @torch.no_grad()
     def directional(self, noise: SiteNoise) -> float:
-        """∂ℓ/∂ε = ⟨∇_z ℓ, v⟩."""
-        return float(sum(self._products(self._gradients, noise).values()))
+        """Return ∂ℓ/∂ε = ⟨∇_z ℓ, v⟩."""
+        return float(sum(self._products_by_site(self._gradients, noise).values()))
 
-    def along(self, noise: SiteNoise) -> Terms:
-        """Compute all terms: a backward pass for u and ∂²F/∂ε², another for uᵀHu by site."""
-        slopes = self._products(self._gradients, noise)
-        c = torch.stack(list(slopes.values())).sum()
-        u, *curved = gradients(c, [self._y, *self._leaves], retain_graph=True)
+    def terms_along(self, noise: SiteNoise) -> Terms:
+        """Return all terms, by a backward pass for u and ∂²F/∂ε² and another one for uᵀHu by site."""
+        directional = self._products_by_site(self._gradients, noise)
+        c = torch.stack(list(directional.values())).sum()
+        u, *c_gradients = gradients(c, [self._y, *self._leaves], retain_graph=True)
         u = u.detach().requires_grad_()
         quadratic = self.quadratic(u)
-        (pushed,) = gradients(quadratic, [u])  # 2Hu over the number of terms
-        halves = self._products(self._pulled_back(pushed, create_graph=False), noise)
-        curvatures = self._products(curved, noise)
+        (gradient,) = gradients(quadratic, [u])  # 2Hu, divided by the number of terms
+        at_leaves = self._gradients_at_leaves(gradient, create_graph=False)
+        quadratic_by_site = self._products_by_site(at_leaves, noise)
+        curvature_by_site = self._products_by_site(c_gradients, noise)
         sites = {
             name: SecondOrder(
-                _number(slope), 0.25 * _number(halves[name]), 0.5 * _number(curvatures[name])
+                _as_float(value),
+                0.25 * _as_float(quadratic_by_site[name]),
+                0.5 * _as_float(curvature_by_site[name]),
             )
-            for name, slope in slopes.items()
+            for name, value in directional.items()
         }
         curvature = sum(order.curvature for order in sites.values())
-        total = SecondOrder(_number(c), 0.5 * _number(quadratic), curvature)
+        total = SecondOrder(_as_float(c), 0.5 * _as_float(quadratic), curvature)
         return Terms(total, sites, u.detach())
 
 
 class DifferenceExpansion(Expansion):
     """The expansion by finite differences in ε, for models with ops that have no double backward."""
 
-    def __init__(self, measured: MeasuredModel, batch: Batch) -> None:
+    def __init__(self, subject: MeasuredModel, batch: Batch) -> None:
         with torch.no_grad():
-            super().__init__(measured, batch)
+            super().__init__(subject, batch)
 
     def directional(self, noise: SiteNoise) -> float:
-        """(ℓ₊ - ℓ₋)/2ε."""
-        up, down = (self.measured.loss_value(self.batch, _scaled(noise, s)) for s in (1.0, -1.0))
-        return (up - down) / (2.0 * _EPSILON)
+        """Return (ℓ₊ - ℓ₋)/2ε."""
+        plus, minus = (self.subject.loss_value(self.batch, x) for x in _plus_and_minus(noise))
+        return (plus - minus) / (2.0 * _EPSILON)
 
     @torch.no_grad()
     def tangent(self, noise: SiteNoise) -> Tensor:
-        """u ≈ (F₊ - F₋)/2ε."""
-        plus, minus = self._both(noise)
+        """Return u ≈ (F₊ - F₋)/2ε."""
+        plus, minus = self._outputs(noise)
         return (plus - minus) / (2.0 * _EPSILON)
 
-    def _both(self, noise: SiteNoise) -> tuple[Tensor, Tensor]:
-        up, down = (FixedNoise(_scaled(noise, sign)) for sign in (1.0, -1.0))
-        return self.measured.run(self.batch, up), self.measured.run(self.batch, down)
+    def _outputs(self, noise: SiteNoise) -> tuple[Tensor, Tensor]:
+        """Return F₊ and F₋."""
+        plus, minus = map(FixedNoise, _plus_and_minus(noise))
+        return self.subject.run(self.batch, plus), self.subject.run(self.batch, minus)
 
     @torch.no_grad()
-    def _order(self, noise: SiteNoise) -> tuple[SecondOrder, Tensor]:
-        targets, loss = self.batch.targets, self.measured.loss
-        plus, minus = self._both(noise)
-        up, down = (float(loss.value(x, targets).double()) for x in (plus, minus))
-        u = (plus - minus) / (2.0 * _EPSILON)
+    def _second_order(self, noise: SiteNoise) -> tuple[SecondOrder, Tensor]:
+        """Return the terms along the noise, and u."""
+        targets, loss = self.batch.targets, self.subject.loss
+        outputs = self._outputs(noise)
+        plus, minus = (float(loss.value(output, targets).double()) for output in outputs)
+        u = (outputs[0] - outputs[1]) / (2.0 * _EPSILON)
         with torch.enable_grad():
-            half = 0.5 * _number(self.quadratic(u))
-        second = 0.5 * (up - 2.0 * self.base + down) / _EPSILON**2
-        return SecondOrder((up - down) / (2.0 * _EPSILON), half, second - half), u
+            half_quadratic = 0.5 * _as_float(self.quadratic(u))
+        both = 0.5 * (plus - 2.0 * self.base + minus) / _EPSILON**2  # ½uᵀHu + curvature
+        directional = (plus - minus) / (2.0 * _EPSILON)
+        return SecondOrder(directional, half_quadratic, both - half_quadratic), u
 
-    def along(self, noise: SiteNoise) -> Terms:
-        """Compute all terms by two passes for the noise and two for each site alone."""
-        total, u = self._order(noise)
-        sites = {name: self._order({name: noise[name]})[0] for name in noise}
+    def terms_along(self, noise: SiteNoise) -> Terms:
+        """Return all terms, by two passes with all of the noise and two passes for each site alone."""
+        total, u = self._second_order(noise)
+        sites = {name: self._second_order({name: noise[name]})[0] for name in noise}
         return Terms(total, sites, u)
 
 
-def _number(x: Tensor) -> float:
+def _as_float(x: Tensor) -> float:
     return float(x.detach())
 
 
-def _scaled(noise: SiteNoise, sign: float) -> dict[str, Tensor]:
-    return {name: value * (sign * _EPSILON) for name, value in noise.items()}
+def _plus_and_minus(noise: SiteNoise) -> Iterator[dict[str, Tensor]]:
+    """Yield ε·noise and -ε·noise."""
+    for epsilon in (_EPSILON, -_EPSILON):
+        yield {name: value * epsilon for name, value in noise.items()}
 
 
 class Expander:
-    """Expands batches, by finite differences if an op of the model has no double backward."""
+    """Expands batches: by finite differences if the model has an op without a double backward."""
 
-    def __init__(self, measured: MeasuredModel) -> None:
-        self._measured = measured
-        self._tried = False
-        self.blocked: str | None = None
-        """Why derivatives are computed as differences; None if they are not."""
+    def __init__(self, subject: MeasuredModel) -> None:
+        self._subject = subject
+        self._tried_reverse = False
+        self.differences: str | None = None
+        """Why derivatives are computed as differences; None if reverse mode computes them."""
 
     def __call__(self, batch: Batch) -> Expansion:
-        """Expand a batch."""
-        if not self._tried:
-            self._tried = True
+        """Return the expansion of a batch."""
+        if not self._tried_reverse:
+            self._tried_reverse = True
             try:
-                expansion = ReverseExpansion(self._measured, batch)
-                if self._agrees(expansion, batch):
+                expansion = ReverseExpansion(self._subject, batch)
+                if self._agrees_with_differences(expansion):
                     return expansion
-                self.blocked = "torch's second derivative disagrees with finite differences"
+                self.differences = "torch's second derivative disagrees with finite differences"
             except RuntimeError as error:
-                self.blocked = str(error).partition("\n")[0]
-        if self.blocked is not None:
-            return DifferenceExpansion(self._measured, batch)
-        return ReverseExpansion(self._measured, batch)
+                self.differences = str(error).partition("\n")[0]
+        if self.differences is not None:
+            return DifferenceExpansion(self._subject, batch)
+        return ReverseExpansion(self._subject, batch)
 
-    def _agrees(self, expansion: ReverseExpansion, batch: Batch) -> bool:
-        """Return whether u agrees with its finite difference: some second derivatives are wrongly 0."""
+    def _agrees_with_differences(self, expansion: ReverseExpansion) -> bool:
+        """Compare u with its finite difference: torch's second derivative of some ops is wrongly 0."""
         if expansion.output.dtype not in (torch.float32, torch.float64):
             return True  # in half precision, a finite difference is mostly rounding
-        noise = self._measured.draw_masks(expansion.found)
-        u = expansion.along(noise).u
-        error = DifferenceExpansion(self._measured, batch).tangent(noise) - u
+        noise = self._subject.draw_masks(expansion.sites_and_leaves)
+        u = expansion.terms_along(noise).u
+        error = DifferenceExpansion(self._subject, expansion.batch).tangent(noise) - u
         return float(error.norm()) <= _TOLERANCE * float(u.norm()) + 1e-6
 
 
 class MaskSample(NamedTuple):
-    """One mask on a batch."""
+    """The sample of R_drop and of its second-order parts that one mask gives on a batch."""
 
     r_drop: float
     half_quadratic: float
@@ -237,16 +256,19 @@ class Parts(NamedTuple):
     half_quadratic: Estimate
     curvature: Estimate
     rest: Estimate
-    """What second order misses."""
+    """The part of R_drop that second order misses."""
 
 
-def parts_of(samples: Samples[Any], read: Callable[[Any], MaskSample | None]) -> Parts:
-    """Return the parts, from only the samples that have all of them, so that they add up."""
+def parts_of(samples: Samples[S], mask_sample: Callable[[S], MaskSample | None]) -> Parts:
+    """Return R_drop and its parts, which add up because all of them are from the same samples.
+
+    ``mask_sample`` returns the figures of a sample, or None if the sample lacks them.
+    """
 
     def mean(figure: Callable[[MaskSample], float]) -> Estimate:
-        def of(sample: Any) -> float | None:
-            found = read(sample)
-            return None if found is None else figure(found)
+        def of(sample: S) -> float | None:
+            figures = mask_sample(sample)
+            return None if figures is None else figure(figures)
 
         return samples.mean(of)
 
@@ -258,16 +280,20 @@ def parts_of(samples: Samples[Any], read: Callable[[Any], MaskSample | None]) ->
     )
 
 
-def sample_mask(expanded: Expansion, noise: SiteNoise) -> tuple[MaskSample, Terms]:
-    """Sample R_drop and its parts along one mask, σ·η at the sites that drop."""
-    terms = expanded.along(noise)
+def sample_parts(expansion: Expansion, noise: SiteNoise) -> tuple[MaskSample, Terms]:
+    """Return a sample of R_drop and its parts along one mask, and the terms of the expansion.
+
+    ``noise`` is σ·η at the sites that drop.
+    """
+    terms = expansion.terms_along(noise)
     total = terms.total
-    r_drop = expanded.measured.loss_value(expanded.batch, noise) - expanded.base - total.directional
+    noisy_loss = expansion.subject.loss_value(expansion.batch, noise)
+    r_drop = noisy_loss - expansion.base - total.directional
     return MaskSample(r_drop, total.half_quadratic, total.curvature), terms
 
 
 class RDropEstimate(NamedTuple):
-    """R_drop, its parts, and how much of it is quadratic."""
+    """R_drop, its parts, and the share that is quadratic."""
 
     parts: Parts
     quadratic_share: Estimate
@@ -287,22 +313,22 @@ def measure_r_drop(
     """Measure R_drop and ½E[uᵀHu], with the same number of masks on every batch.
 
     Args:
-        model: any module with dropout; it is left as it was.
+        model: any module with dropout; it does not change.
         batches: pairs (inputs, targets).
         loss: as for an objective.
         masks: the number of masks per batch.
         generator: seeds the masks.
         max_batches: the largest number of batches to take.
     """
-    measured = MeasuredModel(model, collect(batches, max_batches), loss=loss, generator=generator)
+    subject = MeasuredModel(model, collect(batches, max_batches), loss=loss, generator=generator)
     samples: Samples[MaskSample] = Samples()
-    with measured.preserved():
-        expander = Expander(measured)
-        for batch in measured.batches:
-            expanded = expander(batch)
+    with subject.preserve():
+        expander = Expander(subject)
+        for batch in subject.batches:
+            expansion = expander(batch)
             for _ in range(masks):
-                noise = measured.draw_masks(expanded.found)
-                sample, _ = sample_mask(expanded, noise)
-                samples.add(batch.number, expanded.count, sample)
+                noise = subject.draw_masks(expansion.sites_and_leaves)
+                sample, _ = sample_parts(expansion, noise)
+                samples.add(batch.number, expansion.count, sample)
     share = samples.ratio(lambda s: s.half_quadratic, lambda s: s.r_drop)
     return RDropEstimate(parts_of(samples, lambda s: s), share, samples.count)

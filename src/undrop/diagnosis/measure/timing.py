@@ -1,30 +1,34 @@
-"""The time that a measurement may take."""
+"""Time budgets of measurements."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import cycle, islice
 from typing import TypeVar
 
 from undrop.errors import OptionError
 
 Item = TypeVar("Item")
 
-Show = Callable[[float, str], None]
-"""Receives the part that is done, from 0 to 1, and what is being measured."""
+ShowProgress = Callable[[float, str], None]
+"""Receives the completed part of the diagnosis, from 0 to 1, and the name of the present measurement."""
 
 
 class Budget:
-    """A number of seconds to spend on measuring ``what``; ``show`` receives the part that is done.
+    """The seconds that one measurement may take.
 
-    ``span`` is the part of the whole diagnosis that this budget covers, as (start, end).
+    Args:
+        seconds: the seconds, counted from now.
+        show: receives the progress.
+        span: the part of the whole diagnosis that this measurement makes up, as (start, end).
+        what: the name of the measurement, for the progress bar.
     """
 
     def __init__(
         self,
         seconds: float,
-        show: Show = lambda done, what: None,
+        show: ShowProgress = lambda done, what: None,
         *,
         span: tuple[float, float] = (0.0, 1.0),
         what: str = "",
@@ -39,27 +43,30 @@ class Budget:
         """The part of the time that has passed."""
         return (time.monotonic() - self._began) / self._seconds
 
-    def spent(self, done: float = 0.0) -> bool:
-        """Whether the time is up; ``done`` is the share of the work done, for the progress bar."""
-        part = self.elapsed
+    def is_over(self, done: float = 0.0) -> bool:
+        """Show the progress, and return whether the time is up.
+
+        ``done`` is the completed share of the work. If it is larger than the elapsed share of the time,
+        the progress bar shows it instead.
+        """
+        elapsed = self.elapsed
         start, end = self._span
-        self._show(start + (end - start) * min(max(part, done), 1.0), self._what)
-        return part >= 1.0
+        self._show(start + (end - start) * min(max(elapsed, done), 1.0), self._what)
+        return elapsed >= 1.0
 
     def visits(
-        self, batches: Sequence[Item], rounds: int | None, *, least: int = 1
+        self, batches: Sequence[Item], rounds: int | None, *, minimum: int = 1
     ) -> Iterator[Item]:
-        """Yield the batches in turn until the time is up or the rounds are done; None is no limit.
+        """Yield the batches in turn, ``rounds`` times (None: without limit), until the time is up.
 
-        The first ``least`` visits take place even if the time is up.
+        The first ``minimum`` batches are yielded even if the time is up.
         """
-        for turn in count() if rounds is None else range(rounds):
-            for place, batch in enumerate(batches):
-                taken = turn * len(batches) + place
-                done = 0.0 if rounds is None else taken / (rounds * len(batches))
-                if self.spent(done) and taken >= least:
-                    return
-                yield batch
+        total = None if rounds is None else rounds * len(batches)
+        for visit, batch in enumerate(islice(cycle(batches), total)):
+            done = 0.0 if total is None else visit / total
+            if self.is_over(done) and visit >= minimum:
+                return
+            yield batch
 
 
 def check_seconds(seconds: float) -> None:

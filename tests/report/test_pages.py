@@ -25,7 +25,7 @@ class Result:
 Pair = namedtuple("Pair", ["low", "high"])
 
 
-class Own:
+class WithToJson:
     def to_json(self):
         return "own"
 
@@ -38,7 +38,7 @@ class Own:
             {"loss": 1.5, "path": "a/b", "parts": [1.0, None]},
         ),
         (Pair(1, None), {"low": 1, "high": None}),
-        ({1: Own(), "x": {True}}, {"1": "own", "x": [True]}),
+        ({1: WithToJson(), "x": {True}}, {"1": "own", "x": [True]}),
         (np.array([1.0, np.nan]), [1.0, None]),
         (torch.tensor(3), 3),
         (np.float32(0.5), 0.5),
@@ -48,12 +48,12 @@ def test_results_convert_to_json(value, plain):
     assert as_json(value) == plain
 
 
-def test_a_value_that_json_cannot_hold_is_refused_by_its_type():
+def test_as_json_refuses_an_object_that_json_cannot_hold():
     with pytest.raises(TypeError, match="object can't be converted to JSON"):
         as_json(object())
 
 
-def test_a_page_needs_nothing_but_itself_and_escapes_its_text():
+def test_a_page_refers_to_no_other_file_and_escapes_its_text():
     page = html.page(
         "a < b", html.callout("First", html.bullets(["use `p < 0.5`"])), html.paragraph("x & y")
     )
@@ -64,7 +64,7 @@ def test_a_page_needs_nothing_but_itself_and_escapes_its_text():
     assert "src=" not in page
 
 
-def test_the_style_of_a_fragment_reaches_nothing_outside_it():
+def test_the_style_of_a_fragment_applies_only_inside_it():
     style = html.fragment("<p>x</p>").split("<style>")[1].split("</style>")[0]
     rules = [line.split("{")[0] for line in style.splitlines() if "{" in line]
     selectors = [s.strip() for rule in rules for s in rule.split(",") if not rule.startswith("@")]
@@ -80,7 +80,7 @@ def drawn():
     return figure
 
 
-def test_the_same_figure_is_the_same_bytes(tmp_path):
+def test_equal_figures_are_saved_as_equal_bytes(tmp_path):
     for kind in ("png", "pdf", "svg"):
         for name in "ab":
             figures.save(drawn(), tmp_path / f"{name}.{kind}")
@@ -88,7 +88,7 @@ def test_the_same_figure_is_the_same_bytes(tmp_path):
     assert figures.svg(drawn(), "a < b").startswith('<svg role="img" aria-label="a &lt; b"')
 
 
-def test_a_suffix_that_names_no_picture_format_is_refused(tmp_path):
+def test_saving_a_figure_refuses_an_unknown_suffix(tmp_path):
     with pytest.raises(OptionError, match=r"x.xyz can't be drawn: .xyz is not a picture format"):
         figures.save(drawn(), tmp_path / "x.xyz")
     with pytest.raises(OptionError, match="it has no suffix"):
@@ -109,7 +109,7 @@ def test_importing_undrop_report_loads_neither_matplotlib_nor_rich_nor_torch():
     assert not {"matplotlib", "rich", "torch", "numpy"} & set(loaded)
 
 
-def test_the_style_of_tables_overrides_that_of_notebooks():
+def test_the_style_of_tables_overrides_the_style_of_notebooks():
     """Jupyter aligns the cells of every table to the right by a class and an element."""
     rules = re.findall(r"^(.*) \{ text-align", html.fragment("x"), re.M)
     assert ".undrop.undrop th, .undrop.undrop td" in rules

@@ -78,4 +78,4 @@ def test_bars_work_without_rich(monkeypatch):
     with Progress() as progress:
         progress.bar("first").show(0.25)
         progress.print("a remark")
-    assert not progress.drawn
+    assert not progress.visible

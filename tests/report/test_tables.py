@@ -1,4 +1,4 @@
-"""Tables at the width of a terminal: numbers stay whole, whatever gives way."""
+"""Tables at the width of a terminal: numbers never break across lines."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_number_is_never_broken_and_no_line_is_too_long(width):
     assert max(map(len, lines)) <= width
 
 
-def test_a_figure_breaks_before_its_error_only():
+def test_a_number_in_a_cell_breaks_only_before_its_error():
     row = ["a site of a long name", "-0.00135 ± 0.00048", "100.68 % ± 0.54 %"]
     table = Table(["site", "rest", "share"], [row])
     assert table.text(29).split("\n") == [
@@ -48,7 +48,7 @@ def test_a_table_row_is_one_line_if_there_is_room():
     assert len(lines) == 3
 
 
-def test_headings_of_numbers_wrap_before_the_table_becomes_blocks():
+def test_headers_of_numbers_wrap_before_the_table_becomes_blocks():
     head, body = TABLE.lines(64)
     assert [line.split() for line in head][1] == ["perplexity"]
     assert "124.72" in body[0]
@@ -117,7 +117,7 @@ def test_an_html_table_escapes_text_and_aligns_numbers():
 
 
 @pytest.mark.parametrize("width", range(16, 40))
-def test_prose_breaks_at_spaces_but_not_within_a_figure(width):
+def test_wrapped_prose_never_breaks_within_a_number(width):
     text = "The ratio is 1.36 ± 0.14, and 80.2 % ± 0.42 % of it is at one site."
     lines = wrap(text, width)
     assert " ".join(lines) == text

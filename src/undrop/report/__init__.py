@@ -1,6 +1,6 @@
-"""How results and progress are shown: tables, HTML pages, figures, JSON, and one progress bar.
+"""Show results and progress: tables, HTML pages, figures, JSON and progress bars.
 
-matplotlib and rich are imported when something is drawn, never by ``import undrop.report``.
+A function that draws imports matplotlib or rich; ``import undrop.report`` imports neither.
 """
 
 from undrop.report.plain import as_json

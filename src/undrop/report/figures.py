@@ -1,4 +1,4 @@
-"""The style of all figures: readable without color, the same bytes for the same numbers."""
+"""The style of all figures: they are readable without color, and equal numbers give equal bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS, OTHER = "#1f5fa8", "#b3541e"
-"""The colors of our measurements, and of the values that they are compared with."""
+"""The colors of undrop's measurements, and of the values that they are compared with."""
 
 _STYLE = {
     "font.size": 10,
@@ -41,16 +41,16 @@ _HATCHES = ("", "///", "...", "xxx")
 _FILLS = ("0.55", "0.75", "0.92", "0.4")
 
 
-def line_style(place: int) -> dict[str, Any]:
-    """Return the dash and the marker of the line at a position in the legend."""
-    return {"linestyle": _DASHES[place % len(_DASHES)], "marker": _MARKERS[place % len(_MARKERS)]}
+def line_style(index: int) -> dict[str, Any]:
+    """Return the dashes and the marker of a line, by its index in the legend."""
+    return {"linestyle": _DASHES[index % len(_DASHES)], "marker": _MARKERS[index % len(_MARKERS)]}
 
 
-def bar_style(place: int) -> dict[str, Any]:
-    """Return the hatch and the gray of the bar at a position in the legend."""
+def bar_style(index: int) -> dict[str, Any]:
+    """Return the hatch and the shade of gray of a bar, by its index in the legend."""
     return {
-        "hatch": _HATCHES[place % len(_HATCHES)],
-        "color": _FILLS[place % len(_FILLS)],
+        "hatch": _HATCHES[index % len(_HATCHES)],
+        "color": _FILLS[index % len(_FILLS)],
         "edgecolor": "black",
         "capsize": 3,
     }
@@ -62,17 +62,17 @@ def literal(text: str) -> str:
 
 
 def check_drawable() -> None:
-    """Raise an error if matplotlib is missing, before any work is done.
+    """Check that matplotlib is installed, before a command starts long work.
 
     Raises:
-        MissingExtraError: if it is not installed.
+        MissingExtraError: if matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingExtraError("a figure", "matplotlib", "plot")
 
 
 def check_picture(path: Path) -> None:
-    """Raise an error for a path whose suffix is not a picture format.
+    """Check that the suffix of a path is a picture format.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
@@ -96,9 +96,9 @@ def styled() -> AbstractContextManager[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure, with its size in inches.
+    """Return an empty figure, whose size is in inches.
 
-    It does not use pyplot, so there is no global state and no window to close.
+    The figure is made without pyplot, so there is no global state and no window to close.
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
@@ -124,7 +124,7 @@ def save(figure: Figure, path: Path) -> None:
 
     Raises:
         OptionError: if the suffix is missing or unknown.
-        RunError: if it can't be written.
+        RunError: if the file can't be written.
     """
     check_picture(path)
     kind = path.suffix.removeprefix(".").lower()

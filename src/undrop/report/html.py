@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from undrop.files import replacing
-from undrop.report.tables import unbroken
+from undrop.report.tables import keep_numbers_whole
 
 
 @cache
@@ -18,7 +18,7 @@ def _style() -> str:
 
 
 def page(title: str, *body: str) -> str:
-    """Return a whole page: the title as its heading, then the elements of ``body``."""
+    """Return a page: the title as a heading, then the elements of ``body``."""
     content = "\n".join(element for element in body if element)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -30,21 +30,21 @@ def page(title: str, *body: str) -> str:
 
 
 def fragment(*body: str) -> str:
-    """Return elements for a notebook's ``_repr_html_``; their style affects nothing else."""
+    """Return elements for ``_repr_html_``, with a style that does not affect the rest of a notebook."""
     content = "\n".join(element for element in body if element)
     return f'<div class="undrop"><style>{_style()}</style>\n{content}\n</div>'
 
 
 def heading(text: str, *, anchor: str = "", level: int = 2) -> str:
-    """Return a heading that a link to ``#anchor`` leads to."""
-    name = f' id="{escape(anchor)}"' if anchor else ""
-    return f"<h{level}{name}>{escape(text)}</h{level}>"
+    """Return a heading; a link to ``#anchor`` leads to it."""
+    attribute = f' id="{escape(anchor)}"' if anchor else ""
+    return f"<h{level}{attribute}>{escape(text)}</h{level}>"
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """Return a paragraph; words in backquotes become code."""
-    chosen = f' class="{kind}"' if kind else ""
-    return f"<p{chosen}>{_with_code(text)}</p>"
+    """Return a paragraph of the CSS class ``kind``; words in backquotes become code."""
+    css_class = f' class="{kind}"' if kind else ""
+    return f"<p{css_class}>{_with_code(text)}</p>"
 
 
 def bullets(sentences: Iterable[str]) -> str:
@@ -53,14 +53,14 @@ def bullets(sentences: Iterable[str]) -> str:
 
 
 def callout(title: str, *body: str) -> str:
-    """Return a box for what a reader should see first."""
+    """Return a box that stands out, with a title."""
     return f'<section class="callout"><h2>{escape(title)}</h2>\n' + "\n".join(body) + "</section>"
 
 
 def figure(picture: str, caption: str = "") -> str:
     """Return an ``<svg>`` element as a figure, with a caption above it."""
-    above = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>{above}{picture}</figure>"
+    figcaption = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>{figcaption}{picture}</figure>"
 
 
 def write(path: Path, text: str) -> None:
@@ -70,5 +70,5 @@ def write(path: Path, text: str) -> None:
 
 
 def _with_code(text: str) -> str:
-    pieces = [escape(piece) for piece in unbroken(text).split("`")]
+    pieces = [escape(piece) for piece in keep_numbers_whole(text).split("`")]
     return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(pieces))

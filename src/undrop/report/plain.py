@@ -15,8 +15,8 @@ from undrop.errors import UndropError
 def as_json(value: Any) -> Any:
     """Return a value as dicts, lists, strings and finite numbers.
 
-    A dataclass becomes a dict of its fields and a named tuple a dict of its names; an object with a
-    ``to_json`` method is replaced by its result. JSON has no infinity and no NaN: they become None.
+    A dataclass or a named tuple becomes a dict of its fields. An object with a ``to_json`` method
+    becomes the result of that method. JSON has no infinity and no NaN: they become None.
 
     >>> as_json({"best": Path("runs/a"), "loss": float("nan")})
     {'best': 'runs/a', 'loss': None}

@@ -1,4 +1,4 @@
-"""Tables: one set of cells, shown in a terminal of any width, in Markdown or in HTML."""
+"""Tables of text, for a terminal of any width, in Markdown or in HTML."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import zip_longest
 from typing import TextIO
 
 _GAP = 2  # spaces between columns
-_NARROWEST = 8  # the smallest width of a wrapped column of text
+_MIN_TEXT_WIDTH = 8  # of a column whose text wraps
 _UNLIMITED = 10_000
-_BLANK = "\N{NO-BREAK SPACE}"
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _IN_A_NUMBER = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) | (?==)|(?<==) ")  # "p = 1.2 ± 0.3", "5 %"
 _IN_AN_ERROR = re.compile(r"(?<=[\d?]) (?=%)|(?<=±) ")  # the spaces in "± 0.3" and "5 %"
 
 
 def terminal_width(stream: TextIO | None = None) -> int:
-    """Return ``COLUMNS``, or the width of a stream's terminal; without either there is no limit.
+    """Return ``COLUMNS``, else the width of the stream's terminal, else a very large number.
 
     Args:
-        stream: where the text goes; stdout if None.
+        stream: the stream to write to; stdout if None.
     """
     if os.environ.get("COLUMNS", "").isdigit():
         return int(os.environ["COLUMNS"])
@@ -33,31 +34,31 @@ def terminal_width(stream: TextIO | None = None) -> int:
         return _UNLIMITED
 
 
-def unbroken(text: str) -> str:
-    """Return a text in which a number, such as "1.2 ± 0.3" or "5 %", never breaks across lines."""
-    return _IN_A_NUMBER.sub(_BLANK, text)
+def keep_numbers_whole(text: str) -> str:
+    """Put no-break spaces into numbers such as "1.2 ± 0.3" or "5 %": a line break never splits them."""
+    return _IN_A_NUMBER.sub(_NO_BREAK, text)
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Return the lines of a text; those that are too long break at spaces, but not within a number.
+    """Return the lines of a text, wrapped at spaces, but not within a number.
 
     A word that is too long, such as a path, stays whole, so that people can copy it.
 
     >>> wrap("the ratio is 1.2 ± 0.3", 20)
     ['the ratio is', '1.2 ± 0.3']
     """
-    lines = _wrapped(unbroken(text), width, whole_words=True)
-    return [line.replace(_BLANK, " ") for line in lines]
+    lines = _wrap_lines(keep_numbers_whole(text), width, whole_words=True)
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Headings and cells of text.
+    """A table of text.
 
     Attributes:
-        headers: the column headers.
-        rows: the cells; a cell may have several lines, of which all but the first are remarks.
-        numbers: the headings of columns of numbers, which are aligned right and never broken.
+        headers: the headers of the columns.
+        rows: the cells of each row. A cell may have several lines; HTML shows all but the first in gray.
+        numbers: the headers of columns of numbers, which are right-aligned and never wrap.
         title: a line above the table.
     """
 
@@ -69,38 +70,39 @@ class Table:
     def text(self, width: int | None = None) -> str:
         """Return the table for a terminal.
 
-        Text wraps within its column. If even that is too wide, each row becomes a block with one
+        Text wraps within its column. If the table is still too wide, each row becomes a block with one
         line per cell.
 
         Args:
-            width: the available columns; None uses the width of the terminal.
+            width: the largest width of a line; None uses the width of the terminal.
         """
-        head, body = self.lines(terminal_width() if width is None else width)
-        return "\n".join([*([self.title] if self.title else []), *head, *body])
+        header_lines, body = self.lines(terminal_width() if width is None else width)
+        title = [self.title] if self.title else []
+        return "\n".join([*title, *header_lines, *body])
 
     def lines(self, width: int) -> tuple[list[str], list[str]]:
-        """Return the lines of the headings (none if rows become blocks) and of the rows."""
-        widths = self._widths(width)
+        """Return the lines of the headers (none if rows become blocks) and of the rows."""
+        widths = self._column_widths(width)
         if widths is None:
-            return [], [line for row in self.rows for line in self._block(row, width)][:-1]
-        body = [line for row in self.rows for line in self._row(row, widths)]
-        return list(self._row(self.headers, widths)), body
+            return [], [line for row in self.rows for line in self._block_lines(row, width)][:-1]
+        body = [line for row in self.rows for line in self._row_lines(row, widths)]
+        return list(self._row_lines(self.headers, widths)), body
 
-    def _widths(self, room: int) -> list[int] | None:
-        """Return the width of every column, or None if the table does not fit."""
-        cells = [
-            max([_cells(row[i]) for row in self.rows] or [0]) for i in range(len(self.headers))
-        ]
-        widths = [max(cell, _cells(head)) for cell, head in zip(cells, self.headers, strict=True)]
-        least = [
-            max([cell, *map(_cells, head.split())])
-            if head in self.numbers
-            else max(min(w, _NARROWEST), 0, *(_longest_number(row[i]) for row in self.rows))
-            for i, (cell, head, w) in enumerate(zip(cells, self.headers, widths, strict=True))
-        ]
-        excess = sum(widths) + _GAP * (len(widths) - 1) - room
+    def _column_widths(self, limit: int) -> list[int] | None:
+        """Return the widths of the columns, or None if the table can't be as narrow as ``limit``."""
+        widths, least = [], []
+        for i, header in enumerate(self.headers):
+            cells = [row[i] for row in self.rows]
+            content = max(map(_text_width, cells), default=0)
+            width = max(content, _text_width(header))
+            widths.append(width)
+            if header in self.numbers:
+                least.append(max([content, *map(_text_width, header.split())]))
+            else:
+                least.append(max([min(width, _MIN_TEXT_WIDTH), *map(_longest_number, cells)]))
+        excess = sum(widths) + _GAP * (len(widths) - 1) - limit
         while excess > 0:
-            spare = [now - low for now, low in zip(widths, least, strict=True)]
+            spare = [width - low for width, low in zip(widths, least, strict=True)]
             if not any(spare):
                 return None
             widest = max(range(len(widths)), key=lambda i: (spare[i] > 0, widths[i]))
@@ -108,47 +110,49 @@ class Table:
             excess -= 1
         return widths
 
-    def _row(self, row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-        columns = [_in_column(cell, w) for cell, w in zip(row, widths, strict=True)]
-        for i in range(max(map(len, columns), default=0)):
+    def _row_lines(self, row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+        columns = [_wrap_cell(cell, w) for cell, w in zip(row, widths, strict=True)]
+        for line in zip_longest(*columns, fillvalue=""):
             pieces = [
-                _padded(column[i] if i < len(column) else "", width, right=head in self.numbers)
-                for head, column, width in zip(self.headers, columns, widths, strict=True)
+                _pad(text, width, right=header in self.numbers)
+                for header, text, width in zip(self.headers, line, widths, strict=True)
             ]
             yield (" " * _GAP).join(pieces).rstrip()
 
-    def _block(self, row: Sequence[str], room: int) -> Iterator[str]:
-        shown = [(head, cell) for head, cell in zip(self.headers, row, strict=True) if cell]
-        label = min(max((_cells(head) for head, _ in shown), default=0), room // 2)
-        for head, cell in shown:
-            left = list(_wrapped(head, label))
-            right = _in_column(cell, max(1, room - label - _GAP))
-            for i in range(max(len(left), len(right))):
-                key = _padded(left[i] if i < len(left) else "", label)
-                yield (key + " " * _GAP + (right[i] if i < len(right) else "")).rstrip()
+    def _block_lines(self, row: Sequence[str], limit: int) -> Iterator[str]:
+        pairs = [(header, cell) for header, cell in zip(self.headers, row, strict=True) if cell]
+        label = min(max((_text_width(header) for header, _ in pairs), default=0), limit // 2)
+        for header, cell in pairs:
+            left = _wrap_lines(header, label)
+            right = _wrap_cell(cell, max(1, limit - label - _GAP))
+            for key, text in zip_longest(left, right, fillvalue=""):
+                yield (_pad(key, label) + " " * _GAP + text).rstrip()
         yield ""
 
     def markdown(self) -> str:
         """Return the table in Markdown."""
-        rule = ["---:" if head in self.numbers else "---" for head in self.headers]
-        lines = [self.headers, rule, *self.rows]
-        return "\n".join("| " + " | ".join(map(_in_pipes, line)) + " |" for line in lines)
+        alignment = ["---:" if header in self.numbers else "---" for header in self.headers]
+        lines = [self.headers, alignment, *self.rows]
+        return "\n".join("| " + " | ".join(map(_markdown_cell, line)) + " |" for line in lines)
 
     def html(self, kind: str = "", marks: dict[str, str] | None = None) -> str:
         """Return a ``<table>`` that scrolls if it is too wide.
 
         Args:
-            kind: the CSS class; the rows of "cards" become cards on a narrow screen.
-            marks: the CSS class of cells by their text.
+            kind: the CSS class; with "cards", each row becomes a card on a narrow screen.
+            marks: the CSS class of a cell, by the text of the cell.
         """
         headers = "".join(
-            f'<th scope="col"{self._align(head)}>{escape(head)}</th>' for head in self.headers
+            f'<th scope="col"{self._align(header)}>{escape(header)}</th>' for header in self.headers
         )
+        starts = [
+            f'<td{self._align(header)} data-head="{escape(header)}">' for header in self.headers
+        ]
         rows = "\n".join(
             "<tr>"
             + "".join(
-                f'<td{self._align(head)} data-head="{escape(head)}">{_marked(cell, marks or {})}</td>'
-                for head, cell in zip(self.headers, row, strict=True)
+                f"{start}{_html_cell(cell, marks or {})}</td>"
+                for start, cell in zip(starts, row, strict=True)
             )
             + "</tr>"
             for row in self.rows
@@ -159,54 +163,54 @@ class Table:
             f"<tbody>\n{rows}\n</tbody></table></div>"
         )
 
-    def _align(self, head: str) -> str:
-        return ' class="number"' if head in self.numbers else ""
+    def _align(self, header: str) -> str:
+        return ' class="number"' if header in self.numbers else ""
 
 
-def _in_column(cell: str, width: int) -> list[str]:
+def _wrap_cell(cell: str, width: int) -> list[str]:
     """Return the lines of a cell; a number breaks only before its ±."""
-    lines = _wrapped(_IN_AN_ERROR.sub(_BLANK, cell), width)
-    return [line.replace(_BLANK, " ") for line in lines]
+    lines = _wrap_lines(_IN_AN_ERROR.sub(_NO_BREAK, cell), width)
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _longest_number(cell: str) -> int:
-    """Return the width of the widest figure in a cell, broken before its ±."""
-    pieces = _IN_AN_ERROR.sub(_BLANK, cell).replace("\n", " ").split(" ")
-    return max((_cells(piece) for piece in pieces if _BLANK in piece), default=0)
+    """Return the width of the widest number in a cell, if numbers break before their ±."""
+    pieces = _IN_AN_ERROR.sub(_NO_BREAK, cell).replace("\n", " ").split(" ")
+    return max((_text_width(piece) for piece in pieces if _NO_BREAK in piece), default=0)
 
 
-def _cells(text: str) -> int:
-    """Return the width of a text in a terminal; the widest line counts."""
-    return max(sum(map(_width, line)) for line in text.split("\n"))
+def _text_width(text: str) -> int:
+    """Return the width of the widest line of a text in a terminal."""
+    return max(sum(map(_character_width, line)) for line in text.split("\n"))
 
 
-def _width(character: str) -> int:
+def _character_width(character: str) -> int:
     if unicodedata.combining(character):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
-def _padded(text: str, width: int, *, right: bool = False) -> str:
-    space = " " * (width - _cells(text))
+def _pad(text: str, width: int, *, right: bool = False) -> str:
+    space = " " * (width - _text_width(text))
     return space + text if right else text + space
 
 
-def _wrapped(text: str, width: int, *, whole_words: bool = False) -> Iterator[str]:
+def _wrap_lines(text: str, width: int, *, whole_words: bool = False) -> Iterator[str]:
     """Break a text at spaces; a word that is too wide breaks after punctuation such as a slash."""
     for paragraph in text.split("\n"):
-        if _cells(paragraph) <= width:
+        if _text_width(paragraph) <= width:
             yield paragraph
             continue
         line = ""
         for word in paragraph.split(" "):
             joined = f"{line} {word}" if line else word
-            if _cells(joined) <= width:
+            if _text_width(joined) <= width:
                 line = joined
                 continue
             if line:
                 yield line
-            while not whole_words and _cells(word) > width and len(word) > 1:
-                most = max(1, width // max(map(_width, word)))
+            while not whole_words and _text_width(word) > width and len(word) > 1:
+                most = max(1, width // max(map(_character_width, word)))
                 size = max(word.rfind(mark, 0, most) for mark in "/-_.:") + 1 or most
                 yield word[:size]
                 word = word[size:]
@@ -214,11 +218,12 @@ def _wrapped(text: str, width: int, *, whole_words: bool = False) -> Iterator[st
         yield line
 
 
-def _in_pipes(text: str) -> str:
+def _markdown_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
 
 
-def _marked(text: str, marks: dict[str, str]) -> str:
-    first, *rest = (escape(unbroken(line)) for line in text.split("\n"))
-    shown = f'<span class="{marks[text]}">{first}</span>' if text in marks else first
-    return shown + "".join(f'<br><span class="soft">{line}</span>' for line in rest)
+def _html_cell(text: str, marks: dict[str, str]) -> str:
+    first, *rest = (escape(keep_numbers_whole(line)) for line in text.split("\n"))
+    if text in marks:
+        first = f'<span class="{marks[text]}">{first}</span>'
+    return first + "".join(f'<br><span class="soft">{line}</span>' for line in rest)

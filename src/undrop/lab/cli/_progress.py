@@ -68,7 +68,7 @@ class TrainingProgress(Callback):
             self._progress.print(f"{head}  {_format_perplexities(record)}  {seconds}")
         elif record["kind"] == "watch":
             self._progress.print(f"{head}  {_format_watch(record)}")
-        elif record["kind"] == "step" and not self._progress.drawn:
+        elif record["kind"] == "step" and not self._progress.visible:
             speed = f"{record['time']['tokens_per_second']:,.0f} tokens/s"
             self._progress.print("  ".join([head, *_format_parts(record), speed]))
 
@@ -104,7 +104,7 @@ class DemoProgress(Callback):
         if record["kind"] == "epoch":
             self._epoch, self._perplexity = record["epoch"], f"{record['valid_ppl']:.2f}"
             self._update_bar()
-            if not self._progress.drawn:
+            if not self._progress.visible:
                 epoch = f"{self._title}: epoch {self._epoch}/{self._epochs}"
                 self._progress.print(f"{epoch}, validation perplexity {self._perplexity}")
 
@@ -144,7 +144,7 @@ class CampaignProgress(Listener):
             f"{run.title}: best validation {record.best_valid_ppl:.2f} (epoch {record.best_epoch}), "
             f"{duration(record.seconds)}"
         )
-        if self._status is not None and not self._progress.drawn:
+        if self._status is not None and not self._progress.visible:
             done = f"{self._status.done + 1}/{self._status.total}"
             line += f"  [{done}, {self._time_left(self._status)}]"
         self._progress.print(line)

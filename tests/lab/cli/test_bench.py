@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import undrop.lab.bench as module
+import undrop.lab.bench as bench_module
 from undrop.lab.bench import METHODS, bench
 from undrop.lab.cli import main
 
@@ -74,7 +74,7 @@ def test_bad_options_are_refused_before_a_process_starts(
     tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_peak_memory", None)  # calling it would fail
+    monkeypatch.setattr(bench_module, "_peak_memory", None)  # calling it would fail
     assert main(["bench", *words]) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -82,6 +82,8 @@ def test_bad_options_are_refused_before_a_process_starts(
 
 
 def test_a_method_whose_process_dies_has_no_peak(monkeypatch):
-    monkeypatch.setattr(module, "_send_peak_memory", sys.exit)  # its arguments end the process
+    monkeypatch.setattr(
+        bench_module, "_send_peak_memory", sys.exit
+    )  # its arguments end the process
     rows = bench("mlp", "small", rounds=1, names=["dropout"])
     assert [row.peak_mb for row in rows] == [None]

@@ -1,4 +1,4 @@
-"""The commands that look into a model: sites, check, diagnose, bound, and watch."""
+"""The commands that measure dropout in a model: sites, check, diagnose, bound, and watch."""
 
 import inspect
 import json
@@ -47,20 +47,20 @@ def run(text, tmp_path_factory):
 
 
 def answer(capsys, *words):
-    """The JSON that a command prints."""
+    """Return the JSON that a command prints."""
     capsys.readouterr()
     assert cli.main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys, *words):
-    """The error message of a command."""
+def error_message(capsys, *words):
+    """Return the error message of a command."""
     capsys.readouterr()
     assert cli.main([*map(str, words)]) == 2
     return capsys.readouterr().err
 
 
-def test_watching_adds_lines_to_the_metrics(run):
+def test_watch_adds_lines_to_the_metrics(run):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     watched = [record for record in records if record["kind"] == "watch"]
     assert [record["step"] for record in watched] == [5, 10, 15, 20, 25]
@@ -72,7 +72,7 @@ def test_watching_adds_lines_to_the_metrics(run):
         assert record["xi_norm"] > 0.0
 
 
-def test_watching_does_not_change_the_run(run, text, tmp_path):
+def test_watch_does_not_change_the_run(run, text, tmp_path):
     words = ["train", "--model", "awd-lstm", "--data", str(text), "--out", str(tmp_path / "run")]
     assert cli.main([*words, *TINY]) == 0
     watched, alone = (
@@ -81,7 +81,7 @@ def test_watching_does_not_change_the_run(run, text, tmp_path):
     assert watched == alone
 
 
-def test_watched_figures_go_to_tensorboard_too(text, tmp_path):
+def test_tensorboard_shows_the_measurements_of_watch(text, tmp_path):
     pytest.importorskip("tensorboard")
     words = ["watch", "--model", "awd-lstm", "--data", str(text), "--out", str(tmp_path / "run")]
     more = ["--interval", "10", "--set", "train.tensorboard=true"]
@@ -106,7 +106,7 @@ def test_sites_lists_every_dropout(run, capsys):
     assert "shared over time" in shown
 
 
-def test_diagnose_prints_saves_draws_and_writes(run, capsys, tmp_path):
+def test_diagnose_prints_json_and_writes_json_a_figure_and_a_page(run, capsys, tmp_path):
     files = [tmp_path / f"d.{suffix}" for suffix in ("json", "png", "html")]
     options = ["--seconds", 1, "--batches", 2, "--no-progress"]
     outputs = ["--save", files[0], "--plot", files[1], "--html", files[2]]
@@ -136,7 +136,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(undrop, "diagnose", None, raising=False)  # calling it would fail
-    shown = refused(capsys, "diagnose", run, *words)
+    shown = error_message(capsys, "diagnose", run, *words)
     assert message in shown
     assert len(shown.splitlines()) == 1
     assert not list(tmp_path.iterdir())
@@ -146,7 +146,7 @@ def test_a_figure_without_matplotlib_is_refused_before_the_work(run, tmp_path, m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for words in (("--plot", tmp_path / "x.png"), ("--html", tmp_path / "x.html")):
         message = "a figure needs matplotlib: pip install 'undrop[plot]'."
-        assert message in refused(capsys, "diagnose", run, *words)
+        assert message in error_message(capsys, "diagnose", run, *words)
 
 
 def test_a_diagnosis_is_printed_before_it_is_written(run, tmp_path, monkeypatch, capsys):
@@ -189,7 +189,7 @@ def test_bound_compares_runs_side_by_side(run, text, capsys, tmp_path):
 
 def test_bound_refuses_a_missing_run_before_it_evaluates_the_others(run, monkeypatch, capsys):
     monkeypatch.setattr(undrop, "bound", None, raising=False)  # calling it would fail
-    assert "nowhere holds no run" in refused(capsys, "bound", run, "nowhere")
+    assert "nowhere holds no run" in error_message(capsys, "bound", run, "nowhere")
 
 
 OWN = """
@@ -219,13 +219,13 @@ def test_commands_open_your_own_model_as_module_and_name(tmp_path, monkeypatch, 
     assert found["implicit"] is None
     assert found["explicit"]["parts"]["half_quadratic"]["value"] > 0.0
     assert answer(capsys, "diagnose", *own, "--loss", "mine:absolute", "--seconds", 1)
-    assert "must be a torch module or a function that returns one" in refused(
+    assert "must be a torch module or a function that returns one" in error_message(
         capsys, "sites", "--model", "mine:number", "--data", "mine:batches"
     )
-    assert "mine has no 'nothing': give the name of something in it." in refused(
+    assert "mine has no 'nothing': give the name of something in it." in error_message(
         capsys, "sites", "--model", "mine:nothing", "--data", "mine:batches"
     )
-    assert "give both as MODULE:NAME or path/to/file.py:NAME" in refused(
+    assert "give both as MODULE:NAME or path/to/file.py:NAME" in error_message(
         capsys, "sites", "--model", "mine:net", "--data", "ptb"
     )
 
@@ -243,33 +243,33 @@ def test_commands_open_your_own_model_in_a_file(tmp_path, monkeypatch, capsys):
     own = ["--model", "code/my_net.py:net", "--data", str(folder / "my_net.py:batches")]
     assert [site["p"] for site in answer(capsys, "sites", *own)["sites"]] == [0.25]
     own[1] = "code/my_net.py:nett"
-    assert "did you mean code/my_net.py:net?" in refused(capsys, "sites", *own)
+    assert "did you mean code/my_net.py:net?" in error_message(capsys, "sites", *own)
     own[1] = "code/my_nett.py:net"
-    assert "there is no file code/my_nett.py; did you mean code/my_net.py?" in refused(
+    assert "there is no file code/my_nett.py; did you mean code/my_net.py?" in error_message(
         capsys, "sites", *own
     )
     monkeypatch.chdir(folder)
     own[1] = "my_nett:net"
-    assert "No module named 'my_nett'; did you mean my_net?" in refused(capsys, "sites", *own)
+    assert "No module named 'my_nett'; did you mean my_net?" in error_message(capsys, "sites", *own)
     monkeypatch.chdir(tmp_path)
     own[1] = "code/nothing.py:net"
-    assert "code/nothing.py:net can't be imported: there is no file" in refused(
+    assert "code/nothing.py:net can't be imported: there is no file" in error_message(
         capsys, "sites", *own
     )
 
 
-def test_a_misspelled_file_or_folder_gets_the_nearest(tmp_path, monkeypatch, capsys):
+def test_the_error_for_a_misspelled_path_names_the_nearest_path(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "before.json").write_text("{}")
     (tmp_path / "small").mkdir()
     compare = ["diagnose", "--compare", "befor.json", "before.json"]
-    assert "no such file or directory. Did you mean before.json?" in refused(capsys, *compare)
-    assert "there is no folder smal: did you mean small?" in refused(capsys, "report", "smal")
+    assert "no such file or directory. Did you mean before.json?" in error_message(capsys, *compare)
+    assert "there is no folder smal: did you mean small?" in error_message(capsys, "report", "smal")
 
 
-def test_a_misspelled_run_gets_the_nearest_folder(run, capsys):
+def test_the_error_for_a_misspelled_run_names_the_nearest_folder(run, capsys):
     wrong = run.parent / "runn"
-    assert f"there is no run {wrong}: did you mean {run}?" in refused(capsys, "sites", wrong)
+    assert f"there is no run {wrong}: did you mean {run}?" in error_message(capsys, "sites", wrong)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_an_exception_in_your_own_code_is_one_sentence(
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("mine", "broken"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    shown = refused(capsys, "sites", "--model", "broken:model", "--data", "mine:batches")
+    shown = error_message(capsys, "sites", "--model", "broken:model", "--data", "mine:batches")
     assert f"broken:model {message}" in shown
     assert len(shown.splitlines()) == 1
 
@@ -310,7 +310,7 @@ def test_a_model_that_cannot_run_on_your_data_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "misfit", raising=False)
-    shown = refused(capsys, command, "--model", "misfit:model", "--data", "misfit:batches")
+    shown = error_message(capsys, command, "--model", "misfit:model", "--data", "misfit:batches")
     reason = (
         "(addmm: )?mat1 and mat2 shapes cannot be multiplied"  # from torch 2.15 on with its name
     )
@@ -339,7 +339,7 @@ def test_a_name_given_to_the_wrong_option_names_the_right_option(
     tmp_path, monkeypatch, capsys, words, message
 ):
     monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, "sites", *words)
+    assert message in error_message(capsys, "sites", *words)
 
 
 def test_sites_lists_the_dropouts_of_a_new_model_by_name(text, capsys, tmp_path, monkeypatch):
@@ -348,7 +348,7 @@ def test_sites_lists_the_dropouts_of_a_new_model_by_name(text, capsys, tmp_path,
     assert len(found["sites"]) == 7
 
 
-def test_commands_have_the_defaults_of_the_functions():
+def test_diagnose_and_check_have_the_defaults_of_their_functions():
     for command, function, names in (
         (diagnose_command.diagnose, undrop.diagnose, ("seconds", "weight_decay")),
         (check_command.check, undrop.check, ("seconds",)),
@@ -361,24 +361,15 @@ def test_commands_have_the_defaults_of_the_functions():
 
 
 def test_diagnose_measures_benefit_and_compares_two_files(run, capsys, tmp_path):
-    for name in ("a", "b"):
-        words = [
-            "diagnose",
-            run,
-            "--seconds",
-            1,
-            "--batches",
-            2,
-            "--save",
-            tmp_path / f"{name}.json",
-        ]
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        words = ["diagnose", run, "--seconds", 1, "--batches", 2, "--save", file]
         assert cli.main([*map(str, words)]) == 0
-        assert f"written: {tmp_path / name}.json" in capsys.readouterr().err
-    saved = json.loads((tmp_path / "a.json").read_text())
+        assert f"written: {file}" in capsys.readouterr().err
+    saved = json.loads(files[0].read_text())
     assert set(saved["benefit"]["sites"]) == {site["name"] for site in saved["sites"]}
     config = json.loads((run / "config.json").read_text())
     assert saved["benefit"]["learning_rate"] == config["optimizer"]["lr"]
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
     found = answer(capsys, "diagnose", "--compare", *files)
     assert found["before"] == found["after"] == "AWDLSTM"
     assert cli.main(["diagnose", "--compare", *map(str, files)]) == 0
@@ -386,18 +377,18 @@ def test_diagnose_measures_benefit_and_compares_two_files(run, capsys, tmp_path)
     starred = any(line.endswith(" *") for line in out.splitlines())
     assert ("95 % interval of the change" in out) == starred
     assert "R_drop" in out
-    assert "c.json can't be read" in refused(
+    assert "c.json can't be read" in error_message(
         capsys, "diagnose", "--compare", files[0], tmp_path / "c.json"
     )
 
 
 def test_a_command_without_a_model_asks_for_one(run, capsys, tmp_path):
-    assert "give a RUN, or --model and --data." in refused(capsys, "diagnose")
-    assert "give either a RUN or --model, not both." in refused(
+    assert "give a RUN, or --model and --data." in error_message(capsys, "diagnose")
+    assert "give either a RUN or --model, not both." in error_message(
         capsys, "diagnose", run, "--model", "gpt"
     )
-    assert "holds no run" in refused(capsys, "diagnose", tmp_path)
-    assert "seconds must be more than 0" in refused(capsys, "diagnose", run, "--seconds", 0)
+    assert "holds no run" in error_message(capsys, "diagnose", tmp_path)
+    assert "seconds must be more than 0" in error_message(capsys, "diagnose", run, "--seconds", 0)
 
 
 def test_a_run_is_a_table_in_a_notebook(run):

@@ -1,4 +1,4 @@
-"""What all commands share: how they are found, and how errors look."""
+"""What all commands share: the help, the options, the printed answers and the errors."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ from undrop.lab import cli, corpora
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Make `undrop data info` raise."""
+    """Return a function that makes `undrop data info` raise an error, and returns `cli.main`."""
 
     def failing(error):
         def load(*_, **__):
@@ -176,7 +176,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("no_color", "colored"), [(None, True), ("", True), ("1", False)])
-def test_an_error_is_red_on_a_terminal_without_no_color(monkeypatch, failing, no_color, colored):
+def test_the_label_of_an_error_is_red_on_a_terminal_unless_no_color_is_set(
+    monkeypatch, failing, no_color, colored
+):
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
@@ -207,7 +209,7 @@ def test_debug_shows_the_traceback_anywhere_in_the_command_line(capsys, failing,
     assert shown.endswith("error: it is not there.\n")
 
 
-def test_an_environment_variable_shows_the_traceback(capsys, failing, monkeypatch):
+def test_the_environment_variable_undrop_debug_shows_the_traceback(capsys, failing, monkeypatch):
     monkeypatch.setenv("UNDROP_DEBUG", "1")
     assert failing(DataError("it is not there."))(["data", "info", "pydocs"]) == 2
     assert capsys.readouterr().err.startswith("Traceback")

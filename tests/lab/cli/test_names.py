@@ -1,4 +1,4 @@
-"""The command line knows its names without torch, so these commands start fast."""
+"""Help, completion and the errors for wrong names do not import torch, so they are fast."""
 
 import os
 import resource
@@ -85,7 +85,7 @@ PROGRAM = (
 
 
 def seconds_and_output(words, **environment):
-    """The processor time of one command line in a new process, and what it prints."""
+    """Return the processor time of a command line in a new process, and what it prints."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *words],
@@ -100,7 +100,7 @@ def seconds_and_output(words, **environment):
 
 
 def check_fast(words, **environment):
-    """Check that torch is never loaded, and repeat until one run is fast: the machine may be busy."""
+    """Check that torch is never imported, and that one of five runs is fast: the machine may be busy."""
     times = []
     for _ in range(5):
         seconds, out, err = seconds_and_output(words, **environment)
@@ -112,7 +112,7 @@ def check_fast(words, **environment):
 
 
 @pytest.mark.parametrize("words", FAST.values(), ids=FAST)
-def test_an_answer_that_needs_no_torch_is_fast(words):
+def test_a_command_line_that_needs_no_torch_is_fast(words):
     out, err = check_fast(words)
     assert len(out) > 1 or len(err.splitlines()) == 1
     if words[-1] not in ("--help", "--version", "objectives", "no/such/run"):

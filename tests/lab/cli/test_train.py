@@ -90,18 +90,18 @@ def test_bad_input_is_one_sentence_and_exit_code_2(text, capsys, arguments, mess
     assert not out
 
 
-def test_a_folder_with_a_run_is_refused(trained, text, capsys):
+def test_train_refuses_a_folder_that_holds_a_run(trained, text, capsys):
     assert main(["train", "--data", str(text), *SMALL, "--out", trained]) == 2
     assert "already holds a run: resume it with --resume" in capsys.readouterr().err
 
 
-def test_a_folder_that_can_not_be_written_is_one_sentence(text, capsys):
+def test_the_error_for_a_folder_that_cannot_be_written_is_one_sentence(text, capsys):
     (text / "file").write_text("")
     assert main(["train", "--data", str(text), *SMALL, "--out", str(text / "file" / "r")]) == 2
     assert "can't be written: not a directory." in capsys.readouterr().err
 
 
-def test_runs_lists_the_best_first_and_names_unreadable_runs(trained, text, capsys):
+def test_runs_lists_the_best_run_first_and_names_unreadable_runs(trained, text, capsys):
     main(["train", "--data", str(text), "--objective", "none", *SMALL[:-2], "--out", "s"])
     (text / "broken").mkdir()
     (text / "broken" / "config.json").write_text("{")
@@ -179,7 +179,7 @@ def test_generate_depends_on_the_seed_alone(trained, capsys):
     assert "temperature must be finite and not negative" in capsys.readouterr().err
 
 
-def test_plot_draws_a_picture(trained, capsys, tmp_path):
+def test_plot_writes_a_figure(trained, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     assert main(["plot", trained, "--out", "c.png"]) == 0
     assert capsys.readouterr().out == "c.png\n"
@@ -272,9 +272,9 @@ def test_train_takes_your_own_callback_and_loggers(text, tmp_path, capsys):
 )
 def test_impossible_numbers_are_refused_in_one_short_sentence(text, capsys, setting, message):
     assert main(["train", "--data", str(text), *SMALL, "--set", setting, "--out", "r"]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert len(told) < 300
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error) < 300
     assert not os.path.exists("r")
 
 

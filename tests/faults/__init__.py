@@ -1,1 +1,1 @@
-"""The fault campaign: bad bytes, kills, full disks; ``python -m faults`` with tests/ on the path."""
+"""The fault campaign: bad bytes, kills, full disks. Run ``python -m faults`` with tests/ on the path."""

@@ -1,7 +1,7 @@
-"""Random cases of bad bytes: each function draws one value from a ``random.Random``.
+"""Random cases of bad bytes: each function draws one case with a ``random.Random``.
 
-The quick tests use hypothesis's generator, which finds the smallest failing case. The long run uses
-plain generators, with which a case costs microseconds.
+The quick tests pass hypothesis's ``Random``, which shrinks a failing case. The long campaign passes a
+plain one, with which a case takes microseconds.
 """
 
 import json
@@ -31,14 +31,15 @@ NASTY = (
 )
 
 
-def text(draw: Random, longest: int = 8) -> str:
-    """A few characters from all of Unicode, most of them from its beginning."""
-    ends = (0x80, 0x80, 0x500, 0x110000)
-    return "".join(chr(draw.randrange(draw.choice(ends))) for _ in range(draw.randint(0, longest)))
+def text(draw: Random, max_length: int = 8) -> str:
+    """Return a few characters from all of Unicode, most of them with small code points."""
+    limits = (0x80, 0x80, 0x500, 0x110000)
+    length = draw.randint(0, max_length)
+    return "".join(chr(draw.randrange(draw.choice(limits))) for _ in range(length))
 
 
 def value(draw: Random, depth: int = 2) -> Any:
-    """Any JSON value."""
+    """Return any JSON value."""
     kind = draw.randrange(8 if depth else 6)
     if kind < 2:
         return draw.choice(NASTY)
@@ -50,49 +51,49 @@ def value(draw: Random, depth: int = 2) -> Any:
         return struct.unpack("<d", draw.getrandbits(64).to_bytes(8, "little"))[0]
     if kind == 5:
         return text(draw)
-    inner = [value(draw, depth - 1) for _ in range(draw.randint(0, 3))]
-    return inner if kind == 6 else {text(draw): item for item in inner}
+    items = [value(draw, depth - 1) for _ in range(draw.randint(0, 3))]
+    return items if kind == 6 else {text(draw): item for item in items}
 
 
-def edited(draw: Random, sample: bytes) -> bytes:
-    """The bytes with one to four changes: flipped, removed, inserted, repeated or truncated."""
+def edit_bytes(draw: Random, sample: bytes) -> bytes:
+    """Return the bytes with one to four changes: flipped, removed, inserted, repeated or truncated."""
     data = bytearray(sample)
     for _ in range(draw.randint(1, 4)):
-        place, length = draw.randint(0, len(data)), draw.randint(1, 8)
+        start, length = draw.randint(0, len(data)), draw.randint(1, 8)
         kind = draw.choice(("flip", "cut", "insert", "double", "end"))
-        if kind == "flip" and place < len(data):
-            data[place] ^= draw.randint(1, 255)
+        if kind == "flip" and start < len(data):
+            data[start] ^= draw.randint(1, 255)
         elif kind == "cut":
-            del data[place : place + draw.randint(1, 255)]
+            del data[start : start + draw.randint(1, 255)]
         elif kind == "insert":
-            data[place:place] = draw.getrandbits(8 * length).to_bytes(length, "little")
+            data[start:start] = draw.getrandbits(8 * length).to_bytes(length, "little")
         elif kind == "double":
-            data[place:place] = data[place : place + draw.randint(1, 255)]
+            data[start:start] = data[start : start + draw.randint(1, 255)]
         elif kind == "end":
-            del data[place:]
+            del data[start:]
     return bytes(data)
 
 
 def raw(draw: Random, sample: bytes) -> bytes:
-    """The bytes edited, or sometimes entirely different bytes."""
+    """Return the bytes with changes, or sometimes entirely different bytes."""
     if draw.randrange(10):
-        return edited(draw, sample)
+        return edit_bytes(draw, sample)
     length = draw.randint(0, 64)
     return draw.getrandbits(8 * length + 1).to_bytes(length + 1, "little")[:length]
 
 
-def replaced(draw: Random, tree: Any) -> Any:
-    """The JSON value with a part replaced, removed or renamed."""
+def edit_json(draw: Random, tree: Any) -> Any:
+    """Return a JSON value with a part replaced, removed or renamed."""
     if not isinstance(tree, dict | list) or not tree or not draw.randrange(20):
         return value(draw)
     tree = tree.copy()
     key = draw.choice(list(tree)) if isinstance(tree, dict) else draw.randrange(len(tree))
-    how = draw.choice(("deeper", "deeper", "deeper", "replace", "drop", "rename"))
-    if how == "deeper" or (how == "rename" and isinstance(tree, list)):
-        tree[key] = replaced(draw, tree[key])
-    elif how == "replace":
+    kind = draw.choice(("deeper", "deeper", "deeper", "replace", "drop", "rename"))
+    if kind == "deeper" or (kind == "rename" and isinstance(tree, list)):
+        tree[key] = edit_json(draw, tree[key])
+    elif kind == "replace":
         tree[key] = value(draw)
-    elif how == "drop":
+    elif kind == "drop":
         del tree[key]
     else:
         tree[text(draw)] = tree.pop(key)
@@ -100,13 +101,13 @@ def replaced(draw: Random, tree: Any) -> Any:
 
 
 def json_case(sample: bytes) -> Callable[[Random], bytes]:
-    """Draws the JSON file with bytes edited, or with a value changed."""
+    """Return a function that draws the JSON file with changed bytes or with a changed value."""
     tree = json.loads(sample)
 
     def case(draw: Random) -> bytes:
         if not draw.randrange(3):
             return raw(draw, sample)
-        return json.dumps(replaced(draw, tree)).encode("utf-8", "surrogatepass")
+        return json.dumps(edit_json(draw, tree)).encode("utf-8", "surrogatepass")
 
     return case
 
@@ -121,13 +122,13 @@ TOML = ("[[1]]", "{a=1}", "'''", "nan", "inf", "1_0", "0x1", "2026-01-01", '"\\u
 
 
 def override(draw: Random) -> str:
-    """A setting as ``--set`` takes it."""
-    said = (lambda: draw.choice(TOML), lambda: str(value(draw, 0)), lambda: text(draw, 12))
-    return f"{draw.choice(SECTIONS)}.{draw.choice(KEYS)}={draw.choice(said)()}"
+    """Return a setting in the form that ``--set`` takes."""
+    values = (lambda: draw.choice(TOML), lambda: str(value(draw, 0)), lambda: text(draw, 12))
+    return f"{draw.choice(SECTIONS)}.{draw.choice(KEYS)}={draw.choice(values)()}"
 
 
 def settings(draw: Random) -> dict[str, Any]:
-    """Settings as in a TOML file."""
+    """Return settings as a TOML file contains them."""
 
     def section() -> Any:
         if draw.randrange(4):
@@ -138,12 +139,14 @@ def settings(draw: Random) -> dict[str, Any]:
 
 
 def preset_case(draw: Random) -> tuple[str | None, dict[str, Any], list[str]]:
-    """The name of a preset, settings that override it, and settings from the command line."""
+    """Return the arguments of ``configure``: a preset, settings, and overrides from the command line."""
     name = draw.choice(NAMES)
     return name, settings(draw), [override(draw) for _ in range(draw.randint(0, 2))]
 
 
-COMMANDS = sorted(set(cli.commands()) - {"demo", "bench"})  # these work with no argument at all
+COMMANDS = sorted(
+    set(cli.commands()) - {"demo", "bench"}
+)  # without arguments, these two start to work
 WORDS = (
     *("--set", "--out", "--seed", "--json", "--resume", "--data-dir", "--split", "--model"),
     *("--data", "--objective", "--preset", "--scale", "--dry-run", "--seeds", "--jobs"),
@@ -154,7 +157,7 @@ WORDS = (
 
 
 def line_case(draw: Random) -> list[str]:
-    """A command and its arguments."""
-    said = (lambda: draw.choice(WORDS), lambda: override(draw), lambda: text(draw, 6))
-    chosen: Sequence[Callable[[], str]] = draw.choices(said, (4, 1, 1), k=draw.randint(0, 5))
-    return [draw.choice(COMMANDS), *(say() for say in chosen)]
+    """Return a command and its arguments."""
+    words = (lambda: draw.choice(WORDS), lambda: override(draw), lambda: text(draw, 6))
+    chosen: Sequence[Callable[[], str]] = draw.choices(words, (4, 1, 1), k=draw.randint(0, 5))
+    return [draw.choice(COMMANDS), *(word() for word in chosen)]

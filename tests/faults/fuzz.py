@@ -1,7 +1,7 @@
-"""Bad bytes: every file that undrop reads, and its command line, changed at random.
+"""Bad bytes: random changes in every file that undrop reads, and random command lines.
 
-undrop must raise only its own errors, and soon. A kind draws a case and checks it. For a file, the
-case is a valid file with bytes or values changed, and the check reads it.
+undrop must raise only its own errors, and must not hang. A kind of bad bytes draws cases and checks
+them. For a kind of file, a case is a valid file with changed bytes or values, and the check reads it.
 """
 
 import contextlib
@@ -40,52 +40,52 @@ KINDS = (
 )
 """The names of all kinds."""
 
-LONGEST = 20.0
-"""Seconds after which a case is taken to hang."""
+TIME_LIMIT = 20.0
+"""A case that takes more seconds than this hangs."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of bad bytes: ``check`` raises if undrop fails on what ``case`` draws.
+    """A kind of bad bytes: ``case`` draws a case, and ``check`` raises an error if undrop fails on it.
 
-    ``sound`` is the valid file, for kinds that are files.
+    For a kind of file, ``valid`` holds the bytes of the valid file.
     """
 
     case: Callable[[Random], Any]
     check: Callable[[Any], None]
-    sound: bytes | None = None
+    valid: bytes | None = None
 
 
 class HungError(BaseException):
-    """A case that did not end; no ``except Exception`` can hide it."""
+    """A case that hangs. It is a BaseException, so that no ``except Exception`` catches it."""
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[None]:
-    """Stop a case that hangs: each case has ``LONGEST`` seconds after it starts the timer again."""
+def _raise_on_timeout() -> Iterator[None]:
+    """Raise a HungError in the block when the timer, which every case restarts, expires."""
 
-    def hung(*_: Any) -> None:
+    def raise_error(*_: Any) -> None:
         raise HungError
 
-    former = signal.signal(signal.SIGALRM, hung)
+    previous = signal.signal(signal.SIGALRM, raise_error)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def fuzz(name: str, kind: Kind, cases: int, seed: int) -> None:
-    """Try cases; raise the first failure, with the seed that draws it again."""
-    with _watched():
-        for place in range(cases):
-            signal.setitimer(signal.ITIMER_REAL, LONGEST)
-            case = kind.case(Random(f"{seed}/{place}"))
+    """Try cases; raise the first failure, with the seed that reproduces it."""
+    with _raise_on_timeout():
+        for number in range(cases):
+            signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
+            case = kind.case(Random(f"{seed}/{number}"))
             try:
                 kind.check(case)
             except BaseException as error:
                 raise AssertionError(
-                    f"{name}, seed {seed}, case {place}: {case!r:.2000}"
+                    f"{name}, seed {seed}, case {number}: {case!r:.2000}"
                 ) from error
 
 
@@ -97,24 +97,27 @@ class Subject:
     read: Callable[[], object]
 
     def kind(self, *, is_json: bool = False, sign: Callable[[bytes], bytes] = bytes) -> Kind:
-        """The file with bytes changed, and with values changed where it is JSON, then signed."""
-        sound, stat = self.path.read_bytes(), self.path.stat()
-        case = json_case(sound) if is_json else functools.partial(raw, sample=sound)
+        """Return a kind whose cases are this file with changed bytes or, if it is JSON, values.
 
-        def survives(data: bytes) -> None:
+        ``sign`` updates the checksum in a case, so that the checksum does not reveal the damage.
+        """
+        valid, stat = self.path.read_bytes(), self.path.stat()
+        case = json_case(valid) if is_json else functools.partial(raw, sample=valid)
+
+        def check(data: bytes) -> None:
             self.path.write_bytes(sign(data))
             try:
                 with contextlib.suppress(UndropError):
                     self.read()
             finally:
-                self.path.write_bytes(sound)
+                self.path.write_bytes(valid)
                 os.utime(self.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-        return Kind(case, survives, sound)
+        return Kind(case, check, valid)
 
 
-def signed(data: bytes) -> bytes:
-    """A checkpoint's JSON with a checksum that matches: damage that no checksum finds."""
+def sign_checkpoint(data: bytes) -> bytes:
+    """Return a checkpoint's JSON with a checksum that matches, so that it does not reveal damage."""
     try:
         body = json.loads(data)
         body.pop("check", None)
@@ -123,8 +126,8 @@ def signed(data: bytes) -> bytes:
         return data
 
 
-def of_a_run(folder: Path, text: Path) -> dict[str, Kind]:
-    """The files of a tiny run and of a record."""
+def run_kinds(folder: Path, text: Path) -> dict[str, Kind]:
+    """Return the kinds of the files of a tiny run, and of a record."""
     config = tiny_config(text, train={"epochs": 1})
     out = folder / "run"
     train.run(config, out=out)
@@ -132,13 +135,14 @@ def of_a_run(folder: Path, text: Path) -> dict[str, Kind]:
     step = run.checkpoints.steps()[-1]
     checkpoint = run.checkpoints.path(step)
     tensors = checkpoint.parent / json.loads(checkpoint.read_bytes())["tensors"]
+    resumed = _resumed_checkpoint(out, folder / "resumed")
     records, best = folder / "records", out / "best.safetensors"
     Records(records).add(_record(config))
 
     def load() -> object:
         return run.checkpoints.load(step)
 
-    def look() -> object:
+    def describe() -> object:
         return describe_run(run), run.metrics.read()
 
     def parse() -> object:
@@ -146,18 +150,18 @@ def of_a_run(folder: Path, text: Path) -> dict[str, Kind]:
 
     return {
         "checkpoint": Subject(checkpoint, load).kind(is_json=True),
-        "signed checkpoint": _resumed(out, folder / "resumed").kind(is_json=True, sign=signed),
+        "signed checkpoint": resumed.kind(is_json=True, sign=sign_checkpoint),
         "checkpoint tensors": Subject(tensors, load).kind(),
         "weights": Subject(best, lambda: load_tensors(best)).kind(),
         "config": Subject(out / "config.json", parse).kind(is_json=True),
-        "metrics": Subject(out / "metrics.jsonl", look).kind(),
-        "summary": Subject(out / "summary.json", look).kind(is_json=True),
+        "metrics": Subject(out / "metrics.jsonl", describe).kind(),
+        "summary": Subject(out / "summary.json", describe).kind(is_json=True),
         "record": Subject(next(records.iterdir()), lambda: Records(records)).kind(is_json=True),
     }
 
 
-def _resumed(out: Path, copy: Path) -> Subject:
-    """The checkpoint that a copy of the run resumes from; no step is taken."""
+def _resumed_checkpoint(out: Path, copy: Path) -> Subject:
+    """Return the checkpoint from which a copy of the run resumes, without taking a step."""
     run = train.RunFolder(shutil.copytree(out, copy))
     config = train.Config.parse(run.read_config())
     trainer = Trainer(config, config.load_corpus(), run, [], World(), Interrupts())
@@ -165,24 +169,24 @@ def _resumed(out: Path, copy: Path) -> Subject:
     return Subject(path, lambda: _resume(trainer))
 
 
-def of_a_corpus(text: Path) -> dict[str, Kind]:
-    """The files of a tiny corpus, encoded and as text."""
+def corpus_kinds(text: Path) -> dict[str, Kind]:
+    """Return the kinds of the files of a tiny corpus: encoded, and as text."""
     encoded = corpora.load(str(text)).folder
 
-    def words() -> Path:
+    def load() -> Path:
         corpus = corpora.load(str(text))
         corpus.vocabulary.decode(corpus.train[:20])
         assert len(corpus.vocabulary.index) <= corpus.vocabulary.size
         return corpus.folder
 
-    def words_anew() -> None:
-        shutil.rmtree(words())  # another text is another folder
+    def load_and_delete() -> None:
+        shutil.rmtree(load())  # each text is encoded into a new folder
 
     return {
-        "corpus header": Subject(encoded / "header.json", words).kind(is_json=True),
-        "vocabulary": Subject(encoded / "vocabulary.txt", words).kind(),
-        "corpus tokens": Subject(encoded / "train.bin", words).kind(),
-        "text": Subject(text / "train.txt", words_anew).kind(),
+        "corpus header": Subject(encoded / "header.json", load).kind(is_json=True),
+        "vocabulary": Subject(encoded / "vocabulary.txt", load).kind(),
+        "corpus tokens": Subject(encoded / "train.bin", load).kind(),
+        "text": Subject(text / "train.txt", load_and_delete).kind(),
     }
 
 
@@ -210,51 +214,54 @@ def _record(config: train.Config) -> Record:
     )
 
 
-def configured(case: tuple[str | None, dict[str, Any], list[str]]) -> None:
-    """A preset with settings and overrides."""
+def check_configure(case: tuple[str | None, dict[str, Any], list[str]]) -> None:
+    """Check that a preset with settings and overrides raises only undrop's errors."""
     with contextlib.suppress(UndropError):
         configure(*case)
 
 
-def of_a_preset(folder: Path) -> dict[str, Kind]:
-    """A preset in a separate file."""
+def preset_kinds(folder: Path) -> dict[str, Kind]:
+    """Return the kind of a preset in the user's own file."""
     file = folder / "own.toml"
     shutil.copy(resources.files("undrop") / "presets" / "ptb-awd-lstm-small.toml", file)
     return {"preset file": Subject(file, lambda: configure(str(file))).kind()}
 
 
-COMMANDS = cli.commands()  # read from the files only once
+COMMANDS = cli.commands()  # here, because reading them for every case is slow
 
 
-def commanded(line: list[str]) -> None:
-    """A command line exits with 0, 1 or 2, prints a sentence if it fails, and starts no work."""
-    stop = StoppedError("begun")
-    shown, errors = io.StringIO(), io.StringIO()
+def check_command(line: list[str]) -> None:
+    """Check that a command line exits with 0, 1 or 2, and prints a sentence if it fails.
+
+    Functions that start long work are replaced: they raise a StoppedError, and the exit code is 130.
+    """
+    stop = StoppedError("replaced")
+    output, errors = io.StringIO(), io.StringIO()
     with (
         mock.patch("undrop.lab.cli.commands", return_value=COMMANDS),
         mock.patch("undrop.lab.train.run", side_effect=stop),
         mock.patch("undrop.lab.reproduce.campaign.Campaign.run", side_effect=stop),
-        mock.patch("undrop.lab.cli.diagnose._measured", side_effect=stop),
+        mock.patch("undrop.lab.cli.diagnose._diagnose", side_effect=stop),
         mock.patch("undrop.check", side_effect=stop),
         mock.patch("undrop.lab.corpora.corpus.fetch", side_effect=stop),
-        contextlib.redirect_stdout(shown),
+        contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
     ):
         code = cli.main(line)
     assert code in (0, 1, 2, 130), code
     assert "Traceback" not in errors.getvalue()
-    assert code != 2 or errors.getvalue() or shown.getvalue()  # a sentence, or the help
+    assert code != 2 or errors.getvalue() or output.getvalue()  # a sentence, or the help
 
 
 def kinds(folder: Path) -> dict[str, Kind]:
-    """Every kind of bad bytes, with a valid file of each in ``folder``."""
+    """Return every kind of bad bytes, and write the valid files to ``folder``."""
     os.environ["UNDROP_CACHE"] = str(folder / "cache")
     text = folder / "text"
     text.mkdir()
     return {
-        **of_a_run(folder, write_text(text)),
-        **of_a_corpus(text),
-        **of_a_preset(folder),
-        "presets and --set": Kind(preset_case, configured),
-        "command line": Kind(line_case, commanded),
+        **run_kinds(folder, write_text(text)),
+        **corpus_kinds(text),
+        **preset_kinds(folder),
+        "presets and --set": Kind(preset_case, check_configure),
+        "command line": Kind(line_case, check_command),
     }

@@ -10,7 +10,7 @@ STEPS = 100_000
 
 
 def sections() -> dict[str, dict[str, object]]:
-    """The smallest possible model, because only the number of steps matters."""
+    """Return settings with the smallest possible model, because only the number of steps matters."""
     return {
         "model": {"embedding_size": 4, "hidden_size": 4, "layers": 1},
         "objective": {"name": "analytic", "interval": 8},
@@ -23,13 +23,13 @@ def sections() -> dict[str, dict[str, object]]:
 def marathon(folder: Path, times: int, seed: int) -> tuple[int, int]:
     """Kill the run at random moments; return (kills, kills survived)."""
     lab, draw, out = Lab(folder, sections()), Random(seed), folder / "killed"
-    killed = 0
-    while killed < times:
+    kills = 0
+    while kills < times:
         process = lab.start(out)
         process.join(draw.uniform(0.0, 2.0 * lab.seconds / times))
         process.kill()
         process.join()
         if process.exitcode != -signal.SIGKILL:
-            break  # it was over before
-        killed += 1
-    return killed, killed * lab.ends_the_same(out)
+            break  # the run ended before the kill
+        kills += 1
+    return kills, kills * lab.ends_the_same(out)

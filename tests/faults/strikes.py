@@ -1,7 +1,7 @@
-"""The faults: each strikes a run, most of them once, and returns how often it hit.
+"""The faults. Each one strikes a run, usually once, and returns how often it hit.
 
-The faults check what must hold at the strike itself (a refusal, a sentence). Afterwards the run ends,
-and its bits are compared to see that nothing was lost.
+A fault checks that undrop reacts as it should, for example with an error message. Afterwards the run is
+resumed until its end and compared bit for bit, to see that nothing was lost.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ POINTS = ("fsync", "before rename", "after rename", "in tensors", "in metrics")
 
 
 def kill(lab: Lab, out: Path, draw: random.Random) -> int:
-    """SIGKILL at any moment."""
+    """Send SIGKILL at a random moment."""
     process = lab.start(out)
     process.join(draw.uniform(0.0, lab.seconds))
     process.kill()
@@ -35,14 +35,14 @@ def kill(lab: Lab, out: Path, draw: random.Random) -> int:
 
 
 def kill_in_write(lab: Lab, out: Path, draw: random.Random) -> int:
-    """SIGKILL inside a write: at an fsync, around a rename, in half a file, in half a line."""
+    """Send SIGKILL during a write: at an fsync, before or after a rename, within a file or a line."""
     process = lab.start(out, draw.choice(POINTS), draw.randint(1, 6))
     process.join()
     return bool(process.exitcode == -signal.SIGKILL)
 
 
 def terminate(lab: Lab, out: Path, draw: random.Random) -> int:
-    """SIGTERM; the run saves its state."""
+    """Send SIGTERM, after which the run saves its state."""
     process = lab.start(out)
     if lab.wait_for_lock(out, process):
         process.join(draw.uniform(0.0, lab.seconds))
@@ -53,7 +53,7 @@ def terminate(lab: Lab, out: Path, draw: random.Random) -> int:
 
 
 def pause(lab: Lab, out: Path, draw: random.Random) -> int:
-    """SIGSTOP, and SIGCONT a little later, a few times."""
+    """Send SIGSTOP and, a little later, SIGCONT, a few times."""
     process, hits = lab.start(out), 0
     while lab.wait_for_lock(out, process) and hits < 5:
         process.join(draw.uniform(0.0, 0.3 * lab.seconds))
@@ -68,12 +68,12 @@ def pause(lab: Lab, out: Path, draw: random.Random) -> int:
 
 
 def second_process(lab: Lab, out: Path, draw: random.Random) -> int:
-    """Another process on the same folder: it is refused with the pid of the first, which continues."""
+    """Start a second process in the same folder: it is refused, and the first one continues."""
     process = lab.start(out)
     refused = False
     if lab.wait_for_lock(out, process):
         process.join(draw.uniform(0.0, 0.3 * lab.seconds))
-        os.kill(process.pid, signal.SIGSTOP)  # so that it does not end meanwhile
+        os.kill(process.pid, signal.SIGSTOP)  # otherwise it could end before the second one starts
         if process.is_alive():
             try:
                 lab.resume(out)
@@ -91,17 +91,17 @@ def _at_step(number: int, act: Callable[[], object]) -> Iterator[None]:
     """Within the block, call ``act`` before the gradient of that step, counted from 0."""
     steps, gradient = itertools.count(), Gradient.__call__
 
-    def struck(*args: object) -> object:
+    def act_and_call(*args: object) -> object:
         if next(steps) == number:
             act()
         return gradient(*args)
 
-    with mock.patch.object(Gradient, "__call__", struck):
+    with mock.patch.object(Gradient, "__call__", act_and_call):
         yield
 
 
 def clock_back(lab: Lab, out: Path, draw: random.Random) -> int:
-    """The clock goes back by up to a year in the middle of a run that was resumed."""
+    """Set the clock back by up to a year in the middle of a resumed run."""
     now, ahead = time.time, draw.uniform(0.0, 3e7)
     out_of_memory(lab, out, draw)
     for path in [path for path in out.rglob("*") if path.is_file()]:
@@ -126,34 +126,34 @@ def clock_back(lab: Lab, out: Path, draw: random.Random) -> int:
     return ahead == 0.0
 
 
-def _exhaust_graphics() -> None:
+def _exhaust_gpu_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def _exhaust_memory() -> None:
-    torch.empty(1 << 50, dtype=torch.uint8)  # a petabyte: the error of the system itself
+    torch.empty(1 << 50, dtype=torch.uint8)  # a petabyte: the system raises its real error
 
 
 def out_of_memory(lab: Lab, out: Path, draw: random.Random) -> int:
-    """The batch does not fit at some step: the error names it, and what is saved."""
-    with _at_step(draw.randint(0, 15), draw.choice((_exhaust_graphics, _exhaust_memory))):
-        return _refused(lab, out, "out of memory at step")
+    """Run out of memory at some step: the error names the step and the last checkpoint."""
+    with _at_step(draw.randint(0, 15), draw.choice((_exhaust_gpu_memory, _exhaust_memory))):
+        return _stopped_by_error(lab, out, "out of memory at step")
 
 
-def _refused(lab: Lab, out: Path, word: str) -> bool:
-    """Whether an error of undrop stops the run; the error must contain the word."""
-    said = None
+def _stopped_by_error(lab: Lab, out: Path, text: str) -> bool:
+    """Return whether an error of undrop stops the run; its message must contain the text."""
+    message = None
     try:
         lab.resume(out)
     except UndropError as error:
-        said = str(error)
-    assert said is None or word in said, said
-    return said is not None
+        message = str(error)
+    assert message is None or text in message, message
+    return message is not None
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A separate file system that has little more room than a run needs."""
+    """Mount a separate file system with little more space than a run needs."""
     folder.mkdir()
     _system("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder))
     try:
@@ -169,22 +169,22 @@ def _system(*words: str) -> None:
 
 
 def disk_full(lab: Lab, out: Path, draw: random.Random) -> int:
-    """A small disk is full at some write."""
+    """Fill the disk before some write."""
     ballast, space = out.parent / "ballast", os.statvfs(out.parent)
     ballast.write_bytes(bytes(space.f_bavail * space.f_frsize - draw.randint(0, 20) * 4096))
     try:
-        return _refused(lab, out, "the disk is full")
+        return _stopped_by_error(lab, out, "the disk is full")
     finally:
         ballast.unlink()
 
 
 def read_only(lab: Lab, out: Path, draw: random.Random) -> int:
-    """The disk of a run that stopped half-way becomes read-only."""
+    """Make the disk of a run that stopped half-way read-only."""
     out_of_memory(lab, out, draw)
-    gc.collect()  # tensors that are still mapped from a file that is gone would keep the disk busy
+    gc.collect()  # tensors that map a deleted file would keep the disk busy
     _system("mount", "-o", "remount,ro", str(out.parent))
     try:
-        return _refused(lab, out, "read-only")
+        return _stopped_by_error(lab, out, "read-only")
     finally:
         _system("mount", "-o", "remount,rw", str(out.parent))
 

@@ -15,7 +15,7 @@ QUICK = settings(
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def all_kinds(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("fuzz")
         patch.setenv("UNDROP_CACHE", str(folder / "cache"))
@@ -24,17 +24,17 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_bad_bytes_raise_only_undrops_errors(made, name):
-    assert tuple(made) == KINDS
-    kind = made[name]
+def test_bad_bytes_raise_only_undrops_errors(all_kinds, name):
+    assert tuple(all_kinds) == KINDS
+    kind = all_kinds[name]
 
     @hypothesis.seed(1)
     @QUICK
     @given(st.randoms(use_true_random=False))
-    def survives(draw):
+    def check_case(draw):
         kind.check(kind.case(draw))
 
-    survives()
+    check_case()
 
 
 def test_a_failing_case_is_named_with_the_seed_that_reproduces_it():
@@ -42,13 +42,13 @@ def test_a_failing_case_is_named_with_the_seed_that_reproduces_it():
         assert number != 7
 
     kind = Kind(lambda draw: draw.randrange(10), check)
-    first = next(place for place in range(100) if Random(f"3/{place}").randrange(10) == 7)
+    first = next(number for number in range(100) if Random(f"3/{number}").randrange(10) == 7)
     with pytest.raises(AssertionError, match=f"numbers, seed 3, case {first}: 7"):
         fuzz("numbers", kind, cases=100, seed=3)
 
 
 def test_a_hanging_case_is_stopped(monkeypatch):
-    monkeypatch.setattr("faults.fuzz.LONGEST", 0.05)
+    monkeypatch.setattr("faults.fuzz.TIME_LIMIT", 0.05)
 
     def hang(_):
         while True:

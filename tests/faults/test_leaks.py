@@ -1,4 +1,4 @@
-"""Memory does not grow, and one seed gives bit for bit one result, here and in another process."""
+"""Memory does not grow over steps, and the same seed gives the same weights in every process."""
 
 import gc
 import hashlib
@@ -15,8 +15,8 @@ from torch import nn
 
 import undrop
 
-STEPS = int(os.environ.get("UNDROP_LEAK_STEPS", "300"))  # 2,000 in the long form
-SLACK = 1.0  # megabytes by which the allocator may vary
+STEPS = int(os.environ.get("UNDROP_LEAK_STEPS", "300"))  # `make faults` takes 2,000
+SLACK = 1.0  # megabytes by which the memory of the allocator may vary
 
 OBJECTIVES = {
     "none": undrop.NoRegularization,
@@ -32,7 +32,7 @@ OBJECTIVES = {
 
 
 def steps_of(objective, steps):
-    """Train a small net, yielding after each step."""
+    """Train a small network, and yield it after each step."""
     torch.manual_seed(0)
     layers = [nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 4)]
     model = nn.Sequential(*layers)
@@ -45,51 +45,51 @@ def steps_of(objective, steps):
         yield model
 
 
-def alive():
-    """How many tensors there are."""
+def tensor_count():
+    """Return the number of tensors in this process."""
     gc.collect()
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
-def resident():
-    """Megabytes of the process that are in memory; 0 where the system does not say."""
-    told = Path("/proc/self/statm")
-    return int(told.read_text().split()[1]) * mmap.PAGESIZE / 2**20 if told.exists() else 0.0
+def resident_megabytes():
+    """Return the resident memory of this process; 0 on systems without /proc."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * mmap.PAGESIZE / 2**20 if status.exists() else 0.0
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_memory_does_not_grow_over_steps(name):
-    """No tensor outlives its step, and the process does not grow, not even by a kilobyte per step."""
-    seen = [
-        (alive(), resident())
+    """No tensor outlives its step, and the process grows by less than a few kilobytes per step."""
+    measured = [
+        (tensor_count(), resident_megabytes())
         for step, _ in enumerate(steps_of(OBJECTIVES[name](), STEPS))
         if step % 99 == 9
     ]
-    counts, sizes = zip(*seen[1:], strict=True)
+    counts, sizes = zip(*measured[1:], strict=True)
     assert len(set(counts)) == 1, counts
     assert max(sizes) - sizes[0] < SLACK, sizes
 
 
 def digest(name):
-    """A hash of the weights after twenty steps."""
+    """Return a hash of the weights after twenty steps."""
     *_, model = steps_of(OBJECTIVES[name](), 20)
     weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
     return hashlib.sha256(weights).hexdigest()
 
 
 def test_the_same_seed_gives_bit_for_bit_the_same_weights_in_every_process():
-    here = [digest(name) for name in OBJECTIVES]
-    assert [digest(name) for name in OBJECTIVES] == here
-    assert len(set(here)) > 5  # the objectives do differ
+    digests = [digest(name) for name in OBJECTIVES]
+    assert [digest(name) for name in OBJECTIVES] == digests
+    assert len(set(digests)) > 5  # objectives differ from each other
     code = (
         "import torch; torch.set_num_threads({}); from faults.test_leaks import *; "
         "print(*[digest(name) for name in OBJECTIVES])"
     )
     tests = os.path.dirname(os.path.dirname(__file__))
     for threads in (1, 2):
-        told = subprocess.check_output(
+        output = subprocess.check_output(
             [sys.executable, "-c", code.format(threads)],
             text=True,
             env={**os.environ, "PYTHONPATH": tests},
         )
-        assert told.split() == here
+        assert output.split() == digests

@@ -1,6 +1,6 @@
-"""A worker is killed under torchrun, and the agent ends the other one. Restarted, both resume.
+"""Kill one of two workers under torchrun: the agent ends the other one, and both resume when restarted.
 
-In one half of the strikes the agent itself restarts them, and in the other half a new launch does.
+In half of the strikes the agent restarts the workers, and in the other half a new launch does.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from faults.lab import SHORT, Lab, campaign
+from faults.lab import SHORT_RUN, Lab, campaign
 from undrop.lab import train
 from undrop.lab.train import Config
 
@@ -25,14 +25,14 @@ WORKERS = 2
 
 
 def work(config: dict[str, Any], out: str) -> None:
-    """What each worker does; it reads its rank from the environment."""
+    """Train in one worker, which gets its rank from the environment."""
     Path(f"{out}.rank-{os.environ['RANK']}").write_text(str(os.getpid()))
     Path(f"{out}.restarts").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
     train.run(Config.parse(config), out=out, resume=True)
 
 
 def launch(config: Config, out: Path, restarts: int = 0) -> None:
-    """Train under the agent of torchrun; its workers are forked here, not started from nothing."""
+    """Train under the agent of torchrun, with workers that are forked, because that is faster."""
     logs = DefaultLogsSpecs(str(out.parent / "logs"), redirects=Std.ALL)
     options = LaunchConfig(
         min_nodes=1,
@@ -50,19 +50,19 @@ def launch(config: Config, out: Path, restarts: int = 0) -> None:
 
 
 def kill_worker(lab: Lab, out: Path, draw: Random) -> int:
-    """SIGKILL to one of the workers, at any moment after it was started."""
+    """Send SIGKILL to one of the workers, at a random moment after its start."""
     rank, delay = draw.randrange(WORKERS), draw.uniform(0.0, lab.seconds)
-    restarts, over = draw.randrange(2), threading.Event()
-    its_process = Path(f"{out}.rank-{rank}")
-    its_process.unlink(missing_ok=True)
+    restarts, finished = draw.randrange(2), threading.Event()
+    pid_file = Path(f"{out}.rank-{rank}")
+    pid_file.unlink(missing_ok=True)
 
     def strike() -> None:
-        while not its_process.exists() and not over.is_set():
+        while not pid_file.exists() and not finished.is_set():
             time.sleep(0.005)
         # The agent would wait forever for a worker that is killed after it has finished.
-        if not over.wait(delay) and not lab.ended(out):
-            with contextlib.suppress(ProcessLookupError):  # it was over before
-                os.kill(int(its_process.read_text()), signal.SIGKILL)
+        if not finished.wait(delay) and not lab.ended(out):
+            with contextlib.suppress(ProcessLookupError):  # the worker has ended
+                os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
     thread = threading.Thread(target=strike)
     thread.start()
@@ -71,14 +71,14 @@ def kill_worker(lab: Lab, out: Path, draw: Random) -> int:
         launch(lab.config, out, restarts)
     except ChildFailedError:
         failed = True
-    over.set()
+    finished.set()
     thread.join()
-    assert not (failed and restarts), "the restarted workers did not go on"
+    assert not (failed and restarts), "the restarted workers did not continue the run"
     return failed or Path(f"{out}.restarts").read_text() != "0"
 
 
 def kill_torchrun_worker(folder: Path, times: int, seed: int) -> tuple[int, int]:
     """Kill workers; return (kills that hit, kills survived)."""
     logging.getLogger("torch").setLevel(logging.CRITICAL)
-    lab = Lab(folder, SHORT, launch)
+    lab = Lab(folder, SHORT_RUN, launch)
     return campaign(lab, kill_worker, times, seed)

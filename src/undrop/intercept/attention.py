@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from undrop.intercept.interception import SITE_RULES, Interception
-from undrop.kernels.flex import FlexCall, attend, flex_attention, attend_without_kernel
+from undrop.kernels.flex import FlexCall, attend, attend_without_kernel, flex_attention
 
 
 class AttentionCall(NamedTuple):

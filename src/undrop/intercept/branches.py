@@ -1,10 +1,12 @@
 """LayerDrop: run a layer that a random branch may skip, and blend its output with its input.
 
-A model evaluates ``if torch.rand([]) < p: continue``, and the interception returns the value of
-the condition for which the layer runs. The next module that the model calls is the layer: its output y
-becomes x + m·(y - x), where x is its input and m is the mask of the branch. If the branch does something
-else, the enclosing module (the one that evaluates the branch) runs a second time with the other value of
-the condition, and its two outputs y and z become z + m·(y - z).
+When a model evaluates ``if torch.rand([]) < p: continue``, the interception gives the condition the
+value with which the layer runs. The layer is the next module that the model calls. Its output y becomes
+x + m·(y - x), where x is its input and m is the mask of the branch.
+
+If the branch does not skip a layer, the enclosing module (the module that evaluates the branch) runs a
+second time, with the other value of the condition. Its output y becomes z + m·(y - z), where z is its
+output in the second run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.nn.modules import module as torch_hooks
 from undrop.intercept.running_statistics import keep_buffers
 
 if TYPE_CHECKING:
-    from undrop.intercept.hand_masks import HandMasks
+    from undrop.intercept.hand_masks import HandMaskMixin
     from undrop.intercept.random_values import Mask
 
 
@@ -32,12 +34,12 @@ class ModuleTracker:
     ``register_module_forward_hook``.
     """
 
-    def __init__(self, mode: HandMasks) -> None:
+    def __init__(self, mode: HandMaskMixin) -> None:
         self._mode = mode
         self.running: list[tuple[nn.Module, int]] = []
-        """The running modules, innermost last, each with ``mode.functions`` as it was when it began."""
+        """The running modules, innermost last, each with ``mode.call_count`` before its call."""
         self.blends: list[Blend] = []
-        """The branches whose modules have not returned yet."""
+        """One for each branch whose module has not returned yet."""
         compiled = torch.compiler.is_compiling()
         self._thread = None if compiled else threading.get_ident()
         self._key = -1 if compiled else -id(self)  # torch numbers hooks from 0
@@ -51,14 +53,16 @@ class ModuleTracker:
         del torch_hooks._global_forward_hooks[self._key]
         del torch_hooks._global_forward_hooks_with_kwargs[self._key]
 
-    def pending(self) -> Blend | None:
-        """Return the branch whose module has not been called yet."""
+    def pending_blend(self) -> Blend | None:
+        """Return the blend of the latest branch if no module has been called since."""
         return self.blends[-1] if self.blends and self.blends[-1].layer is None else None
 
-    def check(self, end: bool = False) -> None:
-        """Raise ``NotAMask`` for a branch that no module follows; at the end, for any that is left."""
-        if self.pending() or (end and self.blends):
-            raise self.blends[-1].mask.refuse("a branch that no module follows", branch=True)
+    def check(self, at_end: bool = False) -> None:
+        """Raise ``NotAMask`` for a branch that no module follows; at the end, for any blend left."""
+        if self.pending_blend() or (at_end and self.blends):
+            raise self.blends[-1].mask.refuse(
+                "a branch that no module follows", decides_branch=True
+            )
 
     def _in_other_thread(self) -> bool:
         return self._thread is not None and self._thread != threading.get_ident()
@@ -66,8 +70,8 @@ class ModuleTracker:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._in_other_thread():
             return
-        self.running.append((module, self._mode.functions))
-        blend = self.pending()
+        self.running.append((module, self._mode.call_count))
+        blend = self.pending_blend()
         if blend is not None:
             if self._thread is not None:
                 blend.mask.mode.prepare_recomputation()
@@ -84,9 +88,10 @@ class ModuleTracker:
 
 
 class Blend:
-    """Blends the input and the output of the next module, ``layer``, which is None until it is called.
+    """Blends the input and the output of ``layer``, the next module that the model calls.
 
-    ``factor`` is m, the soft value of "the layer runs".
+    ``factor`` is m, the mask in the form that is 1 if the layer runs. ``layer`` is None until the model
+    calls it.
     """
 
     def __init__(self, mask: Mask, factor: Tensor, layer: nn.Module | None = None) -> None:
@@ -96,37 +101,37 @@ class Blend:
         """Return the blended output of the module."""
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not inputs:
-            raise self.mask.refuse("a branch around a module without tensors", branch=True)
-        self.mask.used(drops=not self.mask.keeps)
-        return self._blended(inputs[0], output)
+            raise self.mask.refuse("a branch around a module without tensors", decides_branch=True)
+        self.mask.record_use(drops_at_one=not self.mask.keeps_at_one)
+        return self._blend(inputs[0], output)
 
-    def _blended(self, x: Tensor, output: Any) -> Any:
+    def _blend(self, x: Tensor, output: Any) -> Any:
         """Return the output with x + m·(y - x) in place of its first tensor y."""
         if isinstance(output, Tensor) and output.shape == x.shape:
-            return self._mixed(x, output)
+            return self._interpolate(x, output)
         if isinstance(output, Mapping) and output:
             name = next(iter(output))
-            output[name] = self._blended(x, output[name])  # type: ignore[index]
+            output[name] = self._blend(x, output[name])  # type: ignore[index]
             return output
         if isinstance(output, (tuple, list)) and output and not hasattr(output, "_fields"):
-            return type(output)((self._blended(x, output[0]), *output[1:]))
+            return type(output)((self._blend(x, output[0]), *output[1:]))
         raise self.mask.refuse(
-            "a branch around a module whose output is not like its input", branch=True
+            "a branch around a module whose output is not like its input", decides_branch=True
         )
 
-    def _mixed(self, x: Tensor, y: Tensor) -> Tensor:
+    def _interpolate(self, x: Tensor, y: Tensor) -> Tensor:
         return x + self.factor.reshape(()).to(y.dtype) * (y - x)
 
 
 class EnclosingBlend(Blend):
     """Blends two outputs of the module that evaluates the branch, one for each value of the condition.
 
-    ``begun`` is how many functions the model had called when the module began.
+    ``calls_before`` is how many functions the model had called before it called the module.
     """
 
-    def __init__(self, mask: Mask, factor: Tensor, layer: nn.Module, begun: int) -> None:
+    def __init__(self, mask: Mask, factor: Tensor, layer: nn.Module, calls_before: int) -> None:
         super().__init__(mask, factor, layer)
-        self._begun = begun
+        self._calls_before = calls_before
 
     def apply(self, args: Any, kwargs: Any, output: Any) -> Any:
         """Return the blended output of the module."""
@@ -138,19 +143,22 @@ class EnclosingBlend(Blend):
 
         buffers = any(m._buffers for m in module.modules())
         with keep_buffers(module) if buffers else nullcontext():
-            middle = mode.functions
+            calls_between = mode.call_count
             other = mode.replay(self.mask, run)
-        kept, dropped = middle - self._begun, mode.functions - middle
+        kept = calls_between - self._calls_before
+        dropped = mode.call_count - calls_between
         if kept != dropped:  # the branch that drops calls fewer functions
-            self.mask.used(drops=self.mask.keeps == (kept < dropped))
-        return self._both(other, output)
+            self.mask.record_use(drops_at_one=self.mask.keeps_at_one == (kept < dropped))
+        return self._blend_outputs(other, output)
 
-    def _both(self, other: Any, output: Any) -> Any:
+    def _blend_outputs(self, other: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and isinstance(other, Tensor) and other.shape == output.shape:
-            return self._mixed(other, output)
-        same = type(output) in (tuple, list) and type(other) is type(output)
-        if same and len(output) == len(other):
-            return type(output)([self._both(z, y) for z, y in zip(other, output, strict=True)])
+            return self._interpolate(other, output)
+        sequences = type(output) in (tuple, list) and type(other) is type(output)
+        if sequences and len(output) == len(other):
+            return type(output)(
+                [self._blend_outputs(z, y) for z, y in zip(other, output, strict=True)]
+            )
         if output is other:
             return output
-        raise self.mask.refuse("a branch between results of different kinds", branch=True)
+        raise self.mask.refuse("a branch between results of different kinds", decides_branch=True)

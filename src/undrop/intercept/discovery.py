@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from undrop.errors import NoDropoutError, OutputError, UndropError
-from undrop.intercept.hand_masks import known_draws
+from undrop.intercept.hand_masks import draw_findings
 from undrop.intercept.interception import Interception, SiteAction, no_noise
-from undrop.intercept.mask_proof import disproven
+from undrop.intercept.mask_proof import disproven_masks
 from undrop.intercept.model_call import (
-    NeedsGraph,
+    GradRequired,
     call,
-    call_noting_needs,
+    call_and_record_requirements,
     logits_of,
     map_tensors,
     tensors_in,
@@ -25,23 +25,24 @@ from undrop.intercept.model_call import (
 from undrop.intercept.random_values import NotAMask
 from undrop.intercept.running_statistics import keep_buffers
 from undrop.intercept.site import Site, Sites
-from undrop.intercept.unaccounted import Unaccounted, unaccounted
+from undrop.intercept.unaccounted import Unaccounted, find_unaccounted
 from undrop.intercept.wrappers import bare, is_sharded, module_paths, uncompiled
 from undrop.rng_snapshot import RngSnapshot, seed_current
 from undrop.torch_compat import force_eager
 
-_MOST_PASSES = 48  # to look for sites behind random branches
-_SEARCHING = RLock()  # held while a search changes the mode of a model
+_MAX_PASSES = 48  # of the search for sites behind random branches
+_SEARCH_LOCK = RLock()  # a search holds it while it changes the mode of a model
 
 
 def sites(model: nn.Module, inputs: Any) -> Sites:
     """List every dropout that a forward pass of the model uses.
 
-    The model runs in train mode with its dropout switched off, once more with gradients to see which
-    noise reaches the output, and in eval mode to see which sites are active there. A model that makes
-    masks by hand runs a few more times, to prove that they are masks. A model that draws other random
-    numbers runs 4 to 50 more times, to find where it draws them and which sites it sometimes skips. Its
-    mode, its buffers and the random state are restored. Dropouts with p = 0 are not sites.
+    The model runs in train mode with its dropout switched off, then with gradients to find out which
+    noise reaches the output, and in eval mode to find out which sites are active there. A model that
+    makes masks by hand runs a few more times, to prove that they are masks. A model that draws other
+    random numbers runs 4 to 50 more times, to find out where it draws them and which sites it sometimes
+    skips. The mode of the model, its buffers and the random state are restored. Dropouts with p = 0 are
+    not sites.
 
     Args:
         model: any module.
@@ -58,23 +59,23 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
 
 def find_sites(model: nn.Module, inputs: Any, *, acts: bool = False) -> Sites:
-    """List the sites as ``sites`` does; with ``acts``, also find out which noise reaches the output."""
+    """List the sites like ``sites``; find out which noise reaches the output only with ``acts``."""
     model = uncompiled(model)
-    with force_eager(), _SEARCHING, preserve_model(model):
+    with force_eager(), _SEARCH_LOCK, preserve_model(model):
         if not model.training:
             model.train()
-        mode, others = _search(model, inputs)
-        reached = sites_that_act(model, inputs) if acts else {}
+        found, unaccounted = _search(model, inputs)
+        acting = sites_that_act(model, inputs) if acts else {}
         _put_into_eval_mode(model)
-        active = {site.name for site in _run(model, inputs).sites}
-    if not mode.sites:
-        raise NoDropoutError(_nothing_found(model, others))
-    return Sites(mode.sites, others).flagged(active, reached)
+        active_in_eval = {site.name for site in _run(model, inputs).sites}
+    if not found:
+        raise NoDropoutError(_no_dropout_message(model, unaccounted))
+    return Sites(found, unaccounted).flagged(active_in_eval, acting)
 
 
 def _put_into_eval_mode(model: nn.Module) -> None:
-    """Put a model into eval mode, but not its quantized layers: some pack their weights there."""
-    with suppress(NotImplementedError):  # an exported program has one mode only
+    """Put a model into eval mode, but not its quantized layers: some pack their weights in eval mode."""
+    with suppress(NotImplementedError):  # an exported program has a single mode
         model.eval()
     for module in model.modules():
         if not all(p.is_floating_point() for p in module.parameters(recurse=False)):
@@ -83,90 +84,91 @@ def _put_into_eval_mode(model: nn.Module) -> None:
 
 def follow_masks(model: nn.Module, inputs: Any) -> None:
     """Find out which random draws of a model are masks, for later passes."""
-    with _SEARCHING, preserve_model(model):
+    with _SEARCH_LOCK, preserve_model(model):
         _proven_pass(model, inputs)
 
 
-def _search(model: nn.Module, inputs: Any) -> tuple[Interception, list[Unaccounted]]:
-    """Run the model without noise, and list the random numbers that belong to no site."""
-    first = _proven_pass(model, inputs)
+def _search(model: nn.Module, inputs: Any) -> tuple[list[Site], list[Unaccounted]]:
+    """Return the sites of a model, and the random numbers that belong to no site."""
+    first_found = _proven_pass(model, inputs).sites
     seed_current(0)
     before = RngSnapshot(model)
-    mode = _run(model, inputs)
-    if first.sites and not mode.sites:
+    found = _run(model, inputs).sites
+    if first_found and not found:
         raise NoDropoutError(
-            f"{type(model).__name__} reaches {first.sites[0].name!r} in its first pass only, so it "
+            f"{type(model).__name__} reaches {first_found[0].name!r} in its first pass only, so it "
             "keeps a result from one call to the next: compute it in every call of forward."
         )
-    moved = before.changed_generators()
-    if not moved:
-        return mode, []
+    changed = before.changed_generators()
+    if not changed:
+        return found, []
     before.restore()
-    others = unaccounted(module_paths(model), lambda: _run(model, inputs), moved)
-    _add_hidden_sites(model, inputs, mode)
-    return mode, others
+    unaccounted = find_unaccounted(module_paths(model), lambda: _run(model, inputs), changed)
+    return [*found, *_hidden_sites(model, inputs, found)], unaccounted
 
 
-def _add_hidden_sites(model: nn.Module, inputs: Any, mode: Interception) -> None:
-    """Run passes with noise, and add the sites that random branches had skipped, such as experts.
+def _hidden_sites(model: nn.Module, inputs: Any, found: list[Site]) -> list[Site]:
+    """Run passes with noise, and return the sites that random branches skip at times, such as experts.
 
-    The search ends after some passes in a row without a new site; each site found makes it longer.
+    The search ends after several passes in a row without a new site. Each new site raises this number.
     """
-    names = {site.name for site in mode.sites}
-    hidden = quiet = 0
-    for number in range(1, _MOST_PASSES):
-        found = _proven_pass(model, inputs, number, _dropped).sites
-        new = [site for site in found if site.name not in names]
-        mode.sites += new
+    names = {site.name for site in found}
+    hidden: list[Site] = []
+    passes_without = 0
+    for number in range(1, _MAX_PASSES):
+        reached = _proven_pass(model, inputs, number, _drop_at_random).sites
+        new = [site for site in reached if site.name not in names]
+        hidden += new
         names |= {site.name for site in new}
-        hidden, quiet = hidden + len(new), 0 if new else quiet + 1
-        if quiet >= 3 + 3 * hidden:
+        passes_without = 0 if new else passes_without + 1
+        if passes_without >= 3 + 3 * len(hidden):
             break
+    return hidden
 
 
-def _dropped(site: Site, h: Tensor) -> Tensor:
-    """Drop entries of h at random, so that a pass takes other branches."""
+def _drop_at_random(site: Site, h: Tensor) -> Tensor:
+    """The site action that drops entries of h, so that a pass takes other branches."""
     return h * (torch.rand_like(h) >= site.p) / (1.0 - min(site.p, 0.9))
 
 
 def _proven_pass(
-    model: nn.Module, inputs: Any, number: int = 0, action: SiteAction = no_noise
+    model: nn.Module, inputs: Any, seed: int = 0, action: SiteAction = no_noise
 ) -> Interception:
     """Run the model until every random draw is either proven to be a mask or known not to be one."""
-    seed_current(number)  # so the branches do not depend on the user's seed
-    known = known_draws(model)
+    seed_current(seed)  # so the branches do not depend on the user's seed
+    findings = draw_findings(model)
     while True:
         mode = _run(model, inputs, action)
-        if known.learn(mode.uses or {}, mode.mask_origins):
+        if findings.learn(mode.uses_agree or {}, mode.mask_origins):
             continue  # run again, with the p that the uses imply
         try:
-            bad = disproven(model, inputs, mode.mask_origins)
+            disproven = disproven_masks(model, inputs, mode.mask_origins)
         except NotAMask:
             continue
-        if not bad:
+        if not disproven:
             return mode
-        for key in bad:
-            known.rule_out(key, mode.mask_origins[key])
+        for key in disproven:
+            findings.rule_out(key, mode.mask_origins[key])
 
 
 def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interception:
-    """Run the model, by default without noise, until no draw is mistaken for a mask."""
+    """Run the model, by default without noise; run it again if a draw turns out not to be a mask."""
     while True:
         mode = Interception(model, action)
-        mode.uses = {}
-        mode.batch = next((len(x) for x in tensors_in(inputs) if x.dim()), None)
+        mode.uses_agree = {}
+        mode.batch_size = next((len(x) for x in tensors_in(inputs) if x.dim()), None)
         try:
             with mode:
-                call_noting_needs(model, inputs)
+                call_and_record_requirements(model, inputs)
             return mode
-        except (NotAMask, NeedsGraph):
+        except (NotAMask, GradRequired):
             continue
         except Exception as error:
-            followed = [key for key, mask in mode.mask_draws.items() if mask is not None]
-            if isinstance(error, UndropError) or not followed:
+            keys = [key for key, drops in mode.mask_draws.items() if drops is not None]
+            if isinstance(error, UndropError) or not keys:
                 raise
-            # Perhaps code that needs a real tensor got a mask: draw real numbers there.
-            known_draws(model).not_masks.add(followed[-1])
+            # The failing code may need ordinary random numbers, and probably got the last mask.
+            draw_findings(model).rule_out(keys[-1])
 
 
 def has_idle_dropout(model: nn.Module, inputs: Any) -> bool:
@@ -180,18 +182,18 @@ def in_training(model: nn.Module) -> bool:
     """Return whether the model is in train mode, after waiting for a search in another thread."""
     if model.training:
         return True
-    with _SEARCHING:
+    with _SEARCH_LOCK:
         return model.training
 
 
-def _nothing_found(model: nn.Module, others: list[Unaccounted]) -> str:
+def _no_dropout_message(model: nn.Module, unaccounted: list[Unaccounted]) -> str:
     idle = [
         f"{name or type(module).__name__!r} (p = {module.p:g})"
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.dropout._DropoutNd)
     ]
-    if others:
-        named = "; ".join(str(each) for each in others[:3])
+    if unaccounted:
+        named = "; ".join(str(draw) for draw in unaccounted[:3])
         hint = (
             f"its random numbers are not multiplicative noise that undrop can follow ({named}): add "
             "nn.Dropout, or pass the function that drops to undrop.register_site"
@@ -221,7 +223,7 @@ def preserve_model(model: nn.Module, *, draws: bool = True) -> Iterator[None]:
 def sites_that_act(model: nn.Module, inputs: Any) -> dict[str, bool]:
     """Return for each site, by name, whether its u is not 0: whether vᵀF depends on its noise.
 
-    v is random. If the model can't be differentiated here, the result is empty: nothing is known.
+    v is random. If the model can't be differentiated, the result is empty.
     """
     if is_sharded(model):
         return {}
@@ -236,10 +238,10 @@ def sites_that_act(model: nn.Module, inputs: Any) -> dict[str, bool]:
     seed_current(0)
     try:
         with torch.enable_grad(), Interception(model, action):
-            output = call(model, map_tensors(_copied, inputs))
+            output = call(model, map_tensors(_copy, inputs))
         if not leaves:
             return {}
-        outputs = _outputs(output)
+        outputs = _differentiable_outputs(output)
         gradients = torch.autograd.grad(
             outputs,
             list(leaves.values()),
@@ -248,26 +250,26 @@ def sites_that_act(model: nn.Module, inputs: Any) -> dict[str, bool]:
         )
     except (RuntimeError, UndropError):  # no memory, no derivative, reentrant checkpointing
         return {}
-    found = zip(leaves, gradients, strict=True)
-    return {name: g is not None and bool(g.any()) for name, g in found}
+    by_site = zip(leaves, gradients, strict=True)
+    return {name: g is not None and bool(g.any()) for name, g in by_site}
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copy(x: Tensor) -> Tensor:
     """Return a copy: in-place dropout would make the caller's tensor a part of the graph."""
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _outputs(output: Any) -> list[Tensor]:
-    """Return the tensor that a loss receives, or all tensors if there is none."""
+def _differentiable_outputs(output: Any) -> list[Tensor]:
+    """Return the logits if the output has any, else all tensors in it that require gradients."""
     try:
-        found = [logits_of(output)]
+        tensors = [logits_of(output)]
     except OutputError:
-        found = list(tensors_in(output))
-    return [f for f in found if f.is_floating_point() and f.requires_grad]
+        tensors = list(tensors_in(output))
+    return [x for x in tensors if x.is_floating_point() and x.requires_grad]
 
 
 def adapter_hint(model: nn.Module) -> str | None:
-    """Return what to do about adapters without active dropout; None for a model without adapters."""
+    """Return advice on adapters without active dropout; None for a model without adapters."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not configs:
         return None

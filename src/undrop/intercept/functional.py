@@ -1,4 +1,4 @@
-"""Rules for the functions that drop: torch's, undrop's, your own, and draws of masks made by hand."""
+"""Site rules of dropout functions (torch's, undrop's and your own), and of random draws."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from undrop.noise import structured_dropout
 aten: Any = torch.ops.aten
 
 
-def _noisy(mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **how: Any) -> Tensor:
+def _apply_noise(
+    mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **options: Any
+) -> Tensor:
     if not inplace:
-        return _copy_if_same(mode.noisy(h, p, kind=kind, label=kind, **how), h)
-    # The caller may use h itself afterwards, so this writes into h, as torch's in-place dropout does.
-    # The clone keeps the old value, which the derivative in η needs.
-    return h.copy_(mode.noisy(h.clone(), p, kind=kind, label=kind, **how))
+        return _copy_if_same(mode.noisy(h, p, kind=kind, label=kind, **options), h)
+    # The caller may use h afterwards, so write into h, as torch's in-place dropout does. The clone keeps
+    # the old value, which the derivative in η needs.
+    return h.copy_(mode.noisy(h.clone(), p, kind=kind, label=kind, **options))
 
 
 def _copy_if_same(out: Tensor, h: Tensor) -> Tensor:
-    """Return ``out``, or a copy if it is h: the model may change it in place and use h again."""
+    """Return ``out``, or a copy if it is h: the model may change the result in place and use h again."""
     return h.clone() if out is h else out
 
 
@@ -44,10 +46,9 @@ def _dropout(
     train: bool | None = None,
 ) -> Tensor:
     training = training if train is None else train
-    active = training and p
-    return (
-        _noisy(mode, input, p, inplace, "dropout") if active else mode.idle_dropout(input, training)
-    )
+    if not training or not p:
+        return mode.idle_dropout(input, training)
+    return _apply_noise(mode, input, p, inplace, "dropout")
 
 
 SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
@@ -59,7 +60,7 @@ SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
 def _native_dropout(
     mode: Interception, input: Tensor, p: float, train: bool | None
 ) -> tuple[Tensor, Any]:
-    """Treated as a mask made by hand, because the caller also gets the mask and may use it."""
+    """A mask made by hand, because the function also returns the mask and the model may use it."""
     if train is False or not p:
         return mode.idle_dropout(input, train), torch.ones_like(input, dtype=torch.bool)
     keep = mode.bernoulli(
@@ -84,16 +85,16 @@ def _feature_dropout(
     unbatched: int | None = None,
     train: bool | None = None,
 ) -> Tensor:
-    """One η per feature map: all dimensions after the channel share it.
+    """One η for each feature map: all dimensions after the channel share it.
 
-    An input of ``unbatched`` dimensions is one example without a batch dimension: torch reads (C, L) in
-    dropout1d and (C, D, H, W) in dropout3d like this.
+    An input with ``unbatched`` dimensions is one example without a batch dimension, such as (C, L) in
+    dropout1d and (C, D, H, W) in dropout3d.
     """
     training = training if train is None else train
     if not training or not p:
         return mode.idle_dropout(input, training)
     shared = tuple(range(1 if input.dim() == unbatched else 2, input.dim()))
-    return _noisy(mode, input, p, inplace, kind, mask="per feature map", shared=shared)
+    return _apply_noise(mode, input, p, inplace, kind, mask="per feature map", shared=shared)
 
 
 SITE_RULES.register(F.dropout1d)(partial(_feature_dropout, kind="dropout1d", unbatched=2))
@@ -145,8 +146,8 @@ def _alpha_dropout(
 _NOT_FOR_FULL = ("generator", "out", "requires_grad", "size", "names", "input")
 
 
-def _full_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of ``torch.rand`` that ``torch.full`` takes too."""
+def _options_for_full(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of ``torch.rand`` that ``torch.full`` needs as well."""
     return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_FULL}
 
 
@@ -155,15 +156,17 @@ def _rand(mode: Interception, *args: Any, **kwargs: Any) -> Any:
     size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
     if kwargs.get("out") is not None or kwargs.get("requires_grad"):
         return torch.rand(*args, **kwargs)
-    how = _full_options(kwargs)
-    return mode.uniform(lambda k: torch.full(size, k, **how), lambda: torch.rand(*args, **kwargs))
+    options = _options_for_full(kwargs)
+    return mode.uniform(
+        lambda k: torch.full(size, k, **options), lambda: torch.rand(*args, **kwargs)
+    )
 
 
 @SITE_RULES.register(torch.rand_like)
 def _rand_like(mode: Interception, input: Tensor, **kwargs: Any) -> Any:
-    how = _full_options(kwargs)
+    options = _options_for_full(kwargs)
     return mode.uniform(
-        lambda k: torch.full_like(input, k, **how), lambda: torch.rand_like(input, **kwargs)
+        lambda k: torch.full_like(input, k, **options), lambda: torch.rand_like(input, **kwargs)
     )
 
 
@@ -193,12 +196,12 @@ def _bernoulli_(mode: Interception, input: Tensor, p: Any = 0.5, **kwargs: Any) 
 
 @SITE_RULES.register(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(mode: Interception, input: Tensor, p: Any = None, **kwargs: Any) -> Any:
-    given = () if p is None else (p,)
+    args = () if p is None else (p,)
     if kwargs.get("out") is not None:
-        return torch.bernoulli(input, *given, **kwargs)
+        return torch.bernoulli(input, *args, **kwargs)
     return mode.bernoulli(
         lambda k: _full_like(input, k),
-        lambda: torch.bernoulli(input, *given, **kwargs),
+        lambda: torch.bernoulli(input, *args, **kwargs),
         mode.as_probability(input if p is None else p),
         input.dtype,
     )
@@ -219,17 +222,17 @@ def register_site(
 ) -> Any:
     """Declare that a function, or a module class, multiplies its input h by noise of mean 1.
 
-    undrop finds most masks by itself. This is for noise that it can't see, such as your own kernel or a
-    mask from NumPy. Call the function that this returns, or use this as a decorator; a class is changed
-    in place. Outside of undrop's passes, both work as before.
+    undrop finds most masks by itself. Use this for noise that undrop can't see, such as the noise of
+    your own kernel or a mask from NumPy. Call the returned function in place of yours, or use this as a
+    decorator. A class is changed in place. Outside of undrop's passes, both work as before.
 
     Args:
         target: a function whose first argument is h, or a subclass of ``nn.Module``.
-        p: the drop probability: a number, the name of an argument (for a class: of an attribute), or a
-            function of the same arguments.
+        p: the drop probability: a number, the name of an argument (for a class, the name of an
+            attribute), or a function of the same arguments.
         shared: the dimensions of h along which one entry of the noise is shared.
-        kind: what the site is called in ``undrop.sites``.
-        mask: the mask structure's name there.
+        kind: the kind of the site in ``undrop.sites``.
+        mask: the mask structure of the site in ``undrop.sites``.
 
     Returns:
         The function or class to use.
@@ -239,24 +242,24 @@ def register_site(
     """
     if target is None:
         return functools.partial(register_site, p=p, shared=shared, kind=kind, mask=mask)
-    how = {"shared": shared, "kind": kind, "mask": mask}
+    options = {"shared": shared, "kind": kind, "mask": mask}
     if isinstance(target, type) and issubclass(target, nn.Module):
-        target.forward = _declared(target.forward, 1, p, how)
+        target.forward = _declare(target.forward, 1, p, options)
         return target
     if not callable(target) or isinstance(target, nn.Module):
         raise OptionError(
             f"register_site takes a function or a module class, got {type(target).__name__}."
         )
-    return _declared(target, 0, p, how)
+    return _declare(target, 0, p, options)
 
 
-def _compiles_under_mode() -> bool:
-    """Return whether torch.compile traces under a mode: ``has_torch_function`` misses it there."""
+def _is_compiling_in_mode() -> bool:
+    """Return whether torch.compile traces within a mode, which ``has_torch_function`` then misses."""
     return torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled()
 
 
-def _declared(
-    function: Callable[..., Any], h_index: int, p: Any, how: dict[str, Any]
+def _declare(
+    function: Callable[..., Any], h_index: int, p: Any, options: dict[str, Any]
 ) -> Callable[..., Any]:
     """Return a function that passes its calls to the active interception, if there is one.
 
@@ -276,7 +279,7 @@ def _declared(
     @functools.wraps(function)
     def declared(*args: Any, **kwargs: Any) -> Any:
         h = args[h_index] if len(args) > h_index else kwargs[names[h_index]]
-        if has_torch_function_unary(h) or _compiles_under_mode():
+        if has_torch_function_unary(h) or _is_compiling_in_mode():
             return handle_torch_function(declared, (h,), *args, **kwargs)
         return function(*args, **kwargs)
 
@@ -295,7 +298,7 @@ def _declared(
         if not training or not rate:
             return mode.idle_dropout(h, training)
         return _copy_if_same(
-            mode.noisy(h, float(rate), label=None if h_index else how["kind"], **how), h
+            mode.noisy(h, float(rate), label=None if h_index else options["kind"], **options), h
         )
 
     return declared

@@ -1,9 +1,9 @@
 """Run a model unchanged, and decide what happens at every dropout.
 
-A ``TorchFunctionMode`` sees the dropout *functions* themselves, so a dropout is found wherever it is
-called from. The model does not change: it gets no hook, no patched function, no replaced module.
-Activation checkpointing runs parts of a model again in the backward pass; they get the same noise
-there. Leaving the ``with`` block ends the interception; other threads never see it.
+A ``TorchFunctionMode`` receives the calls of the dropout *functions*, whatever code calls them. The
+model does not change: it gets no hook, no patched function, no replaced module. Activation checkpointing
+runs parts of a model again in the backward pass, and they get the same noise there. The interception
+ends with its ``with`` block, and other threads never see it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from undrop.errors import RecomputationError
 from undrop.intercept.branches import Blend
 from undrop.intercept.checkpointing import Region, enclosing_function, regions
-from undrop.intercept.hand_masks import KINDS, ForcedDraws, HandMasks, known_draws
-from undrop.intercept.mask_functions import evaluate
+from undrop.intercept.hand_masks import NAME_ENDINGS, DrawOverride, HandMaskMixin, draw_findings
+from undrop.intercept.mask_functions import apply_function
 from undrop.intercept.random_values import Mask, Uniform
 from undrop.intercept.running_statistics import keep_statistics
 from undrop.intercept.site import Site
@@ -35,7 +35,7 @@ H = TypeVar("H")
 
 
 SiteAction: TypeAlias = Callable[[Site, Tensor], Tensor]
-"""What happens to h at a site; its result is used in place of dropout's output."""
+"""Computes from a site and its h what the model gets in place of dropout's output."""
 
 
 def no_noise(site: Site, h: Tensor) -> Tensor:
@@ -44,10 +44,10 @@ def no_noise(site: Site, h: Tensor) -> Tensor:
 
 
 Rule: TypeAlias = Callable[..., Any]
-"""Replaces a torch function: ``rule(mode, *args, **kwargs)`` with the function's own arguments."""
+"""Runs in place of a torch function: ``rule(mode, *args, **kwargs)`` with its arguments."""
 
 SITE_RULES: Registry[Callable[..., Any], Rule] = Registry("site rule")
-"""The functions that drop, and the rule for each."""
+"""The rule of each function that drops or draws random numbers."""
 
 
 class _Depth(local):
@@ -70,18 +70,18 @@ class outside_interception:
 
 
 _COND_FUNCTION = torch.ops.higher_order.cond
-"""``torch.cond``; it has no rule, because torch 2.8 can't compile a table of rules with this key."""
+"""``torch.cond``; it is not a key of the table of rules, which torch 2.8 could then not compile."""
 
 
-class Interception(HandMasks, TorchFunctionMode):
+class Interception(HandMaskMixin, TorchFunctionMode):
     """Within ``with Interception(model, action):`` every dropout of the model calls the action.
 
     Args:
         model: the model that runs; its module paths name the sites.
         action: called with each site and its h.
         rules: an engine's rules for further functions.
-        forced_draws: returns the numbers that a random draw gets instead of random ones; the proof that
-            a draw is a mask needs them.
+        draw_override: returns numbers that replace those of a random draw. The proof that a draw is a
+            mask needs it.
     """
 
     def __init__(
@@ -89,31 +89,31 @@ class Interception(HandMasks, TorchFunctionMode):
         model: nn.Module,
         action: SiteAction,
         rules: Mapping[Callable[..., Any], Rule] | None = None,
-        forced_draws: ForcedDraws | None = None,
+        draw_override: DrawOverride | None = None,
     ) -> None:
         TorchFunctionMode.__init__(self)
         self.action = action
         self.sites = []
         self.has_idle_dropout = False
-        """Whether the pass has used a dropout with p = 0."""
+        """Whether the pass has reached a dropout with p = 0 in train mode."""
         self.trail = 0
         """A hash of all functions that the pass has called, in order."""
         self._rules = {**SITE_RULES, **(rules or {})}
         self._extra_rules = rules
         self._model = model
         self._module_paths = module_paths(model)
-        self._calls = Counter()
+        self._name_counts = Counter()
         self.grad_enabled = torch.is_grad_enabled()
         self.mask_draws, self.mask_origins = {}, {}
-        self.forced_draws = forced_draws
-        self._known = known_draws(model)
+        self.draw_override = draw_override
+        self._findings = draw_findings(model)
         self._prepared_regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def __enter__(self) -> Interception:
         """Start to intercept, except in ``outside_interception`` blocks."""
         self._depth = outside_depth.value
         self.open_blocks += 1
-        if self._known.module_drops:
+        if self._findings.module_drops:
             self.track_modules()
         super().__enter__()
         return self
@@ -121,14 +121,14 @@ class Interception(HandMasks, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call the rule of an intercepted function; call any other function as it is."""
+        """Call the rule of a function, or the function itself if it has none."""
         rule = self._rules.get(func)
         self.trail = hash((self.trail, func))
-        self.functions += 1
+        self.call_count += 1
         if types or self._filled_tensors:
-            found = self.handle_random_values(func, types, args, kwargs or {})
-            if found is not NotImplemented:
-                return found
+            out = self.handle_random_values(func, types, args, kwargs or {})
+            if out is not NotImplemented:
+                return out
         if func is _COND_FUNCTION:
             raise NotImplementedError("torch.cond")  # ``model_call`` turns it into an error message
         if rule is None or outside_depth.value != self._depth:
@@ -143,24 +143,26 @@ class Interception(HandMasks, TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Evaluate a function of random values; return NotImplemented if no argument is one."""
+        """Return the result of a function of random values; NotImplemented if no argument is one."""
         if Mask in types or Uniform in types:
-            return evaluate(self, func, args, kwargs)
-        found = None if func in SITE_RULES else self.with_random_values(func, args, kwargs)
-        return NotImplemented if found is None else evaluate(self, func, *found)
+            return apply_function(self, func, args, kwargs)
+        if func in SITE_RULES:
+            return NotImplemented
+        replaced = self.replace_filled_tensors(func, args, kwargs)
+        return NotImplemented if replaced is None else apply_function(self, func, *replaced)
 
     def __exit__(self, *error: Any) -> None:
-        """Stop intercepting."""
+        """Stop intercepting, and raise an error for a random branch that no module followed."""
         super().__exit__(*error)
         self.open_blocks -= 1
         if self._tracker is not None and not self.open_blocks:
             self._tracker.remove()
             if error[0] is None:
-                self._tracker.check(end=True)
+                self._tracker.check(at_end=True)
 
     def dispatch(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of tensors as if the model had called it."""
-        self.functions -= 1  # the model did not call it
+        self.call_count -= 1  # the model did not call it
         return self.__torch_function__(func, (), args, kwargs)
 
     def prepare_recomputation(self) -> None:
@@ -176,49 +178,51 @@ class Interception(HandMasks, TorchFunctionMode):
             return
         for region in regions():
             if region not in self._prepared_regions:
-                self._bind(region)
+                self._wrap_recomputation(region)
 
-    def _bind(self, region: Region) -> None:
+    def _wrap_recomputation(self, region: Region) -> None:
+        """Make the second run of a region continue this pass: with the same names and noise."""
         if forward._current_level >= 0:
             raise RecomputationError(
                 f"{self._location()} is under activation checkpointing, whose second run has no forward "
                 "mode: use engine='antithetic'."
             )
-        again, run = self._continuation(), region.recompute_fn
-        branch = None if self._tracker is None else self._tracker.pending()
+        continuation, recompute = self._continuation(), region.recompute_fn
+        blend = None if self._tracker is None else self._tracker.pending_blend()
 
-        def run_again(*args: Any) -> None:
-            with keep_statistics(self._model), again() as mode:
-                if branch is not None:
-                    mode.track_modules().blends.append(Blend(branch.mask, branch.factor))
-                run(*args)
+        def recompute_with_noise(*args: Any) -> None:
+            with keep_statistics(self._model), continuation() as mode:
+                if blend is not None:
+                    mode.track_modules().blends.append(Blend(blend.mask, blend.factor))
+                recompute(*args)
 
-        region.recompute_fn = run_again
+        region.recompute_fn = recompute_with_noise
         self._prepared_regions.add(region)
 
     def _continuation(self) -> Callable[[], Interception]:
-        """Return a function that creates an interception which continues from this point of the pass."""
-        calls = Counter(self._calls)
+        """Return a function that makes an interception which continues from this point of the pass."""
+        name_counts = Counter(self._name_counts)
 
         def make() -> Interception:
-            again = Interception(self._model, self.action, self._extra_rules, self.forced_draws)
-            again._calls = Counter(calls)
-            return again
+            mode = Interception(self._model, self.action, self._extra_rules, self.draw_override)
+            mode._name_counts = Counter(name_counts)
+            return mode
 
         return make
 
     def _location(self) -> str:
+        """Return the running module for use in an error message."""
         path = running_path(self._module_paths)
         return repr(path) if path else "the model"
 
     def idle_dropout(self, h: H, training: bool | None) -> H:
-        """Return h at a dropout that does not drop: in eval mode, or with p = 0."""
+        """Return h at a dropout that does not drop, because of eval mode or p = 0."""
         self.has_idle_dropout = self.has_idle_dropout or training is not False
         return h
 
-    def noisy(self, h: Tensor, p: float, **how: Any) -> Tensor:
-        """Return the action's result for h at the site of the running module."""
-        return self.action(self.site(h.shape, p, **how), h)
+    def noisy(self, h: Tensor, p: float, **options: Any) -> Tensor:
+        """Return the action's result for h at a site of the running module; see :meth:`site`."""
+        return self.action(self.site(h.shape, p, **options), h)
 
     def site(
         self,
@@ -230,7 +234,16 @@ class Interception(HandMasks, TorchFunctionMode):
         shared: Sequence[int] = (),
         label: str | None = None,
     ) -> Site:
-        """Record the site of the running module."""
+        """Record a site of the running module, and return it.
+
+        Args:
+            shape: the shape of h.
+            p: the drop probability.
+            kind: the kind of the site.
+            mask: the mask structure in words.
+            shared: the dimensions of h along which one entry of the noise is shared.
+            label: what the name of the site adds to the path of the module.
+        """
         name, kind = self._name(kind, label)
         shape = tuple(shape)
         site = Site(name, kind, float(p), mask, shape, mask_shape(shape, shared))
@@ -238,12 +251,13 @@ class Interception(HandMasks, TorchFunctionMode):
         return site
 
     def _name(self, kind: str, label: str | None) -> tuple[str, str]:
-        """Return the name and kind of the running module's site; a dropout module needs no label."""
+        """Return the name and kind of a site; the name of a dropout module needs no label."""
         module = running_module(self._module_paths)
-        named = kind in KINDS and type(module).__name__.lower().endswith(KINDS[kind])
-        if named or isinstance(module, nn.modules.dropout._DropoutNd):
+        endings = NAME_ENDINGS.get(kind, ())
+        is_mask_module = type(module).__name__.lower().endswith(endings)
+        if is_mask_module or isinstance(module, nn.modules.dropout._DropoutNd):
             label = None
         elif isinstance(module, nn.MultiheadAttention) and kind == "dropout":
             label = kind = "attention"
         path = running_path(self._module_paths)
-        return self.numbered(".".join(part for part in (path, label) if part) or kind), kind
+        return self.unique_name(".".join(part for part in (path, label) if part) or kind), kind

@@ -1,4 +1,4 @@
-"""Functions of random values: those that make a mask of a draw, and those that use a mask."""
+"""Functions of random values: some turn a draw into a mask, and others use a mask."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class _Call(NamedTuple):
 
     func: Callable[..., Any]
     operation: str
-    """The operation that the function performs; "" if masks do not use it."""
+    """A key of ``_NAMES``; "" for a function that is not listed there."""
     inplace: bool
     args: _Args
     kwargs: _Kwargs
 
     def leaves(self) -> list[Any]:
-        """Return the arguments, including those within lists."""
+        """Return the arguments, including those within lists, tuples and dictionaries."""
         return leaves_of((self.args, self.kwargs))
 
-    def with_each(self, function: Callable[[Any], Any]) -> _Call:
-        """Return the call with the function applied to every argument."""
+    def map(self, function: Callable[[Any], Any]) -> _Call:
+        """Return the call with ``function`` applied to every argument."""
         args, kwargs = (map_leaves(tree, function) for tree in (self.args, self.kwargs))
         return _Call(self.func, self.operation, self.inplace, args, kwargs)
 
@@ -76,18 +76,21 @@ _NAMES = {
         movedim flatten unflatten repeat contiguous clone detach broadcast_to view_as reshape_as
         swapaxes repeat_interleave tile flip narrow select pin_memory __getitem__ requires_grad_""",
     "smooth": """sum mean sqrt rsqrt reciprocal pow square exp log log1p clamp_min clamp __pow__ __rpow__
-        __matmul__ __rmatmul__ matmul mm bmm cat stack concat lerp addcmul addcdiv copy_ where
+        __matmul__ __rmatmul__ matmul mm bmm cat stack concat lerp addcmul addcdiv copy_
         index_select gather index_add scatter_add cumprod prod einsum avg_pool1d avg_pool2d avg_pool3d
         linear conv1d conv2d conv3d interpolate softmax tanh sigmoid softplus""",
 }
-_LARGE = 1e3  # a value this large in place of dropped entries stands for minus infinity
+"""For each operation on random values, the names of the functions that perform it."""
 
-_OPERATION: dict[Callable[..., Any], tuple[str, bool]] = {}
+_LARGE = 1e3  # a number this large in place of dropped entries stands for infinity
+
+_OPERATIONS: dict[Callable[..., Any], tuple[str, bool]] = {}
 """The operation that a function performs, and whether it works in place."""
 _POOLS: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {}
+"""For each max pooling function, its number of dimensions and the matching average pooling."""
 
 
-def _collect() -> None:
+def _fill_tables() -> None:
     for operation, names in _NAMES.items():
         for name in names.split():
             inplace = name.startswith("__i") and name != "__invert__"
@@ -95,7 +98,7 @@ def _collect() -> None:
             for owner in (Tensor, torch, F):
                 function = getattr(owner, name, None)
                 if function is not None:
-                    _OPERATION.setdefault(function, (operation, inplace))
+                    _OPERATIONS.setdefault(function, (operation, inplace))
     for dims in (1, 2, 3):
         average = getattr(F, f"avg_pool{dims}d")
         for owner in (F, torch):
@@ -105,186 +108,206 @@ def _collect() -> None:
                     _POOLS[function] = (dims, average)
 
 
-_collect()
+_fill_tables()
 META = frozenset(
     [
-        *(function for function, (operation, _) in _OPERATION.items() if operation == "meta"),
+        *(function for function, (operation, _) in _OPERATIONS.items() if operation == "meta"),
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
         *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_cuda", "is_sparse")),
     ]
 )
 """Functions that read the shape, the type or the device of a tensor, but not its values."""
+_ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "rdiv", "neg", "smooth", "where"))
+_OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
+    function: getattr(torch, operation)
+    for function, (operation, inplace) in _OPERATIONS.items()
+    if inplace and operation in ("add", "sub", "mul", "div", "neg")
+}
+"""For each arithmetic function that works in place, the function that does not."""
 
 
-def evaluate(mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+def apply_function(
+    mode: Interception, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
+) -> Any:
     """Return the result of a function that has random values among its arguments."""
-    operation, inplace = _OPERATION.get(func, ("", False))
+    operation, inplace = _OPERATIONS.get(func, ("", False))
     if operation == "meta":
-        return func(args[0].like(), *args[1:], **kwargs)
-    call = _Call(func, operation, inplace, args, kwargs).with_each(_latest)
-    draw = call.first_of(Uniform)
-    if draw is not None:
-        found = _of_uniform(draw, call)
-        if found is not NotImplemented:
-            return found
-        call = call.with_each(_drawn)
+        return func(args[0].template(), *args[1:], **kwargs)
+    call = _Call(func, operation, inplace, args, kwargs).map(_current)
+    uniform = call.first_of(Uniform)
+    if uniform is not None:
+        out = _apply_to_uniform(uniform, call)
+        if out is not NotImplemented:
+            return out
+        call = call.map(_materialize)
     mask = call.first_of(Mask)
     if mask is None:
         return mode.dispatch(func, *call.args, **call.kwargs)
     with mode.enable_grad():
-        return _of_mask(mask, call)
+        return _apply_to_mask(mask, call)
 
 
-def _latest(x: Any) -> Any:
-    return x.became if isinstance(x, Uniform) and x.became is not None else x
+def _current(x: Any) -> Any:
+    return x.replacement if isinstance(x, Uniform) and x.replacement is not None else x
 
 
-def _drawn(x: Any) -> Any:
+def _materialize(x: Any) -> Any:
     return x.materialize() if isinstance(x, Uniform) else x
 
 
-def _of_uniform(u: Uniform, call: _Call) -> Any:
-    """Return the next step of a draw on its way to a mask, or NotImplemented."""
-    if u.drawn is not None:
+def _apply_to_uniform(u: Uniform, call: _Call) -> Any:
+    """Return another Uniform or a Mask; NotImplemented if the function needs real random numbers."""
+    if u.numbers is not None:
         return NotImplemented
     func, operation, inplace, args, kwargs = call
-    first = args[0] is u
-    if operation in ("move", "cast") and first and not inplace:
+    is_first = args[0] is u
+    if operation in ("move", "cast") and is_first and not inplace:
         if not any(isinstance(x, RandomValue) for x in leaves_of((args[1:], kwargs))):
-            return u.after((func, args[1:], kwargs))
+            return u.with_transform((func, args[1:], kwargs))
         return NotImplemented
-    if operation == "item" and u.like().numel() == 1:
-        return u  # compared later, in Python
+    if operation == "item" and u.template().numel() == 1:
+        return u  # the model compares it later, in Python
     if operation == "neg":
         return u.affine(-1.0, 0.0, inplace)
     if operation == "floor":
-        found = _floored(u)
-        if inplace and found is not NotImplemented:
-            u.became = found
-        return found
-    other = _constant(args[1] if first else args[0]) if len(args) == 2 and not kwargs else None
+        out = _floor(u)
+        if inplace and out is not NotImplemented:
+            u.replacement = out
+        return out
+    other = _as_number(args[1] if is_first else args[0]) if len(args) == 2 and not kwargs else None
     if other is None:
         return NotImplemented
     if operation in ("lt", "gt"):
-        probability, threshold, below = u.split_at(other, (operation == "lt") == first)
-        return _mask(u, probability, threshold, below, torch.bool)
-    scale, shift = _affine(operation, first, other)
-    return NotImplemented if scale is None else u.affine(scale, shift, inplace)
+        probability, threshold, below = u.compare(other, (operation == "lt") == is_first)
+        return _make_mask(u, probability, threshold, below, torch.bool)
+    coefficients = _affine_coefficients(operation, is_first, other)
+    return NotImplemented if coefficients is None else u.affine(*coefficients, inplace)
 
 
-def _affine(operation: str, first: bool, c: float) -> tuple[float | None, float]:
-    """Return (a, b) with a·x + b the operation's result; a is None if it is not affine."""
+def _affine_coefficients(operation: str, x_is_first: bool, c: float) -> tuple[float, float] | None:
+    """Return (a, b) if the operation on x and c is a·x + b; None if it is not affine in x."""
     if operation == "add":
         return 1.0, c
     if operation == "mul" and c:
         return c, 0.0
-    if operation == "div" and first and c:
+    if operation == "div" and x_is_first and c:
         return 1.0 / c, 0.0
     if operation in ("sub", "rsub"):
-        return (1.0, -c) if (operation == "sub") == first else (-1.0, c)
-    return None, 0.0
+        return (1.0, -c) if (operation == "sub") == x_is_first else (-1.0, c)
+    return None
 
 
-def _constant(x: Any) -> float | None:
-    """Return x as a number, if reading it does not wait for a device."""
+def _as_number(x: Any) -> float | None:
+    """Return x as a number; None if it has no value yet, or if reading it would wait for a device."""
     if isinstance(x, (int, float)):
         return float(x)
-    plain = isinstance(x, Tensor) and not torch.compiler.is_compiling()
-    if plain and x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad:
+    readable = isinstance(x, Tensor) and not torch.compiler.is_compiling()
+    if readable and x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad:
         return float(x)
     return None
 
 
-def _floored(u: Uniform) -> Any:
+def _floor(u: Uniform) -> Any:
     """floor(keep + U) is 1 where U ≥ 1 - keep."""
     if u.scale != 1.0 or not 0.0 <= u.shift <= 1.0:
         return NotImplemented
-    return _mask(u, u.shift, 1.0 - u.shift, False, u.like().dtype)
+    return _make_mask(u, u.shift, 1.0 - u.shift, False, u.template().dtype)
 
 
-def _mask(u: Uniform, probability: float, threshold: float, below: bool, dtype: torch.dtype) -> Any:
+def _make_mask(
+    u: Uniform, probability: float, threshold: float, below: bool, dtype: torch.dtype
+) -> Any:
+    """Return the mask of a comparison with U, or a constant tensor if it is the same for every U."""
     if not 0.0 < probability < 1.0:
         u.mode.idle_dropout(None, True)
-        return u.moved(u.fill(probability)).to(dtype)
-    return u.mode.mask(
-        u.key, u.fill, probability, dtype=dtype, threshold=threshold, below=below, moved=u.moved
+        return u.transform(u.full(probability)).to(dtype)
+    return u.mode.make_mask(
+        u.key,
+        u.full,
+        probability,
+        dtype=dtype,
+        threshold=threshold,
+        below=below,
+        transform=u.transform,
     )
 
 
-def _of_mask(m: Mask, call: _Call) -> Any:
-    """Return the result of a function of a mask; raise ``NotAMask`` for a use that can't be followed."""
+def _apply_to_mask(m: Mask, call: _Call) -> Any:
+    """Return the result of a function of a mask.
+
+    Raises:
+        NotAMask: if undrop can't follow this use of the mask.
+    """
     func, operation, inplace, args, kwargs = call
-    first = args and args[0] is m
+    is_first = bool(args) and args[0] is m
     if operation == "branch" and m.binary:
-        return m.mode.branch(m)
-    if operation == "move" and first and not inplace:
-        return m.derived(m.mode.dispatch(func, m.value(), *args[1:], **kwargs))
-    if operation == "cast" and first:
+        return m.mode.decide_branch(m)
+    if operation == "move" and is_first and not inplace:
+        return m.derive(m.mode.dispatch(func, m.value(), *args[1:], **kwargs))
+    if operation == "cast" and is_first:
         return _cast(m, call)
-    if func in _POOLS and first and m.binary:
-        return _any_in_window(m, func, *args[1:], **kwargs)
-    found = _of_zeros_and_ones(m, operation, args) if m.binary else NotImplemented
-    if found is NotImplemented and operation in ("where", "fill", "set") and m.binary:
-        return _chosen(m, operation, inplace, args, kwargs)
-    if found is NotImplemented and operation in _ARITHMETIC:
-        found = _computed(m, call)
-    if found is NotImplemented:
+    if func in _POOLS and is_first and m.binary:
+        return _max_pool(m, func, *args[1:], **kwargs)
+    out = _apply_logic(m, operation, args) if m.binary else NotImplemented
+    if out is NotImplemented and operation in ("where", "fill", "set") and m.binary:
+        return _choose(m, operation, inplace, args, kwargs)
+    if out is NotImplemented and operation in _ARITHMETIC:
+        out = _compute(m, call)
+    if out is NotImplemented:
         raise m.refuse(getattr(func, "__name__", str(func)))
-    return m.become(found) if inplace and first and isinstance(found, Mask) else found
+    return m.assign(out) if inplace and is_first and isinstance(out, Mask) else out
 
 
-_ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "rdiv", "neg", "smooth", "where"))
-
-
-def _of_zeros_and_ones(m: Mask, operation: str, args: _Args) -> Any:
-    """Return the mask that a logical function makes of zeros and ones."""
+def _apply_logic(m: Mask, operation: str, args: _Args) -> Any:
+    """Return the mask that a logical function makes of zeros and ones, or NotImplemented."""
     value, dispatch = m.value(), m.mode.dispatch
-    other = args[1] if len(args) > 1 and args[0] is m else args[0] if len(args) > 1 else None
-    opposite = operation == "not"
+    is_first = bool(args) and args[0] is m
+    other = (args[1] if is_first else args[0]) if len(args) > 1 else None
+    negate = operation == "not"
     number = other if isinstance(other, (int, float)) else None
     if operation in ("eq", "ne") and number in (0, 1):
-        opposite = (operation == "eq") == (number == 0)
+        negate = (operation == "eq") == (number == 0)
     elif operation in ("lt", "gt") and number is not None and 0.0 <= number <= 1.0:
-        opposite = (operation == "lt") == (args[0] is m)
-    elif operation == "rsub" or (operation == "sub" and args[0] is not m):
+        negate = (operation == "lt") == is_first
+    elif operation == "rsub" or (operation == "sub" and not is_first):
         if number != 1:
             return NotImplemented
-        opposite = True
+        negate = True
     elif operation == "floor" or (operation in ("and", "or", "mul") and other is m):
         return m
     elif operation in ("and", "or") and isinstance(other, (Mask, Tensor)):
         b = other.value() if isinstance(other, Mask) else other.to(value.dtype)
         both = dispatch(torch.mul, value, b)
         if operation == "and":
-            return m.derived(both)
-        return m.derived(dispatch(torch.sub, dispatch(torch.add, value, b), both))
+            return m.derive(both)
+        return m.derive(dispatch(torch.sub, dispatch(torch.add, value, b), both))
     elif operation != "not":
         return NotImplemented
     dtype = torch.bool if operation in ("eq", "ne", "lt", "gt") else m.dtype
-    if not opposite:
-        return m.derived(value, dtype)
-    made = m.derived(dispatch(torch.rsub, value, 1.0), dtype)
-    made.keeps = not m.keeps
-    return made
+    if not negate:
+        return m.derive(value, dtype)
+    out = m.derive(dispatch(torch.rsub, value, 1.0), dtype)
+    out.keeps_at_one = not m.keeps_at_one
+    return out
 
 
 def _cast(m: Mask, call: _Call) -> Any:
-    """Return the mask in another type or on another device; its value stays a float."""
+    """Return the mask in another type or on another device; its value stays in floating point."""
     value = m.value()
     sample = torch.empty((), dtype=m.dtype, device=value.device)
-    given = call.with_each(lambda x: sample if x is m else x.like() if isinstance(x, Mask) else x)
-    found = call.func(*given.args, **given.kwargs)
-    if not isinstance(found, Tensor):  # the name of the type
-        return found
-    if not m.binary and not found.dtype.is_floating_point:
+    on_sample = call.map(lambda x: sample if x is m else x.template() if isinstance(x, Mask) else x)
+    out = call.func(*on_sample.args, **on_sample.kwargs)
+    if not isinstance(out, Tensor):  # ``type()`` returns the name of the type
+        return out
+    if not m.binary and not out.dtype.is_floating_point:
         raise m.refuse("a cast to whole numbers")
-    how = {"dtype": found.dtype} if found.dtype.is_floating_point else {}
-    if found.dtype != value.dtype or found.device != value.device:
-        value = m.mode.dispatch(Tensor.to, value, device=found.device, **how)
-    return m.derived(value, found.dtype)
+    dtype = {"dtype": out.dtype} if out.dtype.is_floating_point else {}
+    if out.dtype != value.dtype or out.device != value.device:
+        value = m.mode.dispatch(Tensor.to, value, device=out.device, **dtype)
+    return m.derive(value, out.dtype)
 
 
-def _any_in_window(
+def _max_pool(
     m: Mask,
     func: Callable[..., Any],
     kernel_size: Any,
@@ -302,12 +325,12 @@ def _any_in_window(
     dispatch = m.mode.dispatch
     logs = dispatch(torch.log1p, dispatch(torch.neg, m.value()))
     pooled = dispatch(average, logs, kernel_size, stride, padding, ceil_mode)
-    none = dispatch(torch.exp, dispatch(torch.mul, pooled, float(math.prod(sizes))))
-    return m.derived(dispatch(torch.rsub, none, 1.0))
+    all_zero = dispatch(torch.exp, dispatch(torch.mul, pooled, float(math.prod(sizes))))
+    return m.derive(dispatch(torch.rsub, all_zero, 1.0))
 
 
-def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs) -> Any:
-    """where(m, a, b) = b + m·(a - b), and other ways to write it."""
+def _choose(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs) -> Any:
+    """Return b + m·(a - b) for ``where(m, a, b)``, ``b.masked_fill(m, a)`` and ``b[m] = a``."""
     if kwargs or len(args) != 3:
         raise m.refuse(operation)
     dispatch = m.mode.dispatch
@@ -315,75 +338,66 @@ def _chosen(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs
         condition, a, b = args
     else:
         b, condition, a = args
-    target = b
     if condition is not m or any(isinstance(x, RandomValue) for x in (a, b)):
         raise m.refuse(operation)
     for x in (a, b):
         if isinstance(x, (int, float)) and not abs(x) < _LARGE:
             raise m.refuse(f"a choice between a value and {x:g}")
-    _note_choice(m, operation, a, b)
+    _record_choice(m, operation, a, b)
     value = m.value()
     if operation == "set":
-        for _ in range(target.dim() - value.dim()):
+        for _ in range(b.dim() - value.dim()):
             value = dispatch(torch.unsqueeze, value, -1)
-    floating = next((x for x in (a, b) if isinstance(x, Tensor)), value)
-    if not floating.is_floating_point():
+    chosen = next((x for x in (a, b) if isinstance(x, Tensor)), value)
+    if not chosen.is_floating_point():
         raise m.refuse("a choice between whole numbers")
-    value = dispatch(Tensor.to, value, dtype=floating.dtype)
+    value = dispatch(Tensor.to, value, dtype=chosen.dtype)
+    writes_b = inplace or operation == "set"
     if isinstance(b, (int, float)) and b == 0:
         out = dispatch(torch.mul, a, value)
     else:
-        other = b.clone() if inplace or operation == "set" else b
-        step = dispatch(torch.sub, a, other) if isinstance(a, Tensor) or a else -other
-        out = dispatch(torch.add, other, dispatch(torch.mul, value, step))
-    if inplace or operation == "set":
-        return dispatch(Tensor.copy_, target, out)
-    return out
+        old = b.clone() if writes_b else b
+        change = dispatch(torch.sub, a, old) if isinstance(a, Tensor) or a else -old
+        out = dispatch(torch.add, old, dispatch(torch.mul, value, change))
+    return dispatch(Tensor.copy_, b, out) if writes_b else out
 
 
-def _note_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
-    """Note whether a choice of a where m = 1 and b where m = 0 drops at m = 1 or at m = 0."""
+def _record_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
+    """Record whether a choice of a where m = 1 and b where m = 0 drops at m = 1 or at m = 0."""
     if operation != "where":
-        m.used(drops=True)
-    elif m.mode.uses is not None:
+        m.record_use(drops_at_one=True)
+    elif m.mode.uses_agree is not None:
         zeros = [x == 0 if isinstance(x, (int, float)) else not x.any() for x in (a, b)]
         if zeros[0] != zeros[1]:
-            m.used(drops=zeros[0])
+            m.record_use(drops_at_one=zeros[0])
 
 
-def _computed(m: Mask, call: _Call) -> Any:
-    """Apply a smooth function to soft values; the result of masks and constants is a mask again."""
+def _compute(m: Mask, call: _Call) -> Any:
+    """Apply a smooth function to the values of masks; without other tensors, the result is a mask."""
     func, operation, leaves = call.func, call.operation, call.leaves()
     floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
     dtype = floats[0].dtype if floats else torch.get_default_dtype()
 
-    def soft(x: Any) -> Any:
+    def value_of(x: Any) -> Any:
         if not isinstance(x, Mask):
             return x
         value = x.value()
         return value if x.dtype.is_floating_point else m.mode.dispatch(Tensor.to, value, dtype)
 
-    tracked = not any(isinstance(x, Tensor) for x in leaves)
+    gives_mask = not any(isinstance(x, Tensor) for x in leaves)
     if isinstance(call.args[0], Mask) and func in _OUT_OF_PLACE:
-        func, tracked = _OUT_OF_PLACE[func], True
-    if not tracked and operation in ("mul", "div", "smooth"):
+        func, gives_mask = _OUT_OF_PLACE[func], True
+    if not gives_mask and operation in ("mul", "div", "smooth"):
         for mask in (x for x in leaves if isinstance(x, Mask)):
-            mask.used(drops=False)
-    if not tracked and operation in ("add", "sub", "rsub") and m.large:
+            mask.record_use(drops_at_one=False)
+    if not gives_mask and operation in ("add", "sub", "rsub") and m.is_large:
         raise m.refuse("a sum in which it stands for minus infinity")
-    given = call.with_each(soft)
-    out = m.mode.dispatch(func, *given.args, **given.kwargs)
-    if not tracked:
+    values = call.map(value_of)
+    out = m.mode.dispatch(func, *values.args, **values.kwargs)
+    if not gives_mask:
         return out
-    made = m.derived(out, out.dtype, binary=False)
+    mask = m.derive(out, out.dtype, binary=False)
     if operation in ("mul", "div"):
         numbers = (x for x in leaves if isinstance(x, (int, float)))
-        made.large = operation == "mul" and any(abs(x) >= _LARGE for x in numbers)
-    return made
-
-
-_OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
-    function: getattr(torch, operation)
-    for function, (operation, inplace) in _OPERATION.items()
-    if inplace and operation in ("add", "sub", "mul", "div", "neg")
-}
+        mask.is_large = operation == "mul" and any(abs(x) >= _LARGE for x in numbers)
+    return mask

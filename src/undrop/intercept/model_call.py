@@ -1,7 +1,7 @@
-"""Call a model on a batch, and find tensors in what it takes and returns, in containers of any class.
+"""Call a model on a batch, and find the tensors in its inputs and outputs.
 
-Torch's trees have tuples, lists, dicts and registered classes as nodes. In an object of any other class,
-this module looks at the attributes, and at the items if it is a mapping.
+Torch's pytrees handle tuples, lists, dicts and registered classes. In an object of any other class, this
+module looks at the attributes, and at the items if the object is a mapping.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from undrop.torch_compat import Backend, fresh_autocast_cache
 _COND_MODULE = "torch._higher_order_ops.cond"
 
 
-class _Place(NamedTuple):
-    """An attribute or item of an object that contains tensors: how to read and write it, its name."""
+class _Field(NamedTuple):
+    """An attribute or item of an object, with functions that read and write it."""
 
     read: Callable[[Any, Any], Any]
     write: Callable[[Any, Any, Any], None]
     name: Any
 
 
-def _places(x: Any) -> list[_Place]:
-    """Return where an object contains tensors; nowhere for a module, whose tensors are not data."""
+def _tensor_fields(x: Any) -> list[_Field]:
+    """Return the fields of an object that contain tensors; none for a module: it is not data."""
     if isinstance(x, nn.Module):
         return []
-    slots = [name for c in type(x).__mro__ for name in _slots(c) if hasattr(x, name)]
+    slots = [name for c in type(x).__mro__ for name in _slot_names(c) if hasattr(x, name)]
     names = [*slots, *getattr(x, "__dict__", ())]
     # object.__setattr__ also writes to frozen dataclasses.
-    places = [_Place(getattr, object.__setattr__, name) for name in names]
+    fields = [_Field(getattr, object.__setattr__, name) for name in names]
     if isinstance(x, MutableMapping):
-        places += [_Place(operator.getitem, operator.setitem, key) for key in x]
-    return [p for p in places if any(isinstance(t, Tensor) for t in tree_leaves(p.read(x, p.name)))]
+        fields += [_Field(operator.getitem, operator.setitem, key) for key in x]
+    return [f for f in fields if any(isinstance(t, Tensor) for t in tree_leaves(f.read(x, f.name)))]
 
 
-def _slots(c: type) -> tuple[str, ...]:
+def _slot_names(c: type) -> tuple[str, ...]:
     slots = c.__dict__.get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name != "__dict__")  # its names are looked up separately
+    return tuple(name for name in names if name != "__dict__")  # ``vars(x)`` has the names in it
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -57,29 +57,34 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         yield tree
         return
     for leaf in tree_leaves(tree):
-        held = leaf if isinstance(leaf, Tensor) else [p.read(leaf, p.name) for p in _places(leaf)]
-        yield from (t for t in tree_leaves(held) if isinstance(t, Tensor))
+        values = (
+            leaf
+            if isinstance(leaf, Tensor)
+            else [f.read(leaf, f.name) for f in _tensor_fields(leaf)]
+        )
+        yield from (t for t in tree_leaves(values) if isinstance(t, Tensor))
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Return the tree with each tensor replaced by the function's result; objects are copied.
 
-    The function also gets the values at the same place in ``others``, trees of the same structure.
+    ``others`` are trees of the same structure. Their corresponding values are further arguments of the
+    function.
     """
     if isinstance(tree, Tensor):
         return function(tree, *others)
 
-    def on_tensor(x: Any, *same: Any) -> Any:
-        return function(x, *same) if isinstance(x, Tensor) else x
+    def on_tensor(x: Any, *matching: Any) -> Any:
+        return function(x, *matching) if isinstance(x, Tensor) else x
 
-    def on_leaf(x: Any, *same: Any) -> Any:
-        places = () if isinstance(x, Tensor) else _places(x)
-        if not places:
-            return on_tensor(x, *same)
-        made = copy(x)
-        for read, write, name in places:
-            write(made, name, tree_map(on_tensor, *(read(o, name) for o in (x, *same))))
-        return made
+    def on_leaf(x: Any, *matching: Any) -> Any:
+        fields = () if isinstance(x, Tensor) else _tensor_fields(x)
+        if not fields:
+            return on_tensor(x, *matching)
+        out = copy(x)
+        for read, write, name in fields:
+            write(out, name, tree_map(on_tensor, *(read(o, name) for o in (x, *matching))))
+        return out
 
     return tree_map(on_leaf, tree, *others)
 
@@ -95,7 +100,7 @@ class Batch(NamedTuple):
     loss: Any = None
     """The loss of the outputs and the targets."""
     number: int = 0
-    """Its position among the batches of a diagnosis."""
+    """The position of this batch among the batches of a diagnosis."""
 
     def forward(self) -> Any:
         """Return everything that the model returns for the inputs."""
@@ -112,20 +117,20 @@ def arguments(inputs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 def call(model: nn.Module, inputs: Any) -> Any:
     """Return what the model returns for these inputs."""
     if torch.compiler.is_compiling():
-        return _call(model, inputs)  # the caller of the compiled code meets the model's needs
-    with call_context(model, inputs) as usable:
-        return _call(model, usable)
+        return _call(model, inputs)  # compiled code is called within ``call_context``
+    with call_context(model, inputs) as model_inputs:
+        return _call(model, model_inputs)
 
 
 @contextmanager
 def call_context(model: nn.Module, inputs: Any) -> Iterator[Any]:
-    """Yield inputs that the model may change, in a context with gradients if it needs them."""
-    needs = _needs.get(model)
-    if needs is None:
+    """Yield the inputs for a call of the model, in a context that meets its requirements."""
+    requirements = _requirements.get(model)
+    if requirements is None:
         yield inputs
         return
-    with torch.set_grad_enabled(needs.graph or torch.is_grad_enabled()):
-        yield map_tensors(torch.clone, inputs) if needs.copies else inputs
+    with torch.set_grad_enabled(requirements.grad or torch.is_grad_enabled()):
+        yield map_tensors(torch.clone, inputs) if requirements.input_copies else inputs
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -142,47 +147,49 @@ def _call(model: nn.Module, inputs: Any) -> Any:
         raise
 
 
-class _Needs(NamedTuple):
-    """What an unusual model needs in every pass."""
+class _Requirements(NamedTuple):
+    """The requirements of an unusual model for each of its calls."""
 
-    copies: bool
-    """It changes its inputs in place: every pass gets a copy, so that all start from the same inputs."""
-    graph: bool
-    """It needs gradients while it runs, because it returns a derivative or registers a hook."""
-
-
-_needs: weakref.WeakKeyDictionary[nn.Module, _Needs] = weakref.WeakKeyDictionary()
+    input_copies: bool
+    """The model changes its inputs in place, so each call gets a copy of them."""
+    grad: bool
+    """The model needs gradients in its forward pass: it returns a derivative or registers a hook."""
 
 
-class NeedsGraph(Exception):
-    """The model needs gradients while it runs; the next call has them."""
+_requirements: weakref.WeakKeyDictionary[nn.Module, _Requirements] = weakref.WeakKeyDictionary()
 
 
-def call_noting_needs(model: nn.Module, inputs: Any) -> Any:
-    """Return ``model(inputs)`` without a graph, and note what the model needs in later calls.
+class GradRequired(Exception):
+    """The model needs gradients in its forward pass; the next call enables them."""
 
-    It raises ``NeedsGraph`` at most once per model; the next call has a graph.
+
+def call_and_record_requirements(model: nn.Module, inputs: Any) -> Any:
+    """Return ``model(inputs)`` without a graph, and record the requirements for later calls.
+
+    Raises:
+        GradRequired: at most once per model, if it needs gradients; the next call has a graph.
     """
-    known = _needs.get(model, _Needs(copies=False, graph=False))
+    known = _requirements.get(model, _Requirements(input_copies=False, grad=False))
     copies = map_tensors(torch.clone, inputs)
-    before, graph = _versions(copies), known.graph
+    before, grad = _versions(copies), known.grad
     try:
-        with torch.set_grad_enabled(graph):
+        with torch.set_grad_enabled(grad):
             return _call(model, copies)
     except RuntimeError as error:
         message = str(error)
-        if graph or not ("require" in message and "grad" in message):
+        if grad or not ("require" in message and "grad" in message):
             raise
-        graph = True
-        raise NeedsGraph from error
+        grad = True
+        raise GradRequired from error
     finally:
-        found = _Needs(known.copies or before != _versions(copies), graph)
-        if any(found):
-            _needs[model] = found
+        changed = before != _versions(copies)
+        requirements = _Requirements(known.input_copies or changed, grad)
+        if any(requirements):
+            _requirements[model] = requirements
 
 
 def _versions(tree: Any) -> list[int]:
-    """Return how often each tensor was changed in place."""
+    """Return for each tensor how often it was changed in place."""
     return [0 if t.is_inference() else t._version for t in tensors_in(tree)]
 
 

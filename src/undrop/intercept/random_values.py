@@ -1,10 +1,12 @@
-"""The values that a model gets in place of random tensors while it makes a mask by hand.
+"""Values that a model gets in place of random tensors while it makes a mask by hand.
 
-A mask of zeros and ones is a site. With keep probability k, its soft value is m = k·(1 + ε·σ·η) in the
-mask's own shape, whatever it is multiplied with and however it is scaled. A model makes a mask in steps,
-such as ``(keep + torch.rand(shape)).floor_()`` or ``torch.rand(shape) < p``. Between the steps it holds
-a :class:`Uniform`, whose numbers are not drawn yet, and at the end a :class:`Mask`. Both behave like
-tensors. A step that does not lead to a mask gets real random numbers, and then the draw is not a site.
+A mask of zeros and ones is a site. In place of a mask with keep probability k, undrop computes with the
+tensor m = k·(1 + ε·σ·η) of the same shape, whatever the model multiplies by it and however it scales it.
+
+A model makes a mask in several calls, such as ``(keep + torch.rand(shape)).floor_()`` or
+``torch.rand(shape) < p``. The first call returns a :class:`Uniform`, whose numbers are not drawn yet,
+and the last call returns a :class:`Mask`. Both behave like tensors. If the model does anything else with
+a :class:`Uniform`, undrop draws its numbers, and the draw is not a site.
 """
 
 from __future__ import annotations
@@ -21,38 +23,38 @@ from undrop.errors import UnsupportedDropoutError
 if TYPE_CHECKING:
     from undrop.intercept.interception import Interception
 
-Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function that moves entries or casts them, with its further arguments."""
+Transform = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function that rearranges or casts the entries of a tensor, and its arguments after the tensor."""
 
 
 class MaskOrigin(NamedTuple):
-    """How a draw became a mask: it is 1 where U is below (or above) the threshold."""
+    """How a random draw U becomes a mask, which is 1 where U is below (or above) a threshold."""
 
     threshold: float | None
-    """None for a draw that is 0 or 1 by itself."""
+    """None for a draw of zeros and ones."""
     below: bool
+    """Whether the mask is 1 below the threshold."""
     drops_at_one: bool
-    """Whether the mask drops where it is 1: then the site is 1 - mask."""
-    single: bool = False
-    """Whether it is one value for the whole batch."""
-    site: str = ""
-    """The name of its site."""
-    branch: bool = False
-    """Whether it decides a branch."""
+    """Whether the mask drops where it is 1; then the site is 1 - mask."""
+    single_value: bool = False
+    """Whether the mask has one value for the whole batch."""
+    site_name: str = ""
+    decides_branch: bool = False
+    """Whether the mask is the condition of an ``if``."""
 
-    def number(self, one: bool) -> float:
-        """Return a value of U for which the mask is 1, or 0."""
+    def number_for(self, one: bool) -> float:
+        """Return a random number for which the mask is 1, or one for which it is 0."""
         if self.threshold is None:
             return float(one)
         return self.threshold / 2 if one == self.below else (1.0 + self.threshold) / 2
 
 
 class NotAMask(UnsupportedDropoutError):
-    """A mask was used in a way that is not multiplication by noise."""
+    """A model uses a mask in a way that is not multiplication by noise."""
 
 
 class RandomValue:
-    """Replaces a random tensor in a pass; the interception evaluates every function that uses it."""
+    """Replaces a random tensor in a pass; the interception handles every function that uses it."""
 
     def __init__(self, mode: Interception, key: str) -> None:
         self.mode = mode
@@ -62,22 +64,22 @@ class RandomValue:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Evaluate a function that is called while the interception is off, as inside a rule."""
+        """Handle a function that is called while the interception is inactive, as inside a rule."""
         owner = next(x for x in leaves_of((args, kwargs or {})) if isinstance(x, RandomValue))
         return owner.mode.handle_random_values(func, types, args, kwargs or {})
 
-    def like(self) -> Tensor:
+    def template(self) -> Tensor:
         """Return a tensor of the same shape, type and device."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of a tensor like this one."""
+        """Return the attribute of the template."""
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(name)
-        return getattr(self.like(), name)
+        return getattr(self.template(), name)
 
     def __len__(self) -> int:
-        return len(self.like())
+        return len(self.template())
 
     def __hash__(self) -> int:
         return id(self)
@@ -93,145 +95,159 @@ class RandomValue:
 
 
 class Uniform(RandomValue):
-    """a·U + b with U uniform on (0, 1), not drawn yet; ``scale`` is a, and ``shift`` is b.
+    """a·U + b, where U is uniform on (0, 1) and not drawn yet; ``scale`` is a, and ``shift`` is b.
 
-    ``fill`` returns a tensor with one value in the shape, type and device of the draw; ``draw`` draws U.
+    ``full(k)`` returns a tensor of the draw's shape, type and device in which every entry is k.
+    ``draw_numbers`` draws U.
     """
 
     def __init__(
         self,
         mode: Interception,
         key: str,
-        fill: Callable[[float], Tensor],
-        draw: Callable[[], Tensor],
+        full: Callable[[float], Tensor],
+        draw_numbers: Callable[[], Tensor],
         scale: float = 1.0,
         shift: float = 0.0,
     ) -> None:
         super().__init__(mode, key)
-        self.fill, self.draw = fill, draw
+        self.full, self.draw_numbers = full, draw_numbers
         self.scale, self.shift = scale, shift
-        self.steps: list[Step] = []
-        self.drawn: Tensor | None = None
+        self.transforms: list[Transform] = []
+        """The functions that the model has applied to the draw, except for scale and shift."""
+        self.numbers: Tensor | None = None
+        """The random numbers, once they are drawn."""
         self.target: Tensor | None = None
-        """The tensor that the model fills in place, if it does."""
-        self.became: Any = None
-        """The mask that an in-place function made of this value."""
+        """The tensor that the model fills in place, if it fills one."""
+        self.replacement: Mask | Tensor | None = None
+        """The result of an in-place function, which the model sees in place of this value."""
 
-    def like(self) -> Tensor:
+    def template(self) -> Tensor:
         """Return zeros of the same shape, or the numbers themselves once they are drawn."""
-        if self.became is not None:
-            return self.became.like() if isinstance(self.became, Mask) else self.became
-        return self.moved(self.fill(0.0)) if self.drawn is None else self.drawn
+        if self.replacement is not None:
+            out = self.replacement
+            return out.template() if isinstance(out, Mask) else out
+        return self.transform(self.full(0.0)) if self.numbers is None else self.numbers
 
-    def moved(self, x: Tensor) -> Tensor:
-        """Return x after the steps that the draw has gone through."""
-        for function, args, kwargs in self.steps:
+    def transform(self, x: Tensor) -> Tensor:
+        """Apply to x the functions that the model has applied to the draw."""
+        for function, args, kwargs in self.transforms:
             x = self.mode.dispatch(function, x, *args, **kwargs)
         return x
 
     def materialize(self) -> Tensor:
-        """Draw the numbers. After that, this is an ordinary tensor and not a site."""
-        if self.drawn is None:
-            drawn = self.draw() * self.scale + self.shift
+        """Draw the numbers. From then on, this is an ordinary tensor and not a site."""
+        if self.numbers is None:
+            numbers = self.draw_numbers() * self.scale + self.shift
             if self.target is not None:
-                drawn = self.target.copy_(drawn)
-                self.mode.forget(drawn)
-            self.drawn = self.moved(drawn)
-        return self.drawn
+                numbers = self.target.copy_(numbers)
+                self.mode.forget_filled_tensor(numbers)
+            self.numbers = self.transform(numbers)
+        return self.numbers
 
     def affine(self, scale: float, shift: float, inplace: bool) -> Uniform:
-        """Return scale·x + shift, in place or not."""
-        made = self if inplace else Uniform(self.mode, self.key, self.fill, self.draw)
-        made.steps = self.steps
-        made.scale, made.shift = scale * self.scale, scale * self.shift + shift
-        return made
+        """Return scale·x + shift, where x is this value, in place or as a new value."""
+        out = self if inplace else Uniform(self.mode, self.key, self.full, self.draw_numbers)
+        out.transforms = self.transforms
+        out.scale, out.shift = scale * self.scale, scale * self.shift + shift
+        return out
 
-    def after(self, step: Step) -> Uniform:
-        """Return the draw after one more step."""
-        made = self.affine(1.0, 0.0, False)
-        made.steps = [*self.steps, step]
-        return made
+    def with_transform(self, transform: Transform) -> Uniform:
+        """Return this value after one more function."""
+        out = self.affine(1.0, 0.0, inplace=False)
+        out.transforms = [*self.transforms, transform]
+        return out
 
-    def split_at(self, value: float, below: bool) -> tuple[float, float, bool]:
-        """Return P(x < value) or P(x > value), and the same event in terms of U: threshold, below."""
+    def compare(self, value: float, below: bool) -> tuple[float, float, bool]:
+        """Return the probability of x < value (or x > value), and the same comparison for U.
+
+        The comparison for U is a threshold, and whether U is below the threshold.
+        """
         threshold = (value - self.shift) / self.scale
         below = below if self.scale > 0.0 else not below
-        share = min(max(threshold, 0.0), 1.0)
-        return (share if below else 1.0 - share), threshold, below
+        cdf = min(max(threshold, 0.0), 1.0)
+        return (cdf if below else 1.0 - cdf), threshold, below
 
 
 class Mask(RandomValue):
     """A random mask m = k·(1 + ε·σ·η), or a smooth function of masks alone.
 
-    ``make`` computes the soft value when it is first needed; until then, ``like`` has its shape and
-    device. ``dtype`` is the type that the model sees, ``draw`` says how the draw became a mask, and
-    ``binary`` whether the real mask is 0 or 1 everywhere.
+    Args:
+        mode: the interception of the pass.
+        key: the key of the random draw.
+        compute: returns the value m from the kind of the site; it is called when m is first needed.
+        dtype: the type that the model sees.
+        origin: how the draw becomes the mask.
+        binary: whether the model's own mask is 0 or 1 everywhere.
+        template: has the shape and device of m until m is computed.
     """
 
     def __init__(
         self,
         mode: Interception,
         key: str,
-        make: Callable[[str | None], Tensor],
+        compute: Callable[[str | None], Tensor],
         dtype: torch.dtype,
-        draw: MaskOrigin,
+        origin: MaskOrigin,
         *,
         binary: bool = True,
-        like: Tensor | None = None,
+        template: Tensor | None = None,
     ) -> None:
         super().__init__(mode, key)
-        self._like = like
-        self.make: Callable[[str | None], Tensor] | None = make
+        self._template = template
+        self._compute: Callable[[str | None], Tensor] | None = compute
         self.dtype = dtype
-        self.draw, self.binary = draw, binary
-        self.keeps = not draw.drops_at_one
-        """Whether the mask is 1 where the site keeps h."""
-        self.large = False
-        """Whether it is multiplied by a large number, like a mask that is added to scores."""
+        self.origin, self.binary = origin, binary
+        self.keeps_at_one = not origin.drops_at_one
+        """Whether the site keeps h where this mask is 1."""
+        self.is_large = False
+        """Whether the mask has a large factor, as a mask that the model adds to scores has."""
         self._value: Tensor | None = None
 
     def value(self, kind: str | None = None) -> Tensor:
-        """Return the soft value."""
+        """Return m; the first call decides the kind of the site."""
         if self._value is None:
-            assert self.make is not None
-            self._value = self.make(kind)
-            self.make = None
+            assert self._compute is not None
+            self._value = self._compute(kind)
+            self._compute = None
         return self._value
 
-    def like(self) -> Tensor:
+    def template(self) -> Tensor:
         """Return a tensor of the same shape, type and device."""
-        value = self._like if self._value is None and self._like is not None else self.value()
+        value = self._template if self._value is None else None
+        value = self.value() if value is None else value
         return value if value.dtype == self.dtype else value.detach().to(self.dtype)
 
-    def derived(
+    def derive(
         self, value: Tensor, dtype: torch.dtype | None = None, binary: bool | None = None
     ) -> Mask:
-        """Return a mask with another value that is computed from this one."""
-        made = Mask(
+        """Return a mask whose value is a function of this mask."""
+        out = Mask(
             self.mode,
             self.key,
             lambda _: value,
             dtype or self.dtype,
-            self.draw,
+            self.origin,
             binary=self.binary if binary is None else binary,
         )
-        made.keeps, made.large = self.keeps, self.large
-        return made
+        out.keeps_at_one, out.is_large = self.keeps_at_one, self.is_large
+        return out
 
-    def used(self, *, drops: bool) -> None:
-        """Record whether a use of this mask drops entries where it is 1, or where it is 0."""
-        if self.mode.uses is not None:
-            self.mode.uses.setdefault(self.key, set()).add(drops != self.keeps)
+    def record_use(self, *, drops_at_one: bool) -> None:
+        """Record that the model uses the mask to drop entries where it is 1, or where it is 0."""
+        if self.mode.uses_agree is not None:
+            agrees = drops_at_one != self.keeps_at_one
+            self.mode.uses_agree.setdefault(self.key, set()).add(agrees)
 
-    def become(self, other: Mask) -> Mask:
+    def assign(self, other: Mask) -> Mask:
         """Take over the value of another mask, as an in-place function does."""
-        self._value, self.make = other.value(), None
-        self.binary, self.keeps = other.binary, other.keeps
+        self._value, self._compute = other.value(), None
+        self.binary, self.keeps_at_one = other.binary, other.keeps_at_one
         return self
 
-    def refuse(self, use: str, branch: bool = False) -> NotAMask:
-        """Return the error for a use that undrop can't follow; the draw may stop being a mask."""
-        self.mode.rule_out(self.key, self.draw._replace(branch=branch))
+    def refuse(self, use: str, decides_branch: bool = False) -> NotAMask:
+        """Rule the draw out, and return the error for a use of its mask that undrop can't follow."""
+        self.mode.rule_out(self.key, self.origin._replace(decides_branch=decides_branch))
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't replace it by "
             "noise, so it is no longer a site: call again."
@@ -239,7 +255,8 @@ class Mask(RandomValue):
 
 
 def _method(name: str) -> Callable[..., Any]:
-    # torch.compile knows functions implemented in C++ by their identity, and Tensor.__rsub__ is Python.
+    """Return a method that passes its call to the active interception."""
+    # torch.compile recognizes functions in C++ by identity, but Tensor.__rsub__ is in Python.
     function: Any = torch.rsub if name == "__rsub__" else getattr(Tensor, name)
 
     def method(self: RandomValue, *args: Any, **kwargs: Any) -> Any:
@@ -262,20 +279,20 @@ for _name in (
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Return the arguments of a function, including those within lists and dictionaries."""
+    """Return the arguments of a function, including those within lists, tuples and dictionaries."""
     if isinstance(tree, (list, tuple)):
-        return [leaf for each in tree for leaf in leaves_of(each)]
+        return [leaf for item in tree for leaf in leaves_of(item)]
     if isinstance(tree, dict):
-        return [leaf for each in tree.values() for leaf in leaves_of(each)]
+        return [leaf for item in tree.values() for leaf in leaves_of(item)]
     return [tree]
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return arguments with ``function`` applied to each of them."""
+    """Return the arguments of a function with ``function`` applied to each leaf."""
     if isinstance(tree, list):
-        return [map_leaves(each, function) for each in tree]
+        return [map_leaves(item, function) for item in tree]
     if isinstance(tree, tuple):
-        return tuple([map_leaves(each, function) for each in tree])
+        return tuple([map_leaves(item, function) for item in tree])
     if isinstance(tree, dict):
-        return {key: map_leaves(each, function) for key, each in tree.items()}
+        return {key: map_leaves(item, function) for key, item in tree.items()}
     return function(tree)

@@ -36,7 +36,7 @@ class Unaccounted(NamedTuple):
     where: str
     """The file and line of the call."""
     calls: int
-    """How often a pass draws them there."""
+    """How often a pass reaches this call."""
 
     def __str__(self) -> str:
         """The function, the module and the line, for use in a sentence."""
@@ -45,22 +45,24 @@ class Unaccounted(NamedTuple):
         )
 
 
-def unaccounted(
-    names: dict[int, str], run: Callable[[], Any], moved: set[str]
+def find_unaccounted(
+    paths: dict[int, str], run: Callable[[], Any], changed: set[str]
 ) -> list[Unaccounted]:
     """Return the random numbers of a pass that belong to no site.
 
-    ``names`` are the paths of the modules by id, ``run`` runs the model without noise, and ``moved``
-    are the generators that drew in an earlier pass (``RngSnapshot.changed_generators``).
+    Args:
+        paths: the path of each module, by its id.
+        run: runs the model without noise.
+        changed: the generators that an earlier pass has used (``RngSnapshot.changed_generators``).
     """
-    found: list[Unaccounted] = []
-    ops = RandomOps(names)
-    with record_python_draws(names, found), ops:
+    python_draws: list[Unaccounted] = []
+    ops = RandomOps(paths)
+    with record_python_draws(paths, python_draws), ops:
         run()
-    found = [*ops.unaccounted, *found]
-    if "torch" in moved and not ops.unaccounted:
+    found = [*ops.unaccounted, *python_draws]
+    if "torch" in changed and not ops.unaccounted:
         found.append(Unaccounted("", "torch's generator, by an unknown kernel", "", 1))
-    if "model" in moved and not ops.unaccounted:
+    if "model" in changed and not ops.unaccounted:
         found.append(Unaccounted("", "a generator that the model holds", "", 1))
     return found
 
@@ -68,9 +70,9 @@ def unaccounted(
 class RandomOps(TorchDispatchMode):
     """Records every operation of a pass that draws random numbers, whatever code calls it."""
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, paths: dict[int, str]) -> None:
         super().__init__()
-        self._module_paths = names
+        self._paths = paths
         self._calls: Counter[tuple[str, str, str]] = Counter()
 
     @classmethod
@@ -82,9 +84,11 @@ class RandomOps(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Record the operation if it draws, and run it."""
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded in func.tags and _uses_generator(
+            func, args, kwargs or {}
+        ):
             name = func.overloadpacket.__name__
-            self._calls[(running_path(self._module_paths), name, _where())] += 1
+            self._calls[(running_path(self._paths), name, _caller_location())] += 1
         return func(*args, **(kwargs or {}))
 
     @property
@@ -93,19 +97,19 @@ class RandomOps(TorchDispatchMode):
         return [Unaccounted(*key, calls) for key, calls in self._calls.items()]
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _uses_generator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the operation draws with these arguments; attention without dropout does not."""
     schema = func._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    values = {a.name: a.default_value for a in schema if a.has_default_value()}
+    values |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
     for name in ("dropout_p", "dropout", "p"):
-        if name in given and isinstance(given[name], (int, float)):
-            inactive = (0.0, 1.0) if "bernoulli" in func.name() else (0.0,)
-            return given[name] not in inactive
-    return given.get("train", given.get("training", True)) is not False
+        if name in values and isinstance(values[name], (int, float)):
+            certain = (0.0, 1.0) if "bernoulli" in func.name() else (0.0,)
+            return values[name] not in certain
+    return values.get("train", values.get("training", True)) is not False
 
 
-def _where() -> str:
+def _caller_location() -> str:
     """Return the file and line of the innermost call that is neither torch's nor undrop's."""
     for frame in frames():
         file = frame.f_code.co_filename
@@ -123,43 +127,45 @@ _STATES: dict[str, Callable[[], Any]] = {
     "Python's random": random.getstate,
     "NumPy's random": _numpy_state,
 }
+"""Generators outside of torch, and the functions that return their states."""
 
 
 @contextmanager
-def record_python_draws(names: dict[int, str], found: list[Unaccounted]) -> Iterator[None]:
-    """Add to ``found`` what a pass draws from Python's and NumPy's generators, by innermost module."""
+def record_python_draws(paths: dict[int, str], records: list[Unaccounted]) -> Iterator[None]:
+    """Add to ``records`` each use of Python's and NumPy's generators, with the innermost module."""
     stack: list[nn.Module] = []
-    last = {source: state() for source, state in _STATES.items()}
+    states = {name: state() for name, state in _STATES.items()}
     calls: Counter[tuple[str, str, str]] = Counter()
 
-    def look() -> None:
-        for source, state in _STATES.items():
-            now = state()
-            if now != last[source]:
-                last[source] = now
+    def record_changes() -> None:
+        for name, state in _STATES.items():
+            current = state()
+            if current != states[name]:
+                states[name] = current
                 owner = stack[-1] if stack else None
-                calls[(names.get(id(owner), ""), source, _forward_location(owner))] += 1
+                calls[(paths.get(id(owner), ""), name, _forward_location(owner))] += 1
 
     def begin(module: nn.Module, args: Any) -> None:
-        look()
+        record_changes()
         stack.append(module)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        look()
+        record_changes()
         while stack and stack.pop() is not module:
             pass
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     try:
         yield
-        look()
+        record_changes()
     finally:
         for hook in hooks:
             hook.remove()
-    found += [Unaccounted(*key, count) for key, count in calls.items()]
+    records += [Unaccounted(*key, count) for key, count in calls.items()]
 
 
 def _forward_location(module: nn.Module | None) -> str:
-    forward = getattr(type(module), "forward", None)  # none in TorchScript
+    """Return the file and line of the module's forward; "" if there is none in Python."""
+    forward = getattr(type(module), "forward", None)  # TorchScript has none
     code = None if forward is None else getattr(inspect.unwrap(forward), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

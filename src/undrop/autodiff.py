@@ -15,12 +15,13 @@ def gradients(
     """Return ∂⟨weights, y⟩/∂x for each tensor x, zeros if y does not depend on it.
 
     Args:
-        y: a scalar, or any tensor with weights.
+        y: a scalar, or with ``weights`` any tensor.
         tensors: the tensors x.
         weights: a tensor of the shape of y; None if y is a scalar.
-        options: passed to ``torch.autograd.grad``, such as ``create_graph``.
+        options: further arguments of ``torch.autograd.grad``, such as ``create_graph``.
     """
-    if not tensors or not y.requires_grad:  # such as uᵀHu of a loss that is linear in the output
+    # y has no graph if, for example, it is uᵀHu of a loss that is linear in the output.
+    if not tensors or not y.requires_grad:
         return [torch.zeros_like(x) for x in tensors]
     return list(
         torch.autograd.grad(

@@ -1,6 +1,6 @@
-"""Every error that undrop raises on purpose: one sentence that names the problem and how to fix it.
+"""The errors that undrop raises: each message is one sentence that names the problem and the way out.
 
-They share one base, so ``except undrop.errors.UndropError`` catches them all.
+All errors are subclasses of ``UndropError``, so ``except undrop.errors.UndropError`` catches them all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OutputError(UndropError):
 
 
 class NonFiniteError(UndropError):
-    """A part of the objective came out infinite or NaN."""
+    """A part of the objective is infinite or NaN."""
 
 
 class StepError(UndropError):
@@ -70,9 +70,9 @@ class UnknownNameError(OptionError):
 
     Args:
         kind: what the name stands for, e.g. ``"corpus"``.
-        name: the name that was given.
+        name: the unknown name.
         known: the existing names.
-        hint: what else is accepted, as the end of a sentence.
+        hint: other accepted values, as the end of the sentence.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:

@@ -1,6 +1,6 @@
-"""Write files atomically: after a crash a file is either old or new, never half written.
+"""Atomic writes, locks and checksums of files.
 
-Also locks and checksums.
+After a crash, a file is either the old one or the new one, never half written.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from undrop.errors import RunError
 
 TEMPORARY = ".tmp"
-"""The suffix of a file that is being written; a leftover one can be deleted."""
+"""The suffix of a file that is being written; a file that a crash leaves behind can be deleted."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def naming_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in _DISK_FULL:
             raise RunError(
                 f"the disk is full: {path} could not be written; nothing written earlier is lost; "
                 "free some space and try again (a training run continues with --resume)."
@@ -38,7 +38,7 @@ def naming_disk_errors(path: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path at which no file can be written, before any work is done for it.
+    """Refuse a path that can't be written, so that an error comes before the work and not after it.
 
     Raises:
         RunError: if the path is a folder, or its folder is missing, or permission is denied.
@@ -46,14 +46,14 @@ def check_writable(path: Path) -> None:
     _refuse_folder(path)
     if not path.parent.is_dir():
         raise RunError(f"{path} can't be written: there is no folder {path.parent}.")
-    for place in (path.parent, path):
-        if place.exists() and not os.access(place, os.W_OK):
+    for target in (path.parent, path):
+        if target.exists() and not os.access(target, os.W_OK):
             raise RunError(f"{path} can't be written: permission denied.")
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; on success it replaces ``path``.
+    """Yield a temporary path to write to; at the end of the block, that file replaces ``path``.
 
     The file's bytes reach the disk before its name does (fsync, rename, fsync of the folder), so
     after a crash ``path`` holds either all the old bytes or all the new ones.
@@ -81,8 +81,8 @@ def _refuse_folder(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file, or the folder's list of names, is on the disk."""
-    if path.is_dir() and os.name != "posix":  # elsewhere a folder can't be opened
+    """Wait until the bytes of a file, or the list of names of a folder, are on the disk."""
+    if path.is_dir() and os.name != "posix":  # only POSIX systems can open a folder
         return
     # Windows syncs only files that are open for writing.
     descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
@@ -100,16 +100,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def near_path(path: Path, pattern: str = "*") -> Path | None:
-    """Return the path in the same folder whose name is most similar to that of a missing path."""
+    """Return the existing path in the same folder with the name most similar to a missing path's."""
     from difflib import get_close_matches
 
-    neighbors = {found.name: found for found in path.parent.glob(pattern)}
+    neighbors = {neighbor.name: neighbor for neighbor in path.parent.glob(pattern)}
     near = get_close_matches(path.name, neighbors, n=1)
     return neighbors[near[0]] if near else None
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; if it does not exist or is not JSON, raise a ``RunError``."""
+    """Read a JSON file; raise a ``RunError`` if the file does not exist or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

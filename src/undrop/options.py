@@ -1,4 +1,4 @@
-"""Check arguments; every error names the field, the value and the range."""
+"""Checks of arguments; every error names the field, the value and the range."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from undrop.errors import OptionError
 
 
 def as_float(value: Any) -> float:
-    """``value`` as a float; NaN, which fails every range check, if it is not a number."""
+    """Return ``value`` as a float, or NaN, which fails every range check, if it is not a number."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers raises the last one
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
         return math.nan
 
 
 def check_int(field: str, value: int, *, least: int = 1) -> int:
-    """``value``, if it is a whole number of at least ``least``."""
+    """Return ``value`` if it is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"{field} must be a whole number of at least {least}, got {value!r}.")
     return value
@@ -33,21 +33,21 @@ def check_not_negative(field: str, value: float) -> float:
 
 
 def check_probability(field: str, value: float) -> float:
-    """``value``, if it is a drop probability."""
+    """Return ``value`` if it is a drop probability."""
     if not 0.0 <= value < 1.0:
         raise OptionError(f"{field} must lie in [0, 1), got {value!r}.")
     return float(value)
 
 
 def check_sizes(field: str, values: Sequence[int], *, least: int) -> tuple[int, ...]:
-    """``values``, if they are at least ``least`` positive whole numbers."""
+    """Return ``values`` if they are positive whole numbers, and at least ``least`` of them."""
     if len(values) < least:
         raise OptionError(f"{field} must name at least {least} sizes, got {list(values)}.")
     return tuple(check_int(f"{field}[{i}]", value) for i, value in enumerate(values))
 
 
 def check_increasing(field: str, values: Sequence[int], *, below: int) -> tuple[int, ...]:
-    """``values``, if 0 < values[0] < values[1] < … < below."""
+    """Return ``values`` if 0 < values[0] < values[1] < … < below."""
     bounds = (0, *values, below)
     if not all(isinstance(v, int) for v in bounds) or any(a >= b for a, b in pairwise(bounds)):
         raise OptionError(

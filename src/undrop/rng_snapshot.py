@@ -15,37 +15,42 @@ from torch import Tensor, nn
 from undrop.torch_compat import other_accelerator
 
 
-class _Source(NamedTuple):
-    """A global source of random numbers: how to read its state, write it, and seed it."""
+class _GlobalGenerator(NamedTuple):
+    """The functions that read, write and seed a global random generator."""
 
-    get: Callable[[], Any]
-    put: Callable[[Any], Any]
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], Any]
     seed: Callable[[int], Any]
 
 
-def _sources() -> dict[str, _Source]:
-    """Return the global sources that this process has so far."""
-    found = {
-        "torch": _Source(
+def _global_generators() -> dict[str, _GlobalGenerator]:
+    """Return the global random generators that exist so far in this process."""
+    generators = {
+        "torch": _GlobalGenerator(
             torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
         ),
-        "python": _Source(random.getstate, random.setstate, random.seed),
-        "numpy": _Source(np.random.get_state, np.random.set_state, np.random.seed),
+        "python": _GlobalGenerator(random.getstate, random.setstate, random.seed),
+        "numpy": _GlobalGenerator(np.random.get_state, np.random.set_state, np.random.seed),
     }
     if torch.cuda.is_initialized():
         cuda = torch.cuda
-        found["cuda"] = _Source(cuda.get_rng_state_all, _put_cuda, cuda.manual_seed_all)
+        generators["cuda"] = _GlobalGenerator(
+            cuda.get_rng_state_all, _set_cuda_states, cuda.manual_seed_all
+        )
     if torch.backends.mps.is_available():
         mps = torch.mps
-        found["mps"] = _Source(mps.get_rng_state, mps.set_rng_state, mps.manual_seed)
+        generators["mps"] = _GlobalGenerator(mps.get_rng_state, mps.set_rng_state, mps.manual_seed)
     device = other_accelerator()
     if device is not None:
         other: Any = torch.get_device_module(device)
-        found["other"] = _Source(other.get_rng_state, other.set_rng_state, other.manual_seed_all)
-    return found
+        generators["other"] = _GlobalGenerator(
+            other.get_rng_state, other.set_rng_state, other.manual_seed_all
+        )
+    return generators
 
 
-def _put_cuda(states: list[Tensor]) -> None:
+def _set_cuda_states(states: list[Tensor]) -> None:
+    """Set the states of all GPUs, unless they come from a machine with another number of GPUs."""
     if len(states) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states)
 
@@ -54,40 +59,42 @@ class RngSnapshot:
     """The state of the global random generators of torch, Python and NumPy, and of a model's own.
 
     A model may draw random numbers that are not dropout: stochastic depth, sampled activations. Passes
-    that are compared must draw the same ones. Otherwise u ≈ (F₊ - F₋)/2ε₀ would count their difference,
-    multiplied by 1/2ε₀, as an effect of ε. Other threads draw from the same generators, so restore the
-    state only if ``changed_generators()`` reports a change.
+    that are compared must draw the same numbers. Otherwise u ≈ (F₊ - F₋)/2ε₀ would count the difference
+    of the numbers, multiplied by 1/2ε₀, as an effect of ε. Other threads draw from the same generators,
+    so restore the state only if ``changed_generators()`` reports a change.
 
-    As a context manager, it restores the state at the end of the block.
+    As a context manager, a snapshot restores the state at the end of the block.
 
     Args:
-        model: the model whose own generators (attributes of its modules) are saved as well.
+        model: a model whose own generators (attributes of its modules) are saved as well.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._states = {name: source.get() for name, source in _sources().items()}
-        self._held = [(each, _state(each)) for each in _held_by(model)]
+        self._global_states = _get_global_states()
+        self._model_states = [(g, _get_state(g)) for g in _generators_of(model)]
 
     def changed_generators(self) -> set[str]:
-        """Return the names of the generators that have advanced since the snapshot.
+        """Return the kinds of generators that have drawn since the snapshot.
 
         They are any of "torch", "python", "numpy" and "model".
         """
-        now = {name: source.get() for name, source in _sources().items()}
-        moved = {
+        changed = {
             name if name in ("python", "numpy") else "torch"
-            for name, state in now.items()
-            if not _same(self._states.get(name), state)
+            for name, state in _get_global_states().items()
+            if not _equal(self._global_states.get(name), state)
         }
-        if any(not _same(state, _state(each)) for each, state in self._held):
-            moved.add("model")
-        return moved
+        if any(not _equal(state, _get_state(g)) for g, state in self._model_states):
+            changed.add("model")
+        return changed
 
     @classmethod
     def of(
         cls, model: nn.Module, generator_for: Callable[[torch.device], torch.Generator]
     ) -> RngSnapshot:
-        """Take a snapshot after the noise generator has drawn its seed from the global generator."""
+        """Let the noise generator draw its seed from the global generator, then take a snapshot.
+
+        The other way round, the seed would count as a random number of the model.
+        """
         for parameter in islice(model.parameters(), 1):
             generator_for(parameter.device)
         return cls(model)
@@ -100,25 +107,20 @@ class RngSnapshot:
 
     def restore(self) -> None:
         """Restore the state of every generator that this machine has."""
-        for name, source in _sources().items():
-            if name in self._states:
-                source.put(self._states[name])
-        for each, state in self._held:
-            if isinstance(each, random.Random):
-                each.setstate(state)
-            elif isinstance(each, np.random.Generator):
-                each.bit_generator.state = state
-            else:
-                each.set_state(state)
+        for name, generator in _global_generators().items():
+            if name in self._global_states:
+                generator.set_state(self._global_states[name])
+        for model_generator, state in self._model_states:
+            _set_state(model_generator, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
-        version, internal, gauss = self._states["python"]
-        name, keys, position, has_gauss, cached = self._states["numpy"]
+        version, internal, gauss = self._global_states["python"]
+        name, keys, position, has_gauss, cached = self._global_states["numpy"]
         return {
-            "torch": self._states["torch"],
-            "cuda": self._states.get("cuda", []),
-            "mps": self._states.get("mps"),
+            "torch": self._global_states["torch"],
+            "cuda": self._global_states.get("cuda", []),
+            "mps": self._global_states.get("mps"),
             "python": {"version": version, "state": torch.tensor(internal), "gauss": gauss},
             "numpy": {
                 "name": str(name),
@@ -135,7 +137,7 @@ class RngSnapshot:
         snapshot = cls.__new__(cls)
         python, numpy = state["python"], state["numpy"]
         keys = numpy["keys"].numpy().astype(np.uint32)
-        snapshot._states = {
+        snapshot._global_states = {
             "torch": state["torch"],
             "python": (python["version"], tuple(python["state"].tolist()), python["gauss"]),
             "numpy": (
@@ -143,7 +145,7 @@ class RngSnapshot:
             ),
             **{name: state[name] for name in ("cuda", "mps") if state[name] not in (None, [])},
         }
-        snapshot._held = []
+        snapshot._model_states = []
         return snapshot
 
 
@@ -155,36 +157,39 @@ def seed_all(seed: int) -> None:
 
 
 def seed_current(seed: int) -> None:
-    """Seed the global generators that exist so far; a snapshot can restore them."""
-    for source in _sources().values():
-        source.seed(seed)
+    """Seed the global generators that exist so far, and no others: a snapshot can restore them."""
+    for generator in _global_generators().values():
+        generator.seed(seed)
 
 
 def derive_seed(base: int, *purpose: str | int) -> int:
-    """Return a seed for one purpose that is independent of the seeds for all others."""
+    """Return a seed for a purpose, independent of the seeds for all other purposes."""
     text = "/".join(str(part) for part in (base, *purpose))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def _held_by(model: nn.Module | None) -> Iterator[Any]:
-    """Yield every generator that is an attribute of a module, or in a list or dict there."""
+def _generators_of(model: nn.Module | None) -> Iterator[Any]:
+    """Yield every generator that is an attribute of a module, or in a list or dict of a module."""
     seen: set[int] = set()
     for module in () if model is None else model.modules():
-        for value in vars(module).values():
-            values = value if isinstance(value, (list, tuple)) else (value,)
-            if isinstance(value, dict):
-                values = tuple(value.values())
-            for each in values:
-                if isinstance(each, _KINDS) and id(each) not in seen:
-                    seen.add(id(each))
-                    yield each
+        for attribute in vars(module).values():
+            values = attribute if isinstance(attribute, list | tuple) else (attribute,)
+            if isinstance(attribute, dict):
+                values = tuple(attribute.values())
+            for value in values:
+                if isinstance(value, _GENERATOR_TYPES) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield value
 
 
-def _state(generator: Any) -> Any:
-    """Return the state that a generator has now."""
+def _get_global_states() -> dict[str, Any]:
+    return {name: generator.get_state() for name, generator in _global_generators().items()}
+
+
+def _get_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -192,12 +197,21 @@ def _state(generator: Any) -> Any:
     return generator.get_state()
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Return whether two states are equal: numbers, tensors and arrays, perhaps in containers."""
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two states are equal; a state is numbers, tensors or arrays, also in containers."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and any(isinstance(x, Tensor | np.ndarray) for x in a):
-        return b is not None and len(a) == len(b) and all(map(_same, a, b))
+        return b is not None and len(a) == len(b) and all(map(_equal, a, b))
     return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)

@@ -1,4 +1,4 @@
-"""Nested Python values as JSON and named tensors, and back: the format of checkpoints."""
+"""The format of checkpoints: nested Python values as JSON and named tensors, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TENSOR, _TUPLE, _ITEMS, _TREE = "$tensor", "$tuple", "$items", "$tree"
 
 
 def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Split a value into JSON and the tensors that it names.
+    """Split a value into JSON and tensors; the JSON names each tensor.
 
     :func:`unpack` restores dictionaries (with keys of any plain type), lists, tuples, tensors,
     numbers, strings, booleans and None. A tensor that occurs twice, such as a tied weight, is stored
@@ -45,6 +45,7 @@ def pack(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _pack_dict(value: dict[Any, Any], path: str, visit: Any) -> Any:
+    """Return a JSON object, or a list of items if a key is not a string or starts with $."""
     packed = [(key, visit(item, f"{path}/{key}")) for key, item in value.items()]
     if all(isinstance(key, str) and not key.startswith("$") for key, _ in packed):
         return dict(packed)
@@ -52,17 +53,17 @@ def _pack_dict(value: dict[Any, Any], path: str, visit: Any) -> Any:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors with the same memory."""
+    """Return a key that is equal for tensors with the same data in memory."""
     if tensor.numel() == 0:
         return (id(tensor),)
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor in main memory, contiguous, with its own storage."""
+    """Return the tensor in main memory, contiguous, and copied if it is a part of a larger storage."""
     tensor = tensor.detach().cpu().contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone()
+    is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if is_whole else tensor.clone()
 
 
 def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
@@ -101,15 +102,15 @@ def from_bytes(data: Tensor) -> Any:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors to a safetensors file; a full disk raises an ``OSError``, as everywhere else."""
+    """Write tensors to a safetensors file; a full disk raises an ``OSError``, like any other write."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file(tensors, path)
-        path.chmod(0o644)  # safetensors makes files that only the owner can read
+        path.chmod(0o644)  # otherwise only the owner could read the file
     except SafetensorError as error:
-        # safetensors hides the system's error number in its message.
+        # safetensors has the error number of the operating system only in its message.
         for number in (errno.ENOSPC, errno.EDQUOT):
             if f"os error {number}" in str(error):
                 raise OSError(number, os.strerror(number)) from error
@@ -117,7 +118,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; if it is missing, truncated or modified, raise a ``CheckpointError``."""
+    """Read a safetensors file; raise a ``CheckpointError`` if it is missing, truncated or modified."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_map
 from undrop.errors import TorchVersionError
 
 OLDEST = (2, 8)
-"""The first version of torch that shows which regions are under activation checkpointing."""
+"""The first version of torch that tells a mode which regions are under activation checkpointing."""
 
 _log = logging.getLogger("undrop")
 
 
-def check_version(found: str) -> None:
-    """Raise a ``TorchVersionError`` for a torch that is too old."""
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST:
+def check_version(version: str) -> None:
+    """Raise a ``TorchVersionError`` for a version of torch that is too old."""
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise TorchVersionError(
-            f"undrop needs torch {oldest} or later, but torch {found} is installed: "
+            f"undrop needs torch {oldest} or later, but torch {version} is installed: "
             "pip install --upgrade torch."
         )
 
@@ -37,23 +37,24 @@ check_version(torch.__version__)
 
 
 def other_accelerator() -> torch.device | None:
-    """Return the accelerator if it is neither CUDA nor MPS, else None."""
-    found = torch.accelerator.current_accelerator()
-    return None if found is None or found.type in ("cpu", "cuda", "mps") else found
+    """Return the accelerator of this machine if it is neither CUDA nor MPS, else None."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None or device.type in ("cpu", "cuda", "mps") else device
 
 
 def lstm(*args: Any) -> Any:
-    """``torch.lstm``, in float32 if the CPU has no kernel for the dtype of autocast.
+    """Call ``torch.lstm``, in float32 if the CPU has no kernel for the dtype of autocast.
 
     On a CPU without AVX-512 or AMX, oneDNN has no LSTM in bfloat16 or float16, and torch raises.
     """
-    if _runs_here(args[0].device.type):
+    if _autocast_has_kernel(args[0].device.type):
         return torch.lstm(*args)
     with torch.autocast("cpu", enabled=False):
-        return torch.lstm(*tree_map(_widened, args))
+        return torch.lstm(*tree_map(_to_float32, args))
 
 
-def _runs_here(device: str) -> bool:
+def _autocast_has_kernel(device: str) -> bool:
+    """Return whether an LSTM runs on a device in the dtype of the current autocast."""
     if device != "cpu" or not torch.is_autocast_enabled("cpu"):
         return True
     return _has_kernel(torch.get_autocast_dtype("cpu"))
@@ -73,18 +74,19 @@ def _has_kernel(dtype: torch.dtype) -> bool:
     return True
 
 
-def _widened(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
+    """Convert tensors in half precision; return any other value."""
     half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if half else value
 
 
 def portable_lstm() -> contextlib.AbstractContextManager[object]:
     """A context in which an LSTM under the current autocast runs on any CPU."""
-    return contextlib.nullcontext() if _runs_here("cpu") else _PortableLSTM()
+    return contextlib.nullcontext() if _autocast_has_kernel("cpu") else _PortableLSTM()
 
 
 class _PortableLSTM(TorchFunctionMode):
-    """Replaces every LSTM call by :func:`lstm`."""
+    """Replaces every call of ``torch.lstm`` by :func:`lstm`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -95,7 +97,7 @@ class _PortableLSTM(TorchFunctionMode):
 def force_eager() -> contextlib.AbstractContextManager[object]:
     """A context in which compiled models and functions run as plain Python.
 
-    Compiled code has torch's own dropout in it, which no interception sees.
+    An interception can't see the dropout in compiled code.
     """
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()  # nothing has been compiled
@@ -104,50 +106,48 @@ def force_eager() -> contextlib.AbstractContextManager[object]:
 
 
 Backend: TypeAlias = str | Callable[..., Any]
-"""What ``torch.compile`` takes as ``backend``."""
+"""The type of the argument ``backend`` of ``torch.compile``."""
 
 
 def backend_of(function: Any) -> Backend:
-    """Return the backend with which ``torch.compile`` made a function.
+    """Return the backend of a function that ``torch.compile`` made.
 
-    For torch's own backend this is its name, "inductor", without the options that the user gave it. If
-    this version of torch keeps the backend elsewhere, the result is also "inductor".
+    For torch's own backend, this is its name, "inductor", without the user's options. The result is also
+    "inductor" if this version of torch stores the backend in another place.
     """
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    found = dict(zip(code.co_freevars if code else (), cells, strict=False)).get("callback")
-    backend = None if found is None else found.cell_contents
-    for name in (
-        "_torchdynamo_orig_backend",
-        "_torchdynamo_orig_callable",
-    ):  # torch 2.8: the second
-        while hasattr(backend, name):
-            backend = getattr(backend, name)
-    own = callable(backend) and getattr(backend, "compiler_name", "") != "inductor"
-    return cast(Backend, backend) if own else "inductor"
+    callback = dict(zip(code.co_freevars if code else (), cells, strict=False)).get("callback")
+    backend = None if callback is None else callback.cell_contents
+    # The second name is that of torch 2.8.
+    for attribute in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
+        while hasattr(backend, attribute):
+            backend = getattr(backend, attribute)
+    custom = callable(backend) and getattr(backend, "compiler_name", "") != "inductor"
+    return cast(Backend, backend) if custom else "inductor"
 
 
 @contextlib.contextmanager
 def allow_compiled() -> Iterator[None]:
     """A context in which compiled functions run compiled, even within :func:`force_eager`."""
-    with torch.compiler.set_stance("default"), _rand_like_seen():
+    with torch.compiler.set_stance("default"), _intercept_rand_like():
         yield
 
 
 @contextlib.contextmanager
-def _rand_like_seen() -> Iterator[None]:
-    """Let a mode see ``torch.rand_like`` in compiled code too.
+def _intercept_rand_like() -> Iterator[None]:
+    """Let a mode intercept ``torch.rand_like`` in compiled code as well.
 
-    Torch's compiler has a list of the functions that a mode sees. The list has ``torch.rand``, but not
-    ``torch.rand_like``. If a version of torch keeps the list elsewhere, this does nothing.
+    Torch's compiler has a list of the functions that a mode can intercept. ``torch.rand`` is in it, but
+    ``torch.rand_like`` is not. If a version of torch has the list in another place, nothing happens.
     """
     module = sys.modules.get("torch._dynamo.variables.torch")
-    seen: set[Any] = getattr(module, "get_overridable_functions", set)()
-    missing = {torch.rand_like} - seen
-    seen |= missing
+    overridable: set[Any] = getattr(module, "get_overridable_functions", set)()
+    missing = {torch.rand_like} - overridable
+    overridable |= missing
     try:
         yield
     finally:
-        seen -= missing
+        overridable -= missing
 
 
 P = ParamSpec("P")
@@ -156,10 +156,10 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def fresh_autocast_cache() -> Iterator[None]:
-    """Forget the weights that autocast converts in the block.
+    """A context at whose end autocast forgets the weights that it has converted.
 
-    Older versions of torch reuse a weight that was converted without a graph in later passes, where it
-    then gets no gradient.
+    Older versions of torch reuse a weight that was converted without a graph. In a later pass, this
+    weight gets no gradient.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def fresh_autocast_cache() -> Iterator[None]:
 
 
 def untraced(method: Callable[P, T]) -> Callable[P, T]:
-    """Make ``torch.compile`` call ``method`` without tracing it, if a user compiles a whole step."""
+    """Let ``torch.compile`` call ``method`` without tracing it, for users who compile a whole step."""
     disabled: list[Callable[P, T]] = []
 
     @functools.wraps(method)

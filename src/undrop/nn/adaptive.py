@@ -24,11 +24,11 @@ from undrop.options import check_increasing, check_int
 
 
 class AdaptiveEmbedding(nn.Module):
-    """One table of rows per cluster: word w of cluster c is embedded as ``E_c[w] P_c``.
+    """One table of rows per cluster: the embedding of word w of cluster c is ``E_c[w] P_c``.
 
     The rows of cluster c have ``size // shrink**c`` entries; without shrinking there are no P. The
     first table ends with one row per tail, which no token looks up: a tied head uses these rows to
-    choose the tail. They are part of that table so that the head's matrix is one parameter.
+    choose the tail. They are in the first table because the head's matrix must be one parameter.
 
     Args:
         vocab_size: the number of words, sorted by decreasing frequency.
@@ -72,20 +72,23 @@ class AdaptiveEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens (…) as (…, d).
 
-        Every table looks up all tokens and keeps its own, so no shape depends on the data.
+        Every table looks up all tokens, and the result has the rows of the right table for each token.
+        So no shape depends on the data.
         """
         embedded: Tensor = self.tables[0](tokens.clamp(max=self.cutoffs[0] - 1))
-        lasts = [end - 1 for end in self.cutoffs[1:]]
+        last_words = [end - 1 for end in self.cutoffs[1:]]
         # The last table has no upper bound, so a token beyond the vocabulary raises an error.
-        for tail, (start, last) in enumerate(zip(self.cutoffs, (*lasts, None), strict=True)):
-            rows = self.tables[tail + 1](tokens.clamp(start, last) - start)
+        for tail, (start, last_word) in enumerate(
+            zip(self.cutoffs, (*last_words, None), strict=True)
+        ):
+            rows = self.tables[tail + 1](tokens.clamp(start, last_word) - start)
             projection = self.projection(tail)
             rows = rows if projection is None else rows @ projection
             embedded = torch.where((tokens >= start).unsqueeze(-1), rows, embedded)
         return embedded
 
     def weights(self) -> list[Tensor]:
-        """Return the rows (n_c, d_c) of each cluster; the first ends with the rows of the tails."""
+        """Return the rows (n_c, d_c) of each cluster; the first table ends with one row per tail."""
         return [table.get_parameter("weight") for table in self.tables]
 
     def projection(self, tail: int) -> Tensor | None:
@@ -117,25 +120,28 @@ class AdaptiveHead(nn.Module):
         """Return the log-probabilities (…, V) for features (…, d); they can serve as logits."""
         weight, bias, tails = self._layers(embedding)
         head = F.log_softmax(F.linear(features, weight, bias), dim=-1)
-        shortlist, picks = head.split([self.cutoffs[0], len(tails)], dim=-1)
+        shortlist, *log_p_tails = head.split([self.cutoffs[0], *(1 for _ in tails)], dim=-1)
         parts = [shortlist]
-        for pick, (projection, rows, offset) in zip(picks.split(1, dim=-1), tails, strict=True):
+        for log_p_tail, (projection, tail_weight, tail_bias) in zip(
+            log_p_tails, tails, strict=True
+        ):
             hidden = features if projection is None else F.linear(features, projection)
-            parts.append(pick + F.log_softmax(F.linear(hidden, rows, offset), dim=-1))
+            log_p_within = F.log_softmax(F.linear(hidden, tail_weight, tail_bias), dim=-1)
+            parts.append(log_p_tail + log_p_within)
         return torch.cat(parts, dim=-1)
 
     def loss(self, embedding: AdaptiveEmbedding) -> Loss:
-        """Return the cross-entropy loss for the features that this head takes."""
+        """Return the cross-entropy loss on the features that this head takes."""
         weight, bias, tails = self._layers(embedding)
         return AdaptiveSoftmax(weight, bias, tails=tails, cutoffs=list(self.cutoffs))
 
     def _layers(
         self, embedding: AdaptiveEmbedding
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor | None, Tensor, Tensor]]]:
-        """Return W and b of the shortlist's softmax, and P_c, W and b of each tail, all parameters."""
-        (weight, *rows), (bias, *offsets) = embedding.weights(), self.biases
+        """Return W and b of the shortlist's softmax, and P_c, W and b of each tail."""
+        (weight, *tail_weights), (bias, *tail_biases) = embedding.weights(), self.biases
         tails = [
-            (embedding.projection(tail), row, offset)
-            for tail, (row, offset) in enumerate(zip(rows, offsets, strict=True))
+            (embedding.projection(tail), w, b)
+            for tail, (w, b) in enumerate(zip(tail_weights, tail_biases, strict=True))
         ]
         return weight, bias, tails

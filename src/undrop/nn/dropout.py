@@ -1,4 +1,4 @@
-"""Dropout layers that torch lacks: with one mask over time, on weights, on whole words."""
+"""Dropout layers that torch lacks: with one mask for all time steps, on weights, and on whole words."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from undrop.noise import structured_dropout
 from undrop.options import check_probability
 
 
-def _replica(module: nn.Module) -> nn.Module:
-    """Return a shallow copy of ``module`` whose parameters can be replaced; it shares all else."""
-    replica = module.__new__(type(module))
-    replica.__dict__ = module.__dict__.copy()
-    replica.__dict__["_parameters"] = module._parameters.copy()
-    return replica
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` in which parameters can be replaced; it shares everything else."""
+    copy = module.__new__(type(module))
+    copy.__dict__ = module.__dict__.copy()
+    copy.__dict__["_parameters"] = module._parameters.copy()
+    return copy
 
 
 class LockedDropout(nn.Module):
-    """Dropout with one mask over time (variational dropout).
+    """Dropout with one mask for all time steps (variational dropout).
 
     Args:
         p: the drop probability.
@@ -47,32 +47,32 @@ class LockedDropout(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The arguments, for printing."""
+        """Return the arguments, for printing."""
         return f"p={self.p}, time_dim={self.time_dim}"
 
 
 class WeightDrop(nn.Module):
-    """DropConnect: dropout on named parameters of any module, drawn once per call.
+    """DropConnect: dropout on named parameters of any module, with a new mask for each call.
 
-    The wrapped module keeps its parameters under their own names, and does not change: each call runs a
-    shallow copy with the dropped weights, so several threads may share the module.
+    The wrapped module does not change, and keeps its parameters under their names. Each call runs a
+    shallow copy of the module with the dropped weights, so several threads may share the module.
 
     Args:
         module: the module whose parameters are dropped.
-        names: the parameters' names in it, e.g. ``["weight_hh_l0"]``.
+        names: the names of these parameters in the module, e.g. ``["weight_hh_l0"]``.
         p: the drop probability.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str], p: float = 0.5) -> None:
         super().__init__()
         missing = [n for n in names if n not in module._parameters]
-        has = ", ".join(module._parameters) or "none"
+        parameters = ", ".join(module._parameters) or "none"
         if not names:
-            raise OptionError(f"names is empty: choose from {has}.")
+            raise OptionError(f"names is empty: choose from {parameters}.")
         if missing:
             raise OptionError(
                 f"{type(module).__name__} has no parameter {', '.join(missing)}: its own parameters are "
-                f"{has}."
+                f"{parameters}."
             )
         self.module = module
         self.names = list(names)
@@ -80,7 +80,7 @@ class WeightDrop(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module with dropped weights."""
-        replica = _replica(self.module)
+        copy = _shallow_copy(self.module)
         for name in self.names:
             weight = structured_dropout(
                 getattr(self.module, name),
@@ -90,15 +90,14 @@ class WeightDrop(nn.Module):
                 mask="per weight",
                 label=name,
             )
-            del replica._parameters[name]
-            replica.__dict__[name] = weight
-        if isinstance(replica, nn.RNNBase):
-            flat = [getattr(replica, n) for n in replica._flat_weights_names]
-            replica.__dict__["_flat_weights"] = flat
-        return replica(*args, **kwargs)
+            del copy._parameters[name]
+            copy.__dict__[name] = weight
+        if isinstance(copy, nn.RNNBase):
+            copy.__dict__["_flat_weights"] = [getattr(copy, n) for n in copy._flat_weights_names]
+        return copy(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """The arguments, for printing."""
+        """Return the arguments, for printing."""
         return f"names={self.names}, p={self.p}"
 
 
@@ -120,16 +119,13 @@ class EmbeddingDropout(nn.Module):
         embedded: Tensor = self.embedding(tokens)
         if not self.training or self.p == 0.0:
             return embedded
-        # Scaling the looked-up rows by a mask with one entry per word has the same result as dropping
-        # rows of the matrix, without a pass over the whole matrix.
-        ones = torch.ones(
-            self.embedding.num_embeddings, 1, dtype=embedded.dtype, device=embedded.device
-        )
-        scale = structured_dropout(
-            ones, self.p, training=self.training, kind="embedding", mask="per word"
-        )
-        return embedded * scale[tokens]
+        # A mask with one entry per word, applied after the lookup, has the same result as dropping rows
+        # of the matrix, without a pass over the whole matrix.
+        words = self.embedding.num_embeddings
+        ones = torch.ones(words, 1, dtype=embedded.dtype, device=embedded.device)
+        mask = structured_dropout(ones, self.p, kind="embedding", mask="per word")
+        return embedded * mask[tokens]
 
     def extra_repr(self) -> str:
-        """The arguments, for printing."""
+        """Return the arguments, for printing."""
         return f"p={self.p}"

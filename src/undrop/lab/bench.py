@@ -234,7 +234,7 @@ class MethodTime:
     """The time and memory of one method."""
 
     name: str
-    ratio: float  # of its time to dropout's in the same round: the median over rounds
+    ratio: float  # its time divided by dropout's in the same round; the median over rounds
     low: float  # the 5 % quantile of the ratio
     high: float  # the 95 % quantile of the ratio
     seconds: float  # the median time of a step

@@ -15,7 +15,7 @@ from undrop.lab.reproduce import campaign, tables
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Run in an empty folder, without worker processes."""
+    """Make an empty folder the current one, and run without worker processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(campaign.EXECUTORS._entries, "local", InProcess)
     return tmp_path
@@ -104,7 +104,9 @@ def test_a_signal_stops_reproduce_and_the_same_command_resumes(tmp_path):
     with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         assert "best validation" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
-        assert "stopped: the same command resumes here." in process.communicate(timeout=60)[1]
+        assert (
+            "stopped: run the same command again to resume." in process.communicate(timeout=60)[1]
+        )
     assert process.returncode == 130
     kept = set((tmp_path / "results/smoke/records").iterdir())
     assert kept

@@ -91,7 +91,7 @@ class _CommandsWithHeadings(TyperGroup):
 
 
 def app_for(names: Sequence[str]) -> typer.Typer:
-    """Return the app, and import only the commands of these ``names``; the others have help alone."""
+    """Return the app. It imports the commands of these ``names``, and only lists the other ones."""
     app = typer.Typer(
         name="undrop",
         cls=_CommandsWithHeadings,
@@ -183,9 +183,9 @@ def _root(
 
 
 def _command_in(words: Sequence[str]) -> list[str]:
-    """Return the command of a command line: the first word without a dash, as a list, or no word.
+    """Return a list with the command, which is the first word without a dash; empty if there is none.
 
-    The options before the command take no values, so their values can't be mistaken for it.
+    undrop's own options take no values, so no value can be mistaken for the command.
     """
     return [word for word in words if not word.startswith("-")][:1]
 
@@ -203,7 +203,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(words: list[str]) -> int:
-    """Complete the words, or run them as a command line."""
+    """Complete the words, or run them as a command line, and return the exit code."""
     if _COMPLETION in os.environ:
         typed = next((os.environ[name] for name in _TYPED_WORDS if name in os.environ), "")
         return int(app_for(_command_in(typed.split()[1:]))(words, prog_name="undrop") or 0)
@@ -219,9 +219,10 @@ def _exit_code(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> None:
-    name = _command_in(words)
-    check_name("command", name[0] if name else None, commands())
-    command = get_command(app_for(name))
+    names = _command_in(words)
+    for name in names:
+        check_name("command", name, commands())
+    command = get_command(app_for(names))
     with command.make_context("undrop", words) as context:
         gc.enable()
         command.invoke(context)

@@ -57,6 +57,7 @@ def registered(registry: str) -> Names:
     return names
 
 
+# Each of these functions returns the names in one registry.
 models = partial(registered, "MODELS")
 objectives = partial(registered, "OBJECTIVES")
 corpora = partial(registered, "CATALOGUE")
@@ -126,7 +127,7 @@ def named(
     Args:
         kind: what the names stand for, in errors.
         names: the names, or a function that reads them from files.
-        is_path: whether a value is a path, which is not checked.
+        is_path: returns whether a value is a path; paths are not checked.
         hint: what else the option accepts, as the end of the error.
     """
     read_names = names if callable(names) else lambda: names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,22 +65,24 @@ def reproduce(
     from undrop.lab.reproduce.worklist import Worklist
 
     if experiments == [SCOREBOARD]:
-        given = {"--dry-run": dry_run, "--step-costs": step_costs}
-        given |= {"--scale": scale != "small", "--executor": executor != "local"}
-        _scoreboard(results or RESULTS / SCOREBOARD, data_dir, seeds, jobs, given)
+        unsupported = {"--dry-run": dry_run, "--step-costs": step_costs}
+        unsupported |= {"--scale": scale != "small", "--executor": executor != "local"}
+        for option in (name for name, is_used in unsupported.items() if is_used):
+            raise OptionError(f"the scoreboard takes no {option}: leave it out.")
+        _run_scoreboard(results or RESULTS / SCOREBOARD, data_dir, seeds, jobs)
         return
-    source = str(data_dir.absolute()) if data_dir is not None else None
-    worklist = Worklist(experiments or experiments_at(scale), scale, seeds, source)
+    data_folder = str(data_dir.absolute()) if data_dir is not None else None
+    worklist = Worklist(experiments or experiments_at(scale), scale, seeds, data_folder)
     folder = results or RESULTS / scale
     if dry_run:
-        _show_missing(worklist, Records(folder / "records"))
+        _print_missing(worklist, Records(folder / "records"))
     elif step_costs:
-        _measure_step_costs(worklist, source)
+        _print_step_costs(worklist, data_folder)
     else:
-        _run(worklist, folder, executor, jobs)
+        _run_campaign(worklist, folder, executor, jobs)
 
 
-def _run(worklist: Worklist, folder: Path, executor: str, jobs: int) -> None:
+def _run_campaign(worklist: Worklist, folder: Path, executor: str, jobs: int) -> None:
     from undrop.lab.cli._progress import CampaignProgress
     from undrop.lab.reproduce.campaign import EXECUTORS, Campaign
 
@@ -91,28 +92,27 @@ def _run(worklist: Worklist, folder: Path, executor: str, jobs: int) -> None:
             listener = CampaignProgress(progress, jobs)
             campaign = Campaign(worklist, folder, EXECUTORS[executor](jobs), listener)
             if stale := len(campaign.records.stale):
-                progress.print(f"ignored {_records(stale)} with settings that no longer exist.")
+                progress.print(
+                    f"ignored {_count_records(stale)} with settings that no longer exist."
+                )
             errors = campaign.run()
     except (StoppedError, KeyboardInterrupt):
-        typer.echo("stopped: the same command resumes here.", err=True)
+        typer.echo("stopped: run the same command again to resume.", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(f"{_records(len(campaign.records))} in {folder}: see `undrop report {folder}`.")
+    typer.echo(
+        f"{_count_records(len(campaign.records))} in {folder}: see `undrop report {folder}`."
+    )
     if errors:
         raise typer.Exit(1)
 
 
-def _records(count: int) -> str:
+def _count_records(count: int) -> str:
     return f"{count} record" if count == 1 else f"{count} records"
 
 
-def _scoreboard(
-    folder: Path, data_dir: Path | None, seeds: int, jobs: int, others: Mapping[str, bool]
-) -> None:
-    """Run the scoreboard; refuse ``others``, the options that it does not take, if they are given."""
+def _run_scoreboard(folder: Path, data_dir: Path | None, seeds: int, jobs: int) -> None:
     from undrop.lab.scoreboard.board import run_board
 
-    for option in (name for name, is_given in others.items() if is_given):
-        raise OptionError(f"the scoreboard takes no {option}: leave it out.")
     if data_dir is None:
         raise OptionError(
             "the scoreboard needs --data-dir: a folder with ptb, wikitext-2, tinyshakespeare and "
@@ -125,28 +125,29 @@ def _scoreboard(
         jobs=jobs,
         on_record=lambda spec, record: typer.echo(f"{spec}: {record['validation']:.4f}", err=True),
     )
-    typer.echo(f"{_records(count)} in {folder}: see `undrop report {folder}`.")
+    typer.echo(f"{_count_records(count)} in {folder}: see `undrop report {folder}`.")
 
 
-def _measure_step_costs(worklist: Worklist, data_dir: str | None) -> None:
-    """Print the lines of step_costs.toml for the worklist's settings."""
+def _print_step_costs(worklist: Worklist, data_dir: str | None) -> None:
+    """Measure the step costs of the worklist's settings, and print them as in step_costs.toml."""
     from undrop.lab.reproduce import tables
     from undrop.lab.reproduce.worker import measure_step_costs, use_one_thread
 
     use_one_thread()
     for base in dict.fromkeys(cell.setting.base for cell in worklist.cells.values()):
         methods = {
-            c.method.name: c.method for c in worklist.cells.values() if c.setting.base == base
+            cell.method.name: cell.method
+            for cell in worklist.cells.values()
+            if cell.setting.base == base
         }
         setting = tables.setting(base, worklist.scale)
         typer.echo(f"[{worklist.scale}.{base}]")
-        for name, cost in measure_step_costs(
-            setting, list(methods.values()), data_dir=data_dir
-        ).items():
+        costs = measure_step_costs(setting, list(methods.values()), data_dir=data_dir)
+        for name, cost in costs.items():
             typer.echo(f"{name} = {cost:.2f}")
 
 
-def _show_missing(worklist: Worklist, records: Records) -> None:
+def _print_missing(worklist: Worklist, records: Records) -> None:
     missing = worklist.missing(records)
     seconds = worklist.estimated_seconds(missing, records)
     rows = [[run.title, f"{run.cost:g}", duration(seconds[run.key])] for run in missing]
@@ -154,9 +155,9 @@ def _show_missing(worklist: Worklist, records: Records) -> None:
     for cell, count in waiting:
         name = f"{cell.setting.name} {cell.method.name}"
         rows.append([f"{name}, the best variant, {count} more seeds", f"{cell.method.cost:g}", ""])
-    heads = ("run", "cost of a step", "estimated time")
-    typer.echo(Table(heads, rows, numbers=heads[1:]).text())
+    headings = ("run", "cost of a step", "estimated time")
+    typer.echo(Table(headings, rows, numbers=headings[1:]).text())
     done = len(worklist.needed(records)) - len(missing)
-    wanted = len(missing) + sum(count for _, count in waiting)
-    left = duration(worklist.remaining_seconds(records))
-    typer.echo(f"{done} runs are done, {wanted} are missing: about {left} on one core.")
+    remaining = len(missing) + sum(count for _, count in waiting)
+    time_left = duration(worklist.remaining_seconds(records))
+    typer.echo(f"{done} runs are done, {remaining} are missing: about {time_left} on one core.")

@@ -131,7 +131,7 @@ def test_a_folder_that_another_process_publishes_first_is_not_filled_again(cache
     assert len(filled) == 1
 
 
-def test_an_unwritable_cache_is_named(write, tmp_path):
+def test_an_unwritable_cache_is_an_error_that_names_it(write, tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(

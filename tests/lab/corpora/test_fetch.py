@@ -15,7 +15,7 @@ import pytest
 from undrop.errors import DataError
 from undrop.lab import corpora
 from undrop.lab.corpora import catalogue
-from undrop.lab.corpora.catalogue import Entry, Mirror
+from undrop.lab.corpora.catalogue import Mirror, NamedCorpus
 
 FILES = {split: f"x.{split}.txt" for split in corpora.SPLITS}
 TEXT = {name: f"words of {name}\n".encode() for name in FILES.values()}
@@ -51,12 +51,12 @@ def server(monkeypatch):
     http.server_close()
 
 
-def entry(*downloads):
-    return Entry("x", "none", FILES, downloads=downloads)
+def corpus_with(*downloads):
+    return NamedCorpus("x", "none", FILES, downloads=downloads)
 
 
 def archive(url, content):
-    return entry((Mirror(url, sha256(content)),))
+    return corpus_with((Mirror(url, sha256(content)),))
 
 
 def zipped(members):
@@ -91,7 +91,7 @@ def test_mirrors_are_tried_in_order_until_one_sends_the_right_bytes(server, tmp_
         places = [f"/{mirror}/{name}" for mirror in ("gone", "wrong", "right", "unneeded")]
         server.files |= {places[1]: b"something else", places[2]: content, places[3]: content}
         downloads.append(tuple(Mirror(server.url + place, sha256(content)) for place in places))
-    catalogue.fetch(entry(*downloads), tmp_path / "text" / "x")
+    catalogue.fetch(corpus_with(*downloads), tmp_path / "text" / "x")
     assert {path.name: path.read_bytes() for path in (tmp_path / "text/x").iterdir()} == TEXT
     assert [path.split("/")[1] for path in server.asked] == ["gone", "wrong", "right"] * 3
     assert names(tmp_path / "text") == ["x"]  # nothing is left of what was tried
@@ -157,7 +157,7 @@ def test_a_download_without_pooch_says_how_to_install_it(tmp_path, monkeypatch):
         catalogue.fetch(archive("https://127.0.0.1/a.zip", b""), tmp_path / "x")
 
 
-def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_cache_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"the cache folder .*file can't be written"):
         catalogue.fetch(archive("https://127.0.0.1/a.zip", b""), tmp_path / "file" / "x")

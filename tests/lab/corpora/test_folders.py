@@ -20,7 +20,7 @@ def test_split_files_with_common_names_are_found(tmp_path, names):
     assert [path.name for path in find_splits(tmp_path).values()] == list(names)
 
 
-def test_a_missing_split_is_named(write):
+def test_a_missing_split_is_an_error_that_names_it(write):
     folder = write(valid=None)
     with pytest.raises(DataError, match=r"small has no valid split: add a text file such as valid"):
         find_splits(folder)
@@ -41,6 +41,6 @@ def test_exact_split_names_take_precedence(write):
     assert find_splits(folder, {"test": "test.tokens"})["test"].name == "test.tokens"
 
 
-def test_a_missing_corpus_folder_is_named(tmp_path):
+def test_a_missing_corpus_folder_is_an_error_that_names_it(tmp_path):
     with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
         find_splits(tmp_path / "nowhere")

@@ -14,11 +14,11 @@ WORDS = {  # different words of each split
 @pytest.mark.parametrize("name", list(WORDS))
 def test_token_and_word_counts_match_the_catalogue(real_data, cache, name):
     corpus = corpora.load(name, data_dir=real_data)
-    entry = corpora.CATALOGUE[name]
-    assert {split: len(tokens) for split, tokens in corpus.splits.items()} == entry.tokens
-    assert corpus.vocabulary.size == entry.vocabulary
+    named = corpora.CATALOGUE[name]
+    assert {split: len(tokens) for split, tokens in corpus.splits.items()} == named.tokens
+    assert corpus.vocabulary.size == named.vocabulary
     assert {s: np.unique(tokens).size for s, tokens in corpus.splits.items()} == WORDS[name]
-    for split, checksum in entry.sha256.items():
+    for split, checksum in named.sha256.items():
         assert corpus.header.splits[split].source_sha256 == checksum
 
 

@@ -51,6 +51,6 @@ def test_text_that_is_not_utf8_is_refused_with_the_position(tmp_path):
         flat(path)
 
 
-def test_an_unreadable_text_file_is_named(tmp_path):
+def test_an_unreadable_text_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(DataError, match=r"b\.txt can't be read: no such file"):
         flat(tmp_path / "b.txt")

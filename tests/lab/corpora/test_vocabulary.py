@@ -54,7 +54,7 @@ def test_decoding_undoes_encoding():
     assert vocabulary.decode(np.array([0, 2], dtype=np.uint16)) == ["a", "b"]
 
 
-def test_an_unknown_word_without_unk_is_named():
+def test_an_unknown_word_without_unk_is_an_error_that_names_it():
     with pytest.raises(DataError, match=r"the word 'new' is not in the vocabulary"):
         Vocabulary.from_counts(COUNTS).encode("new")
 

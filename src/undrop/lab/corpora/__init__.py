@@ -1,4 +1,4 @@
-"""Corpora: text as memory-mapped tokens with a vocabulary, from your disk or downloaded.
+"""Corpora: text as memory-mapped tokens with a vocabulary, from your disk or from the internet.
 
 ::
 
@@ -7,7 +7,7 @@
     corpus = corpora.load("ptb", data_dir="data", limit_tokens=60_000, max_vocab=2_000)
     corpus.train, corpus.vocabulary.decode(corpus.train[:5])
 
-Windows for training are in :mod:`undrop.lab.corpora.batching`, the only part that needs torch.
+Windows for training are in :mod:`undrop.lab.corpora.batching`, the only module here that needs torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Windows of tokens for training and evaluation, as AWD-LSTM cuts them.
 
-Tokens are cut into B contiguous streams that are read in parallel: a window is ``(T, B)``, time first,
-and the next window starts where it ended, so that a recurrent state carries over.
+Tokens are cut into B contiguous streams that are read in parallel. A window is ``(T, B)``, time first.
+Each window starts where the previous one ended, so that a recurrent state carries over.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from undrop.errors import OptionError
 from undrop.lab.corpora.corpus import Tokens
 
 IGNORED = -100
-"""The target of a position that does not count, which torch's losses ignore by default."""
+"""The target of a padded position; torch's losses ignore it by default."""
 
-_HALF = 0.05  # the probability of a window of half the length
-_SPREAD = 5.0  # the standard deviation of a window's length
-_SHORTEST = 5
+_HALF_PROBABILITY = 0.05  # of a window of half the length
+_LENGTH_STD = 5.0  # the standard deviation of a window's length
+_MIN_LENGTH = 5
 
 
 class Window(NamedTuple):
-    """The tokens of one step, (T, B) int64."""
+    """The inputs and targets of one step, both (T, B) int64."""
 
     inputs: Tensor
     targets: Tensor  # the token after each input
     scale: float
-    """T / bptt, the factor of the learning rate: the loss is a mean, so a short window would
-    otherwise count as much as a long one."""
+    """T / bptt, a factor for the learning rate. The loss is a mean, so without this factor a short
+    window would count as much as a long one."""
 
 
 class TrainingWindows:
     """Epochs of windows over B contiguous streams; the position can be saved and restored.
 
-    Each loop ``for window in windows`` runs to the end of an epoch; the next one starts at the
-    beginning. The tokens that do not fill the streams evenly (fewer than B) are left out. A window has
-    the length ``bptt``, or with a ``generator`` a random length as in AWD-LSTM: drawn from
+    A loop ``for window in windows`` runs to the end of an epoch; the next loop starts a new epoch. The
+    last tokens, fewer than B, are omitted if they do not fill the streams evenly. A window has the
+    length ``bptt``. With a ``generator``, it has a random length as in AWD-LSTM: drawn from
     N(bptt, 5²), or with a probability of 5 % from N(bptt/2, 5²), rounded down, and at least 5. The
-    last window of an epoch takes the rest.
+    last window of an epoch has the remaining length.
 
-    ``state_dict`` holds the position and the generator's state. If it is saved between two windows and
-    loaded later, the epoch continues with exactly the same windows.
+    ``state_dict`` holds the position and the generator's state. If you save it between two windows and
+    load it later, the epoch continues with exactly the same windows.
 
     Args:
         tokens: a split's tokens.
-        batch_size: the number of streams, over all shards.
+        batch_size: the number of streams of all shards together.
         bptt: the number of time steps per window.
         generator: the source of random lengths; None for windows of fixed length.
-        shard: (rank, number of ranks): use only this rank's equal share of the streams. Ranks with
-            equal generators have windows of equal length.
+        shard: (rank, number of ranks): use only this rank's share of the streams, which is the same for
+            all ranks. Ranks with equal generators have windows of equal length.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TrainingWindows:
         generator: torch.Generator | None = None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        _check(tokens, batch_size, bptt)
+        _check_sizes(tokens, batch_size, bptt)
         rank, ranks = shard
         if not 0 <= rank < ranks or batch_size % ranks:
             raise OptionError(
@@ -79,7 +79,7 @@ class TrainingWindows:
         self.bptt = bptt
         self._generator = generator
         self.position = 0
-        """The number of time steps of the epoch so far."""
+        """The number of time steps of this epoch so far."""
 
     @property
     def steps(self) -> int:
@@ -103,9 +103,9 @@ class TrainingWindows:
     def _length(self) -> int:
         if self._generator is None:
             return self.bptt
-        half = torch.rand((), generator=self._generator).item() < _HALF
-        deviation = _SPREAD * torch.randn((), generator=self._generator).item()
-        return max(_SHORTEST, int((self.bptt / 2 if half else self.bptt) + deviation))
+        half = torch.rand((), generator=self._generator).item() < _HALF_PROBABILITY
+        deviation = _LENGTH_STD * torch.randn((), generator=self._generator).item()
+        return max(_MIN_LENGTH, int((self.bptt / 2 if half else self.bptt) + deviation))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the generator's state, if there is a generator."""
@@ -116,7 +116,7 @@ class TrainingWindows:
         """Resume from a saved position.
 
         Raises:
-            OptionError: if it belongs to other tokens or another kind of windows.
+            OptionError: if the state belongs to other tokens or another kind of windows.
         """
         position, generator = int(state["position"]), state["generator"]
         if (generator is None) != (self._generator is None) or not 0 <= position <= self.steps:
@@ -130,30 +130,30 @@ class TrainingWindows:
 
 
 def evaluation_windows(tokens: Tokens, batch_size: int, bptt: int) -> Iterator[Window]:
-    """Yield the windows of a whole split: every token but the first is a target exactly once.
+    """Yield the windows of a whole split, in which every token but the first is a target once.
 
-    The streams have the same length. Targets of :data:`IGNORED` fill the end of the last stream, so
+    The streams have the same length: targets of :data:`IGNORED` fill the end of the last streams. So
     weight the mean loss of a window by the number of its other targets.
 
     Args:
         tokens: a split's tokens.
-        batch_size: the number of streams; with 1 every prediction sees the whole text before it.
+        batch_size: the number of streams; with 1, every prediction sees all of the text before it.
         bptt: the number of time steps per window.
     """
-    _check(tokens, batch_size, bptt)
+    _check_sizes(tokens, batch_size, bptt)
     predictions = len(tokens) - 1
     time_steps = -(-predictions // batch_size)
     starts = time_steps * np.arange(batch_size)
     for first in range(0, time_steps, bptt):
         length = min(bptt, time_steps - first)
-        places = starts[:, None] + np.arange(first, first + length)
-        inside = places < predictions
-        places[~inside] = 0
-        targets = np.where(inside, tokens[places + 1].astype(np.int64), IGNORED)
-        yield Window(_to_tensor(tokens[places]), _to_tensor(targets), length / bptt)
+        indices = starts[:, None] + np.arange(first, first + length)
+        inside = indices < predictions
+        indices[~inside] = 0
+        targets = np.where(inside, tokens[indices + 1].astype(np.int64), IGNORED)
+        yield Window(_to_tensor(tokens[indices]), _to_tensor(targets), length / bptt)
 
 
-def _check(tokens: Tokens, batch_size: int, bptt: int) -> None:
+def _check_sizes(tokens: Tokens, batch_size: int, bptt: int) -> None:
     if batch_size < 1 or bptt < 1:
         raise OptionError(f"batch_size and bptt must be at least 1, got {batch_size} and {bptt}.")
     if len(tokens) < 2 * batch_size:

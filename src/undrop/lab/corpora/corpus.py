@@ -1,4 +1,4 @@
-"""Load a corpus by its name or from a folder: text, encoded as memory-mapped integers."""
+"""Load a corpus by its name or from a folder, with the text encoded as memory-mapped integers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from undrop.errors import DataError, OptionError, UnknownNameError
 from undrop.files import sha256
 from undrop.lab.corpora.cache import cache_folder, publish
-from undrop.lab.corpora.catalogue import CATALOGUE, Entry, fetch, pydocs
+from undrop.lab.corpora.catalogue import CATALOGUE, NamedCorpus, fetch, pydocs
 from undrop.lab.corpora.text import SPLITS, Vocabulary, find_splits, words
 
 Tokens = NDArray[np.integer[Any]]
-"""A split: one-dimensional, memory-mapped, uint16 or int32."""
+"""The tokens of a split: one-dimensional, memory-mapped, uint16 or int32."""
 
 _HEADER = "header.json"
 _VOCABULARY = "vocabulary.txt"
@@ -33,12 +33,12 @@ class _StoredModel(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class Split(_StoredModel):
-    """What the header says about one split."""
+class SplitHeader(_StoredModel):
+    """The description of one encoded split."""
 
     tokens: PositiveInt  # the number of tokens
     sha256: str  # of the encoded file
-    source: str  # the text file
+    source: str  # the path of the text file
     source_bytes: int
     source_sha256: str
 
@@ -48,12 +48,12 @@ class Header(_StoredModel):
 
     name: str
     format: Literal[1] = 1  # the version of the format
-    dtype: Literal["uint16", "int32"]  # of the tokens, little-endian: uint16 if the vocabulary fits
+    dtype: Literal["uint16", "int32"]  # of the tokens, little-endian; uint16 if it can hold them
     vocabulary: PositiveInt  # the number of words
-    vocabulary_sha256: str  # of the words in their order
+    vocabulary_sha256: str  # see Vocabulary.sha256
     limit_tokens: int | None  # the limit on training tokens, if any
     max_vocab: int | None  # the limit on words, if any
-    splits: dict[str, Split]
+    splits: dict[str, SplitHeader]
 
 
 def encode(
@@ -64,11 +64,11 @@ def encode(
     limit_tokens: int | None = None,
     max_vocab: int | None = None,
 ) -> Path:
-    """Encode the text files of a corpus into a folder of the cache, unless it exists; return the folder.
+    """Encode the text files of a corpus into a folder of the cache, unless it exists, and return it.
 
     The folder's name depends on the files (their paths, lengths and modification times) and on the
-    options: another text or option gives another folder. Memory holds a few megabytes of text and the
-    vocabulary, whatever the size of the corpus.
+    options, so another text or option uses another folder. Encoding needs memory for a few megabytes
+    of text and the vocabulary, whatever the size of the corpus.
 
     Args:
         name: the name of the corpus.
@@ -80,13 +80,13 @@ def encode(
     Raises:
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
     """
-    folder = cache / "encoded" / f"{name}-{_key(files, limit_tokens, max_vocab)}"
+    folder = cache / "encoded" / f"{name}-{_hash_of_options(files, limit_tokens, max_vocab)}"
     if _is_intact(folder):
         return folder
     shutil.rmtree(folder, ignore_errors=True)
 
     def write(temporary: Path) -> None:
-        vocabulary = _vocabulary(files, limit_tokens, max_vocab)
+        vocabulary = _build_vocabulary(files, limit_tokens, max_vocab)
         dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
         (temporary / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
         splits = {}
@@ -108,14 +108,16 @@ def encode(
     return folder
 
 
-def _key(files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None) -> str:
+def _hash_of_options(
+    files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None
+) -> str:
     stats = [(str(file.resolve()), file.stat()) for file in files.values()]
     identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-    made_of = json.dumps([1, identity, limit_tokens, max_vocab])  # 1 is the version of the format
-    return hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    options = json.dumps([1, identity, limit_tokens, max_vocab])  # 1 is the version of the format
+    return hashlib.sha256(options.encode()).hexdigest()[:16]
 
 
-def _vocabulary(
+def _build_vocabulary(
     files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None
 ) -> Vocabulary:
     counts: Counter[str] = Counter()
@@ -134,7 +136,8 @@ def _encode_split(
     vocabulary: Vocabulary,
     dtype: np.dtype[np.integer[Any]],
     limit: int | None,
-) -> Split:
+) -> SplitHeader:
+    """Write the numbers of the words in ``source`` to ``target``."""
     number_of = vocabulary.index.__getitem__
     digest = hashlib.sha256()
     tokens = 0
@@ -144,7 +147,7 @@ def _encode_split(
             digest.update(encoded)
             file.write(encoded)
             tokens += len(chunk)
-    return Split(
+    return SplitHeader(
         tokens=tokens,
         sha256=digest.hexdigest(),
         source=str(source),
@@ -154,7 +157,7 @@ def _encode_split(
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether the folder holds an encoded corpus with all files at their full length."""
+    """Return whether the folder holds an encoded corpus whose files all have their full length."""
     try:
         header = _read_header(folder)
         size = np.dtype(header.dtype).itemsize
@@ -172,7 +175,7 @@ def _read_header(folder: Path) -> Header:
         if header.splits.keys() != set(SPLITS):
             raise ValueError(f"the splits are {', '.join(header.splits)}")
         return header
-    except ValueError as error:  # pydantic's errors too
+    except ValueError as error:  # the base class of pydantic's errors
         raise DataError(
             f"{folder / _HEADER} was truncated or modified: delete {folder} to encode the corpus "
             "again."
@@ -180,7 +183,7 @@ def _read_header(folder: Path) -> Header:
 
 
 def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
-    """Open the header, the vocabulary and the memory-mapped tokens of each split."""
+    """Return the header, the vocabulary and the memory-mapped tokens of each split."""
     header = _read_header(folder)
     vocabulary = Vocabulary(folder / _VOCABULARY, header.vocabulary)
     dtype = np.dtype(header.dtype).newbyteorder("<")
@@ -191,7 +194,7 @@ def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Return the files of an encoded corpus that do not match their checksums; reads all of them."""
+    """Read all files of an encoded corpus, and return those that do not match their checksums."""
     header, vocabulary, _ = open_encoded(folder)
     checksums = {f"{split}.bin": info.sha256 for split, info in header.splits.items()}
     bad = [name for name, expected in checksums.items() if sha256(folder / name) != expected]
@@ -203,7 +206,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three splits of tokens, one-dimensional and memory-mapped, and their vocabulary."""
+    """A corpus: the memory-mapped tokens of its three splits, and their vocabulary."""
 
     name: str
     train: Tokens
@@ -235,20 +238,20 @@ def load(
 ) -> Corpus:
     """Load a corpus; download and encode it first if necessary.
 
-    Tokens are words, with one ``<eos>`` per line. The vocabulary is that of the training split, most
-    frequent word first; other words become ``<unk>``. If only the other splits need an ``<unk>``, it
-    is added to the vocabulary but never trained, which raises the perplexity. With ``max_vocab``, it
-    stands for the rarest words of the training split and is trained on them.
+    Tokens are words, with an ``<eos>`` at the end of each line. The vocabulary holds the words of the
+    training split, the most frequent first; other words become ``<unk>``. If only the other splits
+    need an ``<unk>``, the vocabulary has one that is never trained, which raises the perplexity. With
+    ``max_vocab``, ``<unk>`` replaces the rarest words of the training split, and is trained on them.
 
     Args:
         name_or_path: a name of :data:`~undrop.lab.corpora.CATALOGUE`, or a folder with the three splits
             as text files.
-        data_dir: read a named corpus from this folder, or from its subfolder with the corpus's name,
-            instead of downloading it.
-        limit_tokens: use only the first ``limit_tokens`` tokens of the training split, and their
-            vocabulary. The other splits keep their length.
-        fraction: use only this share of the training tokens, from the start, with the vocabulary of all
-            of them; 0.2 in the paper's down-sampled setting.
+        data_dir: a folder to read a named corpus from, instead of downloading it: the folder itself
+            or its subfolder with the corpus's name.
+        limit_tokens: use only the first ``limit_tokens`` tokens of the training split, and the
+            vocabulary of these tokens. The other splits keep their length.
+        fraction: use only this share of the training tokens, from the start, with the vocabulary of
+            all training tokens; 0.2 in the paper's down-sampled setting.
         max_vocab: the maximum size of the vocabulary, ``<eos>`` and ``<unk>`` included.
         cache_dir: the folder for downloaded and encoded files.
         download: whether to download the corpus if it is missing.
@@ -263,30 +266,30 @@ def load(
         raise OptionError(f"fraction must lie in (0, 1], got {fraction}.")
     cache = cache_folder(cache_dir)
     parent = None if data_dir is None else Path(data_dir).expanduser()
-    found = find(name_or_path, parent)
-    if isinstance(found, Entry):
-        name, files = found.name, _files_of(found, parent, cache, download)
+    source = find(name_or_path, parent)
+    if isinstance(source, NamedCorpus):
+        name, files = source.name, _text_files(source, parent, cache, download)
     else:
-        name, files = found.resolve().name or "corpus", find_splits(found)
+        name, files = source.resolve().name or "corpus", find_splits(source)
     folder = encode(name, files, cache, limit_tokens=limit_tokens, max_vocab=max_vocab)
     header, vocabulary, tokens = open_encoded(folder)
     train = tokens["train"][: max(1, int(len(tokens["train"]) * fraction))]
     return Corpus(name, train, tokens["valid"], tokens["test"], vocabulary, header, folder)
 
 
-def find(name_or_path: StrPath, data_dir: Path | None = None) -> Entry | Path:
-    """Return the entry of the catalogue with that name, or else the folder at that path.
+def find(name_or_path: StrPath, data_dir: Path | None = None) -> NamedCorpus | Path:
+    """Return the corpus of the catalogue with that name, or else the folder at that path.
 
     Args:
         name_or_path: as for :func:`load`.
-        data_dir: a folder that may contain it.
+        data_dir: a folder in which a relative path may lie.
 
     Raises:
-        UnknownNameError: if there is neither.
+        UnknownNameError: if there is neither a corpus nor a folder.
     """
-    entry = CATALOGUE.find(str(name_or_path))
-    if entry is not None:
-        return entry
+    named = CATALOGUE.find(str(name_or_path))
+    if named is not None:
+        return named
     path = Path(name_or_path).expanduser()
     if data_dir is not None and (data_dir / path).is_dir():
         path = data_dir / path
@@ -296,27 +299,30 @@ def find(name_or_path: StrPath, data_dir: Path | None = None) -> Entry | Path:
     return path
 
 
-def _files_of(entry: Entry, data_dir: Path | None, cache: Path, download: bool) -> dict[str, Path]:
-    if not entry.downloads:
+def _text_files(
+    corpus: NamedCorpus, data_dir: Path | None, cache: Path, download: bool
+) -> dict[str, Path]:
+    """Return the text file of each split of a named corpus; download the files if necessary."""
+    if not corpus.downloads:
         return pydocs(cache)
     if data_dir is not None:
-        own = data_dir / entry.name
-        return find_splits(own if own.is_dir() else data_dir, entry.files)
-    folder = _text_folder(entry, cache)
+        subfolder = data_dir / corpus.name
+        return find_splits(subfolder if subfolder.is_dir() else data_dir, corpus.files)
+    folder = _text_folder(corpus, cache)
     if not folder.is_dir():
         if not download:
             raise DataError(
-                f"{entry.name} is not on this machine: get it with undrop data get {entry.name}, or "
-                "give a folder that has it as --data-dir."
+                f"{corpus.name} is not on this machine: get it with undrop data get {corpus.name}, or "
+                "give a folder with its files as --data-dir."
             )
-        fetch(entry, folder)
-    return {split: folder / entry.files[split] for split in SPLITS}
+        fetch(corpus, folder)
+    return {split: folder / corpus.files[split] for split in SPLITS}
 
 
-def _text_folder(entry: Entry, cache: Path) -> Path:
-    return cache / "text" / entry.name
+def _text_folder(corpus: NamedCorpus, cache: Path) -> Path:
+    return cache / "text" / corpus.name
 
 
-def is_local(entry: Entry, cache_dir: StrPath | None = None) -> bool:
+def is_local(corpus: NamedCorpus, cache_dir: StrPath | None = None) -> bool:
     """Return whether a named corpus can be loaded without a download."""
-    return not entry.downloads or _text_folder(entry, cache_folder(cache_dir)).is_dir()
+    return not corpus.downloads or _text_folder(corpus, cache_folder(cache_dir)).is_dir()

@@ -1,4 +1,4 @@
-"""Text as words, and words as numbers: the files of a corpus, and its vocabulary."""
+"""The text files of a corpus, their words, and the vocabulary that numbers the words."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from undrop.errors import DataError, OptionError
 
 SPLITS = ("train", "valid", "test")
-"""The three parts of every corpus, in the order in which they are shown."""
+"""The three parts of every corpus, in the order in which undrop shows them."""
 
 EOS = "<eos>"
 """The token at the end of every line."""
 
 UNK = "<unk>"
-"""The token for every word outside the vocabulary."""
+"""The token that replaces every word outside the vocabulary."""
 
-_SMALLEST = 3  # <eos>, <unk> and a word
+_MIN_VOCAB = 3  # <eos>, <unk> and a word
 
 
 class _Index(dict[str, int]):
-    """The number of each word, and the number of ``<unk>`` for all others."""
+    """The number of each word of the vocabulary; any other word has the number of ``<unk>``."""
 
     def __init__(self, words: Sequence[str]) -> None:
         super().__init__(zip(words, range(len(words)), strict=True))
@@ -47,8 +47,8 @@ class Vocabulary:
     A word's number is its rank, as an adaptive softmax needs it.
 
     Args:
-        words: the words, or a file of one word per line. The file is read when a word is first needed,
-            because that takes longer than everything else when a large corpus is opened.
+        words: the words, or a file with one word per line. The file is read when a word is first
+            needed, because reading it is the slowest part of opening a large corpus.
         size: the number of words in the file.
     """
 
@@ -62,23 +62,23 @@ class Vocabulary:
     ) -> Vocabulary:
         """Build the vocabulary of a training split.
 
-        Words are ranked by their count, words of equal count by their first occurrence. With
-        ``max_vocab`` the rarest words become ``<unk>``, whose count then includes theirs; ``<eos>``
-        and ``<unk>`` stay, whatever their rank. If the training split has no ``<unk>``, it is added as
-        the last word only if ``others`` need it.
+        Words are ranked by their count, and words of equal count by their first occurrence. With
+        ``max_vocab`` the rarest words become ``<unk>``, and their counts are added to that of
+        ``<unk>``; ``<eos>`` and ``<unk>`` stay, whatever their rank. If the training split has no
+        ``<unk>``, it is added as the last word if ``others`` has a word that needs it.
 
         Args:
             counts: how often each word occurs, in the order of first occurrence.
             max_vocab: the largest number of words, ``<eos>`` and ``<unk>`` included.
             others: the words of the other splits.
         """
-        if max_vocab is not None and max_vocab < _SMALLEST:
-            raise OptionError(f"max_vocab must be at least {_SMALLEST}, got {max_vocab}.")
+        if max_vocab is not None and max_vocab < _MIN_VOCAB:
+            raise OptionError(f"max_vocab must be at least {_MIN_VOCAB}, got {max_vocab}.")
         counts = {**counts, EOS: counts.get(EOS, 0)}
         if UNK not in counts and any(word not in counts for word in others):
             counts = {**counts, UNK: 0}
         if max_vocab is not None and len(counts) > max_vocab:
-            counts = _shortened(counts, max_vocab)
+            counts = _truncate(counts, max_vocab)
         return cls(sorted(counts, key=counts.__getitem__, reverse=True))
 
     @cached_property
@@ -92,7 +92,7 @@ class Vocabulary:
             words = ()
         if len(words) != self._size:
             raise DataError(
-                f"{self._source} was changed, it should have {self._size} words: delete "
+                f"{self._source} was changed: it should have {self._size} words; delete "
                 f"{self._source.parent} to encode the corpus again."
             )
         return words
@@ -104,7 +104,7 @@ class Vocabulary:
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """The number of each word; any other word gets the number of ``<unk>``, if there is one."""
+        """The number of each word; any other word has the number of ``<unk>``, if there is one."""
         return _Index(self.words)
 
     @cached_property
@@ -140,8 +140,8 @@ class Vocabulary:
         return f"Vocabulary({self.size:,} words)"
 
 
-def _shortened(counts: Mapping[str, int], size: int) -> dict[str, int]:
-    """Return the counts of the ``size`` most frequent words, with ``<eos>`` and ``<unk>``."""
+def _truncate(counts: Mapping[str, int], size: int) -> dict[str, int]:
+    """Return the counts of the ``size`` most frequent words, including ``<eos>`` and ``<unk>``."""
     special = (EOS, UNK)
     ranked = sorted(counts, key=counts.__getitem__, reverse=True)
     frequent = {EOS, *[word for word in ranked if word not in special][: size - len(special)]}
@@ -149,7 +149,7 @@ def _shortened(counts: Mapping[str, int], size: int) -> dict[str, int]:
     return {**kept, UNK: sum(counts.values()) - sum(kept.values())}
 
 
-_CHUNK = 4 << 20  # bytes; as words in memory a chunk takes about 50 MB
+_CHUNK = 4 << 20  # bytes, which take about 50 MB of memory as words
 _BYTE_ORDER_MARK = "\ufeff"
 _NAMES = {
     "train": {"train", "training"},
@@ -166,8 +166,8 @@ def find_splits(folder: Path, exact: Mapping[str, str] | None = None) -> dict[st
     ``ptb.train.txt``, ``wiki.train.tokens``, ``my-validation.txt``.
 
     Args:
-        folder: where to look.
-        exact: the name of each split's file to look for first.
+        folder: the folder to search.
+        exact: the preferred file name of each split.
 
     Raises:
         DataError: if a split is missing, or more than one file fits.
@@ -201,33 +201,33 @@ def _find(folder: Path, split: str, exact: str | None) -> Path:
 
 
 def words(path: Path, limit: int | None = None) -> Iterator[list[str]]:
-    """Read the words of a text file in lists, a few megabytes at a time, with ``<eos>`` after each line.
+    """Yield the words of a text file in lists of a few megabytes, with ``<eos>`` after each line.
 
-    White space separates words; an empty line counts as a line.
+    White space separates words. Empty lines also end with ``<eos>``.
 
     Args:
         path: a UTF-8 text file.
-        limit: the number of words, ``<eos>`` included, after which to stop.
+        limit: stop after this number of words, ``<eos>`` included.
 
     Raises:
         DataError: if the file has no words or is not UTF-8.
     """
     empty = True
-    for text in _texts(path):
-        found = text.replace("\n", f" {EOS}\n").split()
-        empty = empty and all(word == EOS for word in found)
+    for text in _decoded_pieces(path):
+        chunk = text.replace("\n", f" {EOS}\n").split()
+        empty = empty and all(word == EOS for word in chunk)
         if limit is not None:
-            found = found[:limit]
-            limit -= len(found)
-        yield found
+            chunk = chunk[:limit]
+            limit -= len(chunk)
+        yield chunk
         if limit == 0:
             return
     if empty:
         raise DataError(f"{path} is empty: a split must have at least one word.")
 
 
-def _texts(path: Path) -> Iterator[str]:
-    """Read the file in pieces that end between words; the last one ends with a line break."""
+def _decoded_pieces(path: Path) -> Iterator[str]:
+    """Decode the pieces of a file, without the byte order mark."""
     position = 0
     for piece in _pieces(path):
         try:
@@ -242,6 +242,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
+    """Read a file in pieces that end between words; the last piece ends with a line break."""
     rest, ended = b"", True
     try:
         with path.open("rb") as file:

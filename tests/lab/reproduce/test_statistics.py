@@ -1,4 +1,4 @@
-"""Intervals against Student's table and simulation, ratios by seed, and the number of seeds to decide."""
+"""Intervals against Student's table and a simulation, paired ratios, and the number of seeds needed."""
 
 import math
 

@@ -98,13 +98,9 @@ _AXES = {"valid_ppl": "validation perplexity", "train_ppl": "training perplexity
 
 
 def _curves(axes: Axes, section: ReportSection, results: Results, y: str) -> None:
-    """Draw a line for each method, the mean over seeds, in a band from the least value to the greatest.
+    """Draw the curve ``y`` of each method: the mean over seeds, in a band from minimum to maximum.
 
-    Args:
-        axes: where to draw.
-        section: the experiment.
-        results: the records.
-        y: a key of ``_AXES``.
+    All curves of a method are cut to the length of the shortest one.
     """
     lowest_means = []
     for index, row in enumerate(section.rows):

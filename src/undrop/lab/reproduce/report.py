@@ -112,20 +112,18 @@ def _section(experiment: tables.Experiment, results: Results) -> ReportSection:
 
 
 def _row(experiment: tables.Experiment, cell: str, results: Results) -> Row:
-    setting, method = results.worklist.cells[cell].setting, results.worklist.cells[cell].method
-    best = results.worklist.cells[cell].best_variant(results.records)
-    at_paper_scale = (
-        results.worklist.scale == "paper"
-    )  # at other scales, only ratios are comparable
+    planned = results.worklist.cells[cell]
+    # At other scales, only ratios can be compared with the paper's.
+    at_paper_scale = results.worklist.scale == "paper"
     return Row(
         cell,
-        setting.name,
-        method.name,
-        method.label,
+        planned.setting.name,
+        planned.method.name,
+        planned.method.label,
         results.interval(experiment.measure, cell),
         tables.paper_number(experiment.name, cell) if at_paper_scale else None,
         _cost(results, cell),
-        _variant_in_words(method, best),
+        _variant_in_words(planned.method, planned.best_variant(results.records)),
     )
 
 
@@ -149,7 +147,7 @@ def _variant_in_words(method: tables.Method, index: int | None) -> str:
 
 
 def _table(experiment: tables.Experiment, rows: Sequence[Row], *, with_paper: bool) -> Table:
-    """Return the experiment's table of numbers, with a column for the paper's if ``with_paper``."""
+    """Return the experiment's table of numbers, optionally with a column for the paper's numbers."""
     measure = MEASURES[experiment.measure]
     several_settings = len({row.setting for row in rows}) > 1
     headers = ["method", measure.label, "95 % interval", "seeds", "cost of a step"]

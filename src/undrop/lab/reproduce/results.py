@@ -72,11 +72,11 @@ def mean_interval(values: Sequence[float], *, comparisons: int = 1) -> Interval:
 
 
 def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
-    """Return how many seeds decide whether a ratio lies in a range, with a probability of 80 %.
+    """Return the number of seeds that decides a claim with a probability of 80 %.
 
-    The number assumes that the measured ratio and spread are the true ones. That many seeds then have,
-    with this probability, an interval that does not contain the nearest end of the range. The number is
-    None if the spread is unknown, or if 10,000 seeds are not enough.
+    If the measured ratio and spread are the true ones, the interval of that many seeds excludes the
+    nearest end of the claim's range with this probability. The number is None if the spread is unknown,
+    or if 10,000 seeds are not enough.
     """
     if interval.seeds < 2 or not 0.0 < interval.estimate < math.inf:
         return None

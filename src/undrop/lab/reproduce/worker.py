@@ -40,10 +40,13 @@ _TAYLOR_WINDOWS = 40
 def taylor(run: Run) -> dict[str, float]:
     """Compare R_drop with the quadratic term of its Taylor expansion, on the training split.
 
-    Returns:
-        ``dropped``: R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x)); ``quadratic``: ½ E[uᵀHu], which is R_approx with
-        Taylor's factor; ``taylor_share``: quadratic / dropped. The first two are means over the first
-        windows of the split, with the same masks.
+    The keys of the result are
+
+    - ``dropped``: R_drop = E ℓ(F(x; 1, η)) - ℓ(F(x));
+    - ``quadratic``: ½ E[uᵀHu], which is R_approx with Taylor's factor;
+    - ``taylor_share``: quadratic / dropped.
+
+    The first two are means over the first windows of the split, with the same masks.
     """
     device = next(run.model.parameters()).device
     measured = measure_r_drop(
@@ -87,15 +90,14 @@ def execute_run(planned: PlannedRun, folder: str) -> Record:
     """Train, probe the trained model, and return the record.
 
     The caller removes the run's folder after it has saved the record. A run that diverges (a number is
-    infinite or NaN) also has a record, of the epochs before.
+    infinite or NaN) has a record too, of the epochs before that.
 
     Raises:
         UndropError: if the run fails. The next call with the same folder resumes the run.
     """
     use_one_thread()
     path = Path(folder)
-    on_cpu = find_device(planned.config.train.device).type == "cpu"
-    stopwatch = Stopwatch(path, on_cpu=on_cpu)
+    stopwatch = Stopwatch(path, on_cpu=find_device(planned.config.train.device).type == "cpu")
     ended, test_ppl = "diverged", None
     with contextlib.suppress(NonFiniteError):
         summary = run(planned.config, out=path, resume=True, callbacks=[stopwatch])
@@ -208,7 +210,7 @@ def epochs_done(folder: Path) -> int:
     return len(read_json(path)) if path.exists() else 0
 
 
-_STEPS_PER_EPOCH = 25  # if the setting has limit_tokens, of which a fraction can be used
+_STEPS_PER_EPOCH = 25  # if the setting has limit_tokens; else an epoch is the whole corpus
 _TIMED_EPOCHS = 8
 _WARMUP_EPOCHS = 2  # not timed, because engines run their checks in the first steps
 
@@ -256,7 +258,7 @@ def measure_step_costs(
 
 
 class _EpochTimes(Callback):
-    """Measures the seconds from the end of the first step of each epoch to the end of its last step."""
+    """Measures the seconds of each epoch, from the end of its first step to the end of its last step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -17,7 +17,7 @@ from undrop.lab.train import Config, merge
 class PlannedRun:
     """One training run, with an optional measurement on the trained model."""
 
-    config: Config  # every setting, including the seed
+    config: Config  # with the seed
     probe: str | None  # the name of a measurement on the trained model
     setting: str  # the name of its setting
     cost: float  # its estimated time, in runs of plain dropout on the same setting
@@ -107,7 +107,7 @@ class Cell:
 
 
 class Worklist:
-    """The runs that some experiments need at a scale; experiments share runs with the same key.
+    """The runs that some experiments need at a scale. Experiments share runs with the same key.
 
     Args:
         names: the names of the experiments.
@@ -162,7 +162,7 @@ class Worklist:
         return sum(missing) + sum(waiting)
 
     def _dropout_seconds(self, setting: str, records: Records) -> float:
-        """Return the time of a run of plain dropout: measured by records, or else from settings.toml."""
+        """Return the time of a run of plain dropout: from records, or else from settings.toml."""
         cells = [cell for cell in self.cells.values() if cell.setting.name == setting]
         runs = (cell.run(v, seed) for cell in cells for v in cell.variants for seed in cell.seeds)
         seconds = [

@@ -37,9 +37,9 @@ OBJECTIVES.register(
     "l2", about="The loss plus weight · Σ ‖W‖² over all trainable parameters, without dropout"
 )(partial(objectives.L2, weight=1e-5))
 OBJECTIVES.register(
-    "dropout", about="Plain dropout; the option k averages the loss over k masks (Algorithm 1)"
+    "dropout", about="Plain dropout; with the option k, the mean loss over k masks (Algorithm 1)"
 )(objectives.Dropout)
-OBJECTIVES.register("drop-k", about="Dropout averaged over k = 8 masks")(
+OBJECTIVES.register("drop-k", about="Dropout with the mean loss over k = 8 masks")(
     partial(objectives.Dropout, k=8)
 )
 OBJECTIVES.register(
@@ -64,14 +64,15 @@ OBJECTIVES.register(
     about="Dropout with two masks, plus the distance between their predictions (Liang et al. 2021)",
 )(objectives.RDrop)
 OBJECTIVES.register(
-    "jacobian", about="½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman et al. 2019)"
+    "jacobian",
+    about="The loss plus ½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman et al. 2019)",
 )(objectives.Jacobian)
 OBJECTIVES.register(
     "sam", about="Sharpness-aware minimization, on top of dropout (Foret et al. 2021)"
 )(objectives.SAM)
 OBJECTIVES.register(
     "weight-noise",
-    about="Noise on the weights in both directions, without dropout (Zhang et al. 2024)",
+    about="The mean loss at weights W + noise and W - noise, without dropout (Zhang et al. 2024)",
 )(objectives.WeightNoise)
 OBJECTIVES.register(
     "early-dropout", about="Dropout for the first `until` steps, and none after (Liu et al. 2023)"

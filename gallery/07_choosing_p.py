@@ -66,7 +66,7 @@ chosen = ", ".join(f"{p:.2f}" for p in tuner.probabilities.values())
 print(f"tuned, p ends at {chosen}   lowest {min(tuned):.3f}, at the end {tuned[-1]:.3f}")
 
 # %% [markdown]
-# The table shows the state of each site at the end: its p, and whether more of it would help.
+# The table shows the state of each site at the end: its p, and whether more dropout would help.
 
 # %%
 print(tuner.table().text())

@@ -64,6 +64,6 @@ def test_a_convnet_drops_whole_feature_maps():
         (lambda: ConvNet(output_dropout=1.0), r"output_dropout must lie in .* got 1\.0"),
     ],
 )
-def test_invalid_options_of_classifiers_are_named(make, message):
+def test_invalid_options_of_classifiers_raise_errors_that_name_them(make, message):
     with pytest.raises(OptionError, match=message):
         make()

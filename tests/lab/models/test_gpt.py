@@ -69,6 +69,6 @@ def test_a_window_longer_than_the_context_is_refused():
         ({"attention_dropout": -1}, r"attention_dropout must lie in \[0, 1\), got -1"),
     ],
 )
-def test_invalid_options_of_gpt_are_named(option, message):
+def test_invalid_options_of_gpt_raise_errors_that_name_them(option, message):
     with pytest.raises(OptionError, match=message):
         GPT(30, **{**SMALL, **option})

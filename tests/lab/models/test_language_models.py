@@ -216,7 +216,7 @@ def test_models_run_in_half_precision(model, tokens):
         (torch.zeros(3, 2), "of whole numbers, got torch.float32"),
     ],
 )
-def test_a_language_model_names_invalid_tokens(model, bad, message):
+def test_invalid_tokens_raise_an_error_that_describes_them(model, bad, message):
     with pytest.raises(OptionError, match=message):
         model(bad)
 

@@ -28,7 +28,7 @@ def test_recurrent_models_have_the_papers_parameter_counts():
 
 
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
-def test_a_tied_model_has_one_word_matrix(kind):
+def test_a_tied_model_uses_the_embedding_matrix_for_its_logits(kind):
     model = kind(30, **SMALL)
     rows = [n for n, p in model.named_parameters() if p.shape == (30, 6)]
     assert rows == ["embedding.embedding.weight"]
@@ -61,7 +61,7 @@ def test_each_awd_layer_matches_torchs_lstm():
 
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
 def test_locked_masks_are_constant_within_a_window(kind):
-    """Inputs of ones at every locked dropout come out as one mask for all steps."""
+    """If the input of a locked dropout is all ones, its output has the same mask at all steps."""
     model = kind(30, **SMALL, input_dropout=0.5, hidden_dropout=0.5, output_dropout=0.5)
     locked = [model.input_dropout, *model.hidden_dropouts, model.output_dropout]
     assert len(locked) == 4
@@ -90,12 +90,12 @@ def test_locked_masks_are_constant_within_a_window(kind):
     ],
 )
 @pytest.mark.parametrize("kind", [AWDLSTM, QRNN])
-def test_invalid_options_of_recurrent_models_are_named(kind, option, message):
+def test_invalid_options_of_recurrent_models_raise_errors_that_name_them(kind, option, message):
     with pytest.raises(OptionError, match=message):
         kind(30, **{**SMALL, **option})
 
 
-def test_an_invalid_vocabulary_or_window_is_named():
+def test_an_invalid_vocabulary_or_window_raises_an_error_that_names_it():
     with pytest.raises(OptionError, match="vocab_size must be a whole number of at least 1, got 0"):
         AWDLSTM(0)
     with pytest.raises(OptionError, match="window must be 1 or 2, got 3"):
@@ -147,7 +147,7 @@ def test_the_linear_scan_differentiates_in_every_mode():
 
 
 def test_backward_through_the_linear_scans_tangent_is_correct():
-    """∂/∂a of a forward-mode derivative, against finite differences of it."""
+    """∂/∂a of a forward-mode derivative equals its finite differences."""
     a, b, initial = (x.detach() for x in scan_inputs(6, 3))
     direction = torch.randn(6, 3, dtype=torch.double, generator=torch.Generator().manual_seed(2))
 
@@ -187,7 +187,7 @@ def test_only_the_first_qrnn_layer_sees_two_inputs():
 
 
 def test_a_qrnn_has_no_loop_over_tokens():
-    """Twice the tokens cost a few calls more, not twice as many."""
+    """Twice as many tokens need only a few more calls of torch functions."""
 
     class Counter(torch.overrides.TorchFunctionMode):
         calls = 0

@@ -13,7 +13,7 @@ SMALL = {"size": 8, "inner_size": 12, "layers": 2, "heads": 2, "cutoffs": [7, 15
 
 
 def encoding(k, size):
-    """R_k, written out."""
+    """R_k by its formula, one entry at a time."""
     frequencies = [10000.0 ** (-2 * i / size) for i in range(size // 2)]
     values = [math.sin(k * w) for w in frequencies] + [math.cos(k * w) for w in frequencies]
     return torch.tensor(values, dtype=torch.double)
@@ -138,6 +138,6 @@ def test_position_noise_is_shared_by_the_batch():
         ({"cutoffs": [20_000]}, r"cutoffs must be .* from 1 to 29, got \[20000\]"),
     ],
 )
-def test_invalid_options_of_transformer_xl_are_named(option, message):
+def test_invalid_options_of_transformer_xl_raise_errors_that_name_them(option, message):
     with pytest.raises(OptionError, match=message):
         TransformerXL(30, **{**SMALL, **option})

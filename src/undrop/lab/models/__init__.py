@@ -1,6 +1,6 @@
 """Models for the experiments: language models, and small classifiers.
 
-Language models read windows of text, time first, and carry a state from window to window:
+A language model reads windows of text, time first, and carries a state from window to window:
 ``output, state = model(tokens, state)``.
 """
 

@@ -1,4 +1,4 @@
-"""Small classifiers: a convolutional one, and a multi-layer perceptron."""
+"""Small classifiers: a convolutional network and a multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from undrop import options
 
 
 class _Stage(nn.Module):
-    """A 3 × 3 convolution, ReLU, pooling by 2, and dropout of whole feature maps."""
+    """A 3 × 3 convolution, ReLU, max pooling by 2, and dropout of whole feature maps."""
 
     def __init__(self, inputs: int, outputs: int, *, dropout: float, batch_norm: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ConvNet(nn.Module):
     Each side of an image must have at least 2 ** stages pixels.
 
     Args:
-        channels: the number of channels of an image.
+        channels: the number of channels of the images.
         classes: the number of classes.
         widths: the number of feature maps of each stage.
         feature_dropout: the probability of dropping a feature map.
@@ -64,7 +64,7 @@ class ConvNet(nn.Module):
         self.classifier = nn.Linear(widths[-1], options.check_int("classes", classes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, classes) of images (B, channels, height, width)."""
+        """Return the logits (B, classes) of images (B, channels, height, width)."""
         for stage in self.stages:
             x = stage(x)
         logits: Tensor = self.classifier(self.output_dropout(x.mean((2, 3))))
@@ -75,7 +75,7 @@ class MLP(nn.Module):
     """Linear layers with ReLU and dropout between them (Srivastava et al. 2014).
 
     Args:
-        sizes: the number of inputs, of units in each hidden layer, and of outputs.
+        sizes: the numbers of inputs, of units in each hidden layer, and of outputs.
         dropout: the probability of dropping a hidden unit.
         input_dropout: the probability of dropping an input.
     """
@@ -91,15 +91,16 @@ class MLP(nn.Module):
         self.hidden_dropouts = nn.ModuleList(nn.Dropout(p) for _ in self.sizes[2:])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs (B, sizes[-1]) for inputs (B, …) of sizes[0] numbers each."""
-        first, *later = self.layers
+        """Return the outputs (B, sizes[-1]) for inputs (B, …), each of sizes[0] numbers."""
+        first, *others = self.layers
         x = first(self.input_dropout(x.flatten(1)))
-        for dropout, layer in zip(self.hidden_dropouts, later, strict=True):
+        for dropout, layer in zip(self.hidden_dropouts, others, strict=True):
             x = layer(dropout(F.relu(x)))
         return x
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a linear layer with the initialization of He et al. 2015 for ReLU."""
     layer = nn.Linear(inputs, outputs)
     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     nn.init.zeros_(layer.bias)

@@ -11,7 +11,7 @@ from undrop.options import check_int, check_probability
 
 
 class _Attention(nn.Module):
-    """Causal self-attention with PyTorch's fused kernel, including the dropout of probabilities."""
+    """Causal self-attention with torch's fused kernel, which also drops attention probabilities."""
 
     def __init__(self, size: int, heads: int, *, dropout: float, attention_dropout: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         packed = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, B, 3, H, d)
         query, key, value = packed.permute(2, 1, 3, 0, 4).unbind()  # (B, H, T, d) each
-        # The kernel does not know the mode of the module: without this it would drop in eval mode.
+        # The function does not know the module's mode, and would also drop in eval mode.
         p = self.attention_dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
         dropped: Tensor = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
@@ -63,16 +63,16 @@ class _Layer(nn.Module):
 class GPT(LanguageModel):
     """A causal transformer with norms before its blocks and learned positions.
 
-    Radford et al. 2019, "Language models are unsupervised multitask learners" (GPT-2, whose
-    smallest size is the default). The head uses the embedding's matrix. The model carries nothing from
-    window to window: its state is ``()``.
+    Radford et al. 2019, "Language models are unsupervised multitask learners". The defaults are the
+    smallest GPT-2. The head uses the embedding's matrix. The model carries nothing from window to
+    window: its state is ``()``.
 
     Args:
         vocab_size: the number of words.
         size: the number of features d.
         layers: the number of layers.
         heads: the number of attention heads, which divides the size.
-        context: the longest window.
+        context: the largest number of tokens in a window.
         dropout: the probability of dropping a feature of an embedded word or of a block's output.
         attention_dropout: the probability of dropping an attention probability.
     """
@@ -104,7 +104,7 @@ class GPT(LanguageModel):
         self._initialize()
 
     def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """The last layer's outputs, normalized."""
+        """Return the normalized outputs of the last layer, and the empty state."""
         steps, context = len(tokens), self.positions.num_embeddings
         if steps > context:
             raise OptionError(
@@ -117,13 +117,14 @@ class GPT(LanguageModel):
         return self.norm(x), ()
 
     def shared_embedding(self) -> nn.Embedding:
-        """The words' embedding."""
+        """Return the embedding of words."""
         return self.embedding
 
     def _initialize(self) -> None:
-        """Draw normal weights with standard deviation 0.02.
+        """Draw normal weights with a standard deviation of 0.02.
 
-        It is smaller for the 2 · layers outputs that are added to the residual stream.
+        The blocks add 2 · layers outputs to the residual stream. The weights of these outputs have a
+        standard deviation of 0.02 / sqrt(2 · layers), so that their sum does not grow with the layers.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -1,4 +1,4 @@
-"""What all language models share: the state, the output layer, the call and the loss."""
+"""The base class of the language models: its state, output layer, call and loss."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from undrop.options import check_int
 from undrop.registry import Registry
 
 State: TypeAlias = tuple[Any, ...]
-"""What a model carries from window to window: tensors, or tuples of them, with the batch second."""
+"""The state that a model carries between windows: tensors (or tuples of them) with the batch second."""
 
 
 def detach(state: State) -> State:
-    """Return the same values without their graph, which truncates back-propagation between windows."""
+    """Return the state without its graph, to truncate back-propagation between windows."""
     detached: State = tree_map_only(Tensor, Tensor.detach, state)
     return detached
 
 
 class LinearHead(nn.Module):
-    """The scores of all words, ``h Wᵀ + b``.
+    """The logits of all words, ``h Wᵀ + b``.
 
-    A tied head has no W: each call passes it the embedding, whose matrix it uses (Press & Wolf 2017),
-    so that each parameter has one owner and one name in ``state_dict``.
+    A tied head uses the embedding's matrix as W (Press & Wolf 2017). It does not store W: each call
+    passes the embedding, so that each parameter has one owner and one name in ``state_dict``.
 
     Args:
         vocab_size: the number of words.
         size: the number of features.
         tied: whether W is the embedding's matrix.
-        bias: whether there is a b.
+        bias: whether to add b.
     """
 
     weight: Tensor | None
@@ -52,11 +52,11 @@ class LinearHead(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.zeros(vocab_size)) if bias else None)
 
     def forward(self, features: Tensor, embedding: nn.Embedding) -> Tensor:
-        """Logits (…, V) of features (…, d)."""
+        """Return the logits (…, V) of features (…, d)."""
         return F.linear(features, self._weight(embedding), self.bias)
 
     def loss(self, embedding: nn.Embedding, *, label_smoothing: float = 0.0) -> Loss:
-        """The cross-entropy that takes this head's features."""
+        """Return the cross-entropy as a loss that takes the features, and applies this head."""
         weight = self._weight(embedding)
         return LinearCrossEntropy(weight, self.bias, label_smoothing=label_smoothing)
 
@@ -65,9 +65,9 @@ class LinearHead(nn.Module):
 
 
 class LanguageModel(nn.Module, ABC):
-    """A model of the next word, called on windows of text with the time first.
+    """A model that predicts the next word, called on windows of text with the time first.
 
-    A subclass computes the features of tokens, and has the embedding that a tied head shares.
+    A subclass computes the features of tokens, and owns the embedding whose matrix a tied head uses.
 
     Args:
         vocab_size: the number of words.
@@ -91,8 +91,8 @@ class LanguageModel(nn.Module, ABC):
         self.vocab_size = check_int("vocab_size", vocab_size)
         if cutoffs and not tied:
             raise OptionError(
-                f"tied must be True for an adaptive softmax (cutoffs={list(cutoffs)}), whose rows "
-                "are the embedding's, got False."
+                f"tied must be True for an adaptive softmax (cutoffs={list(cutoffs)}), which uses the "
+                "rows of the embedding, got False."
             )
         self.head = (
             AdaptiveHead(vocab_size, cutoffs=cutoffs)
@@ -102,11 +102,11 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Features (T, B, d) of tokens (T, B), and the state after the last of them."""
+        """Return the features (T, B, d) of tokens (T, B), and the state after the last token."""
 
     @abstractmethod
     def shared_embedding(self) -> Any:
-        """The embedding that a tied head shares."""
+        """Return the embedding whose matrix a tied head uses."""
 
     def forward(
         self, tokens: Tensor, state: State | None = None, *, logits: bool = True
@@ -115,22 +115,22 @@ class LanguageModel(nn.Module, ABC):
 
         Args:
             tokens: word numbers (T, B), time first.
-            state: what the call on the previous window returned; None at the beginning of a text. It
-                keeps its graph unless you :func:`detach` it.
-            logits: whether to return the logits (T, B, V). If False, return the features (T, B, d) for
-                :meth:`loss`, which computes the logits in chunks.
+            state: the state that the call on the previous window returned; None at the beginning of a
+                text. The state keeps its graph unless you :func:`detach` it.
+            logits: whether to return the logits (T, B, V). If False, the output is the features
+                (T, B, d) for :meth:`loss`, which computes the logits in chunks.
 
         Returns:
             The output at each token, which predicts the *next* one, and the new state.
         """
-        _check(tokens, state)
+        _check_inputs(tokens, state)
         features, state = self.features(tokens, state)
         return (self.head(features, self.shared_embedding()) if logits else features), state
 
     def loss(self, *, label_smoothing: float = 0.0) -> Loss:
-        """The mean cross-entropy over (T, B) targets, as a loss that takes the features.
+        """Return the mean cross-entropy over (T, B) targets, as a loss that takes the features.
 
-        It refers to the parameters of this model, so one loss serves all steps.
+        The loss refers to the parameters of this model, so one loss serves all steps.
 
         Raises:
             OptionError: if the model's head does not support label smoothing.
@@ -146,10 +146,10 @@ class LanguageModel(nn.Module, ABC):
 
 
 MODELS: Registry[str, type[LanguageModel]] = Registry("model")
-"""The language models by name."""
+"""The language models, by name."""
 
 
-def _check(tokens: Tensor, state: State | None) -> None:
+def _check_inputs(tokens: Tensor, state: State | None) -> None:
     if tokens.dim() != 2 or tokens.numel() == 0 or tokens.is_floating_point():
         raise OptionError(
             "tokens must be a non-empty tensor (time, batch) of whole numbers, got "

@@ -1,4 +1,4 @@
-"""AWD-LSTM and QRNN: language models with recurrent layers and dropout around each of them."""
+"""AWD-LSTM and QRNN: language models with recurrent layers and dropout around each layer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from undrop.nn.adaptive import AdaptiveEmbedding
 from undrop.nn.dropout import EmbeddingDropout, LockedDropout, WeightDrop
 from undrop.options import check_int, check_probability
 
-_SPREAD = 0.1  # initial embeddings are uniform in ±0.1, or normal with the same variance
+_INITIAL_RANGE = 0.1  # initial embeddings are uniform in ±0.1, or normal with the same variance
 
 
 class RecurrentLM(LanguageModel):
-    """Embedding, recurrent layers and a softmax, with dropout between all of them.
+    """An embedding, recurrent layers and a softmax, with dropout before and after each layer.
 
-    Masks between layers are locked: one for all time steps of a window (Gal & Ghahramani 2016). A
-    subclass makes the layers.
+    Masks between layers are locked: all time steps of a window have the same mask (Gal & Ghahramani
+    2016). A subclass makes the layers.
 
     Args:
         vocab_size: the number of words.
-        embedding_size: the size of the embedding, and of the last layer if tied.
+        embedding_size: the size of the embedding, and also of the last layer if ``tied``.
         hidden_size: the size of the other layers.
         layers: the number of layers.
         tied: whether the head uses the embedding's matrix.
@@ -63,7 +63,7 @@ class RecurrentLM(LanguageModel):
         hidden = (hidden_size,) * (check_int("layers", layers) - 1)
         sizes = (embedding_size, *hidden, embedding_size if tied else hidden_size)
         weight_p = check_probability("weight_dropout", weight_dropout)
-        made = [self.layer(i, a, b, weight_p) for i, (a, b) in enumerate(pairwise(sizes))]
+        recurrent = [self.layer(i, a, b, weight_p) for i, (a, b) in enumerate(pairwise(sizes))]
         super().__init__(vocab_size, sizes[-1], tied=tied, cutoffs=cutoffs)
         p = check_probability("hidden_dropout", hidden_dropout)
         self.embedding = EmbeddingDropout(
@@ -71,30 +71,28 @@ class RecurrentLM(LanguageModel):
             check_probability("embedding_dropout", embedding_dropout),
         )
         self.input_dropout = LockedDropout(check_probability("input_dropout", input_dropout))
-        self.layers = nn.ModuleList(made)
-        self.hidden_dropouts = nn.ModuleList(LockedDropout(p) for _ in made[1:])
+        self.layers = nn.ModuleList(recurrent)
+        self.hidden_dropouts = nn.ModuleList(LockedDropout(p) for _ in recurrent[1:])
         self.output_dropout = LockedDropout(check_probability("output_dropout", output_dropout))
 
     @abstractmethod
     def layer(self, index: int, inputs: int, outputs: int, weight_dropout: float) -> nn.Module:
-        """Make a layer, called as ``layer(x, state) -> (y, state)`` on (T, B, size)."""
+        """Return a new layer, which is called as ``layer(x, state) -> (y, state)`` on (T, B, size)."""
 
     def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """The last layer's outputs after dropout, and each layer's state."""
+        """Return the outputs of the last layer after dropout, and the state of each layer."""
         x = self.input_dropout(self.embedding(tokens))
-        after: State = ()
-        for layer, dropout, before in zip(
-            self.layers,
-            (*self.hidden_dropouts, self.output_dropout),
-            state or (None,) * len(self.layers),
-            strict=True,
-        ):
-            x, new = layer(x, before)
-            x, after = dropout(x), (*after, new)
-        return x, after
+        dropouts = (*self.hidden_dropouts, self.output_dropout)
+        old_states = state or (None,) * len(self.layers)
+        new_states = []
+        for layer, dropout, old_state in zip(self.layers, dropouts, old_states, strict=True):
+            x, new_state = layer(x, old_state)
+            x = dropout(x)
+            new_states.append(new_state)
+        return x, tuple(new_states)
 
     def shared_embedding(self) -> nn.Embedding | AdaptiveEmbedding:
-        """The embedding, without its dropout."""
+        """Return the embedding without its dropout."""
         return self.embedding.embedding
 
 
@@ -102,9 +100,9 @@ def _embedding(
     vocab_size: int, size: int, cutoffs: Sequence[int]
 ) -> nn.Embedding | AdaptiveEmbedding:
     if cutoffs:
-        return AdaptiveEmbedding(vocab_size, size, cutoffs=cutoffs, std=_SPREAD / 3**0.5)
+        return AdaptiveEmbedding(vocab_size, size, cutoffs=cutoffs, std=_INITIAL_RANGE / 3**0.5)
     embedding = nn.Embedding(vocab_size, size)
-    nn.init.uniform_(embedding.weight, -_SPREAD, _SPREAD)
+    nn.init.uniform_(embedding.weight, -_INITIAL_RANGE, _INITIAL_RANGE)
     return embedding
 
 
@@ -116,23 +114,24 @@ class AWDLSTM(RecurrentLM):
 
     Merity, Keskar & Socher 2018, "Regularizing and optimizing LSTM language models". The arguments are
     those of :class:`RecurrentLM`. The defaults are the model of Wei, Kakade & Ma 2020 on Penn Treebank
-    and WikiText-2: q = 0.4 at all sites but the embedding's rows, which are not dropped.
+    and WikiText-2: q = 0.4 at all sites, and no dropout of the embedding's rows.
 
-    The state is ``((h, c), …)``, a pair (1, B, size) for each layer.
+    The state is ``((h, c), …)``, a pair of tensors (1, B, size) for each layer.
     """
 
     def layer(self, index: int, inputs: int, outputs: int, weight_dropout: float) -> nn.Module:
-        """Make an ``nn.LSTM`` of one layer, so that the model's own dropout runs between layers."""
+        """Return an ``nn.LSTM`` of one layer, so that the model's own dropout runs between layers."""
         return WeightDrop(nn.LSTM(inputs, outputs), ["weight_hh_l0"], weight_dropout)
 
 
 def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
-    """All c_t = a_t ⊙ c_{t-1} + b_t, with c_{-1} = ``initial``, in about log₂ T vectorized rounds.
+    """Return all c_t = a_t ⊙ c_{t-1} + b_t, with c_{-1} = ``initial``, in log₂ T vectorized rounds.
 
-    Two steps make one: c_{2k+1} = (a_{2k+1} a_{2k}) c_{2k-1} + (a_{2k+1} b_{2k} + b_{2k+1}). That
-    recurrence of half the length gives the odd steps, and one more step from each gives the even
-    ones: about 3T multiplications, where a loop has T. There are no divisions, so gates near 0 or 1
-    lose no precision, and torch differentiates products and sums in any mode and to any order.
+    Two steps combine into one: c_{2k+1} = (a_{2k+1} a_{2k}) c_{2k-1} + (a_{2k+1} b_{2k} + b_{2k+1}).
+    This recurrence of half the length gives the odd steps. The even steps follow from the odd steps
+    before them. This takes about 3T multiplications; a loop takes T. There are no divisions, so gates
+    near 0 or 1 lose no precision, and torch differentiates products and sums in any mode and to any
+    order.
 
     Args:
         a: the factors (T, …), T ≥ 1.
@@ -156,8 +155,9 @@ def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
 
 
 def _pairs(x: Tensor, half: int) -> tuple[Tensor, ...]:
-    """The even and the odd steps; the last step is left out if their number is odd."""
-    paired = x if len(x) == 2 * half else x[: 2 * half]  # no slice, no copy in the backward pass
+    """Return the even and the odd steps, without the last step if the number of steps is odd."""
+    # A slice copies x in the backward pass, so slice only if it is necessary.
+    paired = x if len(x) == 2 * half else x[: 2 * half]
     return paired.view(half, 2, *x.shape[1:]).unbind(1)
 
 
@@ -168,13 +168,13 @@ class QRNNLayer(nn.Module):
 
         c_t = sigmoid(f_t) c_{t-1} + (1 - sigmoid(f_t)) tanh(z_t),   h_t = sigmoid(o_t) c_t.
 
-    The state has the values at the last step: ``(c,)``, or ``(c, x)`` for a window of 2, each
-    (1, B, size).
+    The state holds the values at the last step, of shape (1, B, size): ``(c,)``, or ``(c, x)`` for a
+    window of 2.
 
     Args:
         input_size: the size of x.
         hidden_size: the size of c and h.
-        window: how many inputs the gates see, 1 or 2.
+        window: the number of inputs that the gates see, 1 or 2.
         weight_dropout: the probability of dropping an entry of W.
     """
 
@@ -193,15 +193,15 @@ class QRNNLayer(nn.Module):
         )
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Outputs h (T, B, hidden) for inputs x (T, B, input), and the state after the last."""
-        c, *previous = state or self._initial(x)
-        seen = [x, *(torch.cat([before, x[:-1]]) for before in previous)]
-        z, f, o = self.linear(torch.cat(seen, dim=-1)).chunk(3, dim=-1)
+        """Return the outputs h (T, B, hidden) for inputs x (T, B, input), and the state after them."""
+        c, *previous = state or self._initial_state(x)
+        inputs = [x, *(torch.cat([last, x[:-1]]) for last in previous)]
+        z, f, o = self.linear(torch.cat(inputs, dim=-1)).chunk(3, dim=-1)
         keep = torch.sigmoid(f)
         c = linear_scan(keep, (1.0 - keep) * torch.tanh(z), c)
         return torch.sigmoid(o) * c, (c[-1:], *(x[-1:] for _ in previous))
 
-    def _initial(self, x: Tensor) -> State:
+    def _initial_state(self, x: Tensor) -> State:
         sizes = (self.hidden_size, x.shape[-1])[: self.window]
         return tuple(torch.zeros(1, x.shape[1], n, dtype=x.dtype, device=x.device) for n in sizes)
 
@@ -213,14 +213,14 @@ class QRNN(RecurrentLM):
     """Quasi-recurrent layers with the dropouts of AWD-LSTM.
 
     Bradbury et al. 2017, "Quasi-recurrent neural networks", as in Merity, Keskar & Socher 2018, "An
-    analysis of neural language modeling at multiple scales": DropConnect is on all weights of a
-    layer, and only the first layer sees two inputs. The defaults are that model on WikiText-103.
+    analysis of neural language modeling at multiple scales": DropConnect acts on all weights of a
+    layer, and only the first layer sees two inputs. The defaults are their model on WikiText-103.
 
     The state is one tuple for each layer: see :class:`QRNNLayer`.
 
     Args:
-        window: how many inputs the first layer's gates see, 1 or 2; the others see 1. All other
-            arguments are those of :class:`RecurrentLM`.
+        window: the number of inputs that the gates of the first layer see, 1 or 2; those of the other
+            layers see 1. All other arguments are those of :class:`RecurrentLM`.
     """
 
     def __init__(
@@ -255,6 +255,6 @@ class QRNN(RecurrentLM):
         )
 
     def layer(self, index: int, inputs: int, outputs: int, weight_dropout: float) -> nn.Module:
-        """Make a layer; only the first one sees ``window`` inputs."""
+        """Return a new layer; only the first layer sees ``window`` inputs."""
         window = 1 if index else self.window
         return QRNNLayer(inputs, outputs, window=window, weight_dropout=weight_dropout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -17,29 +16,36 @@ from undrop.options import check_int, check_probability
 
 
 def sinusoids(steps: int, size: int, *, like: Tensor) -> Tensor:
-    """Encodings R_k of the distances k = steps - 1, …, 1, 0, as (steps, size).
+    """Return encodings R_k of the distances k = steps - 1, …, 1, 0, of shape (steps, size).
 
     R_k = [sin(k ω), cos(k ω)] with ω_i = 10000^(-2i / size).
     """
-    # Angles of up to thousands of radians need at least single precision, whatever the model has.
+    # Angles of up to thousands of radians need at least single precision, whatever dtype the model has.
     precise = torch.promote_types(like.dtype, torch.float32)
     distances = torch.arange(steps - 1, -1, -1, dtype=precise, device=like.device)
-    halves = torch.arange(0, size, 2, dtype=precise, device=like.device)
-    angles = distances[:, None] * 10000.0 ** (-halves / size)
+    exponents = torch.arange(0, size, 2, dtype=precise, device=like.device) / size
+    angles = distances[:, None] * 10000.0**-exponents
     return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :size].to(like.dtype)
 
 
 def _relative_shift(scores: Tensor) -> Tensor:
-    """Turn scores (…, T, K) by distance into scores by key.
+    """Rearrange scores (…, T, K) whose columns are distances into scores whose columns are keys.
 
     Column m has distance K-1-m, and query i is at distance i + K-T - j from key j. So entry (i, j) of
-    the result is scores[i, j + T-1-i]: each row moves to the left by one place less than the row above.
-    Adding one column and viewing the memory with the old row length does exactly that, without
-    indexing. Entries of keys after the query, j > i + K-T, are not used.
+    the result is scores[i, j + T-1-i]: each row moves one column less to the left than the row above.
+    Adding one column and viewing the memory with other row lengths does exactly that, without
+    indexing. Entries of keys after the query, j > i + K-T, have no meaning; the caller masks them.
     """
     *batch, queries, keys = scores.shape
-    longer = F.pad(scores, (1, 0)).view(*batch, keys + 1, queries)
-    return longer[..., 1:, :].reshape(*batch, queries, keys)
+    padded = F.pad(scores, (1, 0)).view(*batch, keys + 1, queries)
+    return padded[..., 1:, :].reshape(*batch, queries, keys)
+
+
+def _future_keys(scores: Tensor) -> Tensor:
+    """Return a mask (T, K) that is True for the keys after each query."""
+    queries, keys = scores.shape[-2:]
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+    return ones.triu(keys - queries + 1)
 
 
 class RelativeAttention(nn.Module):
@@ -73,32 +79,26 @@ class RelativeAttention(nn.Module):
 
         Args:
             x: the window (T, B, d).
-            memory: the steps before it (M, B, d).
+            memory: the inputs of the layer at the M steps before the window (M, B, d).
             encodings: R of the distances T+M-1, …, 0, as (T+M, d).
             u: the bias of queries for content (H, d_head).
             v: the bias of queries for position (H, d_head).
         """
-        query = self._split(self.query(x))  # (T, B, H, d_head)
+        query = self._split_heads(self.query(x))  # (T, B, H, d_head)
         key, value = self.key_value(torch.cat([memory, x])).chunk(2, dim=-1)
-        key, value = (self._split(part).permute(1, 2, 0, 3) for part in (key, value))
-        position = self._split(self.position(encodings)).transpose(0, 1)  # (H, T+M, d_head)
+        key, value = (self._split_heads(part).permute(1, 2, 0, 3) for part in (key, value))
+        position = self._split_heads(self.position(encodings)).transpose(0, 1)  # (H, T+M, d_head)
         content_scores = (query + u).permute(1, 2, 0, 3) @ key.mT  # (B, H, T, T+M)
         position_scores = (query + v).permute(1, 2, 0, 3) @ position.mT
         scores = (content_scores + _relative_shift(position_scores)) * query.shape[-1] ** -0.5
-        scores = scores.masked_fill(self._future(scores), float("-inf"))
+        scores = scores.masked_fill(_future_keys(scores), float("-inf"))
         probabilities = F.softmax(scores, dim=-1)
         mixed = self.attention_dropout(probabilities) @ value
         dropped: Tensor = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
         return dropped
 
-    def _split(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], self.heads, -1)
-
-    @staticmethod
-    def _future(scores: Tensor) -> Tensor:
-        queries, keys = scores.shape[-2:]
-        ones = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
-        return ones.triu(keys - queries + 1)
 
 
 class _FeedForward(nn.Module):
@@ -134,7 +134,7 @@ class _Layer(nn.Module):
 
 
 class _PositionDropout(nn.Module):
-    """Dropout of encodings that all examples of a batch share."""
+    """Dropout of the position encodings, with one mask for all examples of a batch."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -153,14 +153,14 @@ class _PositionDropout(nn.Module):
 class TransformerXL(LanguageModel):
     """A transformer that also attends to its own activations in earlier windows.
 
-    Dai et al. 2019, "Transformer-XL: attentive language models beyond a fixed-length context"; the
-    defaults are its base model on WikiText-103, which needs a vocabulary of more than 200,000 words.
-    Norms follow the blocks, u and v are shared by all layers, and the adaptive softmax uses the rows
-    and projections of the adaptive embedding. With ``shrink`` > 1 (4 in the large model) the
-    shortlist has no projection, unlike in that paper.
+    Dai et al. 2019, "Transformer-XL: attentive language models beyond a fixed-length context". The
+    defaults are the base model of that paper on WikiText-103, which needs a vocabulary of more than
+    200,000 words. A norm follows each block, all layers share u and v, and the adaptive softmax uses
+    the rows and projections of the adaptive embedding. With ``shrink`` > 1 (4 in the paper's large
+    model), the shortlist has no projection, unlike in the paper.
 
-    The state is one memory (M, B, d) for each layer: its inputs at the last M ≤ ``memory`` steps.
-    You can set ``model.memory`` to another length at any time.
+    The state is one memory (M, B, d) for each layer: the inputs of the layer at the last M ≤ ``memory``
+    steps. You can set ``model.memory`` to another length at any time.
 
     Args:
         vocab_size: the number of words, which are sorted with the most frequent first.
@@ -169,8 +169,10 @@ class TransformerXL(LanguageModel):
         layers: the number of layers.
         heads: the number of attention heads, which divides the size.
         memory: the number of earlier steps to attend to.
-        cutoffs: the first word of each tail of the adaptive softmax; none for a plain one.
-        shrink: the factor by which the embeddings of each tail are shorter than those of the one before.
+        cutoffs: the index of the first word of each tail cluster of an adaptive softmax; empty for a
+            full softmax.
+        shrink: the factor by which the embeddings of a cluster are shorter than those of the cluster
+            before it.
         dropout: the probability of dropping a feature of an embedded word, of a position's encoding or
             of a block's output, or a hidden unit of a feed-forward block.
         attention_dropout: the probability of dropping an attention probability.
@@ -216,28 +218,29 @@ class TransformerXL(LanguageModel):
         self._initialize()
 
     def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """The last layer's outputs after dropout, and the memories of all layers' inputs."""
+        """Return the outputs of the last layer after dropout, and the new memory of each layer."""
         x = self.embedding(tokens)
         x = self.input_dropout(x * x.shape[-1] ** 0.5)
-        before = state or tuple(repeat(x[:0], len(self.layers)))
-        encodings = sinusoids(len(before[0]) + len(x), x.shape[-1], like=x)
+        memories = state or (x[:0],) * len(self.layers)
+        encodings = sinusoids(len(memories[0]) + len(x), x.shape[-1], like=x)
         encodings = self.position_dropout(encodings)
-        after: State = ()
-        for layer, memory in zip(self.layers, before, strict=True):
-            after = (*after, self._remember(memory, x))
+        new_memories = []
+        for layer, memory in zip(self.layers, memories, strict=True):
+            new_memories.append(self._extend(memory, x))
             x = layer(x, memory, encodings, self.content_bias, self.position_bias)
-        return self.output_dropout(x), after
+        return self.output_dropout(x), tuple(new_memories)
 
     def shared_embedding(self) -> nn.Embedding | AdaptiveEmbedding:
-        """The words' embedding."""
+        """Return the embedding of words."""
         return self.embedding
 
-    def _remember(self, memory: Tensor, x: Tensor) -> Tensor:
+    def _extend(self, memory: Tensor, x: Tensor) -> Tensor:
+        """Return the last steps of the memory followed by x, at most ``self.memory`` of them."""
         past = torch.cat([memory, x]) if len(x) < self.memory else x
         return past[max(len(past) - self.memory, 0) :]
 
     def _initialize(self) -> None:
-        """Normal weights with standard deviation 0.02, zero biases."""
+        """Draw normal weights with a standard deviation of 0.02, and set biases to 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

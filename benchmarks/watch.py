@@ -1,4 +1,4 @@
-"""The cost of ``undrop.Watcher``: one observation relative to the dropout steps between two observations.
+"""The cost of ``undrop.Watcher``: an observation relative to the steps between two observations.
 
     python benchmarks/watch.py [--repeats 7] [--interval 100] [--json FILE]
 

@@ -1,12 +1,12 @@
-"""Train language models: a config describes a run, a folder holds it, and it resumes at any time.
+"""Train language models: a config describes a run, and from the run's folder it can always resume.
 
 >>> from undrop.lab import train
 >>> config = train.configure("ptb-lstm-tiny", {"data": {"dir": "data"}}, ["train.epochs=1"])
 >>> config.train.epochs
 1
 
-``train.run(config, out="runs/first")`` trains it and returns a :class:`Summary`. The code of a run is
-``session.run`` and ``trainer.Trainer``.
+``train.run(config, out="runs/first")`` trains a model and returns a :class:`Summary`. To follow a run
+through the code, start at ``run`` in ``session.py``; its module docstring says how a run resumes.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def is_main() -> bool:
 
 @contextlib.contextmanager
 def join_world(device: torch.device) -> Iterator[World]:
-    """Join the processes that ``torchrun`` started; without torchrun, this process is alone."""
+    """Join the processes that ``torchrun`` started; without torchrun, the world is this process."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(device=device)
         return
@@ -253,8 +253,10 @@ def _offer_name(store: Store, size: int, wait: timedelta) -> str:
     name, missing = uuid.uuid4().hex, set(range(1, size))
     deadline = time.monotonic() + wait.total_seconds()
     while missing:
-        for rank in [rank for rank in missing if store.check([f"undrop/asks/{rank}"])]:
-            store.set(f"undrop/answer/{store.get(f'undrop/asks/{rank}').decode()}", name)
+        for rank in missing:
+            if store.check([f"undrop/asks/{rank}"]):
+                token = store.get(f"undrop/asks/{rank}").decode()
+                store.set(f"undrop/answer/{token}", name)
         missing = {rank for rank in missing if not store.check([f"undrop/{name}/{rank}"])}
         if missing and time.monotonic() > deadline:
             raise TimeoutError(

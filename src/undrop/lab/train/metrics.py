@@ -1,4 +1,4 @@
-"""The measurements of a run: losses on whole splits, means over steps, and the time across restarts."""
+"""The measurements of a run: losses on whole splits, means over steps, and seconds of work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mean_loss(
         model: a language model; its mode is restored.
         tokens: the split.
         batch_size: the number of streams to read in parallel.
-        length: the number of steps per window.
+        length: the number of time steps per window.
         world: the processes that share the streams.
         after_window: called after each window; it can raise an error to stop the evaluation.
 
@@ -108,22 +108,22 @@ class Clock:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._since: float | None = None
+        self._start: float | None = None
 
     @property
     def seconds(self) -> float:
         """The seconds until now."""
-        running = time.perf_counter() - self._since if self._since is not None else 0.0
+        running = time.perf_counter() - self._start if self._start is not None else 0.0
         return self._seconds + running
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Count the time that the block takes."""
-        self._since = time.perf_counter()
+        self._start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds, self._since = self.seconds, None
+            self._seconds, self._start = self.seconds, None
 
     def start_from(self, seconds: float) -> None:
         """Continue from the seconds of a checkpoint."""

@@ -70,7 +70,7 @@ class ParameterAverage:
                     mean.lerp_(parameter, 1.0 / self._steps)
 
     def observe(self, loss: float) -> None:
-        """Record the validation loss of an epoch, and start averaging if it triggers that."""
+        """Record the validation loss of an epoch, and start averaging if the loss triggers it."""
         earlier = [] if self._patience is None else self._losses[: -self._patience]
         if not self.active and earlier and loss > min(earlier):
             self._means = [parameter.detach().clone() for parameter in self._parameters]
@@ -101,7 +101,8 @@ class ParameterAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state."""
         self._losses, self._steps = list(state["losses"]), state["steps"]
-        pairs = zip(state["means"], self._parameters, strict=False)  # no means before averaging
+        # Not strict: before averaging starts, there are no means.
+        pairs = zip(state["means"], self._parameters, strict=False)
         self._means = [mean.to(parameter.device) for mean, parameter in pairs]
 
 

@@ -40,8 +40,6 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the most important settings and the results as a table, for a notebook."""
-        description = describe_run(self.folder)
-        results = {"validation perplexity": "best_valid_ppl", "test perplexity": "test_ppl"}
         rows = [
             ("model", self.config.model.name),
             ("parameters", f"{sum(p.numel() for p in self.model.parameters()):,}"),
@@ -50,12 +48,11 @@ class Run:
             ("learning rate", f"{self.config.optimizer.lr:g}"),
             ("epochs", str(self.config.train.epochs)),
             ("seed", str(self.config.train.seed)),
-            *(
-                (name, f"{description[key]:.2f}")
-                for name, key in results.items()
-                if description.get(key)
-            ),
         ]
+        results = describe_run(self.folder)
+        for name, key in (("validation", "best_valid_ppl"), ("test", "test_ppl")):
+            if results.get(key):
+                rows.append((f"{name} perplexity", f"{results[key]:.2f}"))
         return fragment(Table(("setting", "value"), rows, title="A run, at its best epoch").html())
 
 

@@ -1,4 +1,4 @@
-"""The training loop of one run. ``Trainer.state_dict`` lists the state from which it resumes exactly."""
+"""The training loop of a run, and the state from which it resumes exactly: ``Trainer.state_dict``."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ class Trainer:
             self._rng = RngSnapshot()
 
     def _build(self) -> None:
+        """Create the model, objective, tuner, optimizer and windows of text."""
         config, data = self.config, self.config.data
         self.model = config.build_model(self.corpus, self.world.device).train()
         self.objective = config.build_objective(self.model)
@@ -188,7 +189,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.step(progress.done, tokens, parts)
         if trial is not None:
-            self._record("tune", trial, {})
+            self._record("tune", trial)
         self._observe(inputs, targets)
 
     def _tune(self, inputs: dict[str, Any], targets: Tensor) -> dict[str, float] | None:
@@ -206,7 +207,7 @@ class Trainer:
             with RngSnapshot(), autocast(self.config.train, self.world.device):
                 figures = callback.observe(self, inputs, targets)
             if figures is not None:
-                self._record(callback.kind, figures, {})
+                self._record(callback.kind, figures)
 
     @contextlib.contextmanager
     def _explain_failures(self, streams: int, length: int) -> Iterator[None]:
@@ -232,12 +233,10 @@ class Trainer:
         steps = checkpoints.steps()
         return f"the last good checkpoint is {checkpoints.path(steps[-1]) if steps else 'none yet'}"
 
-    def _record(
-        self, kind: str, values: Mapping[str, Any], times: Mapping[str, float]
-    ) -> dict[str, Any]:
+    def _record(self, kind: str, values: Mapping[str, Any], **times: float) -> dict[str, Any]:
         """Add a record of the current epoch to the metrics, and return it.
 
-        Only the values in its ``time`` depend on when the run was interrupted.
+        Only the values in its ``time`` can differ between a resumed and an uninterrupted run.
         """
         head = {"kind": kind, "epoch": self.epoch + 1, "step": self.step}
         record = {**head, **values, "time": {"seconds": self.clock.seconds, **times}}
@@ -259,11 +258,11 @@ class Trainer:
         seconds = time.perf_counter() - self._last_log_time
         speed = self._tokens_since_log / max(seconds, 1e-9)
         self._last_log_time, self._tokens_since_log = time.perf_counter(), 0
-        self._record("step", values, {"tokens_per_second": speed})
+        self._record("step", values, tokens_per_second=speed)
 
     def _finish_epoch(self) -> dict[str, Any]:
         """Evaluate the epoch, record it, save the state, and return the record."""
-        started = self.clock.seconds
+        start = self.clock.seconds
         train = self.config.train
         with self._stepper.average.applied():
             valid = self.loss_on("valid")
@@ -283,8 +282,8 @@ class Trainer:
             "averaged": self._stepper.average.active,
         }
         self._stepper.average.observe(valid)
-        times = {"evaluation": self.clock.seconds - started}
-        self.last_record = self._record("epoch", values, times)
+        seconds = self.clock.seconds - start
+        self.last_record = self._record("epoch", values, evaluation=seconds)
         if is_best:
             self.best_record = self.last_record
         self.epoch, self._epoch_trained = self.epoch + 1, False

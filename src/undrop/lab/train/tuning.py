@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TunerRecorder(Callback):
-    """Stores the tuner of a run, whose history has the results, the model, and the last batches.
+    """Stores the tuner, the model and the last batches of a run.
 
     Args:
         interval: the steps between trials; None leaves the tuner's interval unchanged.

@@ -1,4 +1,4 @@
-"""η: zero mean, unit variance, from a generator; and which entries share one."""
+"""The noise η: its mean, variance and generator, and the entries that share one value."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from undrop.noise import NOISES, draw_noise, mask_shape, sigma, structured_dropo
 LIKE = torch.empty(0, dtype=torch.float64)
 
 
-def drawn(noise, n, q=0.3, seed=0):
+def draw_entries(noise, n, q=0.3, seed=0):
     return draw_noise(noise, (n,), q, like=LIKE, generator=new_generator(seed))
 
 
@@ -24,7 +24,7 @@ def test_sigma_squared_is_q_over_one_minus_q(q):
 @pytest.mark.parametrize("noise", NOISES)
 def test_every_noise_has_mean_zero_and_variance_one(noise, q):
     n = 200_000
-    eta = drawn(noise, n, q)
+    eta = draw_entries(noise, n, q)
     fourth = {"sign": 1.0, "dropout": 1 / (q * (1 - q)) - 3}[noise]
     assert abs(eta.mean()) < 4 / n**0.5
     assert abs(eta.square().mean() - 1) <= 4 * ((fourth - 1) / n) ** 0.5 + 1e-12
@@ -32,7 +32,7 @@ def test_every_noise_has_mean_zero_and_variance_one(noise, q):
 
 @pytest.mark.parametrize("q", [0.1, 0.5, 0.8])
 def test_one_plus_sigma_times_dropouts_noise_is_dropouts_mask(q):
-    mask = 1 + sigma(q) * drawn("dropout", 1000, q)
+    mask = 1 + sigma(q) * draw_entries("dropout", 1000, q)
     kept = torch.full_like(mask, 1 / (1 - q))
     torch.testing.assert_close(mask, torch.where(mask.abs() < 1e-9, 0.0, kept), atol=1e-12, rtol=0)
 
@@ -66,14 +66,14 @@ def test_noise_is_multiplied_by_its_scale(noise):
 
 
 def test_sign_noise_is_plus_or_minus_one():
-    assert set(drawn("sign", 100).tolist()) == {-1.0, 1.0}
+    assert set(draw_entries("sign", 100).tolist()) == {-1.0, 1.0}
 
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_comes_from_its_generator_alone(noise):
     state = torch.get_rng_state()
-    assert torch.equal(drawn(noise, 9), drawn(noise, 9))
-    assert not torch.equal(drawn(noise, 9), drawn(noise, 9, seed=1))
+    assert torch.equal(draw_entries(noise, 9), draw_entries(noise, 9))
+    assert not torch.equal(draw_entries(noise, 9), draw_entries(noise, 9, seed=1))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -83,7 +83,7 @@ def test_noise_has_the_dtype_of_its_activation(noise, dtype):
     assert draw_noise(noise, (2, 3), 0.5, like=torch.empty(1, dtype=dtype)).dtype == dtype
 
 
-def test_an_unknown_noise_is_named_with_the_known_ones():
+def test_the_error_for_an_unknown_noise_lists_the_noises():
     with pytest.raises(OptionError, match=r"no noise 'uniform': use one of dropout, sign"):
         draw_noise("uniform", (1,), 0.5, like=LIKE)
 
@@ -97,7 +97,7 @@ def test_an_unknown_noise_is_named_with_the_known_ones():
         ((), (), ()),
     ],
 )
-def test_shared_dimensions_have_one_entry(shape, shared, expected):
+def test_a_mask_has_size_one_along_shared_dimensions(shape, shared, expected):
     assert mask_shape(shape, shared) == expected
 
 
@@ -118,7 +118,7 @@ def test_structured_dropout_without_sharing_equals_torchs_dropout():
     torch.testing.assert_close(ours, F.dropout(h, 0.3))
 
 
-@pytest.mark.parametrize("how", [{"p": 0.0}, {"p": 0.5, "training": False}])
-def test_structured_dropout_that_is_off_returns_its_input(how):
+@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 0.5, "training": False}])
+def test_structured_dropout_that_is_off_returns_its_input(options):
     h = torch.randn(3)
-    assert structured_dropout(h, **how) is h
+    assert structured_dropout(h, **options) is h

@@ -27,7 +27,7 @@ def test_an_older_torch_is_refused_in_one_sentence(version):
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.0+cu128", "2.15.0a0+git1234", "10.0"])
-def test_every_later_torch_is_accepted(version):
+def test_the_oldest_supported_torch_and_later_ones_are_accepted(version):
     torch_compat.check_version(version)
 
 
@@ -47,7 +47,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(params=HALF, ids=str)
-def lacking(request, monkeypatch):
+def unsupported_dtype(request, monkeypatch):
     """A CPU without an LSTM in half precision, under an autocast that requests one."""
     monkeypatch.setattr(torch_compat, "_has_kernel", lambda dtype: dtype is not request.param)
     with torch.autocast("cpu", request.param):
@@ -65,7 +65,7 @@ def in_float32(model, x):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_under_autocast_an_lstm_runs_in_float32(lacking, packed):
+def test_under_autocast_an_lstm_runs_in_float32(unsupported_dtype, packed):
     model, x = tagger().eval(), torch.randn(5, 2, 3)
     x = pack_sequence([x[:, 0], x[:3, 1]]) if packed else x
     with torch_compat.portable_lstm():
@@ -75,14 +75,14 @@ def test_under_autocast_an_lstm_runs_in_float32(lacking, packed):
     torch.testing.assert_close((out, state), (expected, last), rtol=0, atol=0)
 
 
-def test_an_lstm_in_float32_takes_half_precision_input(lacking):
+def test_an_lstm_in_float32_takes_half_precision_input(unsupported_dtype):
     model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
     with torch_compat.portable_lstm():
         out, _ = model(torch.randn(5, 2, 3))
     assert out.dtype is torch.float32
 
 
-def test_an_lstm_is_not_intercepted_without_need(monkeypatch):
+def test_an_lstm_is_only_intercepted_if_the_cpu_lacks_a_kernel(monkeypatch):
     monkeypatch.setattr(torch_compat, "_has_kernel", lambda dtype: True)
     with torch.autocast("cpu", torch.bfloat16):
         assert not isinstance(torch_compat.portable_lstm(), torch_compat._PortableLSTM)
@@ -150,8 +150,8 @@ def test_an_older_cpu_logs_once_that_lstms_run_in_float32():
     lines = run.stdout.split("\n")[:-1]
     if lines[0] == "torch runs it":
         pytest.skip("this machine can't be made to look like an older CPU")
-    says = "undrop runs LSTM layers in float32: this CPU has no bfloat16 LSTM."
-    assert lines == ["torch raises", says, "torch.float32", "torch.float32"]
+    message = "undrop runs LSTM layers in float32: this CPU has no bfloat16 LSTM."
+    assert lines == ["torch raises", message, "torch.float32", "torch.float32"]
 
 
 def test_the_check_for_a_bfloat16_lstm_runs_once(monkeypatch, caplog):

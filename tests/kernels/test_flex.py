@@ -21,7 +21,7 @@ from undrop.nn import flex_attention
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type not in ("cpu", "cuda", "mps", "hpu"),
-    reason="torch has FlexAttention for CUDA, CPU, HPU and MPS alone",
+    reason="torch has FlexAttention only for CUDA, CPU, HPU and MPS",
 )
 
 B, H, Q, W = 3, 2, 4, 4
@@ -36,8 +36,8 @@ def causal(b, h, q, k):
     return q >= k
 
 
-def not_the_first(b, h, q, k):
-    """Allows the first query nothing at all."""
+def strictly_causal(b, h, q, k):
+    """Exclude every key for the first query."""
     return q > k
 
 
@@ -59,7 +59,7 @@ CASES = {
     "plain": {},
     "score_mod": {"score_mod": biased},
     "causal": {"mask": causal},
-    "empty row": {"mask": not_the_first, "score_mod": biased},
+    "empty row": {"mask": strictly_causal, "score_mod": biased},
     "scaled": {"scale": 0.3},
     "grouped": {"heads": 1, "enable_gqa": True},
 }
@@ -69,7 +69,7 @@ FACTORS = {
 }
 
 
-def made(mask=None, heads=H, **options) -> FlexCall:
+def make_call(mask=None, heads=H, **options) -> FlexCall:
     if mask is not None:
         options["block_mask"] = create_block_mask(mask, None, None, Q, Q, device=DEVICE)
     sizes = ((B, H, Q, W), (B, heads, Q, W), (B, heads, Q, W))
@@ -89,7 +89,7 @@ def kernel_gradients(monkeypatch):
 def test_flex_attention_has_the_value_and_gradient_of_eager_attention(
     case, noise, path, kernel_gradients
 ):
-    call = made(**CASES[case])
+    call = make_call(**CASES[case])
     factors = FACTORS[noise](call.shape)
     factors[0, 0, 1] = 0.0 if noise == "dropout" else factors[0, 0, 1]  # a row that is all dropped
     expected, _ = reference(call, factors)
@@ -101,8 +101,8 @@ def test_flex_attention_has_the_value_and_gradient_of_eager_attention(
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_log_sum_exp_is_computed_without_noise(kernel_gradients):
-    call = made(mask=causal)
+def test_the_log_sum_exp_of_flex_attention_has_no_noise(kernel_gradients):
+    call = make_call(mask=causal)
     factors = FACTORS["signs"](call.shape)
     _, lse = reference(call, factors)
     for path in (attend_without_kernel, attend_with_kernel):
@@ -114,8 +114,8 @@ def test_the_log_sum_exp_is_computed_without_noise(kernel_gradients):
         assert aux.max_scores is None
 
 
-def test_a_negative_factor_is_never_silently_used():
-    call = made()
+def test_the_kernel_returns_nan_for_a_negative_factor():
+    call = make_call()
     factors = FACTORS["signs"](call.shape)
     factors[0, 0, 0, 0] = -0.5
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_a_negative_factor_is_never_silently_used():
 
 
 def test_without_dropout_flex_attention_equals_torchs():
-    call = made(mask=causal, score_mod=biased)
+    call = make_call(mask=causal, score_mod=biased)
     q, k, v = (x.detach() for x in call[:3])
     plain = torch_flex.flex_attention(q, k, v, biased, call.block_mask)
     assert torch.equal(flex_attention(q, k, v, biased, call.block_mask), plain)
@@ -135,7 +135,7 @@ def test_without_dropout_flex_attention_equals_torchs():
 
 
 def test_flex_attention_drops_like_eager_attention():
-    call = made(mask=causal)
+    call = make_call(mask=causal)
     torch.manual_seed(1)
     found = flex_attention(*call[:3], block_mask=call.block_mask, dropout_p=0.4)
     torch.manual_seed(1)
@@ -263,7 +263,7 @@ DOCUMENTS = torch.tensor([[0, 0, 1], [0, 1, 1]])
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_mask_with_a_row_per_example_is_stacked_or_the_model_runs_twice(inside):
+def test_flex_attention_with_a_mask_per_example_is_stacked_if_the_mask_is_an_input(inside):
     """A tensor from outside the model has no rows for the stacked batch, so undrop runs two passes."""
     model, x, y = Documents(inside).to(D), torch.randn(2, 3, 2, dtype=D), torch.randint(3, (2, 3))
     problem = Problem(model, (x, DOCUMENTS), y, CrossEntropy())

@@ -108,7 +108,7 @@ def test_the_softmax_derivatives_do_not_depend_on_the_size_of_blocks(monkeypatch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_huge_logits_stay_finite_and_the_form_never_negative(dtype):
+def test_huge_logits_have_finite_gradients_and_a_nonnegative_form(dtype):
     logits, u, target = problem(shape=(50,), ignored=0, dtype=dtype)
     with torch.no_grad():
         logits.mul_(1e4)
@@ -120,7 +120,7 @@ def test_huge_logits_stay_finite_and_the_form_never_negative(dtype):
     assert all(torch.isfinite(g).all() for g in grads)
 
 
-def test_a_common_shift_of_the_tangent_changes_nothing():
+def test_a_common_shift_of_the_tangent_does_not_change_the_softmax_derivatives():
     logits, u, target = problem()
     parts = cross_entropy_derivatives(logits, u, target)
     shifted = cross_entropy_derivatives(logits, u + 1e3, target)
@@ -139,7 +139,7 @@ def test_the_softmax_derivatives_are_zero_if_all_targets_are_ignored():
 
 
 @pytest.mark.portable
-def test_bfloat16_is_computed_in_float32():
+def test_the_softmax_of_bfloat16_is_computed_in_float32():
     logits, u, target = problem(dtype=torch.bfloat16)
     parts = cross_entropy_derivatives(logits, u, target)
     want = cross_entropy_derivatives(logits.float(), u.float(), target)
@@ -148,7 +148,7 @@ def test_bfloat16_is_computed_in_float32():
     assert all(g.dtype == torch.bfloat16 and torch.isfinite(g).all() for g in grads)
 
 
-def test_classes_with_logits_of_minus_infinity_change_nothing():
+def test_classes_with_logits_of_minus_infinity_do_not_change_the_derivatives():
     logits, u, target = problem(shape=(5,), ignored=0)
     wide = torch.cat((logits, logits.new_full((5, 2), -torch.inf)), -1)
     tangent = torch.cat((u, u.new_zeros(5, 2)), -1)

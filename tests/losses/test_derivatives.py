@@ -120,7 +120,7 @@ def test_the_combined_total_is_the_weighted_sum(given, form, weights):
 
 @pytest.mark.parametrize("form", ["hessian", "identity"])
 @pytest.mark.parametrize("name", ["cross-entropy", "smoothed", "bce", "mse"])
-def test_sampled_gradients_have_the_forms_second_moment(name, form):
+def test_the_second_moment_of_sampled_gradients_is_the_form(name, form):
     """E[∇S ∇Sᵀ] = N × the form's matrix: 20,000 rows drawn at once, each entry within 4 errors."""
     n = 20_000
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_ignored_rows_are_not_sampled(form):
     assert g[0].count_nonzero() == 4
 
 
-def test_everything_is_zero_if_every_target_is_ignored():
+def test_cross_entropy_is_zero_if_every_target_is_ignored():
     loss, output = CrossEntropy(), torch.randn(3, 4, dtype=D, requires_grad=True)
     target = torch.full((3,), -100)
     found = loss.derivatives(output, torch.randn(3, 4, dtype=D), target)
@@ -175,7 +175,7 @@ def test_a_loss_that_is_linear_has_no_curvature():
     assert found.quadratic.item() == 0.0
 
 
-def test_an_unknown_form_is_named_with_the_known_ones():
+def test_the_error_for_an_unknown_form_lists_the_forms():
     with pytest.raises(
         OptionError, match=r"no quadratic form 'fisher': use hessian, identity, loss"
     ):
@@ -191,7 +191,7 @@ def test_label_smoothing_out_of_range_is_refused(smoothing):
 
 
 @pytest.mark.parametrize("make", [lambda w: LinearCrossEntropy(w, ignore_index=1), linear_head])
-def test_a_label_that_is_drawn_may_be_the_ignored_one(make):
+def test_a_sampled_label_may_equal_ignore_index(make):
     """E[g gᵀ] of the features is Wᵀ(diag p - ppᵀ)W, whatever value marks the ignored targets."""
     n = 20_000
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_a_label_that_is_drawn_may_be_the_ignored_one(make):
 @pytest.mark.portable
 @pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_is_counted_and_summed_in_float32(name):
-    """1,001 terms are 1,000 in bfloat16, and sums over them are off by percents."""
+    """In bfloat16, 1,001 is rounded to 1,000, and sums over 1,001 terms are off by percents."""
     loss = LOSSES[name]()
     output, u = torch.randn(2, 1001, 7).bfloat16()
     cross_entropy = isinstance(loss, CrossEntropy)
@@ -223,7 +223,7 @@ def test_half_precision_is_counted_and_summed_in_float32(name):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_classes_in_another_dimension_are_the_same_classes(form):
+def test_the_derivatives_do_not_depend_on_the_class_dimension(form):
     torch.manual_seed(0)
     output, u = torch.randn(2, 2, 3, 5, 4, dtype=D)
     target = torch.randint(4, (2, 3, 5))

@@ -41,7 +41,7 @@ def fused(always: bool):
     return model
 
 
-def test_a_head_that_is_fused_for_labels_alone_is_trained_on_its_logits():
+def test_a_head_that_is_fused_only_with_labels_is_trained_on_its_logits():
     batch = {"input_ids": IDS, "labels": IDS}
     found, expected = (
         undrop.Analytic(generator=new_generator(1))(model, batch).parts

@@ -1,4 +1,4 @@
-"""Losses given as functions: piecewise linear, once differentiable, or of several heads."""
+"""Losses that are functions: piecewise linear, once differentiable, or of several heads."""
 
 import logging
 
@@ -62,7 +62,7 @@ def test_a_piecewise_linear_loss_has_no_curvature_on_any_batch(function, caplog)
 
 
 @pytest.mark.parametrize("function", PIECEWISE_LINEAR, ids=lambda f: f.__name__)
-def test_without_an_explicit_part_a_linear_loss_is_not_mentioned(function, caplog):
+def test_a_linear_loss_is_not_logged_without_an_explicit_part(function, caplog):
     f, u, y = leaf(6, 3), leaf(6, 3, seed=1), torch.rand(6, 3, dtype=D)
     total, parts = Generic(function).combined(f, u, y, "hessian", Coefficients(1.0, 0.0, 1.0))
     torch.testing.assert_close(total, parts.loss + parts.directional)
@@ -131,7 +131,7 @@ def survival(f, y):
 
 @pytest.mark.parametrize("function", [ctc, graphless, once, survival], ids=lambda f: f.__name__)
 def test_a_loss_without_three_derivatives_is_differentiated_by_differences(function, caplog):
-    """Compared with a difference of gradients over a much shorter step, in float64."""
+    """The reference is a difference of gradients over a much shorter step, in float64."""
     caplog.set_level(logging.INFO)
     f, u, y = leaf(3, 7, 5), leaf(3, 7, 5, seed=1), torch.tensor([[1, 2], [3, 3], [4, 1]])
     loss = Generic(function)
@@ -237,10 +237,10 @@ def test_a_loss_of_several_heads_has_the_derivatives_of_the_joined_output():
     target = torch.tensor([0, 2, 1, 1]), torch.rand(4, 2, dtype=D)
     loss = as_loss(two_heads)
     assert loss.whole_output
-    places = torch.arange(4)  # an integer tensor is nothing to differentiate
+    positions = torch.arange(4)  # integers have no tangent
     found = loss.derivatives(
-        {"class": a, "number": b, "places": places},
-        {"class": ua, "number": ub, "places": None},
+        {"class": a, "number": b, "positions": positions},
+        {"class": ua, "number": ub, "positions": None},
         target,
     )
 
@@ -269,7 +269,7 @@ def test_a_loss_of_several_heads_takes_u_for_a_part_of_the_batch():
     torch.testing.assert_close(found, wanted)
 
 
-def test_a_head_that_the_loss_does_not_use_contributes_nothing():
+def test_a_head_that_the_loss_does_not_use_does_not_change_the_derivatives():
     a, b = leaf(4, 3), leaf(4, 2, seed=1)
     target = torch.tensor([0, 2, 1, 1])
     loss = Generic(lambda output, y: F.cross_entropy(output[0], y), whole_output=True)

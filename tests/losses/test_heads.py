@@ -51,7 +51,7 @@ def test_the_explicit_part_of_a_transformers_model_is_exact_over_a_design_of_sig
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_antithetic_explicit_part_of_a_transformers_model_is_right(name):
+def test_the_antithetic_explicit_part_of_a_transformers_model_is_close_to_the_tangent_engines(name):
     made = problem(name, "sdpa")
     draw = next(iter(design(made)))
     tangent = evaluate(Tangent(), made, draw, EXPLICIT).total
@@ -139,7 +139,7 @@ def test_check_uses_the_models_own_loss():
 
 
 def test_one_objective_trains_each_model_with_its_own_loss():
-    """Also where a step of the other model is still open."""
+    """The second step begins before the backward pass of the first one."""
     objective = undrop.Dropout(k=2)
     family, number = FAMILIES["gpt2"], classifier(num_labels=1)
     batch = {**text(2), "labels": torch.tensor([0.5, 1.0])}
@@ -148,13 +148,13 @@ def test_one_objective_trains_each_model_with_its_own_loss():
     assert first.parts["loss"] > second.parts["loss"] > 0.0
 
 
-def test_a_model_without_its_own_loss_has_no_head():
+def test_a_model_without_its_own_loss_has_no_loss_function_name():
     assert loss_function_name(hf.BertModel(hf.BertConfig(**BERT))) is None
     assert loss_function_name(torch.nn.Linear(2, 3)) is None
 
 
-def agrees(model, batch, labels):
-    """A step compares the loss with the model's own, and raises an error if they differ."""
+def loss_is_verified(model, batch, labels):
+    """Prepare a batch, which raises an error if the loss differs from the model's own."""
     loss = ModelLoss()
     loss.prepare(model, batch, labels)
     return model in loss._verified
@@ -187,7 +187,7 @@ def test_each_kind_of_classifier_has_its_loss(config, labels, loss):
     task = find_task(model, labels)
     assert type(task.loss) is loss
     given = labels.float() if loss is MSE else labels
-    assert agrees(model, batch, given)
+    assert loss_is_verified(model, batch, given)
 
 
 def test_without_problem_type_one_number_is_regression():
@@ -232,11 +232,11 @@ def test_a_model_whose_loss_has_an_unknown_part_is_refused():
         undrop.Analytic()(model, {"input_ids": ids}, ids)
 
 
-def test_a_batch_whose_labels_are_all_ignored_verifies_nothing():
+def test_the_loss_is_not_verified_on_a_batch_whose_labels_are_all_ignored():
     family = FAMILIES["gpt2"]
     model, inputs = family.model(), family.data(2)
     labels = torch.full_like(inputs.pop("labels"), -100)
-    assert not agrees(model, inputs, labels)
+    assert not loss_is_verified(model, inputs, labels)
 
 
 def test_attention_that_hides_its_dropout_is_refused():

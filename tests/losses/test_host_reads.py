@@ -17,7 +17,7 @@ TORCH_LOSSES = {
 
 
 def reads(call):
-    """The second time: a loss may look at its first batch to warn about it."""
+    """Return the host reads of a second call: a loss may look at its first batch for a warning."""
     call()
     with HostReads() as mode:
         call()

@@ -1,4 +1,4 @@
-"""The fused head against ``CrossEntropy`` on the logits it never makes."""
+"""``LinearCrossEntropy`` against ``CrossEntropy`` on the logits, which are never all in memory."""
 
 import pytest
 import torch
@@ -130,8 +130,8 @@ def test_the_fused_loss_differentiates_only_tensors_that_require_a_gradient():
     fused, _ = losses(weight.detach(), bias)
     total, _ = fused.combined(features.detach(), u, target)
     grads = torch.autograd.grad(total, (u, bias))
-    whole, _ = losses(weight, bias)[0].combined(features, u, target)
-    torch.testing.assert_close(grads, torch.autograd.grad(whole, (u, bias)))
+    everything, _ = losses(weight, bias)[0].combined(features, u, target)
+    torch.testing.assert_close(grads, torch.autograd.grad(everything, (u, bias)))
     with torch.no_grad():
         assert not fused.combined(features, u, target)[0].requires_grad
 

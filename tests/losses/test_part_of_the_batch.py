@@ -1,4 +1,4 @@
-"""u for the last entries of the batch: the same result as u padded with zeros, for less work."""
+"""If only the last examples have u: the same result as with u padded by zeros, for less work."""
 
 import time
 
@@ -40,21 +40,21 @@ def test_u_of_the_last_examples_is_u_padded_with_zeros(name, form, dim, carrying
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_with_u_for_a_part_of_the_batch_the_loss_covers_the_whole_output(name):
+def test_the_loss_covers_the_whole_output_if_u_is_for_a_part_of_the_batch(name):
     loss, output, u, target = problem(name, 0, 2)
     _, parts = loss.combined(output, u, target, "hessian", C)
     torch.testing.assert_close(parts.loss, loss.value(output, target).detach(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", ["cross-entropy smoothed", "linear smoothed", "adaptive"])
-def test_the_tangent_for_a_part_of_the_batch_passes_gradcheck(name):
+def test_the_derivatives_along_u_of_the_last_examples_pass_gradcheck(name):
     loss, output, u, target = problem(name, 1, 2)
     assert torch.autograd.gradcheck(
         lambda f, t: tuple(loss.derivatives(f, t, target, dim=1)), (output, u)
     )
 
 
-def test_the_class_dimension_of_torch_works_with_the_batch_behind_it():
+def test_u_of_the_last_examples_works_with_the_batch_after_the_class_dimension():
     """Output (T, classes, B) and target (T, B): the batch is in dimension 2 of the output."""
     torch.manual_seed(0)
     output, u, target = leaf(3, 7, 5), leaf(3, 7, 2), torch.randint(7, (3, 5))
@@ -65,8 +65,8 @@ def test_the_class_dimension_of_torch_works_with_the_batch_behind_it():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_vocabulary_head_costs_as_many_products_as_rows_that_have_u(dim):
-    """3 products for the loss alone: u for a quarter of the rows makes it 1.25 of that."""
+def test_linear_cross_entropy_has_extra_matrix_products_only_for_rows_with_u(dim):
+    """The loss alone takes 3 products over all rows; u for a quarter of the rows adds a quarter."""
     torch.manual_seed(0)
     weight = torch.randn(50, 8).requires_grad_()
     output, target = torch.randn(8, 8, 8).requires_grad_(), torch.randint(50, (8, 8))
@@ -83,8 +83,8 @@ def test_the_vocabulary_head_costs_as_many_products_as_rows_that_have_u(dim):
 
 
 @pytest.mark.slow
-def test_the_vocabulary_head_takes_as_much_time_as_rows_that_have_u():
-    """Medians of processor time, in turns: about 1.25 with u for a quarter, well below 2."""
+def test_linear_cross_entropy_takes_extra_time_only_for_rows_with_u():
+    """The ratio of median processor times, measured in turns, is about 1.25, well below 2."""
     torch.manual_seed(0)
     weight = torch.randn(5000, 200).mul_(0.05).requires_grad_()
     output, target = torch.randn(700, 200).requires_grad_(), torch.randint(5000, (700,))

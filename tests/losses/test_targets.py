@@ -71,7 +71,7 @@ def test_losses_accept_targets_that_fit(loss, target):
     loss.check_values(LOGITS, target)
 
 
-def test_a_target_out_of_range_is_named_by_every_method_that_indexes_with_it():
+def test_every_method_of_a_loss_names_a_target_out_of_range():
     loss, target = CrossEntropy(), torch.full((2, 3), 5)
     u = torch.ones_like(LOGITS)
     for call in (
@@ -133,7 +133,7 @@ def test_a_subclass_of_a_torch_loss_keeps_its_own_computation(loss, target):
 
 
 def test_torchs_cross_entropy_has_its_classes_in_dimension_one():
-    output, target = torch.randn(2, 4, 4), torch.randint(4, (2, 4))  # as many classes as places
+    output, target = torch.randn(2, 4, 4), torch.randint(4, (2, 4))  # as many classes as positions
     theirs = nn.CrossEntropyLoss()
     torch.testing.assert_close(as_loss(theirs).value(output, target), theirs(output, target))
     with pytest.raises(
@@ -159,16 +159,16 @@ def test_uint8_targets_have_no_ignored_value(loss):
     [(nn.NLLLoss(), torch.tensor([1, 0])), (nn.L1Loss(), torch.zeros(2, 3))],
     ids=["nll", "l1"],
 )
-def test_a_loss_without_curvature_is_mentioned_once(loss, target, caplog):
+def test_a_loss_without_curvature_is_logged_once(loss, target, caplog):
     output, u = torch.randn(2, 2, 3)
-    known = as_loss(loss)
+    converted = as_loss(loss)
     for _ in range(2):
-        assert known.derivatives(output.requires_grad_(), u, target).quadratic == 0.0
+        assert converted.derivatives(output.requires_grad_(), u, target).quadratic == 0.0
     (record,) = caplog.records
     assert "is linear around the model's output" in record.message
 
 
-def test_class_probabilities_need_torchs_function():
+def test_class_probabilities_are_refused_except_by_torchs_function():
     output, target = torch.randn(2, 3), torch.softmax(torch.randn(2, 3), -1)
     with pytest.raises(
         TargetError, match=r"float32: .* for class probabilities loss=F.cross_entropy"

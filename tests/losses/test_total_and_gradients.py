@@ -1,4 +1,4 @@
-"""A loss that forms its own gradient, and a stacked output as one node of the graph."""
+"""A loss that computes its own gradient, so that a stacked output is one node of the graph."""
 
 import pytest
 import torch
@@ -48,18 +48,18 @@ def test_the_gradient_of_stacked_rows_equals_that_of_autograd(layout, dim):
     shape = [3, 3]
     shape[dim] = layout.total
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    rows = Rows.drawn(layout, new_generator(0))
+    rows = Rows.draw(layout, new_generator(0))
     f, u = rows.output_and_tangent(x, dim, 7.0)
     in_f, in_u = torch.randn_like(f), torch.randn_like(u)
     (want,) = torch.autograd.grad((f * in_f).sum() + (u * in_u).sum(), x)
-    torch.testing.assert_close(rows.gradient_in_stacked(x.detach(), in_f, in_u, dim, 7.0), want)
+    torch.testing.assert_close(rows.stacked_gradient(x.detach(), in_f, in_u, dim, 7.0), want)
 
 
 def test_a_scaled_gradient_in_half_precision_does_not_underflow():
-    """A gradient scaler multiplies the total by a large number, before anything is rounded."""
+    """A gradient scaler multiplies the total by a large number before any gradient is rounded."""
     x = torch.zeros(2, 3, dtype=torch.float16, requires_grad=True)
     tiny = torch.full((1, 3), 1e-9)
-    gradient = Rows(Layout.of(1, 1.0, False, False), None).gradient_in_stacked(
+    gradient = Rows(Layout.of(1, 1.0, False, False), None).stacked_gradient(
         x.detach(), 2.0 * tiny, 0.0 * tiny, 0, 1.0
     )
     (_WithGradient.apply(x, torch.zeros(()), gradient) * 2.0**20).backward()

@@ -1,4 +1,4 @@
-"""The adaptive softmax against torch's own, and its ties."""
+"""The adaptive softmax against torch's own module, and against the embedding that it is tied to."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def pair(shrink=1):
     return embedding.double(), head.double()
 
 
-def torch_s_own(embedding, head):
+def torchs_module(embedding, head):
     """torch's adaptive softmax with the same numbers; its tails have no biases."""
     theirs = torch.nn.AdaptiveLogSoftmaxWithLoss(
         SIZE, VOCABULARY, list(CUTOFFS), div_value=2.0, head_bias=True
@@ -35,7 +35,7 @@ def torch_s_own(embedding, head):
 
 def test_the_adaptive_head_equals_torchs_with_the_rows_of_the_embedding():
     embedding, head = pair(shrink=2)
-    theirs = torch_s_own(embedding, head)
+    theirs = torchs_module(embedding, head)
     features = torch.randn(7, SIZE, dtype=torch.double)
     torch.testing.assert_close(head(features, embedding), theirs.log_prob(features))
 
@@ -49,7 +49,7 @@ def test_the_probabilities_of_the_adaptive_head_sum_to_one(shrink):
 
 
 @pytest.mark.parametrize("shrink", [1, 2])
-def test_every_word_is_embedded_by_its_own_row(shrink):
+def test_the_embedding_of_a_word_is_its_row(shrink):
     embedding, _ = pair(shrink)
     rows = []
     for start, end, c in ((0, 10, 0), (10, 25, 1), (25, 40, 2)):
@@ -66,8 +66,8 @@ def test_a_token_outside_the_vocabulary_is_an_error(token):
         pair()[0](torch.tensor([0, token]))
 
 
-def test_scores_are_against_the_words_own_embeddings():
-    """E_c P_c h both ways: a tail's scores are the embedded words' inner products with h."""
+def test_the_logits_of_a_tail_are_products_with_the_embeddings_of_its_words():
+    """The embedding of a word is E_c[w] P_c, and its logit is E_c[w] P_c h plus the bias."""
     embedding, head = pair(shrink=2)
     words = torch.arange(25, 40)
     features = torch.randn(SIZE, dtype=torch.double)
@@ -76,7 +76,7 @@ def test_scores_are_against_the_words_own_embeddings():
     torch.testing.assert_close(log_prob.log_softmax(-1), scores.log_softmax(-1))
 
 
-def test_rows_shrink_and_the_first_table_picks_the_tails():
+def test_rows_shrink_and_the_first_table_has_a_row_for_each_tail():
     embedding, head = pair(shrink=2)
     assert [tuple(w.shape) for w in embedding.weights()] == [(12, 8), (15, 4), (15, 2)]
     assert [tuple(p.shape) for p in embedding.projections] == [(4, 8), (2, 8)]
@@ -95,6 +95,6 @@ def test_rows_shrink_and_the_first_table_picks_the_tails():
         ({"cutoffs": [5, 9], "shrink": 3}, "shrink = 3 leaves none of 8 features for tail 2"),
     ],
 )
-def test_the_adaptive_softmax_names_bad_options(options, message):
+def test_the_adaptive_embedding_refuses_options_that_do_not_fit(options, message):
     with pytest.raises(OptionError, match=message):
         AdaptiveEmbedding(VOCABULARY, SIZE, **options)

@@ -1,4 +1,4 @@
-"""The dropouts that torch lacks: what shares a mask, what is kept, what is left as it was."""
+"""The dropout layers that torch lacks: their masks, and the modules that they wrap."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_a_locked_mask_is_the_same_at_every_step(time_dim):
     assert not torch.equal(mask.select(other, 0), mask.select(other, 1))
 
 
-def test_a_locked_mask_drops_a_share_of_p():
+def test_a_locked_mask_drops_a_fraction_p_of_the_entries():
     torch.manual_seed(0)
     p, entries = 0.3, 200 * 100
     kept = LockedDropout(p)(torch.ones(1, 200, 100)).ne(0).double().mean()
@@ -36,12 +36,12 @@ def test_a_locked_mask_drops_a_share_of_p():
     ],
 )
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5])
-def test_probabilities_out_of_range_are_named(make, p):
+def test_a_drop_probability_out_of_range_is_refused(make, p):
     with pytest.raises(OptionError, match=rf"must lie in \[0, 1\), got {p}"):
         make(p)
 
 
-def test_weight_drop_drops_the_named_weights_alone_and_leaves_the_module_as_it_was():
+def test_weight_drop_drops_only_the_named_weights_and_does_not_change_the_module():
     torch.manual_seed(0)
     linear = nn.Linear(30, 30)
     before = {n: p.clone() for n, p in linear.named_parameters()}
@@ -54,7 +54,7 @@ def test_weight_drop_drops_the_named_weights_alone_and_leaves_the_module_as_it_w
     assert list(dict(dropped.named_parameters())) == ["module.weight", "module.bias"]
 
 
-def test_weight_drop_draws_at_each_call_and_not_in_eval():
+def test_weight_drop_draws_a_mask_in_each_call_and_none_in_eval_mode():
     torch.manual_seed(0)
     lstm = nn.LSTM(4, 5)
     dropped, x = WeightDrop(lstm, ["weight_hh_l0"], 0.5), torch.randn(3, 2, 4)
@@ -63,7 +63,7 @@ def test_weight_drop_draws_at_each_call_and_not_in_eval():
     assert torch.equal(dropped(x)[0], lstm(x)[0])
 
 
-def test_a_dropped_lstm_is_an_lstm_with_the_dropped_weights_and_learns_the_raw_ones():
+def test_weight_drop_of_an_lstm_passes_the_masked_gradient_to_the_original_weights():
     torch.manual_seed(0)
     lstm, x = nn.LSTM(3, 4).double(), torch.randn(5, 2, 3, dtype=torch.double)
     dropped = WeightDrop(lstm, ["weight_hh_l0"], 0.5)
@@ -80,7 +80,7 @@ def test_a_dropped_lstm_is_an_lstm_with_the_dropped_weights_and_learns_the_raw_o
     torch.testing.assert_close(got, wanted * mask)
 
 
-def test_weight_drop_names_what_the_module_lacks():
+def test_the_error_of_weight_drop_lists_the_parameters_of_the_module():
     with pytest.raises(OptionError, match=r"Linear has no parameter w: its own .* weight, bias"):
         WeightDrop(nn.Linear(2, 2), ["w"])
     with pytest.raises(OptionError, match="names is empty: choose from weight, bias"):

@@ -43,10 +43,10 @@ def softmax_by_class(
     logits_of: Callable[[Tensor], Tensor] = lambda rows: rows,
     tangents_of: Callable[[Tensor], Tensor] = lambda u: u,
 ) -> ByClass:
-    """Return the sums for a softmax over rows of logits.
+    """Return the sums of each class for a softmax over rows of logits, and their tangent u.
 
-    The rows and their u may also be features and their tangents, from which ``logits_of`` and
-    ``tangents_of`` compute the logits and the u of the logits.
+    If the rows are features, ``logits_of`` computes the logits from them, and ``tangents_of`` computes
+    the tangent of the logits from that of the features.
     """
     quadratic = torch.zeros(classes, dtype=torch.float64, device=rows.device)
     diagonal = torch.zeros_like(quadratic)
@@ -100,7 +100,7 @@ class TotalAndGradients(NamedTuple):
 
 
 class GivenLoss(ABC):
-    """A loss as a user passes it: it prepares a batch, with the loss that fits the model."""
+    """The converted ``loss=`` argument: it prepares each batch, and chooses the loss for the model."""
 
     def parameters(self) -> Sequence[Tensor]:
         """Return the weights in the loss, such as those of an output layer; the model may share them."""
@@ -112,9 +112,10 @@ class GivenLoss(ABC):
 
 
 def split_labels(inputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Return inputs and targets; without targets, move ``labels`` from a dict of inputs to the targets.
+    """Return inputs and targets; if there are no targets, take ``labels`` out of a dict of inputs.
 
-    A batch is empty, and raises a ``DataError``, if the first tensors of inputs and targets are empty.
+    Raise a ``DataError`` for an empty batch: the first tensor of the inputs and that of the targets are
+    empty.
     """
     if targets is None and isinstance(inputs, Mapping) and "labels" in inputs:
         targets = inputs["labels"]
@@ -162,7 +163,7 @@ class Loss(GivenLoss):
         return Batch(model, *split_labels(inputs, targets), loss=self)
 
     def keep_state(self) -> AbstractContextManager[None]:
-        """Return a context that restores the random state and the buffers of the loss at its end."""
+        """Return a context that restores the random state and the loss's buffers when it ends."""
         return nullcontext()
 
     @abstractmethod
@@ -200,7 +201,7 @@ class Loss(GivenLoss):
     def _derivatives_of_part(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
     ) -> Derivatives:
-        """Return ``_derivatives`` if u may be only that of the last entries along ``dim``."""
+        """Return ``_derivatives`` for a u that may belong to the last entries along ``dim`` only."""
         return self._derivatives(output, pad_tangent(u, output, dim), target, form)
 
     def derivatives(
@@ -305,7 +306,7 @@ class Loss(GivenLoss):
 
 
 class ClosedForm(Loss):
-    """A loss whose ``_derivatives_of_part`` skips the entries without u, instead of u = 0 for them."""
+    """A loss whose ``_derivatives_of_part`` does no work for u = 0 at the entries without a tangent."""
 
     in_any_order = True
 

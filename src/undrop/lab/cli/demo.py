@@ -112,11 +112,11 @@ def _draw(folder: Path) -> Path | None:
     """Draw the curves and return the path of the figure, or None if matplotlib is missing."""
     from undrop.errors import MissingExtraError
     from undrop.lab.train import RunFolder
-    from undrop.lab.train.runs import curves
+    from undrop.lab.train.runs import plot_curves
 
     epochs = {title: RunFolder(folder / name).metrics.epochs() for name, title in METHODS.items()}
     try:
-        curves(epochs, folder / "curves.png")
+        plot_curves(epochs, folder / "curves.png")
     except MissingExtraError:
         return None
     return folder / "curves.png"

@@ -22,7 +22,7 @@ def plot(
 ) -> None:
     """Plot a value over the epochs, with one curve for each run."""
     from undrop.lab.train import RunFolder
-    from undrop.lab.train.runs import curves
+    from undrop.lab.train.runs import plot_curves
 
     check_outputs(pictures=[out])
     records = {}
@@ -30,5 +30,5 @@ def plot(
         folder = RunFolder(run)
         folder.read_config()  # refuses a folder without a run
         records[str(run)] = folder.metrics.epochs()
-    curves(records, out, value=value)
+    plot_curves(records, out, value=value)
     typer.echo(str(out))

@@ -156,13 +156,14 @@ class CSVLogger(Logger):
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
         super().__init__(folder, config)
+        self._csv_folder = folder.path / "csv"
         self._columns: dict[str, list[str]] = {}
 
     def begin(self, info: RunInfo) -> None:
-        """Write the records of earlier processes."""
-        with naming_disk_errors(self._path("")):
-            self._path("").parent.mkdir(exist_ok=True)
-        for path in self._path("").parent.glob("*.csv"):
+        """Write the records of a resumed run up to its checkpoint."""
+        with naming_disk_errors(self._csv_folder):
+            self._csv_folder.mkdir(exist_ok=True)
+        for path in self._csv_folder.glob("*.csv"):
             path.unlink()
         for kind in {record["kind"] for record in self.folder.metrics.read()}:
             self._rewrite(kind)
@@ -171,7 +172,7 @@ class CSVLogger(Logger):
         """Append a row."""
         kind, row = record["kind"], dict(_fields(record))
         if not row.keys() <= set(self._columns.get(kind, ())):
-            self._rewrite(kind)  # adds the columns, and this record, which is in metrics.jsonl
+            self._rewrite(kind)  # with the new columns and this record, which is in metrics.jsonl
             return
         path = self._path(kind)
         with naming_disk_errors(path), path.open("a", newline="", encoding="utf-8") as file:
@@ -190,7 +191,7 @@ class CSVLogger(Logger):
             writer.writerows(rows)
 
     def _path(self, kind: str) -> Path:
-        return self.folder.path / "csv" / f"{kind}.csv"
+        return self._csv_folder / f"{kind}.csv"
 
 
 @LOGGERS.register("tensorboard")

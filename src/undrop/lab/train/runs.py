@@ -142,7 +142,7 @@ def sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[str]:
-    """Draw words one by one from softmax(logits / temperature); the model reads each word it draws.
+    """Draw words from softmax(logits / temperature); each word is the input for the next one.
 
     Args:
         model: a language model, in eval mode.
@@ -188,7 +188,7 @@ _LABELS = {
 }
 
 
-def curves(
+def plot_curves(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, *, value: str = "valid_ppl"
 ) -> None:
     """Plot a value over the epochs of several runs, and save the figure.

@@ -58,8 +58,8 @@ WATCH = {
 
 @pytest.fixture(autouse=True)
 def _no_throttle(monkeypatch):
-    monkeypatch.setattr(_progress, "_REFRESH", 0.0)
-    monkeypatch.setattr("undrop.report.progress._REFRESH", 0.0)
+    monkeypatch.setattr(_progress, "_REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("undrop.report.progress._REFRESH_SECONDS", 0.0)
 
 
 def console(*, terminal, width=80):

@@ -14,7 +14,7 @@ from undrop.lab.train.callbacks import Callback, RunInfo
 from undrop.report import Bar, Progress, duration
 
 _SMOOTHING = 0.95  # of the objective's parts on the bar
-_REFRESH = 0.1  # seconds
+_REFRESH_SECONDS = 0.1
 
 
 class TrainingProgress(Callback):
@@ -51,7 +51,7 @@ class TrainingProgress(Callback):
             self._parts[name] = _SMOOTHING * average + (1 - _SMOOTHING) * value
         now = time.monotonic()
         elapsed = now - self._last_update
-        if self._bar is None or elapsed < _REFRESH:
+        if self._bar is None or elapsed < _REFRESH_SECONDS:
             return
         advance = done - self._done_at_start
         left = duration((now - self._start) / advance * (1.0 - done)) if advance > 0 else "?"

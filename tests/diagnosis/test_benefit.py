@@ -176,7 +176,7 @@ def test_a_site_that_the_time_does_not_reach_has_no_figure():
     found = diagnosed(net(), train, held, seconds=1e-6, draws=2)
     assert all(math.isnan(estimate.value) for estimate in found.benefit.sites.values())
     assert math.isfinite(found.benefit.every_site.value)
-    assert any(s.startswith("No evidence at `2`, `5`: the time ran out") for s in found.advice)
+    assert any("the benefit of dropout at `2`, `5` was measured" in s for s in found.advice)
     assert "nan" not in str(found)
 
 
@@ -191,7 +191,8 @@ def test_a_benefit_takes_two_repeats_even_if_the_time_is_over(monkeypatch):
 def test_one_validation_batch_gives_no_evidence_either_way():
     found = diagnosed(net(), [data(1), data(2)], [data(20)])
     assert all(estimate.stderr is None for estimate in found.benefit.sites.values())
-    assert any(s.startswith("No evidence either way at `") for s in found.advice)
+    assert any(s.startswith("It is not clear whether dropout at `") for s in found.advice)
+    assert any("pass more validation batches" in s for s in found.advice)
 
 
 def test_diagnose_refuses_an_optimizer_that_does_not_fit_the_model():

@@ -13,8 +13,8 @@ import undrop
 from device import new_generator
 from undrop.diagnosis.measure.benefit import Benefit
 from undrop.diagnosis.measure.estimates import Estimate
-from undrop.diagnosis.report.advice import advise, conclude
-from undrop.diagnosis.report.comparison import compare, compare_files
+from undrop.diagnosis.report.advice import conclude, recommend
+from undrop.diagnosis.report.comparison import compare_files, compare_json
 from undrop.intercept import Sites
 
 
@@ -81,9 +81,9 @@ def test_the_text_of_a_diagnosis_begins_with_the_conclusion_and_has_every_figure
         assert words in text
     for name in found.sites.names:
         assert name in text
-    order = ["What to do", "Explicit effect", "Symbols", "Where the numbers come from"]
-    places = [text.index(found.conclusion.split(".")[0]), *map(text.index, order)]
-    assert places == sorted(places)
+    order = ["What to do", "Explicit effect", "How it was measured", "Symbols", "Where the numbers"]
+    positions = [text.index(found.conclusion.split(".")[0]), *map(text.index, order)]
+    assert positions == sorted(positions)
     assert "standard error over masks and batches" in text
 
 
@@ -126,10 +126,32 @@ def test_the_html_page_of_a_diagnosis_is_self_contained_and_escaped(found, tmp_p
     assert "Where the numbers come from" in text
 
 
+def test_every_symbol_in_the_tables_is_explained(found):
+    explained = " ".join(" ".join(row) for row in found.glossary().rows)
+    shown = " ".join(" ".join(table.headers) + table.text(200) for table in found.tables())
+    for symbol in (
+        "R_drop",
+        "½E[uᵀHu]",
+        "ℓ",
+        "F",
+        "ε",
+        "Dℓ",
+        "ξ_approx",
+        "λ",
+        "z",
+        "benefit",
+        "rest",
+    ):
+        assert symbol in shown
+        assert symbol in explained
+    alone = replace(found, benefit=None, implicit=None).glossary().rows
+    assert not {"benefit", "z", "λ", "ξ_approx", "trace"} & {symbol for symbol, _ in alone}
+
+
 def test_a_notebook_shows_the_conclusion_and_tables(found):
     reader = read(found._repr_html_())
     assert "Conclusion" in "".join(reader.text)
-    assert reader.tags.count("table") == len(list(found.tables()))
+    assert reader.tags.count("table") == len(list(found.tables())) + 1  # and the symbols
     assert "script" not in reader.tags
 
 
@@ -173,7 +195,7 @@ def test_a_diagnosis_compared_with_itself_has_no_change(found):
     same = found.compare(found)
     assert not any(change.certain for change in same.changes)
     assert all(change.difference.value == 0.0 for change in same.changes if change.difference)
-    assert "No number changed significantly" in str(same)
+    assert "No figure changed by more than its error" in str(same)
 
 
 def test_a_comparison_names_what_changed():
@@ -199,7 +221,7 @@ def test_a_comparison_names_p_only_where_it_changed(found):
     other = json.loads(json.dumps(found.to_json()))
     (first, site), *rest = other["explicit"]["sites"].items()
     site["p"] = 0.125
-    rows = compare(found.to_json(), other).table().rows
+    rows = compare_json(found.to_json(), other).table().rows
     (row,) = [row for row in rows if row[0].startswith("p at")]
     assert rest
     assert row[0] == f"p at {first}"
@@ -280,7 +302,9 @@ def test_a_site_without_effect_is_named_with_its_share():
     assert re.search(r"Dropout at `2` \(-?0\.\d+ % ± 0\.\d+ %\) adds nothing measurable", idle)
     assert any("can replace the explicit effect of this dropout" in s for s in advice)
     conclusion = diagnosed(model_with_shares(0.01)).conclusion
-    assert re.search(r"The largest part of it, \d+\.\d+ % ± 0\.\d+ %, is at `4`\.", conclusion)
+    assert re.search(
+        r"The largest share of ½E\[uᵀHu\], \d+\.\d+ % ± 0\.\d+ %, comes from site `4`\.", conclusion
+    )
 
 
 def test_nothing_is_concluded_that_the_interval_does_not_support():
@@ -292,19 +316,19 @@ def test_nothing_is_concluded_that_the_interval_does_not_support():
     explicit = type(found.explicit)(
         **{**vars(found.explicit), "sites": unsure, "quadratic_share": Estimate.of(0.9, 0.3)}
     )
-    advice = advise(found.sites, explicit, None)
+    advice = recommend(found.sites, explicit, None)
     assert not any("adds nothing measurable" in sentence for sentence in advice)
     assert not any("½E[uᵀHu]" in sentence for sentence in advice)
     conclusion = conclude(explicit, None, None)
-    assert "Too little data to say how much of that" in conclusion
-    assert "The largest part" not in conclusion
+    assert "Too little data to say how much of this" in conclusion
+    assert "The largest share" not in conclusion
 
 
 def test_an_r_drop_within_its_error_is_called_too_little_data():
     found = diagnosed(model_with_shares(1.0))
     parts = found.explicit.parts._replace(r_drop=Estimate.of(0.01, 0.02))
     explicit = type(found.explicit)(**{**vars(found.explicit), "parts": parts})
-    assert advise(found.sites, explicit, None)[0].startswith("Too little data to say")
+    assert recommend(found.sites, explicit, None)[0].startswith("Too little data to say")
     conclusion = conclude(explicit, None, None)
     assert conclusion.startswith("Too little data to say")
     assert "(95 % interval -0.029 to 0.049)" in conclusion
@@ -340,7 +364,7 @@ def benefit_of(found, decay=UNKNOWN, **sites):
         repeats=8,
         validation_batches=4,
     )
-    return advise(found.sites, found.explicit, None, benefit)
+    return recommend(found.sites, found.explicit, None, benefit)
 
 
 def test_the_advice_names_an_action_for_each_clear_benefit():
@@ -350,7 +374,7 @@ def test_the_advice_names_an_action_for_each_clear_benefit():
     after = "after 20 steps without it the validation loss is"
     assert advice[0] == f"Keep the dropout at `a` for now: {after} higher by 0.0120 ± 0.0020."
     assert advice[1] == f"Dropout at `b` hurts, so lower its p: {after} lower by 0.030 ± 0.010."
-    assert advice[2] == "No evidence either way at `c`: give it more seconds."
+    assert advice[2] == "It is not clear whether dropout at `c` helps: allow more seconds."
     assert not any("Weight decay" in sentence for sentence in advice)
 
 
@@ -358,11 +382,13 @@ def test_weight_decay_is_compared_with_the_best_site():
     found = diagnosed(model_with_shares(1.0))
     site = Estimate.of(0.012, 0.002)
     (more,) = [s for s in benefit_of(found, Estimate.of(0.5, 0.01), a=site) if "decay" in s]
-    assert more.startswith("Weight decay helps more than any dropout here: +0.500 ± 0.01")
+    lowers = "λ = 0.001 lowers the validation loss after 20 steps by 0.500 ± 0.01"
+    assert more.startswith(f"Weight decay helps more than any dropout here: {lowers}")
     (as_well,) = [s for s in benefit_of(found, Estimate.of(0.01, 0.001), a=site) if "decay" in s]
     assert as_well.startswith("Weight decay helps as well")
     (harms,) = [s for s in benefit_of(found, Estimate.of(-0.5, 0.01), a=site) if "decay" in s]
-    assert harms.startswith("More weight decay would hurt")
+    assert harms.startswith("More weight decay would hurt: λ = 0.001 raises the validation loss")
+    assert harms.endswith("by 0.500 ± 0.010.")
 
 
 def test_advice_is_never_empty():
@@ -370,7 +396,7 @@ def test_advice_is_never_empty():
     nothing = Estimate(0.0, None)
     parts = type(found.explicit.parts)(nothing, nothing, nothing, nothing)
     explicit = replace(found.explicit, parts=parts, curve=[], sites={})
-    assert advise(found.sites, explicit, None)
+    assert recommend(found.sites, explicit, None)
 
 
 def test_sites_are_a_table_in_a_notebook_and_a_frame(found):

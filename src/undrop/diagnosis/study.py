@@ -15,7 +15,7 @@ from undrop.diagnosis.measure.explicit import Explicit, measure_explicit
 from undrop.diagnosis.measure.implicit import Implicit, measure_implicit
 from undrop.diagnosis.measure.model import MeasuredModel, Pair, collect, shared_examples
 from undrop.diagnosis.measure.timing import Budget, check_seconds
-from undrop.diagnosis.report.advice import advise, conclude
+from undrop.diagnosis.report.advice import conclude, recommend
 from undrop.diagnosis.report.provenance import provenance_of
 from undrop.diagnosis.report.result import Diagnosis
 from undrop.errors import DataError, OptionError
@@ -183,7 +183,7 @@ def _result(
         implicit=implicit,
         benefit=benefit,
         conclusion=conclude(explicit, implicit, benefit),
-        advice=advise(subject.sites, explicit, implicit, benefit),
+        advice=recommend(subject.sites, explicit, implicit, benefit),
         provenance=provenance_of(
             subject.model, subject.batches, validation, seconds=seconds, masks=explicit.masks
         ),

@@ -1,6 +1,6 @@
-"""The conclusion of a diagnosis in a paragraph, and what to do: sentences, each with its figure.
+"""The conclusion of a diagnosis, and what to do.
 
-A sentence is written only if the 95 % interval of its figure supports it.
+Every sentence states a figure, and is written only if the 95 % interval of the figure supports it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from undrop.diagnosis.measure.implicit import Implicit
 from undrop.intercept import Sites
 
 GOOD = 0.8
-"""At or above this share of R_drop, ½E[uᵀHu] counts as a good description."""
-_POOR = 0.5
-_NOTHING = 0.01  # a share below this does not matter
-_SOME = 0.2  # a part above this matters
-_ROUNDING = 1e-9  # a part of R_drop below this is rounding
+"""From this share of R_drop on, ½E[uᵀHu] is a good description of dropout."""
+_POOR = 0.5  # below this share of R_drop, ½E[uᵀHu] is a poor description
+_NEGLIGIBLE_SHARE = 0.01  # a site with a smaller share of ½E[uᵀHu] does not matter
+_NOTABLE = 0.2  # a part of a whole matters if it is larger than this
+_ROUNDING = 1e-9  # a part of R_drop that is smaller than this is rounding
 
 TOO_LITTLE = "Too little data to say"
 
 
 def signed(estimate: Estimate) -> str:
-    """Return an estimate as text, with its sign even if that is a plus."""
+    """Return an estimate as text that begins with + or -."""
     return f"+{estimate}" if estimate.value > 0.0 else str(estimate)
 
 
 def conclude(explicit: Explicit, implicit: Implicit | None, benefit: Benefit | None) -> str:
-    """Return the diagnosis in one paragraph."""
-    sentences = [*_explicit_sentences(explicit)]
+    """Return the conclusion in one paragraph."""
+    sentences = list(_explicit_conclusion(explicit))
     if implicit is not None:
-        sentences.append(_noise_sentence(implicit))
+        sentences.append(_implicit_conclusion(implicit))
     if benefit is not None:
-        sentences.append(_benefit_sentence(benefit))
+        sentences.append(_benefit_conclusion(benefit))
     return " ".join(sentences)
 
 
-def _explicit_sentences(explicit: Explicit) -> Iterator[str]:
+def _explicit_conclusion(explicit: Explicit) -> Iterator[str]:
     r_drop, share = explicit.parts.r_drop, explicit.quadratic_share
     if r_drop.includes_zero:
         yield f"{TOO_LITTLE} what dropout adds to the loss: {_why_unknown(explicit)}."
@@ -49,59 +49,55 @@ def _explicit_sentences(explicit: Explicit) -> Iterator[str]:
     else:
         yield f"Dropout lowers the loss by {r_drop.scaled(-1.0)}."
     shown = percent(share, interval=True)
+    accounts = f"The explicit regularizer ½E[uᵀHu] accounts for {shown} of this"
     if share.low >= GOOD and share.high <= 2.0 - GOOD:
-        yield (
-            f"The explicit regularizer ½E[uᵀHu] makes up {shown} of that, so the second-order "
-            "approximation describes this dropout well."
-        )
+        yield f"{accounts}, so the second-order approximation describes this dropout well."
     elif share.high < _POOR or share.low > 2.0 - _POOR:
-        yield (
-            f"The explicit regularizer ½E[uᵀHu] is {shown} of that, so the second-order approximation "
-            "describes this dropout poorly."
-        )
+        yield f"{accounts}, so the second-order approximation describes this dropout poorly."
     elif share.high - share.low <= _POOR:
-        yield f"The explicit regularizer ½E[uᵀHu] is {shown} of that: a rough description."
+        yield f"{accounts}, so it is a rough description of this dropout."
     else:
-        yield f"{TOO_LITTLE} how much of that is the explicit regularizer ½E[uᵀHu]."
-    leader = _leader(explicit)
-    if leader is not None:
-        yield f"The largest part of it, {percent(leader[1])}, is at `{leader[0]}`."
+        yield f"{TOO_LITTLE} how much of this the explicit regularizer ½E[uᵀHu] accounts for."
+    strongest = _strongest_site(explicit)
+    if strongest is not None:
+        name, largest_share = strongest
+        yield f"The largest share of ½E[uᵀHu], {percent(largest_share)}, comes from site `{name}`."
 
 
 def _why_unknown(explicit: Explicit) -> str:
-    """Return why R_drop may be 0, and the way out."""
-    r_drop, used, given = explicit.parts.r_drop, explicit.batches, explicit.batches_given
-    batches = "one batch" if used == 1 else f"{used} batches"
+    """Return why R_drop may be 0, and what to do about it."""
+    r_drop, measured = explicit.parts.r_drop, explicit.batches
+    batches = "one batch" if measured == 1 else f"{measured} batches"
     interval = f"95 % interval {r_drop.interval}" if r_drop.interval else "error unknown"
-    way_out = "more seconds" if used < given else "more batches or more seconds"
-    return f"R_drop = {r_drop} from {batches} ({interval}); give it {way_out}"
+    more_batches = "" if measured < explicit.batches_given else "pass more batches or "
+    return f"R_drop = {r_drop} from {batches} ({interval}); {more_batches}allow more seconds"
 
 
-def _leader(explicit: Explicit) -> tuple[str, Estimate] | None:
-    """Return the site with the largest share, if it is certain which one that is."""
+def _strongest_site(explicit: Explicit) -> tuple[str, Estimate] | None:
+    """Return the site with the largest share, and the share; None if that may be another site."""
     effects = sorted(explicit.sites.items(), key=lambda item: -item[1].share.value)
     if len(effects) < 2:
         return None
-    (name, most), (_, second) = effects[:2]
-    certain = most.share.low > 1.0 / len(effects) and most.share.low > second.share.high
-    return (name, most.share) if certain else None
+    (name, first), (_, second) = effects[:2]
+    is_certain = first.share.low > 1.0 / len(effects) and first.share.low > second.share.high
+    return (name, first.share) if is_certain else None
 
 
-def _noise_sentence(implicit: Implicit) -> str:
+def _implicit_conclusion(implicit: Implicit) -> str:
     ratio = implicit.batch_ratio
     if ratio is None:
         return "Dropout's gradient noise can't be compared with mini-batching's on a single batch."
     noise = f"Dropout's gradient noise is {ratio} times mini-batching's"
     if ratio.low > 1.0:
-        return f"{noise}: the implicit effect matters."
-    if ratio.high < _SOME:
-        return f"{noise}: the implicit effect is small."
+        return f"{noise}, so the implicit effect matters."
+    if ratio.high < _NOTABLE:
+        return f"{noise}, so the implicit effect is small."
     if ratio.high < 1.0:
-        return f"{noise}: the smaller of the two."
+        return f"{noise}, so it is the smaller of the two."
     return f"{TOO_LITTLE} whether dropout's gradient noise exceeds mini-batching's (ratio {ratio})."
 
 
-def _benefit_sentence(benefit: Benefit) -> str:
+def _benefit_conclusion(benefit: Benefit) -> str:
     total, after = benefit.every_site, f"after {benefit.steps} steps"
     if total.includes_zero:
         measured = f"benefit {signed(total)} {after}"
@@ -112,11 +108,11 @@ def _benefit_sentence(benefit: Benefit) -> str:
     return f"Dropout hurts: {after} without it the validation loss is lower by {by}."
 
 
-def advise(
+def recommend(
     sites: Sites, explicit: Explicit, implicit: Implicit | None, benefit: Benefit | None = None
 ) -> list[str]:
     """Return what to do, the most urgent first; there is always at least one sentence."""
-    sentences = [*_mistakes(sites)]
+    sentences = [*_eval_mode_warnings(sites)]
     if benefit is not None:
         sentences += _benefit_advice(benefit)
     if abs(explicit.parts.half_quadratic.value) <= _ROUNDING * abs(explicit.parts.r_drop.value):
@@ -131,19 +127,18 @@ def advise(
         )
     else:
         sentences += _explicit_advice(explicit)
-    sentences += _weak_sites(explicit)
+    sentences += _weak_site_advice(explicit)
     if implicit is not None:
         sentences += _noise_advice(implicit)
     if benefit is None:
         sentences.append(
             "To learn which dropout helps, pass validation batches (`validation=…`; in a shell "
-            "`--validation`): a share of the effect says how strong a dropout is, not whether it is "
-            "good."
+            "`--validation`): a share of the effect says how strong a dropout is, not whether it helps."
         )
     return sentences
 
 
-def _mistakes(sites: Sites) -> Iterator[str]:
+def _eval_mode_warnings(sites: Sites) -> Iterator[str]:
     for site in sites:
         if site.active_in_eval:
             yield (
@@ -154,104 +149,108 @@ def _mistakes(sites: Sites) -> Iterator[str]:
 
 def _benefit_advice(benefit: Benefit) -> Iterator[str]:
     after = f"after {benefit.steps} steps without it the validation loss is"
-    known = {name: found for name, found in benefit.sites.items() if not math.isnan(found.value)}
-    ordered = sorted(known.items(), key=lambda item: -item[1].value)
-    for name, found in ordered:
-        if found.low > 0.0:
-            yield f"Keep the dropout at `{name}` for now: {after} higher by {found}."
-    for name, found in reversed(ordered):
-        if found.high < 0.0:
-            by = found.scaled(-1.0)
+    measured = {name: b for name, b in benefit.sites.items() if not math.isnan(b.value)}
+    ordered = sorted(measured.items(), key=lambda item: -item[1].value)
+    for name, site_benefit in ordered:
+        if site_benefit.low > 0.0:
+            yield f"Keep the dropout at `{name}` for now: {after} higher by {site_benefit}."
+    for name, site_benefit in reversed(ordered):
+        if site_benefit.high < 0.0:
+            by = site_benefit.scaled(-1.0)
             yield f"Dropout at `{name}` hurts, so lower its p: {after} lower by {by}."
-    unknown = [f"`{name}`" for name, found in ordered if found.includes_zero]
-    if unknown:
-        way_out = "more seconds" if benefit.validation_batches > 1 else "more validation batches"
-        yield f"No evidence either way at {', '.join(unknown)}: give it {way_out}."
-    if missing := [f"`{name}`" for name in benefit.sites if name not in known]:
-        yield f"No evidence at {', '.join(missing)}: the time ran out first; allow more seconds."
-    yield from _decay_advice(benefit)
+    if unclear := [f"`{name}`" for name, b in ordered if b.includes_zero]:
+        many_batches = benefit.validation_batches > 1
+        way_out = "allow more seconds" if many_batches else "pass more validation batches"
+        yield f"It is not clear whether dropout at {', '.join(unclear)} helps: {way_out}."
+    if missing := [f"`{name}`" for name in benefit.sites if name not in measured]:
+        yield (
+            f"The time ran out before the benefit of dropout at {', '.join(missing)} was measured: "
+            "allow more seconds."
+        )
+    yield from _weight_decay_advice(benefit)
 
 
-def _decay_advice(benefit: Benefit) -> Iterator[str]:
-    decay, how = benefit.weight_decay, f"(λ = {benefit.decay:.2g}, {benefit.steps} steps)"
-    best = max((f.high for f in benefit.sites.values() if not math.isnan(f.value)), default=0.0)
-    if decay.low > max(best, 0.0):
-        yield f"Weight decay helps more than any dropout here: {signed(decay)} {how}."
-    elif decay.low > 0.0:
-        yield f"Weight decay helps as well: {signed(decay)} {how}."
+def _weight_decay_advice(benefit: Benefit) -> Iterator[str]:
+    decay = benefit.weight_decay
+    after = f"the validation loss after {benefit.steps} steps"
+    best = max((b.high for b in benefit.sites.values() if not math.isnan(b.value)), default=0.0)
+    if decay.low > 0.0:
+        how = "more than any dropout here" if decay.low > best else "as well"
+        yield f"Weight decay helps {how}: λ = {benefit.decay:.2g} lowers {after} by {decay}."
     elif decay.high < 0.0:
-        yield f"More weight decay would hurt: {signed(decay)} {how}."
+        by = decay.scaled(-1.0)
+        yield f"More weight decay would hurt: λ = {benefit.decay:.2g} raises {after} by {by}."
 
 
 def _explicit_advice(explicit: Explicit) -> Iterator[str]:
     share, parts = explicit.quadratic_share, explicit.parts
-    whole = abs(parts.r_drop.value)
     if share.low >= GOOD and share.high <= 2.0 - GOOD:
         yield (
-            "undrop.Analytic(strength=undrop.TAYLOR) can replace the explicit effect of this dropout: "
-            f"½E[uᵀHu] is {percent(share)} of R_drop."
+            "`undrop.Analytic(strength=undrop.TAYLOR)` can replace the explicit effect of this dropout: "
+            f"its regularizer ½E[uᵀHu] is {percent(share)} of R_drop."
         )
     elif share.high < _POOR or share.low > 2.0 - _POOR:
         yield (
-            f"The analytic explicit regularizer differs from this dropout: ½E[uᵀHu] is "
-            f"{percent(share)} of R_drop; a smaller p brings them together."
+            "The explicit regularizer ½E[uᵀHu] differs from this dropout: it is "
+            f"{percent(share)} of R_drop. A smaller p brings the two closer."
         )
-    if parts.curvature.low > _SOME * whole or parts.curvature.high < -_SOME * whole:
+    if _is_notable(parts.curvature, parts.r_drop):
         yield (
-            "The model's own curvature matters: it contributes "
-            f"{parts.curvature} of R_drop = {parts.r_drop}, which the analytic regularizer leaves out."
+            f"The model's own curvature matters: it makes up {parts.curvature} of R_drop = "
+            f"{parts.r_drop}, and the analytic regularizer leaves it out."
         )
     yield from _breakdown(explicit.curve)
 
 
+def _is_notable(part: Estimate, r_drop: Estimate) -> bool:
+    limit = _NOTABLE * abs(r_drop.value)
+    return part.low > limit or part.high < -limit
+
+
 def _breakdown(curve: list[Point]) -> Iterator[str]:
-    """Name the smallest p at which the approximation misses a lot, if it is accurate at smaller p."""
-    bad = [point for point in curve if _misses(point)]
-    good = [point for point in curve if point.p < min((b.p for b in bad), default=0.0)]
-    if bad and good:
-        point = min(bad, key=lambda b: b.p)
+    """Name the smallest p at which second order misses a notable part, if it does not at smaller p."""
+    bad = [point for point in curve if _is_notable(point.parts.rest, point.parts.r_drop)]
+    if not bad:
+        return
+    first = min(bad, key=lambda point: point.p)
+    if any(point.p < first.p for point in curve):
         yield (
-            f"The second-order approximation breaks down once the largest p is about {point.p:.2g}: "
-            f"there it misses {point.parts.rest} of R_drop = {point.parts.r_drop}."
+            f"The second-order approximation breaks down when the largest p is about {first.p:.2g}: "
+            f"there it misses {first.parts.rest} of R_drop = {first.parts.r_drop}."
         )
 
 
-def _misses(point: Point) -> bool:
-    rest, whole = point.parts.rest, abs(point.parts.r_drop.value)
-    return rest.low > _SOME * whole or rest.high < -_SOME * whole
-
-
-def _weak_sites(explicit: Explicit) -> Iterator[str]:
-    idle = [
+def _weak_site_advice(explicit: Explicit) -> Iterator[str]:
+    weak = [
         f"`{name}` ({percent(effect.share)})"
         for name, effect in explicit.sites.items()
-        if effect.share.high < _NOTHING and len(explicit.sites) > 1
+        if effect.share.high < _NEGLIGIBLE_SHARE and len(explicit.sites) > 1
     ]
-    if idle:
+    if weak:
         yield (
-            f"Dropout at {', '.join(idle)} adds nothing measurable to the explicit effect: remove it, "
-            "or raise its p if it was meant to act."
+            f"Dropout at {', '.join(weak)} adds nothing measurable to the explicit effect: remove it, "
+            "or raise its p if it is meant to have an effect."
         )
 
 
 def _noise_advice(implicit: Implicit) -> Iterator[str]:
-    ratio = implicit.batch_ratio
-    if ratio is not None and ratio.low > 1.0:
+    noise = implicit.batch_ratio
+    if noise is not None and noise.low > 1.0:
         yield (
-            f"Keep the noise in mind: dropout adds {ratio} times the gradient noise of mini-batching, "
-            "so averaging over masks (`Dropout(k)`) or using larger batches changes training."
+            f"Dropout's gradient noise matters: it is {noise} times mini-batching's, so averaging over "
+            "masks (`undrop.Dropout(k)`) or larger batches would change training."
         )
-    elif ratio is not None and ratio.high < _SOME:
+    elif noise is not None and noise.high < _NOTABLE:
         yield (
-            f"Averaging over masks would change little: dropout makes only {ratio} times the gradient "
-            "noise of mini-batching."
+            "Averaging over masks (`undrop.Dropout(k)`) would change little: dropout's gradient noise "
+            f"is only {noise} times mini-batching's."
         )
-    kept = implicit.analytic_ratio
-    if kept.low > 1.0 / (1.0 + _SOME) and kept.high < 1.0 + _SOME:
-        yield f"ξ_approx is as large as dropout's noise: its trace is {percent(kept)} of dropout's."
-    elif kept.high < GOOD or kept.low > 1.0 / GOOD:
-        size = "smaller" if kept.high < GOOD else "larger"
+    ratio, name = implicit.analytic_ratio, "ξ_approx, the noise of `undrop.Analytic`,"
+    if ratio.low > 1.0 / (1.0 + _NOTABLE) and ratio.high < 1.0 + _NOTABLE:
+        yield f"{name} is as large as dropout's: its trace is {percent(ratio)} of dropout's."
+    elif ratio.high < GOOD or ratio.low > 1.0 / GOOD:
+        size = "smaller" if ratio.high < GOOD else "larger"
         yield (
-            f"ξ_approx is {size} than dropout's noise: its trace is {percent(kept)} of dropout's; a "
-            "smaller p brings them together."
+            f"{name} is {size} than dropout's: its trace is {percent(ratio)} of dropout's. A smaller p "
+            "brings the two closer."
         )

@@ -15,9 +15,9 @@ from undrop.report import Table, as_json, terminal_width, wrap
 from undrop.report.html import fragment, paragraph
 from undrop.report.plain import as_frame
 
-_NAMED = 3  # changes that the conclusion names
+_NAMED_CHANGES = 3  # the largest number of changes in the conclusion
 _P_AT = "p at "
-_STAR = "* the 95 % interval of the change excludes 0."
+_STAR_NOTE = "* the 95 % interval of the change excludes 0."
 
 
 class Change(NamedTuple):
@@ -27,13 +27,13 @@ class Change(NamedTuple):
     before: Estimate | None
     after: Estimate | None
     difference: Estimate | None
-    """After minus before, as if the two were independent; None if one lacks the figure."""
+    """After minus before, as for independent figures; None if one diagnosis lacks the figure."""
 
     @property
     def certain(self) -> bool:
         """Whether the 95 % interval of the difference excludes 0."""
-        found = self.difference
-        return found is not None and found.stderr is not None and not found.includes_zero
+        d = self.difference
+        return d is not None and d.stderr is not None and not d.includes_zero
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,24 +48,25 @@ class Comparison:
 
     @property
     def conclusion(self) -> str:
-        """What changed by more than its error, in one paragraph."""
+        """The changes that are larger than their errors, in one paragraph."""
         certain = [change for change in self.changes if change.certain]
         models = ""
         if self.before != self.after:
             models = f"The models differ: {self.before} before, {self.after} after. "
         if not certain:
             return models + (
-                "No number changed significantly: the two are alike, or there is too little data to say."
+                "No figure changed by more than its error: the two diagnoses agree, or there is "
+                "too little data to say."
             )
         certain.sort(key=lambda change: -abs(_z(change)))
-        named = [_described(change) for change in certain[:_NAMED]]
+        named = [_described(change) for change in certain[:_NAMED_CHANGES]]
         many = len(certain)
         what = "One figure" if many == 1 else f"{many} figures"
         errors = "its error" if many == 1 else "their errors"
         return f"{models}{what} changed by more than {errors}: {'; '.join(named)}."
 
     def table(self) -> Table:
-        """Every figure, with a star if the change is certain."""
+        """Return every figure in a row, with a star if its change is certain."""
         rows = [
             [
                 change.figure,
@@ -78,7 +79,7 @@ class Comparison:
         return Table(("figure", "before", "after", "change"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as values for JSON."""
+        """Return values for JSON."""
         values = {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
         return {"conclusion": self.conclusion, **values}
 
@@ -86,18 +87,22 @@ class Comparison:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The comparison for a terminal of ``width`` columns; None uses the width of the terminal."""
-        room = terminal_width() if width is None else width
-        lines = wrap(self.conclusion, min(room, 100))
-        note = ["", _STAR] if any(change.certain for change in self.changes) else []
-        return "\n".join([*lines, "", self.table().text(room), *note])
+        """Return the comparison for a terminal.
+
+        Args:
+            width: the columns of the terminal; None uses those of the present terminal.
+        """
+        columns = terminal_width() if width is None else width
+        lines = wrap(self.conclusion, min(columns, 100))
+        note = ["", _STAR_NOTE] if any(change.certain for change in self.changes) else []
+        return "\n".join([*lines, "", self.table().text(columns), *note])
 
     def _repr_html_(self) -> str:
-        note = paragraph(_STAR) if any(change.certain for change in self.changes) else ""
+        note = paragraph(_STAR_NOTE) if any(change.certain for change in self.changes) else ""
         return fragment(paragraph(self.conclusion), self.table().html("cards"), note)
 
     def to_frame(self) -> Any:
-        """The differences as a pandas DataFrame, one row per figure."""
+        """Return the changes as a pandas DataFrame, one row per figure."""
         rows = [
             {
                 "before": None if change.before is None else change.before.value,
@@ -111,9 +116,9 @@ class Comparison:
 
 
 def _z(change: Change) -> float:
-    found = change.difference
-    assert found is not None
-    return math.inf if found.z is None else found.z
+    difference = change.difference
+    assert difference is not None
+    return math.inf if difference.z is None else difference.z
 
 
 def _described(change: Change) -> str:
@@ -130,50 +135,50 @@ def compare_files(before: str | Path, after: str | Path) -> Comparison:
     """Compare two files that ``Diagnosis.save`` wrote.
 
     Raises:
-        DataError: if one of them is not a diagnosis.
-        RunError: if one can't be read.
+        DataError: if one of the files is not a diagnosis.
+        RunError: if one of the files can't be read.
     """
-    return compare(*(_read(Path(path)) for path in (before, after)))
+    return compare_json(*(_read(Path(path)) for path in (before, after)))
 
 
 def _read(path: Path) -> dict[str, Any]:
     from undrop.diagnosis.report.result import FORMAT
 
-    found = read_json(path)
-    if not isinstance(found, dict) or "explicit" not in found:
+    values = read_json(path)
+    if not isinstance(values, dict) or "explicit" not in values:
         raise DataError(
             f"{path} is not a diagnosis: give a file that undrop diagnose --save wrote."
         )
-    if found.get("format") != FORMAT:
+    if values.get("format") != FORMAT:
         raise DataError(
-            f"{path} is a diagnosis in format {found.get('format', 1)}, but this version of undrop "
+            f"{path} is a diagnosis in format {values.get('format', 1)}, but this version of undrop "
             f"reads format {FORMAT}: diagnose the model again."
         )
-    result: dict[str, Any] = found
+    result: dict[str, Any] = values
     return result
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
+def compare_json(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     """Compare two diagnoses in JSON."""
-    one, two = dict(_figures(before)), dict(_figures(after))
+    old, new = dict(_figures(before)), dict(_figures(after))
     changes = [
-        Change(name, one.get(name), two.get(name), _difference(one.get(name), two.get(name)))
-        for name in dict.fromkeys([*one, *two])
+        Change(name, old.get(name), new.get(name), _difference(old.get(name), new.get(name)))
+        for name in dict.fromkeys([*old, *new])
     ]
-    shown = [change for change in changes if not _is_same_p(change)]
+    shown = [change for change in changes if not _is_unchanged_p(change)]
     return Comparison(str(before["model"]), str(after["model"]), shown)
 
 
-def _is_same_p(change: Change) -> bool:
-    """Return whether this is the p of a site, and did not change: it then needs no row."""
+def _is_unchanged_p(change: Change) -> bool:
+    """Return whether the figure is the p of a site and did not change; it then needs no row."""
     return change.figure.startswith(_P_AT) and change.before == change.after
 
 
 def _figures(json: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
     """Yield the figures of a diagnosis that are compared, by name."""
     explicit, implicit, benefit = json["explicit"], json.get("implicit"), json.get("benefit")
-    names = {"r_drop": "R_drop", "half_quadratic": "½E[uᵀHu]"}
-    for key, label in {**names, "curvature": "curvature", "rest": "rest"}.items():
+    parts = {"R_drop": "r_drop", "½E[uᵀHu]": "half_quadratic"}
+    for label, key in {**parts, "curvature": "curvature", "rest": "rest"}.items():
         yield label, _estimate(explicit["parts"][key])
     yield "½E[uᵀHu] / R_drop", _estimate(explicit["quadratic_share"])
     for name, site in explicit["sites"].items():
@@ -185,8 +190,8 @@ def _figures(json: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
         if implicit["batch_ratio"] is not None:
             yield "traces: dropout / mini-batching", _estimate(implicit["batch_ratio"])
     if benefit is not None:
-        for name, found in benefit["sites"].items():
-            yield f"benefit of {name}", _estimate(found)
+        for name, site_benefit in benefit["sites"].items():
+            yield f"benefit of {name}", _estimate(site_benefit)
         yield "benefit of weight decay", _estimate(benefit["weight_decay"])
 
 
@@ -201,7 +206,10 @@ def _estimate(json: Mapping[str, float | None]) -> Estimate:
 
 
 def _difference(before: Estimate | None, after: Estimate | None) -> Estimate | None:
-    """Return the difference of independent figures; the ends of their intervals add in quadrature."""
+    """Return the difference of two independent figures.
+
+    The distances from the values to the ends of their intervals add in quadrature.
+    """
     if before is None or after is None:
         return None
     value = after.value - before.value

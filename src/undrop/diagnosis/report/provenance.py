@@ -22,7 +22,7 @@ class Provenance:
     """When, with which versions, on which model and data, and for how long."""
 
     date: str
-    """In UTC."""
+    """The date and time in UTC."""
     undrop: str
     torch: str
     python: str
@@ -37,7 +37,7 @@ class Provenance:
     masks: int
 
     def rows(self) -> list[tuple[str, str]]:
-        """One line each, for a table."""
+        """Return the rows of a table."""
         return [
             ("date", self.date),
             ("versions", f"undrop {self.undrop}, torch {self.torch}, Python {self.python}"),
@@ -68,14 +68,14 @@ def provenance_of(
         dtype=str(first.dtype).removeprefix("torch."),
         model=type(model).__name__,
         parameters=sum(p.numel() for p in model.parameters()),
-        data=_described(len(batches), batches[0].inputs, batches[0].targets),
-        validation=_described(len(validation), *validation[0]) if validation else None,
+        data=_describe_data(len(batches), batches[0].inputs, batches[0].targets),
+        validation=_describe_data(len(validation), *validation[0]) if validation else None,
         seconds=seconds,
         masks=masks,
     )
 
 
-def _described(count: int, inputs: Any, targets: Any) -> str:
+def _describe_data(count: int, inputs: Any, targets: Any) -> str:
     batches = "1 batch" if count == 1 else f"{count} batches"
     return f"{batches}; the first has inputs {_shapes(inputs)} and targets {_shapes(targets)}"
 

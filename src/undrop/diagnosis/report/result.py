@@ -1,11 +1,10 @@
-"""The result of a diagnosis: a conclusion and tables for people, JSON for programs, plots, a page."""
+"""The result of a diagnosis: its text and tables for people, and its JSON for programs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +25,20 @@ if TYPE_CHECKING:
 FORMAT = 3
 """The version of the JSON format."""
 
-_WIDEST = 100  # columns of a paragraph
-ERRORS = (
-    "± is one standard error over masks and batches, the larger of two estimates: from the spread "
-    "between batches, and from the spread of masks within each. Brackets are 95 % intervals."
+_PARAGRAPH_WIDTH = 100  # the largest number of columns
+ERROR_NOTE = (
+    "± is one standard error over masks and batches, the larger of two estimates: one from the spread "
+    "between batches, and one from the spread of the masks within each batch. Brackets are 95 % "
+    "intervals."
 )
-ONE_BATCH = "There is one batch: figures and errors are for that batch."
-BENEFIT = (
-    "The benefit compares short training runs from these weights, with and without a dropout ({} "
-    "repeats of {} steps with {}). In a test, a negative one was right about retraining in 17 of 19 "
-    "cases, a positive one in 12 of 25: compare two runs before you keep a change."
+ONE_BATCH_NOTE = "There is one batch: figures and errors are for that batch."
+BENEFIT_NOTE = (
+    "The benefit compares short training runs from the present weights, with and without a dropout "
+    "({} of {} steps with {}). In a test, a negative benefit predicted the effect of retraining "
+    "without the dropout in 17 of 19 cases, a positive benefit in 12 of 25: compare two full runs "
+    "before you keep a change."
 )
+SYMBOLS_NOTE = "The table of symbols at the end explains every symbol and term."
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,14 +46,14 @@ class Diagnosis:
     """What dropout does in a model.
 
     ``print`` it, ``save`` it as JSON, ``plot`` it, write it as one ``html`` page, ``compare`` it with
-    another, or read its figures. A notebook shows it as tables.
+    another diagnosis, or read its figures. A notebook shows it as tables.
     """
 
     model: str
     sites: Sites
     explicit: Explicit
     implicit: Implicit | None
-    """None if it was not measured."""
+    """None with implicit=False."""
     benefit: Benefit | None
     """None without validation batches."""
     conclusion: str
@@ -62,11 +64,11 @@ class Diagnosis:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The seconds that the diagnosis took."""
         return self.provenance.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Values for JSON; every figure is ``{"value": …, "stderr": …, "low": …, "high": …}``."""
+        """Return values for JSON; a figure is ``{"value": …, "stderr": …, "low": …, "high": …}``."""
         values = {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
         return {"format": FORMAT, **values, "notes": self.notes}
 
@@ -78,24 +80,27 @@ class Diagnosis:
 
     def plot(self, path: str | Path) -> None:
         """Draw all panels into one picture; the suffix sets its format (png, pdf, svg)."""
-        from undrop.diagnosis.report.plots import draw
+        from undrop.diagnosis.report.plots import draw_all
 
-        draw(self, Path(path))
+        draw_all(self, Path(path))
 
     def html(self, path: str | Path) -> None:
         """Write one HTML page that needs no other file and no network."""
-        from undrop.diagnosis.report.plots import write
+        from undrop.diagnosis.report.plots import write_page
 
-        write(self, Path(path))
+        write_page(self, Path(path))
 
     def compare(self, other: Diagnosis) -> Comparison:
         """Compare this diagnosis with a later one, or one of a changed model."""
-        from undrop.diagnosis.report.comparison import compare
+        from undrop.diagnosis.report.comparison import compare_json
 
-        return compare(self.to_json(), other.to_json())
+        return compare_json(self.to_json(), other.to_json())
 
     def to_frame(self) -> Any:
-        """One row per site as a pandas DataFrame: p, kind, share, benefit and its own R_drop."""
+        """Return a pandas DataFrame with the figures of each site in a row.
+
+        The columns are p, kind, share, R_drop and ½E[uᵀHu] with this site alone, and the benefit.
+        """
         rows = []
         for name, effect in self.explicit.sites.items():
             figures = {
@@ -115,78 +120,77 @@ class Diagnosis:
     def notes(self) -> list[str]:
         """How the figures were measured."""
         explicit, implicit = self.explicit, self.implicit
-        given = explicit.batches_given
-        where = "one batch" if given == 1 else f"{explicit.batches} of {given} batches"
-        notes = [f"R_drop and its parts are from {explicit.masks:,} masks on {where}."]
-        if explicit.batches < given:
+        total = explicit.batches_given
+        batches = "one batch" if total == 1 else f"{explicit.batches} of {total} batches"
+        notes = [f"R_drop and its parts are from {explicit.masks:,} masks on {batches}."]
+        if explicit.batches < total:
             notes.append("The time ran out before every batch was measured: allow more seconds.")
-        notes.append(ERRORS)
-        if given == 1:
-            notes.append(ONE_BATCH)
+        notes.append(ERROR_NOTE)
+        if total == 1:
+            notes.append(ONE_BATCH_NOTE)
         if explicit.differences is not None:
             notes.append(
-                "Second derivatives are differences, because an op of the model has no double "
+                "Second derivatives are finite differences, because an op of the model has no double "
                 f"backward ({explicit.differences})."
             )
         if implicit is not None:
             notes += _implicit_notes(implicit)
         if self.benefit is not None:
             b = self.benefit
-            notes.append(BENEFIT.format(b.repeats, b.steps, b.optimizer))
+            repeats = "1 repeat" if b.repeats == 1 else f"{b.repeats} repeats"
+            notes.append(BENEFIT_NOTE.format(repeats, b.steps, b.optimizer))
         return notes
 
     def tables(self) -> Iterator[Table]:
-        """All figures as tables."""
-        yield self._parts()
-        yield self._sites()
-        yield self._alone()
-        yield self._curve()
+        """Yield tables with all figures."""
+        yield self._parts_table()
+        yield self._sites_table()
+        yield self._single_sites_table()
+        yield self._curve_table()
         if self.explicit.classes:
-            yield self._classes()
+            yield self._classes_table()
         if self.implicit is not None:
-            yield _traces(self.implicit)
-            yield _groups(self.implicit)
-            yield _shrinking(self.implicit)
+            yield _traces_table(self.implicit)
+            yield _groups_table(self.implicit)
+            yield _shrinking_table(self.implicit)
 
-    def _parts(self) -> Table:
+    def _parts_table(self) -> Table:
         parts, explicit = self.explicit.parts, self.explicit
-        unknown = parts.r_drop.includes_zero
-        share = partial(percent, interval=True)
+
+        def share_of_r_drop(share: Estimate) -> str:
+            return "–" if parts.r_drop.includes_zero else percent(share, interval=True)
+
         rows = [
             ("R_drop = E ℓ(dropout) - ℓ", str(parts.r_drop)),
             ("½E[uᵀHu], the explicit regularizer", str(parts.half_quadratic)),
             ("curvature of the model, ½E[Dℓ·∂²F/∂ε²]", str(parts.curvature)),
             ("rest, missed by second order", str(parts.rest)),
-            ("½E[uᵀHu] / R_drop", "–" if unknown else share(explicit.quadratic_share)),
-            (
-                "all of second order / R_drop",
-                "–" if unknown else share(explicit.second_order_share),
-            ),
+            ("½E[uᵀHu] / R_drop", share_of_r_drop(explicit.quadratic_share)),
+            ("all of second order / R_drop", share_of_r_drop(explicit.second_order_share)),
         ]
-        return Table(("part", "value"), rows, title="Explicit effect (loss per term)")
+        return Table(("part", "value"), rows, title="Explicit effect (in units of the loss)")
 
-    def _sites(self) -> Table:
-        """The share of each site, and its benefit if it was measured."""
+    def _sites_table(self) -> Table:
         effects = sorted(self.explicit.sites.items(), key=lambda item: -item[1].share.value)
         heads = ["site", "p", "share of ½E[uᵀHu]"]
         rows = [[name, f"{effect.p:g}", percent(effect.share)] for name, effect in effects]
         title = "Sites: strength"
         if self.benefit is not None:
             heads += ["benefit", "z"]
-            rows = [[*row, *_with_z(self.benefit.sites[row[0]])] for row in rows]
-            rows.append(["all sites", "", "", *_with_z(self.benefit.every_site)])
+            rows = [[*row, *_benefit_and_z(self.benefit.sites[row[0]])] for row in rows]
+            rows.append(["all sites", "", "", *_benefit_and_z(self.benefit.every_site)])
             label = f"weight decay (λ = {self.benefit.decay:.2g})"
-            rows.append([label, "", "", *_with_z(self.benefit.weight_decay)])
+            rows.append([label, "", "", *_benefit_and_z(self.benefit.weight_decay)])
             steps, rate = self.benefit.steps, self.benefit.learning_rate
-            title = f"Sites: strength, and benefit (loss after {steps} steps of {rate:g})"
+            title += f", and benefit ({steps} steps with a learning rate of {rate:g})"
         return Table(heads, rows, numbers={"p", "z"}, title=title)
 
-    def _alone(self) -> Table:
+    def _single_sites_table(self) -> Table:
         rows = [[name, *map(str, effect.parts)] for name, effect in self.explicit.sites.items()]
         heads = ("site", "R_drop", "½E[uᵀHu]", "curvature", "rest")
-        return Table(heads, rows, title="Sites: each one alone, the others off")
+        return Table(heads, rows, title="Each site alone, without dropout at the others")
 
-    def _curve(self) -> Table:
+    def _curve_table(self) -> Table:
         rows = [
             [f"{point.factor:.2g}", f"{point.p:.2g}", *map(str, point.parts)]
             for point in self.explicit.curve
@@ -195,61 +199,74 @@ class Diagnosis:
         numbers = {"factor", "largest p"}
         return Table(heads, rows, numbers=numbers, title="Every p times a factor")
 
-    def _classes(self) -> Table:
+    def _classes_table(self) -> Table:
         rows = [
-            [found.name, percent(found.share), f"{100.0 * found.weight:.1f} %"]
-            for found in self.explicit.classes
+            [c.name, percent(c.share), f"{100.0 * c.weight:.1f} %"] for c in self.explicit.classes
         ]
         heads = ("class", "share of uᵀHu", "share of p(1-p)")
         return Table(heads, rows, title="Classes that carry uᵀHu")
 
     def glossary(self) -> Table:
-        """The symbols and their meaning."""
-        return Table(("symbol", "meaning"), GLOSSARY, title="Symbols")
+        """Return the symbols and terms of this diagnosis with their meanings."""
+        symbols = [*EXPLICIT_SYMBOLS]
+        if self.explicit.classes:
+            symbols += CLASS_SYMBOLS
+        if self.implicit is not None:
+            symbols += IMPLICIT_SYMBOLS
+        if self.benefit is not None:
+            symbols += BENEFIT_SYMBOLS
+        return Table(("symbol", "meaning"), [*symbols, *MARKS], title="Symbols")
 
     def origin(self) -> Table:
-        """Date, versions, model, data and effort."""
+        """Return the date, the versions, the model, the data and the effort."""
         return Table(("what", "value"), self.provenance.rows(), title="Where the numbers come from")
 
     def __repr__(self) -> str:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The whole diagnosis for a terminal of ``width`` columns; None uses the terminal's width."""
-        room = terminal_width() if width is None else width
-        lines = [f"What dropout does in {self.model}", "", *_wrapped(self.conclusion, room)]
-        lines += ["", "What to do"]
-        for sentence in self.advice:
-            first, *more = _wrapped(sentence, room - 4)
-            lines += [f"  - {first}", *(f"    {line}" for line in more)]
+        """Return the whole diagnosis for a terminal.
+
+        Args:
+            width: the columns of the terminal; None uses those of the present terminal.
+        """
+        columns = terminal_width() if width is None else width
+
+        def bullets(sentences: list[str]) -> Iterator[str]:
+            for sentence in sentences:
+                first, *others = _wrapped(sentence, columns - 4)
+                yield f"  - {first}"
+                yield from (f"    {line}" for line in others)
+
+        lines = [f"What dropout does in {self.model}", "", *_wrapped(self.conclusion, columns)]
+        lines += ["", "What to do", *bullets(self.advice)]
+        lines += ["", *_wrapped(SYMBOLS_NOTE, columns)]
         for table in self.tables():
-            lines += ["", table.text(room)]
-        lines += [""]
-        for note in self.notes:
-            lines += _wrapped(note, room)
-        lines += ["", self.glossary().text(room), "", self.origin().text(room)]
+            lines += ["", table.text(columns)]
+        lines += ["", "How it was measured", *bullets(self.notes)]
+        lines += ["", self.glossary().text(columns), "", self.origin().text(columns)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from undrop.diagnosis.report.plots import notebook
+        from undrop.diagnosis.report.plots import notebook_html
 
-        return notebook(self)
-
-
-def _wrapped(text: str, room: int) -> list[str]:
-    return wrap(text, min(room, _WIDEST))
+        return notebook_html(self)
 
 
-def _with_z(found: Estimate) -> tuple[str, str]:
-    if math.isnan(found.value):
+def _wrapped(text: str, columns: int) -> list[str]:
+    return wrap(text, min(columns, _PARAGRAPH_WIDTH))
+
+
+def _benefit_and_z(benefit: Estimate) -> tuple[str, str]:
+    if math.isnan(benefit.value):
         return "–", "–"
-    return signed(found), "–" if found.z is None else f"{found.z:+.1f}"
+    return signed(benefit), "–" if benefit.z is None else f"{benefit.z:+.1f}"
 
 
 def _implicit_notes(implicit: Implicit) -> Iterator[str]:
     yield (
-        f"Gradient noise is from {implicit.samples:,} samples of each kind; traces are of the gradient "
-        "of the mean loss of one batch of this size."
+        f"Gradient noise is from {implicit.samples:,} samples of each kind. Traces are of the gradient "
+        "of the mean loss of one batch."
     )
     if implicit.kept < implicit.parameters:
         yield (
@@ -260,7 +277,7 @@ def _implicit_notes(implicit: Implicit) -> Iterator[str]:
         yield "The noise of mini-batching needs at least two batches."
 
 
-def _traces(implicit: Implicit) -> Table:
+def _traces_table(implicit: Implicit) -> Table:
     overlap = implicit.overlap
     rows = [
         ("trace, dropout", str(implicit.trace_dropout)),
@@ -269,19 +286,19 @@ def _traces(implicit: Implicit) -> Table:
         ("ξ_approx / dropout", str(implicit.analytic_ratio)),
         ("dropout / mini-batching", _or_dash(implicit.batch_ratio)),
         ("cosine of the diagonals, dropout and ξ_approx", str(implicit.cosine)),
-        (_overlap_of(overlap.directions), str(overlap.value)),
+        (_overlap_label(overlap.directions), str(overlap.value)),
         ("upper limit with this many samples", str(overlap.ceiling)),
         ("overlap by chance", f"{overlap.chance:.2g}"),
     ]
     return Table(("figure", "value"), rows, title="Implicit effect (gradient noise)")
 
 
-def _overlap_of(directions: int) -> str:
+def _overlap_label(directions: int) -> str:
     leading = "direction" if directions == 1 else f"{directions} directions"
     return f"overlap of their leading {leading}"
 
 
-def _groups(implicit: Implicit) -> Table:
+def _groups_table(implicit: Implicit) -> Table:
     rows = [
         [
             name,
@@ -297,7 +314,7 @@ def _groups(implicit: Implicit) -> Table:
     return Table(heads, rows, numbers={"parameters"}, title=title)
 
 
-def _shrinking(implicit: Implicit) -> Table:
+def _shrinking_table(implicit: Implicit) -> Table:
     rows = [[str(point.k), str(point.dropout), str(point.analytic)] for point in implicit.shrinking]
     heads = ("k", "dropout", "ξ_approx")
     return Table(heads, rows, numbers={"k"}, title="Mean of k samples of noise: trace times k")
@@ -307,23 +324,66 @@ def _or_dash(estimate: Estimate | None) -> str:
     return "–" if estimate is None else str(estimate)
 
 
-GLOSSARY = (
-    ("site", "where the model multiplies an activation or weight h by 1 + ε·σ·η"),
-    ("p", "the drop probability of a site; σ = sqrt(p/(1-p)); η is noise of mean 0, variance 1"),
-    ("F, ℓ, H", "the model's output, its loss, and the Hessian of ℓ in F"),
-    ("u", "the output tangent ∂F/∂ε: how the noise moves the output, to first order"),
-    ("R_drop", "E ℓ(with dropout) - ℓ(without): what dropout adds to the loss"),
-    ("½E[uᵀHu]", "the explicit regularizer: the part of R_drop that undrop.Analytic replaces"),
+EXPLICIT_SYMBOLS = (
+    ("site", "a place where the model multiplies an activation or weight h by 1 + ε·σ·η"),
+    (
+        "p",
+        "the drop probability of a site; σ = sqrt(p/(1-p)); η is noise with mean 0 and variance 1",
+    ),
+    ("ε", "the size of the noise: 0 is no dropout, 1 is dropout"),
+    ("mask", "one random draw of η at all sites; E is the mean over masks"),
+    ("F, ℓ, Dℓ, H", "the model's output, its loss ℓ(F), and the gradient and Hessian of ℓ in F"),
+    ("u", "the output tangent ∂F/∂ε at ε = 0: how the noise moves the output, to first order"),
+    ("explicit effect", "the change of the expected loss by dropout"),
+    ("R_drop", "the size of the explicit effect: E ℓ(with dropout) - ℓ(without)"),
+    (
+        "½E[uᵀHu]",
+        "the explicit regularizer: the part of R_drop that undrop.Analytic puts in place of dropout",
+    ),
     ("curvature", "½E[Dℓ·∂²F/∂ε²]: the second-order part from the model's own curvature"),
+    (
+        "second order",
+        "½E[uᵀHu] + curvature: an approximation of R_drop that is exact for small noise",
+    ),
     ("rest", "the part of R_drop that second order misses"),
     ("share", "a site's part of ½E[uᵀHu]: how strong its dropout is, not whether it helps"),
+    (
+        "factor, largest p",
+        "the factor that multiplies every p, and the largest p of a site after that",
+    ),
+)
+"""The symbols of every diagnosis, each with its meaning."""
+CLASS_SYMBOLS = (
+    (
+        "p(1-p) of a class",
+        "its part of the diagonal of H; p is the probability that the model predicts",
+    ),
+)
+IMPLICIT_SYMBOLS = (
+    ("implicit effect", "the noise that dropout adds to the gradient of every step"),
+    (
+        "ξ_approx",
+        "∇(∂ℓ/∂ε): the noise that undrop.Analytic puts in place of dropout's gradient noise",
+    ),
+    ("mini-batching", "the gradient noise from the random choice of a batch"),
+    ("trace", "the mean squared size of gradient noise"),
+    (
+        "cosine of the diagonals",
+        "1 if two noises are distributed over the parameters in the same way",
+    ),
+    ("overlap", "the agreement of the strongest directions of two noises, from 0 to 1"),
+    ("upper limit", "the overlap of dropout's noise with itself, from two halves of its samples"),
+)
+BENEFIT_SYMBOLS = (
     (
         "benefit",
         "validation loss after some steps without a dropout, minus that with it; if positive, it helps",
     ),
     ("z", "the benefit in standard errors; beyond 2 its sign is fairly certain"),
-    ("ξ_approx", "∇(∂ℓ/∂ε): the analytic stand-in for dropout's gradient noise"),
-    ("trace", "the mean squared size of gradient noise"),
-    ("±", "one standard error; in brackets the 95 % interval"),
+    ("λ", "the coefficient of the weight decay that is tried in addition to the optimizer's"),
 )
-"""Symbols and their meaning, in the order in which a diagnosis shows them."""
+MARKS = (
+    ("±", "one standard error, or ? if the samples are too few for one"),
+    ("( … to … )", "the 95 % interval"),
+    ("–", "not measured, or too uncertain to show"),
+)

@@ -1,18 +1,19 @@
 """The paper's generalization bound for a linear layer under cross-entropy, term by term.
 
-For W (classes × features) on n examples, with μ(W) = E‖Dℓ‖₂, ν(W) = E tr D²ℓ over the training
-examples, A ≥ ‖Wᵀ‖₂,₁ = Σ_classes ‖row of W‖₂, κ = max‖x_i‖₂, θ = log³(n·c)·κ² and the loss cut off at B,
-Theorem 4.1 says that with probability 1 - δ
+Let W have c rows (classes) and one column for each feature. On n training examples x_i, let
+μ(W) = E‖Dℓ‖₂, ν(W) = E tr D²ℓ, κ = max‖x_i‖₂ and θ = log³(n·c)·κ². Let A ≥ ‖Wᵀ‖₂,₁ = Σ_classes ‖row of
+W‖₂, and let the loss be cut off at B. Theorem 4.1 says that with probability 1 - δ
 
     E_P[ℓ] - 1.01 E_n[ℓ] ≲ (Aμ)^⅔(θB)^⅓/n^⅓ + A·sqrt(Bνθ)/√n + BA²θ/(n(log²(BA²θ/(νn)) + 1)) + ζ
 
-with ζ = B(log(1/δ) + log log n)/n. Theorem B.1 is the same for any loss whose tail is exponential with
-τ (√2 for cross-entropy): its third term has τ² and, in the logarithm, τ⁴. Both follow from
+with ζ = B(log(1/δ) + log log n)/n. Theorem B.1 says the same for any loss whose tail is exponential with
+the constant τ (√2 for cross-entropy): the third term then has a factor τ², and τ⁴ in the logarithm. Both
+theorems follow from
 
     min over β of G(β) = (1+1/α)(βμκ + ν(e^{τβκ} - τβκ - 1)/τ²) + (1+α)·B·A²·log³(n·c)/(β²n),  α = 100.
 
-(Lemma B.2 prints βκ for the second τβκ; its proof, and the Taylor formula that it uses, have τβκ.) The
-constants in front of the terms are universal and unknown, so compare terms with each other and between
+(Lemma B.2 prints βκ for the second τβκ, but its proof and the Taylor formula that it uses have τβκ.) The
+constants in front of the terms are universal and unknown. So compare terms with each other and between
 models, but not with a measured gap.
 """
 
@@ -31,13 +32,13 @@ from undrop.errors import OptionError, TargetError
 from undrop.report import Table, as_json
 
 TAU = math.sqrt(2.0)
-"""The exponential tail of cross-entropy."""
-_CHUNK = 1 << 22  # numbers of a chunk of logits
-_LARGEST = 700.0  # exp of a larger number overflows
+"""τ of cross-entropy."""
+_CHUNK_SIZE = 1 << 22  # the number of logits that are computed together
+_MAX_EXPONENT = 700.0  # exp of a larger number overflows
 
 
 class ExampleStatistics(NamedTuple):
-    """What the bound needs to know about the loss on the examples."""
+    """Statistics of the loss on the examples that the bound depends on."""
 
     mu: float
     """The mean norm of the loss gradient p - 1_y."""
@@ -46,7 +47,7 @@ class ExampleStatistics(NamedTuple):
     loss: Estimate
     """The mean of min(ℓ, B), with its error over examples."""
     tail: float
-    """The largest ‖D tr D²ℓ‖ / tr D²ℓ of an example."""
+    """The largest ‖D tr D²ℓ‖ / tr D²ℓ of all examples."""
     above: float
     """The share of examples with ℓ > B."""
 
@@ -58,7 +59,7 @@ def statistics(
     """Compute μ(W), ν(W), the truncated loss and the largest tail, in chunks of rows."""
     sums = torch.zeros(5, dtype=torch.float64, device=features.device)
     tail = 0.0
-    rows = max(1, _CHUNK // len(weight))
+    rows = max(1, _CHUNK_SIZE // len(weight))
     for x, y in zip(features.split(rows), labels.split(rows), strict=True):
         log_p = torch.log_softmax(x.double() @ weight.double().T, -1)
         p = log_p.exp()
@@ -89,26 +90,26 @@ class BoundCurve(NamedTuple):
     s: float
 
     def terms(self, beta: float) -> tuple[float, float, float]:
-        """The three terms at a β."""
+        """Return the three terms at a β."""
         t = self.s * beta
-        # For small t the difference would lose its digits to cancellation.
+        # e^t - t - 1 loses its digits to cancellation if t is small; then use its series.
         grown = t * t * (0.5 + t * (1 / 6 + t / 24)) if t < 1e-3 else math.expm1(t) - t
         return self.a * beta, self.b * grown, self.c / beta**2
 
     def slope(self, beta: float) -> float:
-        """G'(β), which increases with β."""
+        """Return G'(β), which increases with β."""
         return self.a + self.b * self.s * math.expm1(self.s * beta) - 2.0 * self.c / beta**3
 
 
 def minimum_over_beta(curve: BoundCurve) -> tuple[float, float]:
-    """Return β* and G(β*); β* is the zero of G', which increases, by bisection in log β.
+    """Return the β that minimizes G, and G there, by bisection of G' in log β.
 
-    If the loss has no gradient and no curvature, or every feature is 0 (s = a = 0), the infimum 0
-    is at β = ∞.
+    If the loss has no gradient and no curvature, or every feature is 0 (s = a = 0), G approaches its
+    infimum 0 as β → ∞; the result is then (∞, 0).
     """
     if curve.a == 0.0 and (curve.b == 0.0 or curve.s == 0.0):
         return math.inf, 0.0
-    low, high = math.log(1e-80), math.log(_LARGEST / curve.s)
+    low, high = math.log(1e-80), math.log(_MAX_EXPONENT / curve.s)
     for _ in range(200):
         middle = 0.5 * (low + high)
         low, high = (low, middle) if curve.slope(math.exp(middle)) > 0.0 else (middle, high)
@@ -121,13 +122,13 @@ class Assumption(NamedTuple):
 
     what: str
     holds: bool | None
-    """None if the data can't show it."""
+    """None if the data can't show whether it holds."""
     why: str
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """The quantities at which the theorems are evaluated."""
+class _BoundInputs:
+    """The quantities in the theorems, other than statistics of the loss."""
 
     examples: int
     classes: int
@@ -136,17 +137,17 @@ class _Setting:
     alpha: float
     tau: float
     norm: float
-    """A: ‖Wᵀ‖₂,₁, or the given bound on it."""
+    """A: ‖Wᵀ‖₂,₁, or ``norm_bound``."""
     kappa: float
 
     @property
-    def _logs(self) -> float:
+    def _cubed_log(self) -> float:
         return math.log(self.examples * self.classes) ** 3
 
     @property
     def theta(self) -> float:
         """log³(n·c)·κ²."""
-        return self._logs * self.kappa**2
+        return self._cubed_log * self.kappa**2
 
     @property
     def zeta(self) -> float:
@@ -155,7 +156,7 @@ class _Setting:
         return self.truncation * (math.log(1.0 / self.delta) + math.log(math.log(n))) / n
 
     def terms_of(self, mu: float, nu: float, tau2: float) -> dict[str, float]:
-        """The right-hand side; τ² = 1 gives Theorem 4.1, where it is a constant."""
+        """Return the terms of Theorem B.1 for τ² = ``tau2``; with 1, they are those of Theorem 4.1."""
         scale = self.truncation * self.norm**2 * self.theta / self.examples
         tail = 0.0
         if nu > 0.0 and scale > 0.0:
@@ -168,19 +169,19 @@ class _Setting:
         }
 
     def curve(self, mu: float, nu: float) -> BoundCurve:
-        """G as a function of β."""
-        up, down = 1.0 + 1.0 / self.alpha, 1.0 + self.alpha
+        """Return G as a function of β."""
+        factor = 1.0 + 1.0 / self.alpha
         return BoundCurve(
-            a=up * mu * self.kappa,
-            b=up * nu / self.tau**2,
-            c=down * self.truncation * self.norm**2 * self._logs / self.examples,
+            a=factor * mu * self.kappa,
+            b=factor * nu / self.tau**2,
+            c=(1.0 + self.alpha) * self.truncation * self.norm**2 * self._cubed_log / self.examples,
             s=self.tau * self.kappa,
         )
 
 
 @dataclass(frozen=True, repr=False)
-class Bound(_Setting):
-    """Theorem 4.1 and Theorem B.1 on one set of weights; every constant is taken as 1."""
+class Bound(_BoundInputs):
+    """Theorem 4.1 and Theorem B.1 for one linear layer; every unknown constant is taken as 1."""
 
     mu: float
     nu: float
@@ -189,7 +190,7 @@ class Bound(_Setting):
     general_terms: dict[str, float]
     """The terms of Theorem B.1, with τ."""
     beta: float
-    """The β at which G is least."""
+    """The β that minimizes G."""
     g_minimum: float
     g_terms: dict[str, float]
     """The three terms of G at this β."""
@@ -205,14 +206,14 @@ class Bound(_Setting):
         return math.fsum(self.terms.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as values for JSON."""
+        """Return values for JSON."""
         return {
             **{field.name: as_json(getattr(self, field.name)) for field in fields(self)},
             **{"theta": self.theta, "zeta": self.zeta, "total": self.total},
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """Every figure with its label."""
+        """Return every figure with its label."""
         numbers = {
             "loss cut off at B": self.truncation,
             "A = ‖Wᵀ‖₂,₁": self.norm,
@@ -222,7 +223,7 @@ class Bound(_Setting):
             **{f"term: {name}": value for name, value in self.terms.items()},
             "sum of the terms (Theorem 4.1)": self.total,
             "sum with τ (Theorem B.1)": math.fsum(self.general_terms.values()),
-            "β where G(β) is least": self.beta,
+            "β that minimizes G(β)": self.beta,
             "min over β of G(β)": self.g_minimum,
         }
         rows = [("examples n, classes c", f"{self.examples:,}, {self.classes:,}")]
@@ -234,7 +235,7 @@ class Bound(_Setting):
         return rows
 
     def remarks(self) -> list[str]:
-        """Which assumptions hold, and what the constants mean."""
+        """Return whether each assumption holds, and a sentence about the constants."""
         verdict = {True: "holds", False: "FAILS", None: "can't be checked"}
         return [*(f"{a.what}: {verdict[a.holds]}; {a.why}" for a in self.assumptions), CONSTANTS]
 
@@ -267,8 +268,8 @@ def bound(
     Args:
         weight: W (classes, features), such as the last layer of a network.
         features: its inputs on the training examples (n, features).
-        labels: their classes (n,).
-        bias: added as one more column of W, with a feature of 1.
+        labels: the classes of these examples (n,).
+        bias: the bias of the layer; it becomes one more column of W, with a feature of 1.
         test: features and labels of other examples, to measure the gap.
         truncation: B, at which the loss is cut off; by default log(classes), the loss of a uniform
             guess. It must not be chosen from the data.
@@ -278,23 +279,27 @@ def bound(
         norm_bound: A, chosen in advance; by default the norm itself.
 
     Raises:
-        OptionError: for shapes or options that do not fit.
-        TargetError: for labels that are not classes.
+        OptionError: if shapes do not match, or an option is out of range.
+        TargetError: if labels are not class indices.
     """
     if bias is not None:
         weight, features, test = _with_bias(weight, bias, features, test)
-    _check(weight, features, labels)
+    _check_data(weight, features, labels)
     cut = math.log(len(weight)) if truncation is None else truncation
     _check_options(cut, alpha, tau, delta)
-    own = float(weight.double().norm(dim=1).sum())
-    norm = own if norm_bound is None else float(norm_bound)
-    if norm < own * (1.0 - 1e-12):
-        raise OptionError(f"norm_bound must be at least ‖Wᵀ‖₂,₁ = {own:.6g}, got {norm_bound}.")
+    norm = float(weight.double().norm(dim=1).sum())
+    if norm_bound is not None and norm_bound < norm * (1.0 - 1e-12):
+        raise OptionError(f"norm_bound must be at least ‖Wᵀ‖₂,₁ = {norm:.6g}, got {norm_bound}.")
+    bounded_norm = norm if norm_bound is None else float(norm_bound)
     kappa = float(features.double().norm(dim=1).max())
-    return _evaluated(
+    test_loss = None
+    if test is not None:
+        _check_data(weight, *test)
+        test_loss = statistics(weight, *test, truncation=cut).loss
+    return _evaluate(
         statistics(weight, features, labels, truncation=cut),
-        _Setting(len(labels), len(weight), cut, delta, alpha, tau, norm, kappa),
-        _measured(weight, test, cut),
+        _BoundInputs(len(labels), len(weight), cut, delta, alpha, tau, bounded_norm, kappa),
+        test_loss,
         chosen_in_advance=norm_bound is not None,
     )
 
@@ -307,40 +312,45 @@ def _check_options(truncation: float, alpha: float, tau: float, delta: float) ->
         raise OptionError(f"delta must lie in (0, 1), got {delta}.")
 
 
-def _evaluated(
-    found: ExampleStatistics, at: _Setting, test: Estimate | None, *, chosen_in_advance: bool
+def _evaluate(
+    stats: ExampleStatistics,
+    inputs: _BoundInputs,
+    test_loss: Estimate | None,
+    *,
+    chosen_in_advance: bool,
 ) -> Bound:
-    curve = at.curve(found.mu, found.nu)
-    beta, least = minimum_over_beta(curve)
+    curve = inputs.curve(stats.mu, stats.nu)
+    beta, g_minimum = minimum_over_beta(curve)
     g_terms = curve.terms(beta) if math.isfinite(beta) else (0.0, 0.0, 0.0)
     return Bound(
-        **vars(at),
-        mu=found.mu,
-        nu=found.nu,
-        terms=at.terms_of(found.mu, found.nu, 1.0),
-        general_terms=at.terms_of(found.mu, found.nu, at.tau**2),
+        **vars(inputs),
+        mu=stats.mu,
+        nu=stats.nu,
+        terms=inputs.terms_of(stats.mu, stats.nu, 1.0),
+        general_terms=inputs.terms_of(stats.mu, stats.nu, inputs.tau**2),
         beta=beta,
-        g_minimum=least,
+        g_minimum=g_minimum,
         g_terms=dict(zip(("gradient", "hessian", "complexity"), g_terms, strict=True)),
-        train_loss=found.loss,
-        test_loss=test,
-        gap=None if test is None else _gap(found.loss, test),
-        assumptions=list(_assumptions(found, at, chosen_in_advance)),
+        train_loss=stats.loss,
+        test_loss=test_loss,
+        gap=None if test_loss is None else _gap(stats.loss, test_loss),
+        assumptions=list(_assumptions(stats, inputs, chosen_in_advance)),
     )
 
 
 def _assumptions(
-    found: ExampleStatistics, at: _Setting, chosen_in_advance: bool
+    stats: ExampleStatistics, inputs: _BoundInputs, chosen_in_advance: bool
 ) -> Iterator[Assumption]:
     yield Assumption(
         "the loss is convex with an exponential tail",
-        found.tail <= at.tau * (1.0 + 1e-9),
-        f"‖D tr D²ℓ‖ is at most {found.tail:.4g} times tr D²ℓ on these examples, τ = {at.tau:.4g}",
+        stats.tail <= inputs.tau * (1.0 + 1e-9),
+        f"‖D tr D²ℓ‖ is at most {stats.tail:.4g} times tr D²ℓ on these examples, τ = {inputs.tau:.4g}",
     )
     yield Assumption(
         "A is chosen before W",
         True if chosen_in_advance else None,
-        f"A = {at.norm:.4g} " + ("was given" if chosen_in_advance else "is the norm of W itself"),
+        f"A = {inputs.norm:.4g} "
+        + ("was given" if chosen_in_advance else "is the norm of W itself"),
     )
     yield Assumption(
         "the examples are independent draws, and the features do not depend on their labels",
@@ -349,16 +359,9 @@ def _assumptions(
     )
     yield Assumption(
         "the bound says more than ℓ ≤ B, with constants of 1",
-        math.fsum(at.terms_of(found.mu, found.nu, 1.0).values()) < at.truncation,
-        f"B = {at.truncation:.4g}; {found.above:.1%} of the losses are above it and count as B",
+        math.fsum(inputs.terms_of(stats.mu, stats.nu, 1.0).values()) < inputs.truncation,
+        f"B = {inputs.truncation:.4g}; {stats.above:.1%} of the losses are above it and count as B",
     )
-
-
-def _measured(weight: Tensor, test: tuple[Tensor, Tensor] | None, cut: float) -> Estimate | None:
-    if test is None:
-        return None
-    _check(weight, *test)
-    return statistics(weight, *test, truncation=cut).loss
 
 
 def _gap(train: Estimate, test: Estimate) -> Estimate:
@@ -381,7 +384,7 @@ def _with_bias(
     return joined, extended(features), None if test is None else (extended(test[0]), test[1])
 
 
-def _check(weight: Tensor, features: Tensor, labels: Tensor) -> None:
+def _check_data(weight: Tensor, features: Tensor, labels: Tensor) -> None:
     if weight.dim() != 2 or features.dim() != 2 or weight.shape[1] != features.shape[1]:
         raise OptionError(
             "weight must be (classes, features) and features (n, features), got "
@@ -399,4 +402,4 @@ def _check(weight: Tensor, features: Tensor, labels: Tensor) -> None:
     if bool((labels < 0).any() | (labels >= len(weight)).any()):
         raise TargetError(f"labels must lie in 0 … {len(weight) - 1}.")
     if not bool(torch.isfinite(weight).all() & torch.isfinite(features).all()):
-        raise OptionError("weight and features must be finite, got NaN or infinity among them.")
+        raise OptionError("weight and features must be finite, but contain NaN or infinity.")

@@ -21,7 +21,7 @@ from undrop.lab.train.environment import Gradient, Interrupts, World, autocast, 
 from undrop.lab.train.folder import RunFolder
 from undrop.lab.train.metrics import Clock, Means, mean_loss, perplexity
 from undrop.lab.train.optimizers import RunProgress, Stepper, lr_factor
-from undrop.lab.train.tuning import tuner_for
+from undrop.lab.train.tuning import build_tuner
 from undrop.rng_snapshot import RngSnapshot, derive_seed, seed_all
 
 _PARTS = {"loss": None, "explicit": None, "implicit": None}
@@ -83,7 +83,7 @@ class Trainer:
         config, data = self.config, self.config.data
         self.model = config.build_model(self.corpus, self.world.device).train()
         self.objective = config.build_objective(self.model)
-        self.tuner, text = tuner_for(config, self.objective, self.corpus.train, self.world)
+        self.tuner, text = build_tuner(config, self.objective, self.corpus.train, self.world)
         self._gradient = Gradient(self.model, self.objective, self.world)
         self._stepper = Stepper(list(self.model.parameters()), config.optimizer)
         length_generator = torch.Generator()
@@ -155,7 +155,7 @@ class Trainer:
             self._hidden, self._epoch_means = None, Means()
         self._last_log_time, self._tokens_since_log = time.perf_counter(), 0
         for window in self._windows:
-            with self._explain_failures(*reversed(window.inputs.shape)):
+            with self._explain_failures(window):
                 self._take_step(window, self.progress(start))
             start = self._windows.position
             if self.step % train.log_every == 0:
@@ -210,7 +210,7 @@ class Trainer:
                 self._record(callback.kind, figures)
 
     @contextlib.contextmanager
-    def _explain_failures(self, streams: int, length: int) -> Iterator[None]:
+    def _explain_failures(self, window: Window) -> Iterator[None]:
         """Add the step and the last good checkpoint to an error's message."""
         step = self.step + 1
         try:
@@ -223,6 +223,7 @@ class Trainer:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
+            length, streams = window.inputs.shape
             raise RunError(
                 f"out of memory at step {step}, on {streams} streams of {length} steps: lower the "
                 f"batch size or data.length; {self._last_checkpoint()}."

@@ -43,7 +43,7 @@ class TunerRecorder(Callback):
             self.tuner.interval = self.interval
 
 
-def tuner_for(
+def build_tuner(
     config: Config, objective: Objective, text: Tokens, world: World
 ) -> tuple[Tuner | None, Tokens]:
     """Return the tuner, or None if ``train.tune`` is 0, and the text that remains for training.

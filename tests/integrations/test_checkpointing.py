@@ -118,7 +118,7 @@ def assert_same(model: nn.Module, name: str, backward=None) -> None:
 
 @pytest.mark.parametrize("run", ROADS, ids=lambda run: run.__name__)
 @pytest.mark.parametrize("name", ["antithetic", "own masks"])
-def test_gradients_and_statistics_are_those_without_checkpointing(name, run):
+def test_checkpointing_does_not_change_gradients_and_batch_statistics(name, run):
     assert_same(net(run), name)
 
 
@@ -208,7 +208,7 @@ def test_the_tangent_engine_refuses_checkpointing_and_auto_takes_a_stacked_pass(
     torch.testing.assert_close(got, expected)
 
 
-def test_checkpointing_that_is_switched_on_later_changes_nothing():
+def test_checkpointing_that_is_switched_on_later_does_not_change_the_gradient():
     model, objective = net(plain), undrop.Analytic()
     after_a_step(model, objective)
     model.run = each

@@ -1,4 +1,4 @@
-"""Models of timm and Transformers that drop by hand: what is a site, and what is named."""
+"""Models of timm, Transformers and PyG that make masks by hand: their sites and unaccounted draws."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_drop_path_and_drop_block_of_timm_are_sites(timm):
     assert not sites.unaccounted
 
 
-def test_patch_dropout_of_timm_is_named(timm):
+def test_patch_dropout_of_timm_is_unaccounted(timm):
     small = {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
     model = timm.create_model(
         "vit_tiny_patch16_224", drop_path_rate=0.1, patch_drop_rate=0.25, **small
@@ -62,7 +62,7 @@ def test_patch_dropout_of_timm_is_named(timm):
     assert "patch_dropout.py" in other.where
 
 
-def test_the_drop_path_of_transformers_has_sites(transformers):
+def test_the_drop_path_of_transformers_is_a_site(transformers):
     torch.manual_seed(0)
     config = transformers.ConvNextConfig(
         hidden_sizes=[8, 16],
@@ -83,7 +83,7 @@ def test_the_drop_path_of_transformers_has_sites(transformers):
     assert step.parts["explicit"] > 0.0
 
 
-def test_the_layer_drop_of_bart_has_sites(transformers):
+def test_the_layer_drop_of_bart_is_a_site(transformers):
     config = transformers.BartConfig(
         vocab_size=50,
         d_model=16,
@@ -123,7 +123,7 @@ WAV2VEC2 = {
 }
 
 
-def test_spec_augment_is_named_and_layer_drop_is_a_site(transformers):
+def test_spec_augment_is_unaccounted_and_layer_drop_is_a_site(transformers):
     config = transformers.Wav2Vec2Config(**WAV2VEC2, layerdrop=0.2)
     found, sites = kinds(transformers.Wav2Vec2ForCTC(config), {"input_values": torch.randn(2, 400)})
     assert found == ["layer-drop"] * 2
@@ -173,7 +173,7 @@ def test_spec_augment_draws_the_same_numbers_for_every_compared_pass(transformer
     assert float(other.parts["loss"]) != pytest.approx(wanted[0], rel=1e-3)
 
 
-def test_jitter_of_mixtral_is_named(transformers):
+def test_router_jitter_of_mixtral_is_unaccounted(transformers):
     config = transformers.MixtralConfig(
         vocab_size=50,
         hidden_size=16,
@@ -195,7 +195,7 @@ def test_jitter_of_mixtral_is_named(transformers):
 
 
 @pytest.mark.parametrize("name", ["dropout_edge", "dropout_node"])
-def test_edges_and_nodes_that_pyg_leaves_out_are_named(name):
+def test_edge_and_node_dropout_of_pyg_is_unaccounted(name):
     utils = pytest.importorskip("torch_geometric.utils", reason="PyG is not installed")
     edges = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
 

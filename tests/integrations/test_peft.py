@@ -77,7 +77,7 @@ def test_the_explicit_part_of_lora_has_the_exact_mean(kind):
     assert_mean(draws, torch.tensor(exact))
 
 
-def test_the_table_says_that_dropout_before_b_zero_does_not_act():
+def test_the_table_of_sites_says_that_lora_dropout_does_not_act_while_b_is_0():
     new, trained = (undrop.sites(adapted(zero=z), {"input_ids": IDS}) for z in (True, False))
     assert [s.acts for s in new] == [False, False]
     assert repr(new).count("NO, u = 0") == 2

@@ -34,7 +34,7 @@ def precision_of_each_test():
 
 
 def check_loss(logged: float, loss: float, parts: float) -> None:
-    """The parts add up to the loss, and it is the one in the log: older Trainers round it there."""
+    """The parts add up to the loss, and the log holds this loss, which older Trainers round."""
     assert parts == pytest.approx(loss, abs=1e-5)
     assert logged == pytest.approx(loss, abs=1e-5) or logged == round(loss, 4)
 
@@ -118,7 +118,7 @@ def stacked(data: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def shares(trainer, batches: list[dict[str, Tensor]]) -> list[float]:
     """The targets of each batch, over the number that the Trainer counts.
 
-    Older Trainers count the first token of a language model too, which is no target.
+    Older Trainers also count the first token of a language model, which is no target.
     """
     counted = float(trainer._get_num_items_in_batch(batches, torch.device("cpu")))
     return [int((batch["labels"][:, 1:] != -100).sum()) / counted for batch in batches]
@@ -191,7 +191,7 @@ def test_a_trainer_step_in_bfloat16_is_close_to_one_in_float32(tmp_path, engine)
     assert second["undrop/explicit"] == pytest.approx(first["undrop/explicit"], rel=0.1)
 
 
-def test_half_precision_is_seen_by_the_engine(tmp_path, monkeypatch):
+def test_the_engine_runs_inside_autocast(tmp_path, monkeypatch):
     """Accelerate's autocast is inside ``forward``, where the engine would not see it."""
     seen = []
     evaluate = undrop.engines.Antithetic.evaluate
@@ -225,7 +225,7 @@ def test_reentrant_gradient_checkpointing_is_refused(tmp_path):
         )
 
 
-def test_evaluation_is_the_trainers_own(tmp_path):
+def test_evaluation_equals_that_of_a_plain_trainer(tmp_path):
     family = FAMILIES["bert-sequence"]
     trainers = [
         cls(family.model(), arguments(tmp_path), eval_dataset=examples(family))
@@ -257,7 +257,7 @@ def test_the_trainer_resumes_exactly(tmp_path, options):
     assert last[0]["undrop/loss"] == last[1]["undrop/loss"]
 
 
-def test_resuming_from_a_checkpoint_without_undrop_says_so(tmp_path, caplog):
+def test_resuming_from_a_checkpoint_without_a_saved_objective_logs_a_warning(tmp_path, caplog):
     how = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     trained(tmp_path, **how)
     (tmp_path / "checkpoint-1" / "undrop.safetensors").unlink()
@@ -272,7 +272,7 @@ def test_resuming_from_a_checkpoint_without_undrop_says_so(tmp_path, caplog):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_label_smoothing_is_the_trainers(tmp_path):
+def test_label_smoothing_equals_that_of_a_plain_trainer(tmp_path):
     """Without noise the loss is what a plain Trainer reports in eval mode."""
     family, how = FAMILIES["llama"], {"label_smoothing_factor": 0.3, "max_steps": 1}
     ours = trained(tmp_path, "llama", seeded(engine="tangent"), **how)
@@ -303,7 +303,7 @@ def test_a_trainer_may_override_the_task(tmp_path):
 
 
 class Mine(UndropMixin, hf.Trainer):
-    """A custom Trainer that uses the outputs too."""
+    """A custom Trainer that also uses the outputs."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
@@ -414,7 +414,7 @@ def test_a_trainer_with_a_custom_loss_is_refused(tmp_path):
     assert trained(tmp_path, cls=Both).objective.steps == 2
 
 
-def test_label_smoothing_is_part_of_the_comparison(tmp_path):
+def test_the_check_of_the_loss_includes_label_smoothing(tmp_path):
     """The Trainer smooths labels itself, so undrop compares with its loss."""
     for name in ("gpt2", "bert-sequence"):
         trainer = trained(tmp_path, name, label_smoothing_factor=0.2, max_steps=1)

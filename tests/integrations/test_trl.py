@@ -110,7 +110,7 @@ def test_sft_keeps_its_loss_and_its_metrics(tmp_path, how):
     assert ours[1]["num_tokens"] == theirs[1]["num_tokens"]
 
 
-def test_the_statistics_of_labels_are_those_of_the_fused_head(tmp_path):
+def test_label_statistics_equal_those_of_the_fused_head(tmp_path):
     model = trl_models.model(p=0.0)
     trainer = sft(tmp_path, trl.SFTTrainer, model=model)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -171,7 +171,7 @@ def difference(log_probs):
     return chosen - rejected
 
 
-def test_the_parts_of_dpo_are_its_closed_form(tmp_path, monkeypatch):
+def test_the_parts_of_dpo_equal_their_closed_form(tmp_path, monkeypatch):
     """ℓ = -log σ(β·m): uᵀHu = β²σ(1-σ)·u_m² and ∂ℓ/∂ε = -β(1-σ)·u_m, with m the margin of a pair."""
     trainer = dpo(tmp_path, objective=seeded(exact_output=True))
     reference = copy.deepcopy(trainer.ref_model).eval()
@@ -254,7 +254,7 @@ def test_kto_and_reward_models_keep_their_own_loss(tmp_path, make, base):
     assert ours[0]["undrop/loss"] == pytest.approx(plain[0]["loss"], rel=1e-4)
 
 
-def test_dropout_that_the_trainer_switched_off_is_named(tmp_path):
+def test_a_trainer_that_switches_dropout_off_is_an_error(tmp_path):
     with pytest.raises(OptionError, match="DPO has set every p to 0: pass disable_dropout=False"):
         dpo(tmp_path, disable_dropout=True)
 

@@ -134,7 +134,7 @@ def advise(
     objective: Objective | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> Advice:
-    """Train a copy of the model for a short while; say whether dropout will help, where, and at which p.
+    """Train a copy of the model for a while, and say whether dropout will help, where, and at which p.
 
     The copy trains with p = 0.1 at every site. If its validation loss is then above its training loss,
     dropout will probably help; otherwise there is no evidence either way. To measure where dropout

@@ -37,13 +37,13 @@ LOG_FACTOR = math.log(3.0)
 
 
 class Tuner:
-    """Adjusts p of every site while the model trains, so that the validation loss falls.
+    """Adjusts p of every site while the model trains, by comparing validation losses.
 
     Every ``interval`` steps the tuner makes a trial. It trains two branches for ten steps each, from the
     weights of the run and on its last batches, one with more noise and one with less. Then it compares
     their validation losses, and moves p towards the better branch. After every two trials of all sites
-    together comes a trial of one site. A trial costs 20 steps without an optimizer's update and 12
-    forward passes, which adds 25 to 32 % to the average step at the default interval.
+    together comes a trial of one site. A trial is 20 steps without an optimizer's update and 12
+    forward passes. At the default interval, this adds 25 to 32 % to the average step.
 
     Every site starts at p = 0.1, whatever p the model declares. Before the first trial, σ² rises from 0
     to its value at p = 0.1. While the model overfits, no p falls below 0.1; otherwise no p rises above
@@ -233,7 +233,10 @@ class Tuner:
         self.history.entries.append(Entry(self.steps, tried, result.benefit.value, values))
 
     def _next_to_try(self) -> str:
-        """Return what to vary: all sites (and weight decay) twice, then one site, which take turns."""
+        """Return what the next trial varies: a site, all sites or weight decay.
+
+        All sites together, and weight decay if it is tuned, come twice. Then one site has its turn.
+        """
         sites = self._sites
         often = [EVERY_SITE if len(sites) > 1 else sites[0]]
         if self.optimizer is not None:
@@ -242,7 +245,7 @@ class Tuner:
         return [*often, *often, sites[turn % len(sites)]][position]
 
     def _shift(self, names: list[str], by: float) -> dict[str, float]:
-        """Return the log values, with a number added to those of some names."""
+        """Return the log values, with ``by`` added to those of ``names``."""
         return {n: value + by * (n in names) for n, value in self._log_values.items()}
 
     def _clamp(self, log_values: dict[str, float], gap: Estimate) -> dict[str, float]:

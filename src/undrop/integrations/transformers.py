@@ -263,7 +263,7 @@ class UndropMixin(_Base):
         return check_same_loss(
             task.loss.value(logits.float(), task.targets(labels)),
             trainer_loss,
-            whose=f"{type(self).__name__}'s own compute_loss, with {type(inner).__name__},",
+            owner=f"{type(self).__name__}'s own compute_loss, with {type(inner).__name__},",
             loss=task.loss,
             way_out="override `undrop_task` to say which loss and targets to use",
         )

@@ -194,7 +194,7 @@ def tangent_gradients_(
 ) -> None:
     """Replace ``work.v`` by d/dz and ``work.pv`` by d/du of the total with the coefficients c."""
     v, pv, p = work
-    c0, c1, c2 = (v.new_ones(()) * weight for weight in c)
+    c0, c1, c2 = (v.new_ones(()) * coefficient for coefficient in c)
     if options.form == "identity":
         # d/du = 2c₁u + c₂(p - t), with u = v + Σ p u;  d/dz = c₀(p - t) + c₂pv
         du = (v + terms.mean_u.unsqueeze(-1)).mul_(2.0 * c1).addcmul_(p, c2)
@@ -253,7 +253,7 @@ def sweep(
     z_all, u_all = rows.features, rows.tangent
     terms, blocks = [], rows.blocks()
     longest = max((block.stop - block.start for block, _ in blocks), default=0)
-    # v and p v are computed in the buffers for gradients, if there are any
+    # If there are buffers for gradients, v and p v are computed in them.
     count = 3 if gradients is None else 1
     buffers = [z_all.new_empty((longest, z_all.shape[-1])) for _ in range(count)]
     for block, tangent_block in blocks:
@@ -292,17 +292,17 @@ def _few_logits(
     dloss = p.scatter_add(-1, target.unsqueeze(-1), p.new_full((n, 1), -1.0)).mul_(w)  # w(p - t)
     p_u, dloss_u = (p[num_plain:], dloss[num_plain:]) if num_plain else (p, dloss)
     v = u - (p_u * u).sum(-1, keepdim=True)  # v = u - Σ p u
-    pv = (p_u * v).mul_(w)
-    pvv = pv * v
-    quadratic = pvv.sum(-1, keepdim=True)  # w uᵀHu = w Σ p v²
-    means = Derivatives(loss, quadratic.sum(), (dloss_u * u).sum())
-    # d/du = 2c₁pv + c₂(p - t)
-    du = (pv * (2.0 * c.quadratic)).add_(dloss_u, alpha=c.directional)
-    # d/dz = c₀(p - t) + c₁(pv² - p Σ p v²) + c₂pv
+    w_pv = (p_u * v).mul_(w)
+    w_pvv = w_pv * v
+    quadratic = w_pvv.sum(-1, keepdim=True)  # w uᵀHu = w Σ p v²
+    means = Derivatives(loss, quadratic.sum(), (dloss_u * u).sum())  # w ∂ℓ/∂ε = w Σ (p - t)u
+    # d/du = w(2c₁pv + c₂(p - t))
+    du = (w_pv * (2.0 * c.quadratic)).add_(dloss_u, alpha=c.directional)
+    # d/dz = w(c₀(p - t) + c₁(pv² - p Σ p v²) + c₂pv)
     dz = dloss if c.loss == 1.0 else dloss.mul_(c.loss)
     dz_u = dz[num_plain:] if num_plain else dz
-    dz_u.add_(pvv.addcmul_(p_u, quadratic, value=-1.0), alpha=c.quadratic)
-    dz_u.add_(pv, alpha=c.directional)
+    dz_u.add_(w_pvv.addcmul_(p_u, quadratic, value=-1.0), alpha=c.quadratic)
+    dz_u.add_(w_pv, alpha=c.directional)
     return means, (dz, du)
 
 

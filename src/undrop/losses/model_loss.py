@@ -85,8 +85,8 @@ def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
     if problem is None and model.config.num_labels == 1:
         problem = "regression"
     elif problem is None:
-        several = labels.is_floating_point()
-        problem = "multi_label_classification" if several else "single_label_classification"
+        multi_label = labels.is_floating_point()
+        problem = "multi_label_classification" if multi_label else "single_label_classification"
     if problem == "regression":
         return Task(MSE(), _to_numbers)
     if problem == "multi_label_classification":
@@ -102,8 +102,8 @@ def loss_function_name(model: nn.Module) -> str | None:
     """
     if not any(c.__module__.split(".")[0] in ("transformers", "peft") for c in type(model).__mro__):
         return None
-    chosen = getattr(model, "loss_type", None) or getattr(model, "_loss_function", None)
-    if chosen is None and "labels" not in inspect.signature(model.forward).parameters:
+    loss_type = getattr(model, "loss_type", None) or getattr(model, "_loss_function", None)
+    if loss_type is None and "labels" not in inspect.signature(model.forward).parameters:
         return None
     return getattr(getattr(model, "loss_function", None), "__name__", None)
 
@@ -177,9 +177,9 @@ def check_attention(model: nn.Module) -> None:
     """Raise an ``EngineError`` if attention drops inside a kernel that no interception sees."""
     for config in _configs(getattr(model, "config", None)):
         implementation = getattr(config, "_attn_implementation", None)
-        dropped = {n: p for n, p in vars(config).items() if _is_attention_dropout(n) and p}
-        if implementation not in (None, "eager", "sdpa") and dropped:
-            name, p = next(iter(dropped.items()))
+        dropouts = {n: p for n, p in vars(config).items() if _is_attention_dropout(n) and p}
+        if implementation not in (None, "eager", "sdpa") and dropouts:
+            name, p = next(iter(dropouts.items()))
             raise EngineError(
                 f"the attention dropout of {type(model).__name__} ({name} = {p:g}) is hidden inside "
                 f"{implementation!r}: load the model with attn_implementation='sdpa' or 'eager', or "
@@ -200,16 +200,26 @@ def _is_attention_dropout(name: str) -> bool:
     return name == "dropout_rate" or ("att" in name and "drop" in name)
 
 
-def check_same_loss(ours: Tensor, theirs: Tensor, *, whose: str, loss: Loss, way_out: str) -> bool:
-    """Raise an ``OptionError`` if two losses differ; return whether ``theirs`` is finite."""
+def check_same_loss(ours: Tensor, theirs: Tensor, *, owner: str, loss: Loss, way_out: str) -> bool:
+    """Return whether the model's loss is finite; if so, undrop's loss must agree with it.
+
+    Args:
+        ours: the value of undrop's loss.
+        theirs: the loss that the model reports.
+        owner: the name of the model, for the error.
+        loss: undrop's loss, for the error.
+        way_out: the end of the error.
+
+    Raises:
+        OptionError: if the two losses differ.
+    """
     if not bool(torch.isfinite(theirs)):
         return False
-    exact = theirs.dtype in (torch.float32, torch.float64)
-    mine, other = float(ours), float(theirs)
-    if abs(mine - other) > (1e-4 if exact else 2e-2) * max(1.0, abs(other)):
+    tolerance = 1e-4 if theirs.dtype in (torch.float32, torch.float64) else 2e-2
+    if abs(float(ours) - float(theirs)) > tolerance * max(1.0, abs(float(theirs))):
         raise OptionError(
-            f"{whose} computes a loss of {other:.6g} on the first batch, but undrop's "
-            f"{type(loss).__name__} is {mine:.6g}: {way_out}."
+            f"{owner} computes a loss of {float(theirs):.6g} on the first batch, but undrop's "
+            f"{type(loss).__name__} is {float(ours):.6g}: {way_out}."
         )
     return True
 
@@ -273,7 +283,7 @@ def _check_reported_loss(model: nn.Module, inputs: Any, labels: Tensor, task: Ta
     return check_same_loss(
         ours,
         theirs,
-        whose=type(model).__name__,
+        owner=type(model).__name__,
         loss=task.loss,
         way_out="its loss has a part that undrop does not know; pass loss= and the targets for it",
     )

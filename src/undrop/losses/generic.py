@@ -281,7 +281,7 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _as_leaf(x: Tensor) -> Tensor:
-    """Return a copy without a graph that requires a gradient, if x is a floating-point tensor."""
+    """Return a floating-point tensor without its graph, as a leaf; return other tensors unchanged."""
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 

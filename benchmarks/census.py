@@ -78,12 +78,14 @@ def randomize_constants(model: nn.Module) -> None:
 def plain_draws(built: Built) -> list[Unaccounted]:
     """Return the random draws of a plain training pass, by module."""
     names = module_paths(built.model)
-    found: list[Unaccounted] = []
-    ops = RandomOps(names)
     seed(0)
-    with preserve_model(built.model), record_python_draws(names, found), ops:
+    with (
+        preserve_model(built.model),
+        record_python_draws(names) as python_draws,
+        RandomOps(names) as ops,
+    ):
         run(built)
-    return [*ops.unaccounted, *found]
+    return [*ops.unaccounted, *python_draws]
 
 
 class WithDropout(nn.Module):

@@ -1,4 +1,4 @@
-"""What operations do underneath, seen by a dispatch mode."""
+"""Dispatch modes that observe the operations of torch."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers how many elements the largest tensor had that any operation made."""
+    """Records the number of elements of the largest tensor that any operation returned."""
 
     elements = 0
 

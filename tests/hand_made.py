@@ -53,30 +53,30 @@ class PerBatch(DropPath):
         return x * noise.bernoulli_(1 - self.p).div_(1 - self.p)
 
 
-class Branch(DropPath):
-    """A residual branch that is kept or not."""
+class ResidualBranch(DropPath):
+    """A residual branch that one random number keeps or drops."""
 
     def forward(self, x):
         return x * (torch.rand(()) >= self.p) / (1 - self.p)
 
 
-class Tokens(DropPath):
-    """Whole tokens."""
+class DropTokens(DropPath):
+    """Drops whole tokens."""
 
     def forward(self, x):
         dropped = torch.rand(x.shape[:2], device=x.device) < self.p
         return x.masked_fill(dropped.unsqueeze(-1), 0.0)
 
 
-class Chosen(DropPath):
-    """Entries, chosen by ``where``."""
+class DropByWhere(DropPath):
+    """Drops entries by ``torch.where``."""
 
     def forward(self, x):
         return torch.where(torch.rand_like(x) > self.p, x, torch.zeros_like(x)) / (1 - self.p)
 
 
-class Written(DropPath):
-    """Entries that a mask as an index sets to zero."""
+class DropByIndex(DropPath):
+    """Sets entries to zero, with the mask as an index."""
 
     def forward(self, x):
         x = x.clone()
@@ -108,7 +108,7 @@ class NativeMask(DropPath):
 
 
 class RankDropout(DropPath):
-    """Rows of a weight, divided by their mean, as PEFT does it for LoHa and LoKr."""
+    """Drops rows of a weight; the mask is divided by its mean, as in PEFT's LoHa and LoKr."""
 
     rescaled = True
 
@@ -127,7 +127,7 @@ class RankDropout(DropPath):
 
 
 class ModuleDropout(DropPath):
-    """What an adapter adds, or nothing: a branch around no module, as PEFT does it."""
+    """Drops what an adapter adds: a random branch that skips no module, as in PEFT."""
 
     def __init__(self, p=P):
         super().__init__(p)
@@ -141,7 +141,7 @@ class ModuleDropout(DropPath):
 
 
 class EmbeddingRows(DropPath):
-    """Rows of a table, as AWD-LSTM does it."""
+    """Drops rows of an embedding table, as AWD-LSTM does."""
 
     def __init__(self, p=P):
         super().__init__(p)
@@ -154,7 +154,7 @@ class EmbeddingRows(DropPath):
 
 
 class DropBlock(DropPath):
-    """Blocks of an image, as timm does it, here along the tokens."""
+    """Drops blocks as timm does in an image, here along the tokens."""
 
     rescaled = True
 
@@ -170,7 +170,7 @@ class DropBlock(DropPath):
 
 
 class Residual(nn.Module):
-    """Two residual blocks; ``drop`` acts on what they add."""
+    """Two residual blocks; ``drop`` makes a module that drops their outputs before the sum."""
 
     scale = 1.0
 
@@ -197,7 +197,7 @@ class Layer(nn.Module):
 
 
 class LayerDrop(nn.Module):
-    """Layers that are skipped, as BART and Wav2Vec2 do it."""
+    """Skips layers at random, as BART and Wav2Vec2 do."""
 
     scale = 1.0
 
@@ -229,15 +229,15 @@ KINDS = {
     "timm's drop path": (lambda: Residual(TimmDropPath), "per example"),
     "a named tensor": (lambda: Residual(NamedTensor), "per example"),
     "per batch": (lambda: Residual(PerBatch), "per batch"),
-    "branch": (lambda: Residual(Branch), "per batch"),
-    "tokens": (lambda: Residual(Tokens), "independent"),
-    "where": (lambda: Residual(Chosen), "independent"),
-    "index": (lambda: Residual(Written), "independent"),
+    "branch": (lambda: Residual(ResidualBranch), "per batch"),
+    "tokens": (lambda: Residual(DropTokens), "independent"),
+    "where": (lambda: Residual(DropByWhere), "independent"),
+    "index": (lambda: Residual(DropByIndex), "independent"),
     "zoneout": (lambda: Residual(Zoneout), "independent"),
     "distribution": (lambda: Residual(Distribution), "per example"),
     "native dropout's mask": (lambda: Residual(NativeMask), "per token"),
     "a mask that keeps few": (lambda: Residual(lambda: DropPath(0.7)), "per example"),
-    "a mask that drops many": (lambda: Residual(lambda: Tokens(0.7)), "independent"),
+    "a mask that drops many": (lambda: Residual(lambda: DropTokens(0.7)), "independent"),
     "module dropout": (lambda: Residual(ModuleDropout), "per batch"),
     "rank dropout": (lambda: Residual(RankDropout), "shared by all examples"),
     "embedding rows": (lambda: Residual(EmbeddingRows), "shared by all examples"),

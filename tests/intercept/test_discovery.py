@@ -1,4 +1,4 @@
-"""Every kind of dropout is found, with its name, kind, p, mask and shape, and nothing is changed."""
+"""undrop.sites lists every dropout with its name, kind, p, mask and shape, and changes nothing."""
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_dropout_is_found(kind):
+def test_every_kind_of_dropout_is_a_site(kind):
     model, inputs, expected = KINDS[kind]
     assert rows(model, inputs) == [expected]
 
@@ -254,13 +254,13 @@ def test_finding_sites_changes_nothing():
     model[3].eval()
     modes = [module.training for module in model.modules()]
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    held = dict(model[1].named_buffers())
+    buffers = dict(model[1].named_buffers())
     state = torch.get_rng_state()
     undrop.sites(model, X)
     undrop.sites(model.eval(), X)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert all(b is held[name] for name, b in model[1].named_buffers())
+    assert all(b is buffers[name] for name, b in model[1].named_buffers())
     model.train()
     model[3].eval()
     assert [module.training for module in model.modules()] == modes
@@ -292,12 +292,12 @@ def test_sites_refuses_a_function_as_model():
 
 
 @pytest.mark.slow
-def test_the_sites_of_a_compiled_model_are_found():
+def test_undrop_finds_the_sites_of_a_compiled_model():
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
     assert undrop.sites(torch.compile(model), X).names == ("1",)
 
 
-class Lazily(nn.Module):
+class RegistersABuffer(nn.Module):
     """Registers a buffer in its first pass."""
 
     def __init__(self):
@@ -312,7 +312,7 @@ class Lazily(nn.Module):
 
 
 def test_a_buffer_that_the_first_pass_registers_is_kept():
-    model, x = Lazily(), torch.ones(2, 3)
+    model, x = RegistersABuffer(), torch.ones(2, 3)
     assert [site.name for site in undrop.sites(model, x)] == ["dropout"]
     assert model(x).shape == (2, 3)
 

@@ -142,7 +142,7 @@ X = torch.randn(3, 5, 4, dtype=D, generator=new_generator(0))
 
 
 @pytest.mark.parametrize("rules", [None, TWICE_DIFFERENTIABLE, TANGENT_RULES])
-def test_without_dropout_the_output_is_that_of_eval_mode(model, rules):
+def test_without_noise_the_output_is_that_of_eval_mode(model, rules):
     with Interception(model, no_noise, rules):
         found = model(X)
     torch.testing.assert_close(found, model.eval()(X))
@@ -176,7 +176,7 @@ def test_the_reverse_engine_agrees_with_the_tangent_and_the_exact_engine(model):
     assert_same(p, *(evaluate(e, p, seeded(1), EXPLICIT, form) for e in (Reverse(), Exact())), 1e-9)
 
 
-SHARED = ("weights", "weights of an LSTM")  # by all copies: they would be one draw
+SHARED = ("weights", "weights of an LSTM")  # all copies would share one draw
 VECTORISED = [name for name in MODELS if name not in SHARED and not name.startswith("packed")]
 
 
@@ -195,7 +195,7 @@ def assert_same_law(ours, theirs):
 
 @pytest.mark.parametrize("name", VECTORISED)
 def test_dropouts_own_noise_has_the_distribution_of_torchs_dropout(name):
-    """5,000 copies of one example each way."""
+    """Compare 5,000 copies of one example with each kind of dropout."""
     torch.manual_seed(0)
     model = MODELS[name]().to(D)
     x = X[:1].expand(5000, 5, 4)
@@ -221,10 +221,10 @@ def test_noise_on_weights_has_the_distribution_of_torchs_dropout():
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (2, 1, 5, 5)])
-def test_unfused_attention_takes_masks_as_torch_does(shape):
+def test_unfused_attention_handles_masks_like_torchs_attention(shape):
     q, k, v = torch.randn(3, 2, 3, 5, 4, dtype=D)
     mask = torch.rand(shape) > 0.5
-    mask[..., 0, :] = False  # nothing allowed: torch gives zeros
+    mask[..., 0, :] = False  # no key is allowed: torch returns zeros
     call = AttentionCall(q, k, v, attn_mask=mask)
     mode = Interception(nn.Identity(), no_noise)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

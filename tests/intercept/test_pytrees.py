@@ -1,4 +1,4 @@
-"""Tensors in containers that torch knows, and in objects that it does not."""
+"""Tensors in torch's pytrees, and in objects of classes that torch does not know."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,15 +20,15 @@ class Slotted:
 
 
 class Mixed(dict):
-    """Holds by slot, by attribute and by key."""
+    """Has tensors in a slot, in an attribute and under a key."""
 
     __slots__ = ("__dict__", "h")
 
 
 def mixed():
-    made = Mixed(a=torch.tensor(4), b="b")
-    made.h, made.more = torch.tensor(5), (torch.tensor(6), None)
-    return made
+    out = Mixed(a=torch.tensor(4), b="b")
+    out.h, out.more = torch.tensor(5), (torch.tensor(6), None)
+    return out
 
 
 def tree():
@@ -39,26 +39,26 @@ def tree():
     }
 
 
-def numbers(of):
-    return sorted(int(t) for t in tensors_in(of))
+def numbers(x):
+    return sorted(int(t) for t in tensors_in(x))
 
 
-def test_every_tensor_is_found_and_mapped_and_nothing_is_changed():
+def test_map_tensors_and_tensors_in_reach_every_tensor_and_change_none():
     before, others = tree(), tree()
     assert numbers(before) == [0, 1, 2, 4, 5, 6]
     after = map_tensors(lambda a, b: 10 * a + b, before, others)
     assert numbers(before) == numbers(others) == [0, 1, 2, 4, 5, 6]
     assert numbers(after) == [0, 11, 22, 44, 55, 66]
-    frozen, space, held, slotted, *rest = after["y"]
+    frozen, space, container, slotted, *rest = after["y"]
     assert frozen == Frozen(torch.tensor(11))
-    assert (type(held), int(held["a"]), held["b"]) == (Mixed, 44, "b")
-    assert (int(held.h), int(held.more[0]), held.more[1]) == (55, 66, None)
+    assert (type(container), int(container["a"]), container["b"]) == (Mixed, 44, "b")
+    assert (int(container.h), int(container.more[0]), container.more[1]) == (55, 66, None)
     assert (int(space.pair[0]), space.pair[1], space.empty) == (22, 3.0, None)
     assert slotted is before["y"][3]  # undrop leaves objects without tensors alone
     assert rest == ["s", None]
 
 
-def test_modules_are_left_alone():
+def test_map_tensors_and_tensors_in_ignore_the_tensors_of_modules():
     module = nn.Linear(2, 2)
     assert map_tensors(torch.zeros_like, (module, torch.ones(1)))[0] is module
     assert [*tensors_in(module)] == []

@@ -1,4 +1,4 @@
-"""A function or a module that undrop can't see through is declared as a site in one line."""
+"""register_site declares a function or a module class, whose noise undrop can't see, as a site."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_a_declared_class_is_a_site_and_drops_as_before():
 
 
 def test_a_declared_function_runs_compiled(caplog):
-    """Even a function that torch can't compile, because it does not run."""
+    """This holds even for a function that torch can't compile: the site rule runs in its place."""
     found = []
     for wrap in (lambda net: net, lambda net: torch.compile(net, backend="eager")):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Every interception ends, and nothing else in the process notices it."""
+"""Every interception ends, and does not affect other threads or other code in the process."""
 
 from threading import Barrier, Thread
 
@@ -44,18 +44,18 @@ def with_dropout(model):
     F.cross_entropy(model(X), Y).backward()
 
 
-def at_once(*works):
-    """The result of each function; all start at the same moment, in separate threads."""
-    results, ready = {}, Barrier(len(works))
+def run_concurrently(*functions):
+    """Return the result of each function; all start at the same moment, in separate threads."""
+    results, ready = {}, Barrier(len(functions))
 
-    def work(place):
+    def run(index):
         ready.wait()
         try:
-            results[place] = works[place]()
+            results[index] = functions[index]()
         except BaseException as error:
-            results[place] = error
+            results[index] = error
 
-    threads = [Thread(target=work, args=(place,)) for place in range(len(works))]
+    threads = [Thread(target=run, args=(index,)) for index in range(len(functions))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -63,7 +63,7 @@ def at_once(*works):
     for result in results.values():
         if isinstance(result, BaseException):
             raise result
-    return [results[place] for place in range(len(works))]
+    return [results[index] for index in range(len(functions))]
 
 
 def dropout_is_torchs_own():
@@ -72,29 +72,29 @@ def dropout_is_torchs_own():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_model_trained_in_another_thread_is_not_affected(engine):
-    def plainly():
+    def train_with_dropout():
         return train(other, with_dropout)
 
     other = net(7)
     torch.manual_seed(3)
-    alone = plainly()
+    alone = train_with_dropout()
     model, other, gradient = net(), net(7), with_objective(engine)
     gradient(model)  # its first step finds the sites and restores the random state
     torch.manual_seed(3)
-    _, beside = at_once(lambda: train(model, gradient, 40), plainly)
+    _, beside = run_concurrently(lambda: train(model, gradient, 40), train_with_dropout)
     assert torch.equal(beside, alone)
 
 
-class Beside(nn.Module):
-    """Another thread draws random numbers during every pass, once it is ``awake``."""
+class DrawsInAnotherThread(nn.Module):
+    """In every pass, another thread draws a random number; this begins when ``active`` is set."""
 
     def __init__(self):
         super().__init__()
-        self.awake, self.drawn = False, []
+        self.active, self.numbers = False, []
 
     def forward(self, x):
-        if self.awake:
-            thread = Thread(target=lambda: self.drawn.append(torch.rand(()).item()))
+        if self.active:
+            thread = Thread(target=lambda: self.numbers.append(torch.rand(()).item()))
             thread.start()
             thread.join()
         return x
@@ -103,24 +103,24 @@ class Beside(nn.Module):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_numbers_of_another_thread_do_not_repeat(engine):
     """In 70 steps a plan is proven three times: at steps 1, 16 and 64."""
-    beside = Beside()
-    model, gradient = net().append(beside), with_objective(engine)
+    other = DrawsInAnotherThread()
+    model, gradient = net().append(other), with_objective(engine)
     gradient(model)  # its first step finds the sites and restores the random state
-    beside.awake = True
+    other.active = True
     torch.manual_seed(3)
     train(model, gradient, 70)
     torch.manual_seed(3)
-    assert beside.drawn == [torch.rand(()).item() for _ in beside.drawn]
+    assert other.numbers == [torch.rand(()).item() for _ in other.numbers]
 
 
 def test_objectives_in_several_threads_compute_bit_for_bit_the_same_as_alone():
     alone = [train(net(), with_objective(engine)) for engine in ENGINES * 2]
     models = [net() for _ in alone]
-    works = [
+    functions = [
         lambda model=model, engine=engine: train(model, with_objective(engine))
         for model, engine in zip(models, ENGINES * 2, strict=True)
     ]
-    for found, expected in zip(at_once(*works), alone, strict=True):
+    for found, expected in zip(run_concurrently(*functions), alone, strict=True):
         assert torch.equal(found, expected)
 
 
@@ -128,17 +128,17 @@ def test_objectives_in_several_threads_compute_bit_for_bit_the_same_as_alone():
 def test_objectives_on_a_shared_model_compute_the_same_as_alone(engine):
     def objectives():
         generators = [new_generator(seed) for seed in range(4)]
-        made = [undrop.Analytic(engine=engine, generator=each) for each in generators]
-        for objective in made:
+        new = [undrop.Analytic(engine=engine, generator=generator) for generator in generators]
+        for objective in new:
             objective(model, X, Y)  # the first step looks for sites
-        return made
+        return new
 
     def totals(objective):
         return [objective(model, X, Y).total.item() for _ in range(10)]
 
     model = net()
     alone = [totals(objective) for objective in objectives()]
-    found = at_once(*(lambda one=one: totals(one) for one in objectives()))
+    found = run_concurrently(*(lambda o=objective: totals(o) for objective in objectives()))
     assert found == alone
 
 
@@ -150,21 +150,21 @@ def test_threads_that_find_sites_leave_the_model_unchanged():
     def look():
         return [undrop.sites(model, X).names for _ in range(20)]
 
-    assert at_once(*[look] * 4) == [[("4",)] * 20] * 4
+    assert run_concurrently(*[look] * 4) == [[("4",)] * 20] * 4
     assert [module.training for module in model] == [True, True, False, True, True]
 
 
-class Asks(nn.Module):
+class EvaluatesAnObjective(nn.Module):
     """A model that evaluates an objective on another model in its forward pass."""
 
     def __init__(self, objective):
         super().__init__()
         self.dropout, self.objective, self.inner = nn.Dropout(0.5), objective, [net(5)]
-        self.asked = []
+        self.totals = []
 
     def forward(self, x):
         with torch.enable_grad():
-            self.asked.append(self.objective(self.inner[0], X, Y).total.item())
+            self.totals.append(self.objective(self.inner[0], X, Y).total.item())
         return self.dropout(x)
 
 
@@ -172,24 +172,24 @@ class Asks(nn.Module):
 def test_an_objective_inside_a_models_forward_works(outer):
     inner = undrop.Analytic(engine="exact")  # its value does not depend on a draw
     expected = inner(net(5), X, Y).total.item()
-    model, x = Asks(inner), X.clone().requires_grad_()
+    model, x = EvaluatesAnObjective(inner), X.clone().requires_grad_()
     undrop.Analytic(engine=outer, loss=nn.MSELoss())(model, x, X).backward()
     assert x.grad.isfinite().all()
-    assert set(model.asked) == {expected}
+    assert set(model.totals) == {expected}
     assert dropout_is_torchs_own()
 
 
 @pytest.mark.parametrize("outer", ["antithetic", "tangent"])
 def test_dropout_within_an_objective_within_a_pass_is_torchs_own(outer):
-    model, x = Asks(undrop.Dropout()), X.clone().requires_grad_()
+    model, x = EvaluatesAnObjective(undrop.Dropout()), X.clone().requires_grad_()
     without_noise = undrop.NoRegularization()(net(5), X, Y).total.item()
     assert undrop.sites(model, X).names == ("dropout",)
     undrop.Analytic(engine=outer, loss=nn.MSELoss())(model, x, X)
-    assert without_noise not in model.asked
+    assert without_noise not in model.totals
 
 
 def test_nested_forward_mode_is_refused():
-    model, x = Asks(undrop.Analytic(engine="tangent")), X.clone().requires_grad_()
+    model, x = EvaluatesAnObjective(undrop.Analytic(engine="tangent")), X.clone().requires_grad_()
     with pytest.raises(EngineError, match="this objective is called inside forward mode"):
         undrop.Analytic(engine="tangent", loss=nn.MSELoss())(model, x, X)
     assert dropout_is_torchs_own()

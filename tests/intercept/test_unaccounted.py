@@ -111,7 +111,7 @@ def test_a_scripted_layer_without_noise_changes_nothing():
     torch.testing.assert_close(same, mean)
 
 
-def test_a_branch_that_no_module_follows_is_named():
+def test_a_random_branch_that_no_module_follows_is_unaccounted():
     def skipped(x):
         return x + torch.sin(x) if torch.rand([]) >= 0.1 else x
 
@@ -131,20 +131,20 @@ class Skipping(nn.Module):
         return x + torch.sin(self.norm(x))
 
 
-def test_a_branch_around_more_than_a_layer_is_a_site_of_its_module():
+def test_a_random_branch_around_more_than_a_layer_is_a_site_of_its_module():
     found = undrop.sites(Net(Skipping(nn.Identity())), X)
     assert found.names == ("own.module-drop", "dropout")
     assert not found.unaccounted
 
 
-def test_a_branch_around_another_dropout_is_named():
+def test_a_random_branch_around_another_dropout_is_unaccounted():
     found = undrop.sites(Net(Skipping(nn.Dropout(0.5))), X)
     assert "own.module-drop" not in found.names
     assert [other.module for other in found.unaccounted] == ["own"]
 
 
-class Skipped(LayerDrop):
-    """Layers with a random branch for each; ``run`` is skipped."""
+class SkipsLayers(LayerDrop):
+    """Each layer has a random branch, which skips the call of ``run``."""
 
     def __init__(self, run):
         super().__init__()
@@ -158,16 +158,16 @@ class Skipped(LayerDrop):
         return self.last(h.mean(1))
 
 
-def test_a_branch_around_a_layer_and_a_dropout_is_named():
-    """The noise of the dropout is skipped too, which a blend before it would not show."""
-    net = Skipped(lambda net, layer, h: net.dropout(layer(h)[0]))
+def test_a_random_branch_around_a_layer_and_a_dropout_is_unaccounted():
+    """The branch also skips the noise of the dropout, which a blend of the layer alone would miss."""
+    net = SkipsLayers(lambda net, layer, h: net.dropout(layer(h)[0]))
     found = undrop.sites(net, torch.randn(3, 5, 3))
     assert found.names == ("dropout", "dropout#2")
     assert [other.function for other in found.unaccounted] == ["rand"]
 
 
 class Inner(nn.Module):
-    """A layer with something else in it that drops."""
+    """A layer that contains another module, which drops."""
 
     def __init__(self, drop):
         super().__init__()
@@ -178,7 +178,7 @@ class Inner(nn.Module):
 
 
 def test_a_skipped_layer_may_use_torchs_attention():
-    net = Skipped(lambda net, layer, h: layer(h))
+    net = SkipsLayers(lambda net, layer, h: layer(h))
     net.layers = nn.ModuleList(
         [nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2)]
     )
@@ -187,8 +187,8 @@ def test_a_skipped_layer_may_use_torchs_attention():
     assert not found.unaccounted
 
 
-def test_a_branch_inside_a_skipped_layer_is_a_site():
-    net = Skipped(lambda net, layer, h: layer(h))
+def test_a_random_branch_inside_a_skipped_layer_is_a_site():
+    net = SkipsLayers(lambda net, layer, h: layer(h))
     net.layers = nn.ModuleList([Inner(ModuleDropout()), Inner(ModuleDropout())])
     found = undrop.sites(net, torch.randn(3, 5, 3))
     assert {s.kind for s in found} == {"layer-drop", "module-drop"}
@@ -196,8 +196,8 @@ def test_a_branch_inside_a_skipped_layer_is_a_site():
     assert not found.unaccounted
 
 
-class Uneven(nn.Module):
-    """Not a product with a mask: it depends on how many are kept."""
+class ScalesByCount(nn.Module):
+    """Not a product with a mask: the factor is the number of examples that the mask keeps."""
 
     def forward(self, x):
         kept = torch.rand(len(x), 1, 1) < 0.5
@@ -205,21 +205,21 @@ class Uneven(nn.Module):
 
 
 def test_a_comparison_after_a_skipped_layer_is_not_taken_for_a_mask():
-    net = Skipped(lambda net, layer, h: layer(h))
-    net.layers = nn.ModuleList([Inner(nn.Identity()), Inner(Uneven())])
+    net = SkipsLayers(lambda net, layer, h: layer(h))
+    net.layers = nn.ModuleList([Inner(nn.Identity()), Inner(ScalesByCount())])
     found = undrop.sites(net, torch.randn(3, 5, 3))
     assert {s.kind for s in found} == {"layer-drop"}
     assert [other.module for other in found.unaccounted] == ["layers.1.drop"]
 
 
-def test_a_p_that_rises_above_a_half_stays_the_p_of_what_is_dropped():
+def test_p_of_a_skipped_layer_stays_its_drop_probability_above_a_half():
     net, x = LayerDrop(0.1), torch.randn(3, 5, 3)
     for p in (0.4, 0.5, 0.9):
         net.layerdrop = p
         assert [(s.kind, s.p) for s in undrop.sites(net, x)] == [("layer-drop", p)] * 2
 
 
-def test_no_regularization_sets_masks_to_their_mean_and_keeps_other_random_numbers():
+def test_no_regularization_runs_with_a_mask_made_by_hand_and_other_random_numbers():
     class Both(nn.Module):
         def forward(self, x):
             return patches(x * (torch.rand(len(x), 1) < 0.8))
@@ -237,7 +237,7 @@ class Sometimes(nn.Module):
         return x
 
 
-def test_a_branch_with_even_chances_before_a_layer_is_not_layer_drop():
+def test_a_random_branch_with_even_chances_before_a_layer_is_not_layer_drop():
     found = undrop.sites(Net(Sometimes()), X)
     assert "own.layer-drop" not in found.names
     assert ("own", "rand") in [(other.module, other.function) for other in found.unaccounted]
@@ -250,7 +250,7 @@ def test_a_site_behind_a_branch_that_stays_random_is_listed():
 
 
 class Experts(nn.Module):
-    """One of several parts, at random."""
+    """Calls one of several modules, chosen at random."""
 
     def __init__(self):
         super().__init__()

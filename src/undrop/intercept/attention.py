@@ -1,4 +1,4 @@
-"""Dropout on attention probabilities, which torch's fused attention hides."""
+"""Site rules of attention: torch's fused kernels hide the dropout on the probabilities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AttentionCall(NamedTuple):
 
 
 def ungrouped(call: AttentionCall) -> AttentionCall:
-    """With grouped queries, repeat keys and values so that each query head has its own."""
+    """Return the call with keys and values repeated for grouped queries: one of each per query head."""
     if not call.enable_gqa:
         return call
     n = call.query.shape[-3] // call.key.shape[-3]
@@ -39,20 +39,20 @@ def ungrouped(call: AttentionCall) -> AttentionCall:
 
 
 def probabilities(call: AttentionCall, softmax: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """softmax(QKᵀ·scale + mask); rows that are masked everywhere are zero, as in torch."""
+    """Return softmax(QKᵀ·scale + mask); rows that are masked everywhere are zero, as in torch."""
     scale = 1.0 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale
     scores = (call.query * scale) @ call.key.transpose(-2, -1)
     bias = additive_mask(call)
     if bias is None:
         return softmax(scores, -1)
     empty = (bias == -math.inf).all(-1, keepdim=True)
-    # If no key is allowed, take the softmax of zeros: that of -inf has a NaN gradient.
+    # A row of -inf would have a NaN gradient, so take the softmax of zeros if no key is allowed.
     bias = bias.masked_fill(empty, 0.0)
     return softmax(scores + bias, -1).masked_fill(empty, 0.0)
 
 
 def additive_mask(call: AttentionCall) -> Tensor | None:
-    """The mask as a term of the logits, 0 or -inf for a boolean one; None without a mask."""
+    """Return the mask as a term of the logits, 0 or -inf for a boolean mask; None without a mask."""
     mask = call.attn_mask
     if call.is_causal:
         shape = (call.query.shape[-2], call.key.shape[-2])
@@ -69,7 +69,7 @@ def unfused_attention(
     call: AttentionCall,
     softmax: Callable[[Tensor, int], Tensor] = torch.softmax,
 ) -> Tensor:
-    """(softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η)) V in plain operations: torch's fused kernel hides the mask."""
+    """Return (softmax(QKᵀ·scale) ⊙ (1 + ε·σ·η)) V, computed without the fused kernel."""
     call = ungrouped(call)
     p = probabilities(call, softmax)
     if call.dropout_p > 0.0:
@@ -88,16 +88,16 @@ def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _without_overrides(function: types.FunctionType) -> types.FunctionType:
-    """A copy of a torch function that runs its body instead of dispatching to a mode.
+    """Return a copy of a torch function that runs its body instead of passing the call to a mode.
 
-    Inside a mode's handler the mode is off. Entering it again and calling the function would only
-    dispatch the function once more. With the copy, the mode sees the calls *within* it.
+    A rule runs while its mode is inactive. If the rule entered the mode and called the function itself,
+    the mode would receive that call again. With the copy, the mode receives the calls in its body.
     """
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    blind = dict.fromkeys(names, lambda *_: False)
+    no_overrides = dict.fromkeys(names, lambda *_: False)
     copy = types.FunctionType(
         function.__code__,
-        {**function.__globals__, **blind},
+        {**function.__globals__, **no_overrides},
         function.__name__,
         function.__defaults__,
         function.__closure__,
@@ -116,7 +116,7 @@ def _multi_head(mode: Interception, *args: Any, **kwargs: Any) -> Any:
 
 
 def _factors(mode: Interception, call: FlexCall) -> Tensor | None:
-    """1 + ε·σ·η in the shape of the probabilities; None if it is 1 everywhere."""
+    """Return 1 + ε·σ·η in the shape of the probabilities; None if it is 1 everywhere."""
     if call.dropout_p == 0.0:
         return None
     ones = call.ones()
@@ -135,5 +135,5 @@ def _flex_attention(mode: Interception, *args: Any) -> Any:
 def unfused_flex(
     mode: Interception, call: FlexCall, softmax: Callable[[Tensor, int], Tensor] = torch.softmax
 ) -> Any:
-    """FlexAttention with noise in plain operations, for engines that the kernel does not support."""
+    """Return FlexAttention with noise, computed without its kernel, which some engines can't use."""
     return attend_without_kernel(call, _factors(mode, call), softmax)

@@ -138,13 +138,10 @@ class EnclosingBlend(Blend):
         module, mode = self.layer, self.mask.mode
         assert module is not None
 
-        def run() -> Any:
-            return module.forward(*args, **kwargs)
-
         buffers = any(m._buffers for m in module.modules())
         with keep_buffers(module) if buffers else nullcontext():
             calls_between = mode.call_count
-            other = mode.replay(self.mask, run)
+            other = mode.replay(self.mask, lambda: module.forward(*args, **kwargs))
         kept = calls_between - self._calls_before
         dropped = mode.call_count - calls_between
         if kept != dropped:  # the branch that drops calls fewer functions

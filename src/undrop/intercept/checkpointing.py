@@ -1,14 +1,14 @@
 """Parts of a model that the backward pass runs a second time: activation checkpointing.
 
-A region under ``torch.utils.checkpoint`` keeps none of its activations. When the backward pass
-needs one, the region runs again, possibly in another thread, where no interception is active:
-torch's dropout would draw new masks there. So an interception finds the regions that it passes
-through, and makes sure that they run again under an interception with the same noise.
+A region under ``torch.utils.checkpoint`` keeps none of its activations. When the backward pass needs
+one, the region runs again, possibly in another thread. No interception is active then, so torch's
+dropout would draw new masks. Therefore an interception finds the regions in which it meets a dropout,
+and makes them run again under an interception with the same noise.
 
-A region has hooks on torch's stack of saved-tensor hooks. All non-reentrant checkpointing
-(``checkpoint``, ``checkpoint_sequential``, module wrappers, Transformers) uses them, and they lead
-to the region's record, which holds the function that runs it again. The reentrant kind runs inside
-an autograd function and has no such record.
+Non-reentrant checkpointing (``checkpoint``, ``checkpoint_sequential``, module wrappers, Transformers)
+puts hooks for saved tensors on torch's stack of such hooks. These hooks lead to torch's record of the
+region, which contains the function that runs it again. Reentrant checkpointing runs inside an autograd
+function and has no such record.
 """
 
 from __future__ import annotations
@@ -42,22 +42,17 @@ def regions() -> list[Region]:
         if getattr(pack, "__module__", None) == _CHECKPOINT_MODULE and name.startswith(
             "_checkpoint_hook."
         ):
-            code: Any = pack
-            held = dict(zip(code.__code__.co_freevars, code.__closure__ or (), strict=True))
-            found.append(held["frame"].cell_contents)
+            hook: Any = pack
+            closure = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+            found.append(closure["frame"].cell_contents)
     return found
 
 
-def _top_hooks() -> _Hooks | None:
-    """Return the hooks on top of the stack, which apply to every tensor that is saved next."""
-    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
-
-
 def _all_hooks() -> list[_Hooks]:
-    """Return the whole stack of hooks, the top first: take them off one by one and put them back."""
+    """Return the stack of hooks, the top first. To read it, take the hooks off, and put them back."""
+    top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
     stack: list[_Hooks] = []
-    while (hooks := _top_hooks()) is not None:
+    while (hooks := top_hooks(False)) is not None:
         stack.append(hooks)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     for hooks in reversed(stack):
@@ -66,7 +61,7 @@ def _all_hooks() -> list[_Hooks]:
 
 
 def in_checkpoint(error: Exception | None = None) -> bool:
-    """Whether ``torch.utils.checkpoint`` is on the Python stack, or was where ``error`` was raised."""
+    """Return whether ``torch.utils.checkpoint`` is on the Python stack, or on the stack of an error."""
     stack = frames() if error is None else (frame for frame, _ in walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") == _CHECKPOINT_MODULE for frame in stack)
 
@@ -78,16 +73,16 @@ def enclosing_function() -> str | None:
 
 
 def _forwards() -> dict[CodeType, str]:
-    """Return the code of every autograd function's forward, with the function's name.
+    """Return the name of every autograd function, by the code of its forward.
 
-    The stack shows only the forward: since torch 2.15 ``Function.apply`` is not Python.
+    ``Function.apply`` is not on the Python stack since torch 2.15; the forward is.
     """
-    found: dict[CodeType, str] = {}
-    waiting = torch.autograd.Function.__subclasses__()
-    while waiting:
-        function = waiting.pop()
-        waiting += function.__subclasses__()
+    names: dict[CodeType, str] = {}
+    functions = torch.autograd.Function.__subclasses__()
+    while functions:
+        function = functions.pop()
+        functions += function.__subclasses__()
         code = getattr(inspect.unwrap(function.forward), "__code__", None)
         if code is not None:
-            found[code] = function.__name__
-    return found
+            names[code] = function.__name__
+    return names

@@ -21,18 +21,15 @@ aten: Any = torch.ops.aten
 
 
 def _apply_noise(
-    mode: Interception, h: Tensor, p: float, inplace: bool, kind: str, **options: Any
+    mode: Interception, h: Tensor, p: float, inplace: bool = False, **options: Any
 ) -> Tensor:
-    if not inplace:
-        return _copy_if_same(mode.noisy(h, p, kind=kind, label=kind, **options), h)
-    # The caller may use h afterwards, so write into h, as torch's in-place dropout does. The clone keeps
-    # the old value, which the derivative in η needs.
-    return h.copy_(mode.noisy(h.clone(), p, kind=kind, label=kind, **options))
-
-
-def _copy_if_same(out: Tensor, h: Tensor) -> Tensor:
-    """Return ``out``, or a copy if it is h: the model may change the result in place and use h again."""
-    return h.clone() if out is h else out
+    """Return h with the noise of a site, in h itself or in a new tensor."""
+    if inplace:  # the derivative in η needs the old value, so the site gets a clone
+        return h.copy_(mode.noisy(h.clone(), p, **options))
+    out = mode.noisy(h, p, **options)
+    return (
+        h.clone() if out is h else out
+    )  # the model may change the result in place and use h again
 
 
 @SITE_RULES.register(F.dropout, torch.dropout, aten.dropout, aten.dropout.default)
@@ -48,7 +45,7 @@ def _dropout(
     training = training if train is None else train
     if not training or not p:
         return mode.idle_dropout(input, training)
-    return _apply_noise(mode, input, p, inplace, "dropout")
+    return _apply_noise(mode, input, p, inplace, kind="dropout", label="dropout")
 
 
 SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
@@ -94,7 +91,8 @@ def _feature_dropout(
     if not training or not p:
         return mode.idle_dropout(input, training)
     shared = tuple(range(1 if input.dim() == unbatched else 2, input.dim()))
-    return _apply_noise(mode, input, p, inplace, kind, mask="per feature map", shared=shared)
+    options = {"kind": kind, "label": kind, "mask": "per feature map", "shared": shared}
+    return _apply_noise(mode, input, p, inplace, **options)
 
 
 SITE_RULES.register(F.dropout1d)(partial(_feature_dropout, kind="dropout1d", unbatched=2))
@@ -114,7 +112,7 @@ def _structured_dropout(
 ) -> Tensor:
     if not training or not p:
         return mode.idle_dropout(h, training)
-    return _copy_if_same(mode.noisy(h, p, **{"kind": "dropout", **structure}), h)
+    return _apply_noise(mode, h, p, **{"kind": "dropout", **structure})
 
 
 @SITE_RULES.register(
@@ -297,8 +295,7 @@ def _declare(
         h = values[names[h_index]]
         if not training or not rate:
             return mode.idle_dropout(h, training)
-        return _copy_if_same(
-            mode.noisy(h, float(rate), label=None if h_index else options["kind"], **options), h
-        )
+        label = None if h_index else options["kind"]
+        return _apply_noise(mode, h, float(rate), label=label, **options)
 
     return declared

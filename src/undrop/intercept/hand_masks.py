@@ -126,7 +126,7 @@ class HandMaskMixin:
     """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
     draw is not a mask."""
     mask_origins: dict[str, MaskOrigin]
-    """For each draw that became a mask, by key: how it became one."""
+    """How a draw became a mask, by key; other draws are not listed."""
     batch_size: int | None = None
     """None if it is not known; :func:`mask_structure` uses it."""
     _module_paths: dict[int, str]
@@ -171,7 +171,7 @@ class HandMaskMixin:
         return len(self.sites), len(self.mask_draws)
 
     def record_mask(self, key: str, origin: MaskOrigin) -> None:
-        """Record how a draw became the mask of the last site."""
+        """Record how a draw became the mask of the latest site."""
         self.mask_origins[key] = origin._replace(site_name=self.sites[-1].name)
 
     def as_probability(self, p: Any) -> float | None:
@@ -288,10 +288,8 @@ class HandMaskMixin:
             h = full(1.0 - p)
             with self.enable_grad():
                 keep = self.noisy(h, p, **self.site_options(h.shape, kind))
-                self.record_mask(
-                    key,
-                    origin._replace(single_value=h.numel() == 1, decides_branch=kind is not None),
-                )
+                single, branch = h.numel() == 1, kind is not None
+                self.record_mask(key, origin._replace(single_value=single, decides_branch=branch))
                 return transform(self.dispatch(torch.rsub, keep, 1.0) if drops_at_one else keep)
 
         template = transform(full(0.0)) if dtype == torch.bool else None
@@ -356,11 +354,10 @@ class HandMaskMixin:
                 raise mask.refuse("a branch on many values")
             factor = value if mask.keeps_at_one else self.dispatch(torch.rsub, value, 1.0)
             self._decided_branches |= {mask.key}
-            enclosing = tracker.running[-1] if is_module_drop else None
             tracker.blends.append(
-                Blend(mask, factor)
-                if enclosing is None
-                else EnclosingBlend(mask, factor, *enclosing)
+                EnclosingBlend(mask, factor, *tracker.running[-1])
+                if is_module_drop
+                else Blend(mask, factor)
             )
         return mask.keeps_at_one
 

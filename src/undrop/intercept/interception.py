@@ -60,7 +60,7 @@ outside_depth = _Depth()
 
 
 class outside_interception:
-    """Hide a block from every interception that is active outside it."""
+    """Run a block without the interceptions that are active around it."""
 
     def __enter__(self) -> None:
         outside_depth.value += 1
@@ -162,7 +162,7 @@ class Interception(HandMaskMixin, TorchFunctionMode):
 
     def dispatch(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of tensors as if the model had called it."""
-        self.call_count -= 1  # the model did not call it
+        self.call_count -= 1  # it counts the calls of the model alone
         return self.__torch_function__(func, (), args, kwargs)
 
     def prepare_recomputation(self) -> None:
@@ -181,7 +181,7 @@ class Interception(HandMaskMixin, TorchFunctionMode):
                 self._wrap_recomputation(region)
 
     def _wrap_recomputation(self, region: Region) -> None:
-        """Make the second run of a region continue this pass: with the same names and noise."""
+        """Make the second run of a region continue this pass, with the same names and noise."""
         if forward._current_level >= 0:
             raise RecomputationError(
                 f"{self._location()} is under activation checkpointing, whose second run has no forward "

@@ -301,9 +301,9 @@ def _cast(m: Mask, call: _Call) -> Any:
         return out
     if not m.binary and not out.dtype.is_floating_point:
         raise m.refuse("a cast to whole numbers")
-    dtype = {"dtype": out.dtype} if out.dtype.is_floating_point else {}
-    if out.dtype != value.dtype or out.device != value.device:
-        value = m.mode.dispatch(Tensor.to, value, device=out.device, **dtype)
+    dtype = out.dtype if out.dtype.is_floating_point else value.dtype
+    if dtype != value.dtype or out.device != value.device:
+        value = m.mode.dispatch(Tensor.to, value, device=out.device, dtype=dtype)
     return m.derive(value, out.dtype)
 
 

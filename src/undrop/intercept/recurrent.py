@@ -1,4 +1,4 @@
-"""Dropout between the layers of torch's recurrent networks, which run as one fused call."""
+"""Site rules of torch's recurrent networks: one fused call hides the dropout between their layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class RecurrentCall(NamedTuple):
 
     function: Callable[..., Any]
     x: Tensor
-    batch_sizes: Tensor | None  # of a packed sequence
+    batch_sizes: Tensor | None
+    """The batch sizes of a packed sequence; None for a batch."""
     state: tuple[Tensor, ...]
     weights: Sequence[Tensor]
     has_bias: bool
@@ -36,7 +37,7 @@ class RecurrentCall(NamedTuple):
         return 2 if self.bidirectional else 1
 
     def layer(self, index: int, x: Tensor) -> RecurrentCall:
-        """The call that runs layer ``index`` alone on x."""
+        """Return the call that runs only the layer with this index, on x."""
         width = len(self.weights) // self.layers
         rows = slice(index * self.directions, (index + 1) * self.directions)
         return self._replace(
@@ -58,7 +59,7 @@ class RecurrentCall(NamedTuple):
         """Run torch's function; return the output and the final state.
 
         Raises:
-            RuntimeError: if the batch sizes of the state and of x differ. torch's functions do not check
+            RuntimeError: if the state and x differ in their batch size. torch's functions do not check
                 this, and oneDNN would write outside of its memory.
         """
         batch = self.batch_size
@@ -83,11 +84,11 @@ RunLayer: TypeAlias = Callable[[RecurrentCall], tuple[Tensor, tuple[Tensor, ...]
 
 def parse_call(function: Callable[..., Any], args: tuple[Any, ...]) -> RecurrentCall:
     """Parse the arguments of a call from torch's own modules, which pass them all by position."""
-    state_at = 2 if isinstance(args[2], Tensor) or not isinstance(args[3], bool) else 1
-    batch_sizes = args[1] if state_at == 2 else None
-    state, weights, *rest = args[state_at:]
+    packed = isinstance(args[2], Tensor) or not isinstance(args[3], bool)
+    batch_sizes = args[1] if packed else None
+    state, weights, *rest = args[2 if packed else 1 :]
     state = (state,) if isinstance(state, Tensor) else tuple(state)
-    batch_first = False if batch_sizes is not None else bool(rest.pop())
+    batch_first = False if packed else bool(rest.pop())
     fields: Any = (function, args[0], batch_sizes, state, weights, *rest, batch_first)
     return RecurrentCall(*fields)
 
@@ -104,7 +105,7 @@ def run_layers(mode: Interception, call: RecurrentCall, run: RunLayer) -> tuple[
 
 
 def portable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that works on every CPU."""
+    """Return the function, or its replacement that works on every CPU."""
     return lstm if function is torch.lstm else function
 
 

@@ -9,26 +9,26 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-_known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
+_norm_layers: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
     weakref.WeakKeyDictionary()
 )
+"""The normalization layers of each model: looked up once, not at every step."""
 
 
-def _norms(model: nn.Module) -> list[nn.Module]:
-    """Return the normalization layers of a model; they are looked up once, not at every step."""
-    if model not in _known:
-        # recognized by their buffers: a layer in TorchScript has another class
-        norms = (m for m in model.modules() if "running_mean" in m._buffers)
-        _known[model] = [weakref.ref(module) for module in norms]
-    return [module for ref in _known[model] if (module := ref()) is not None]
+def _norm_layers_of(model: nn.Module) -> list[nn.Module]:
+    if model not in _norm_layers:
+        # Look at the buffers, because a layer in TorchScript has another class.
+        layers = (m for m in model.modules() if "running_mean" in m._buffers)
+        _norm_layers[model] = [weakref.ref(module) for module in layers]
+    return [module for ref in _norm_layers[model] if (module := ref()) is not None]
 
 
 class Statistics:
     """A copy of the running statistics of a model's normalization layers, and of other buffers."""
 
     def __init__(self, model: nn.Module, others: Iterable[Tensor] = ()) -> None:
-        own = (b for m in _norms(model) for b in m.buffers(recurse=False))
-        self._saved = [(b, b.clone()) for b in (*own, *others)]
+        statistics = (b for m in _norm_layers_of(model) for b in m.buffers(recurse=False))
+        self._saved = [(b, b.clone()) for b in (*statistics, *others)]
 
     def restore(self) -> None:
         """Restore the saved values."""
@@ -40,10 +40,10 @@ class Statistics:
 def keep_statistics(model: nn.Module) -> AbstractContextManager[None]:
     """Make passes update copies of the running statistics, not the statistics themselves.
 
-    So a step of several passes updates them once, in the pass outside this block. (Restoring the old
-    values would not be enough: the graph of the first pass holds the buffers.)
+    So a step of several passes updates them once, in the pass outside of this context. Restoring the old
+    values in place would not be enough: the graph of the first pass contains the buffers.
     """
-    return _copied_buffers(_norms(model))
+    return _with_copies(_norm_layers_of(model))
 
 
 Buffers = list[dict[str, Tensor]]
@@ -55,8 +55,8 @@ def copied_buffers(model: nn.Module) -> Buffers:
 
 
 def keep_buffers(model: nn.Module, values: Buffers | None = None) -> AbstractContextManager[None]:
-    """Make passes update copies of all buffers, which start from ``values`` if they are given."""
-    return _copied_buffers(list(model.modules()), values)
+    """Make passes update copies of all buffers, or ``values`` in place of them."""
+    return _with_copies(list(model.modules()), values)
 
 
 def _copies(modules: list[nn.Module]) -> Buffers:
@@ -64,17 +64,19 @@ def _copies(modules: list[nn.Module]) -> Buffers:
 
 
 @contextmanager
-def _copied_buffers(modules: list[nn.Module], values: Buffers | None = None) -> Iterator[None]:
+def _with_copies(modules: list[nn.Module], values: Buffers | None = None) -> Iterator[None]:
     originals = [dict(m._buffers) for m in modules]
     copies = _copies(modules) if values is None else values
     try:
-        _put(modules, copies)
+        _set_buffers(modules, copies)
         yield
     finally:
-        _put(modules, originals)  # a buffer that the pass registered stays: its module needs it
+        _set_buffers(
+            modules, originals
+        )  # a buffer that the pass registered stays: its module needs it
 
 
-def _put(modules: list[nn.Module], values: Sequence[Mapping[str, Tensor | None]]) -> None:
+def _set_buffers(modules: list[nn.Module], values: Sequence[Mapping[str, Tensor | None]]) -> None:
     for module, buffers in zip(modules, values, strict=True):
         for name, buffer in buffers.items():
-            module._buffers[name] = buffer  # a scripted module has no ``update`` there
+            module._buffers[name] = buffer  # ``_buffers`` of a scripted module has no ``update``

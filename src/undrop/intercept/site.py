@@ -1,4 +1,4 @@
-"""The record of one site, the table of a model's sites, and the selection of sites by name."""
+"""A site, the table of a model's sites, and the selection of sites by name."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Site:
     active_in_eval: bool = False
     """Whether the site drops in eval mode too (a common mistake with ``dropout_p``)."""
     acts: bool | None = field(default=None, compare=False)
-    """Whether its noise reaches the output, so u ≠ 0; weights of 0, as in a new LoRA adapter, block it.
-    None if this is not known."""
+    """Whether the noise reaches the output, so that u ≠ 0; None if this is not known. Weights of 0 block
+    it, as in a new LoRA adapter."""
 
     @property
     def sigma(self) -> float:
@@ -74,8 +74,8 @@ class Sites(Sequence[Site]):
     def __getitem__(self, index: slice) -> Sites: ...
     def __getitem__(self, index: int | slice) -> Site | Sites:
         """The site at a position, or a part of the table."""
-        found = self._sites[index]
-        return found if isinstance(found, Site) else Sites(found, self.unaccounted)
+        chosen = self._sites[index]
+        return chosen if isinstance(chosen, Site) else Sites(chosen, self.unaccounted)
 
     def __len__(self) -> int:
         return len(self._sites)
@@ -143,11 +143,11 @@ class Sites(Sequence[Site]):
     def flagged(self, active: Iterable[str], acts: Mapping[str, bool]) -> Sites:
         """The same sites, each marked as active in eval mode or not, and as acting or not."""
         names = set(active)
-        flagged = (
+        sites = (
             replace(site, active_in_eval=site.name in names, acts=acts.get(site.name))
             for site in self
         )
-        return Sites(flagged, self.unaccounted)
+        return Sites(sites, self.unaccounted)
 
 
 UNACCOUNTED = "Random numbers that belong to no site; undrop does not change them:"
@@ -174,8 +174,8 @@ class Selection:
         elif isinstance(patterns, str):
             patterns = {patterns: 1.0}
         elif not isinstance(patterns, Mapping):
-            patterns = dict.fromkeys(_words(patterns), 1.0)
-        self.patterns: dict[str, float] = {p: as_float(patterns[p]) for p in _words(patterns)}
+            patterns = dict.fromkeys(_as_strings(patterns), 1.0)
+        self.patterns: dict[str, float] = {p: as_float(patterns[p]) for p in _as_strings(patterns)}
         self._weights: dict[str, float] = {}
         self._sigmas: dict[str, float] = {}
         bad = [p for p, w in self.patterns.items() if not 0.0 <= w < float("inf")]
@@ -189,17 +189,18 @@ class Selection:
 
         Names are taken literally, not as patterns.
         """
-        found = cls({_literal(name): 1.0 for name in sigmas})
-        found._sigmas = dict(sigmas)
-        return found
+        selection = cls({_literal_pattern(name): 1.0 for name in sigmas})
+        selection._sigmas = dict(sigmas)
+        return selection
 
     def sigma(self, site: Site) -> float:
-        """σ of the noise at a site; 0 if it is not chosen."""
-        given = self._sigmas.get(site.name)
-        return site.sigma * math.sqrt(self.weight(site.name)) if given is None else given
+        """σ of the noise at a site; 0 if the site is not chosen."""
+        if site.name in self._sigmas:
+            return self._sigmas[site.name]
+        return site.sigma * math.sqrt(self.weight(site.name))
 
     def weight(self, name: str) -> float:
-        """The factor on σ² at the site of that name; 0 if it is not chosen."""
+        """The factor of σ² at the site of that name; 0 if the site is not chosen."""
         if name not in self._weights:  # cached: every step needs it for every site
             matching = (w for p, w in reversed(self.patterns.items()) if fnmatchcase(name, p))
             self._weights[name] = next(matching, 0.0)
@@ -222,12 +223,12 @@ class Selection:
             raise SiteSelectionError("every dropout site has weight 0: choose at least one.")
 
 
-def _literal(name: str) -> str:
-    """Return a pattern that matches only this name: ``[`` would open a set of characters."""
+def _literal_pattern(name: str) -> str:
+    """Return a pattern that matches only this name, even if the name contains ``*``, ``?`` or ``[``."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
-def _words(patterns: Iterable[str]) -> list[str]:
+def _as_strings(patterns: Iterable[str]) -> list[str]:
     """Return the patterns as a list; raise an error if they are not strings."""
     words = list(patterns) if isinstance(patterns, Iterable) else None
     if words is None or not all(isinstance(word, str) for word in words):

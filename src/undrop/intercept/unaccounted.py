@@ -55,16 +55,20 @@ def find_unaccounted(
         run: runs the model without noise.
         changed: the generators that an earlier pass has used (``RngSnapshot.changed_generators``).
     """
-    python_draws: list[Unaccounted] = []
-    ops = RandomOps(paths)
-    with record_python_draws(paths, python_draws), ops:
+    with record_python_draws(paths) as python_draws, RandomOps(paths) as ops:
         run()
     found = [*ops.unaccounted, *python_draws]
-    if "torch" in changed and not ops.unaccounted:
-        found.append(Unaccounted("", "torch's generator, by an unknown kernel", "", 1))
-    if "model" in changed and not ops.unaccounted:
-        found.append(Unaccounted("", "a generator that the model holds", "", 1))
+    if not ops.unaccounted:
+        unknown = (text for name, text in _UNKNOWN_CALLS.items() if name in changed)
+        found += [Unaccounted("", text, "", 1) for text in unknown]
     return found
+
+
+_UNKNOWN_CALLS = {
+    "torch": "torch's generator, by an unknown kernel",
+    "model": "a generator that the model holds",
+}
+"""Descriptions of the generators of ``changed``, for numbers that no recorded operation has drawn."""
 
 
 class RandomOps(TorchDispatchMode):
@@ -131,8 +135,9 @@ _STATES: dict[str, Callable[[], Any]] = {
 
 
 @contextmanager
-def record_python_draws(paths: dict[int, str], records: list[Unaccounted]) -> Iterator[None]:
-    """Add to ``records`` each use of Python's and NumPy's generators, with the innermost module."""
+def record_python_draws(paths: dict[int, str]) -> Iterator[list[Unaccounted]]:
+    """Yield a list that gets the uses of Python's and NumPy's generators when the block ends."""
+    records: list[Unaccounted] = []
     stack: list[nn.Module] = []
     states = {name: state() for name, state in _STATES.items()}
     calls: Counter[tuple[str, str, str]] = Counter()
@@ -156,7 +161,7 @@ def record_python_draws(paths: dict[int, str], records: list[Unaccounted]) -> It
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     try:
-        yield
+        yield records
         record_changes()
     finally:
         for hook in hooks:

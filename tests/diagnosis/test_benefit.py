@@ -137,7 +137,7 @@ def fitted(model, batches, steps=300):
     return model.train()
 
 
-def test_dropout_on_a_noiseless_teachers_inputs_is_in_the_way():
+def test_dropout_hurts_a_model_of_a_noiseless_teacher():
     """Dropout shrinks weights that are already right."""
     train, held = [teacher(s) for s in range(6)], [teacher(s) for s in range(10, 14)]
     model = fitted(linear(), train)
@@ -171,7 +171,7 @@ def test_the_default_decay_shrinks_the_weights_by_one_percent_in_a_branch():
     assert training.decay * 0.002 * STEPS == pytest.approx(0.01)
 
 
-def test_a_site_that_the_time_does_not_reach_has_no_figure():
+def test_a_site_for_which_the_time_runs_out_has_no_benefit():
     train, held = [data(seed) for seed in range(6)], [data(seed) for seed in range(20, 23)]
     found = diagnosed(net(), train, held, seconds=1e-6, draws=2)
     assert all(math.isnan(estimate.value) for estimate in found.benefit.sites.values())

@@ -54,7 +54,7 @@ def test_the_verdict_for_a_large_p_on_a_steep_loss_is_poor():
     top = model.eval()(x).topk(2)
     certain = (top.values[:, 0] - top.values[:, 1]).topk(4).indices
     model.train()
-    batch = (x[certain], top.indices[certain, 0])  # and right: no curvature is left to see
+    batch = (x[certain], top.indices[certain, 0])  # certain and right: the loss has no curvature
     found = undrop.check(undrop.Analytic(), model, batch, **MANY)
     assert found.verdict == "poor"
     assert "p is too large for the second-order approximation" in str(found)
@@ -75,16 +75,16 @@ def test_a_check_measures_only_the_sites_of_the_objective():
 
 
 CNN = {"2": 0, "5": 1}
-"""The sites of the small CNN by their place; both drop whole feature maps."""
+"""The index of each site of the small CNN; both sites drop whole feature maps."""
 
 
 def dropouts_trace(made, sites):
     """The trace of the covariance of dropout's gradient, from every mask of the sites."""
     net, w = NETS["cnn"], {n: p.detach() for n, p in made.model.named_parameters()}
     zeros = net.zeros("as-declared")
-    places = [CNN[name] for name in sites for _ in range(zeros[CNN[name]].numel())]
-    q = torch.tensor([net.q[place] for place in places]).double()
-    dropped = torch.tensor(list(product((False, True), repeat=len(places))))
+    indices = [CNN[name] for name in sites for _ in range(zeros[CNN[name]].numel())]
+    q = torch.tensor([net.q[index] for index in indices]).double()
+    dropped = torch.tensor(list(product((False, True), repeat=len(indices))))
     parts = torch.where(dropped, -1.0, q / (1 - q)).split(
         [zeros[CNN[name]].numel() for name in sites], 1
     )
@@ -213,7 +213,7 @@ def test_a_check_leaves_model_and_objective_as_they_were():
 
 
 @pytest.mark.parametrize("objective", [undrop.Analytic(), undrop.Dropout(2, noise="analytic")])
-def test_the_verdict_comes_first_and_the_figures_in_one_column(objective):
+def test_the_text_of_a_check_begins_with_the_verdict_and_aligns_its_figures(objective):
     model, batch = net(0.1)
     text = str(undrop.check(objective, model, batch, seconds=1e3, draws=40))
     verdict, empty, *rows = text.splitlines()

@@ -8,7 +8,7 @@ from undrop.losses import MSE, BCEWithLogits, CrossEntropy, Generic, LinearCross
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(ignore_index=2), BCEWithLogits(), MSE()])
-def test_classes_add_up_to_the_quadratic_form(loss):
+def test_the_quadratic_by_class_adds_up_to_the_quadratic(loss):
     torch.manual_seed(0)
     output, u = torch.randn(2, 6, 5, 4).double().unbind(0)
     classes = isinstance(loss, CrossEntropy)
@@ -19,7 +19,7 @@ def test_classes_add_up_to_the_quadratic_form(loss):
     assert float(found.quadratic.sum()) == pytest.approx(float(total))
 
 
-def test_a_fused_output_layer_splits_as_its_logits_do():
+def test_a_fused_output_layer_has_the_same_quadratic_by_class_as_its_logits():
     torch.manual_seed(0)
     weight, bias = torch.randn(7, 3).double(), torch.randn(7).double()
     features, u = torch.randn(2, 10, 3).double().unbind(0)
@@ -30,12 +30,12 @@ def test_a_fused_output_layer_splits_as_its_logits_do():
         torch.testing.assert_close(a, b)
 
 
-def test_a_loss_without_classes_has_no_split():
+def test_a_loss_without_classes_has_no_quadratic_by_class():
     u = torch.randn(2, 3)
     assert Generic(lambda f, y: f.mean()).by_class(u, u, None) is None
 
 
-def test_weights_are_the_diagonal_of_the_hessian():
+def test_the_weights_of_classes_are_the_diagonal_of_the_hessian():
     logits = torch.tensor([[0.0, 0.0], [100.0, 0.0]]).double()
     found = CrossEntropy().by_class(logits, torch.ones(2, 2), torch.tensor([0, 1]))
     # the model is certain of the second row: p(1 - p) = 0

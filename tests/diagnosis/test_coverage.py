@@ -36,7 +36,7 @@ def examples(n, generator):
 
 @torch.no_grad()
 def truth(model, x, y):
-    """R_drop and ½E[uᵀHu], from every mask."""
+    """Return R_drop and ½E[uᵀHu] from an enumeration of all masks."""
     h, out = torch.tanh(model[0](x)), model[3]
     plain = nn.functional.cross_entropy(out(h), y)
     expected = 0.0
@@ -53,7 +53,7 @@ def truth(model, x, y):
 
 
 def coverage(scale, batches, masks, *, size=8, repetitions=500):
-    """How often R_drop, ½E[uᵀHu] and their ratio lie in their intervals."""
+    """Return how often R_drop, ½E[uᵀHu] and their ratio lie in their intervals."""
     model = net(scale)
     population = truth(model, *examples(POPULATION, new_generator(1)))
     hits = np.zeros(3)

@@ -159,7 +159,7 @@ CASES = {
 
 
 def at_every_mask(case):
-    """The mean over all masks of the parts by site; "" stands for all sites together."""
+    """Return the mean of the parts over all masks, by site; "" is all sites together."""
     loss = case.loss if case.loss is cubic else None
     subject = MeasuredModel(case.model, collect([(case.inputs, case.targets)], 1), loss=loss)
     sums = {name: [0.0, 0.0, 0.0] for name in ("", *case.sites)}
@@ -220,7 +220,7 @@ def sampled():
     return case, study(case)
 
 
-def test_sampling_agrees_with_an_independent_enumeration(sampled):
+def test_sampled_parts_agree_with_an_independent_enumeration(sampled):
     case, found = sampled
     expected = case.expected()
     assert parts_agree(found.parts, expected[""])
@@ -237,7 +237,7 @@ def test_the_curve_in_p_agrees_with_an_independent_enumeration(sampled):
         assert parts_agree(point.parts, case.expected(point.factor)[""])
 
 
-def test_classes_agree_with_an_independent_sum(sampled):
+def test_class_shares_agree_with_an_independent_sum(sampled):
     case, found = sampled
     zero = torch.zeros_like(case.p)
     j = torch.autograd.functional.jacobian(lambda z: case.forward(case.inputs, z), zero)

@@ -1,4 +1,4 @@
-"""The explicit effect by sampling: its errors, its derivatives, and what it leaves alone."""
+"""The sampled explicit effect: its errors, its derivatives, and that the model does not change."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def subject_of(name="mlp", loss=None, batches=1):
 
 
 def test_the_standard_error_is_the_spread_between_repeated_studies():
-    """Sixteen studies with independent masks: the spread of R_drop is what each of them states."""
+    """The spread of R_drop in 16 studies with independent masks is the error that each study states."""
     values, errors = [], []
     for seed in range(16):
         subject = subject_of()
@@ -73,7 +73,7 @@ def test_second_derivatives_by_differences_agree_with_autograd(name, loss):
 
 
 class Once(torch.autograd.Function):
-    """An op that can be differentiated once only."""
+    """An op whose gradient has no derivative."""
 
     @staticmethod
     def forward(ctx, x):

@@ -233,7 +233,7 @@ def trained(objective, x, y):
 
 
 def test_regularization_lowers_hessian_and_gap_of_the_same_model():
-    """Theorem 4.1 on the last layer, with and without the analytic regularizer, beside the gap."""
+    """Evaluate Theorem 4.1 and the gap for the last layer, with and without the regularizer."""
     torch.manual_seed(0)
     teacher = torch.randn(10, 4)
     x = torch.randn(1100, 10)
@@ -261,7 +261,7 @@ def test_regularization_lowers_hessian_and_gap_of_the_same_model():
     assert analytic.terms["tail"] < none.terms["tail"]
 
 
-def test_the_last_layer_is_found_and_one_that_is_not_linear_refused():
+def test_last_layer_returns_a_linear_layer_and_refuses_any_other():
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 2))
     x, y = torch.randn(7, 3), torch.tensor([0, 1, -100, 1, 0, 0, 1])
     head = last_layer(model, [(x, y)])

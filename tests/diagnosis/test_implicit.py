@@ -1,4 +1,4 @@
-"""Gradient noise: against closed forms and enumeration, and the statistics that compare it."""
+"""Gradient noise against closed forms and enumeration, and the statistics that compare it."""
 
 from itertools import product
 
@@ -112,7 +112,7 @@ def test_mini_batch_noise_has_the_variance_of_the_batch_gradients():
     assert abs(mean - truth) <= 4.0 * error  # 100 pairs
 
 
-def test_both_noises_shrink_as_one_over_k():
+def test_the_trace_of_a_mean_of_k_noise_samples_falls_as_one_over_k():
     made = problem("mlp")
     found = implicit_effect(made.model, [(made.inputs, made.targets)], 160, loss=made.loss)
     assert [point.k for point in found.shrinking] == [1, 2, 4, 8]
@@ -192,7 +192,7 @@ def test_the_cosine_is_unbiased_with_few_samples():
     assert sum(found) / 50 > 0.95
 
 
-def test_groups_are_top_level_modules_and_elements_of_lists():
+def test_gradient_noise_is_grouped_by_top_level_module_or_list_element():
     assert group_of("encoder.layers.0.weight") == "encoder"
     assert group_of("layers.3.linear.weight") == "layers.3"
     assert group_of("0.weight") == "0"

@@ -58,7 +58,7 @@ SITES = {gpt2: 7, bert: 8, encoder: 8, convnet: 3, language_model: 5}
 
 
 @pytest.mark.parametrize("make", SITES, ids=lambda make: make.__name__)
-def test_models_of_many_kinds_are_diagnosed(make):
+def test_diagnose_measures_models_of_many_kinds(make):
     torch.manual_seed(0)
     model, batches, options = make()
     found = undrop.diagnose(model, batches, seconds=1e3, draws=4, progress=False, **options)

@@ -1,4 +1,4 @@
-"""What a diagnosis says: table, JSON, plots and page."""
+"""The text, tables, JSON, plots and page of a diagnosis, and its advice."""
 
 import json
 import re
@@ -255,7 +255,7 @@ def test_a_file_that_is_not_a_diagnosis_is_refused(tmp_path, text, message):
 
 
 def model_with_shares(first):
-    """Two sites; the first's weights are scaled, and with them its share."""
+    """Return a model with two sites; ``first`` scales the weights after the first one, and its share."""
     torch.manual_seed(0)
     layers = [nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.1), nn.Linear(5, 4), nn.Dropout(0.1)]
     model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
@@ -351,8 +351,8 @@ def test_dropout_that_is_active_in_eval_mode_is_named_first():
 UNKNOWN = Estimate.of(0.0, 1.0)
 
 
-def benefit_of(found, decay=UNKNOWN, **sites):
-    """A diagnosis in which the sites have the given benefits."""
+def advice_for(found, decay=UNKNOWN, **sites):
+    """Return the advice if the sites have these benefits."""
     benefit = Benefit(
         sites=sites,
         every_site=Estimate.of(0.1, 0.01),
@@ -370,7 +370,7 @@ def benefit_of(found, decay=UNKNOWN, **sites):
 def test_the_advice_names_an_action_for_each_clear_benefit():
     found = diagnosed(model_with_shares(1.0))
     helps, harms = Estimate.of(0.012, 0.002), Estimate.of(-0.03, 0.01)
-    advice = benefit_of(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
+    advice = advice_for(found, a=helps, b=harms, c=Estimate.of(0.001, 0.01))
     after = "after 20 steps without it the validation loss is"
     assert advice[0] == f"Keep the dropout at `a` for now: {after} higher by 0.0120 ± 0.0020."
     assert advice[1] == f"Dropout at `b` hurts, so lower its p: {after} lower by 0.030 ± 0.010."
@@ -381,12 +381,12 @@ def test_the_advice_names_an_action_for_each_clear_benefit():
 def test_weight_decay_is_compared_with_the_best_site():
     found = diagnosed(model_with_shares(1.0))
     site = Estimate.of(0.012, 0.002)
-    (more,) = [s for s in benefit_of(found, Estimate.of(0.5, 0.01), a=site) if "decay" in s]
+    (more,) = [s for s in advice_for(found, Estimate.of(0.5, 0.01), a=site) if "decay" in s]
     lowers = "λ = 0.001 lowers the validation loss after 20 steps by 0.500 ± 0.01"
     assert more.startswith(f"Weight decay helps more than any dropout here: {lowers}")
-    (as_well,) = [s for s in benefit_of(found, Estimate.of(0.01, 0.001), a=site) if "decay" in s]
+    (as_well,) = [s for s in advice_for(found, Estimate.of(0.01, 0.001), a=site) if "decay" in s]
     assert as_well.startswith("Weight decay helps as well")
-    (harms,) = [s for s in benefit_of(found, Estimate.of(-0.5, 0.01), a=site) if "decay" in s]
+    (harms,) = [s for s in advice_for(found, Estimate.of(-0.5, 0.01), a=site) if "decay" in s]
     assert harms.startswith("More weight decay would hurt: λ = 0.001 raises the validation loss")
     assert harms.endswith("by 0.500 ± 0.010.")
 

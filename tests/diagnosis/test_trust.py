@@ -1,4 +1,4 @@
-"""Figures that could be silently wrong: exactness, mixing examples, random numbers, time."""
+"""Conditions under which figures could be silently wrong: little time, and other random numbers."""
 
 import random
 import time
@@ -21,7 +21,7 @@ def batch(n=8, seed=0):
 
 
 def test_one_of_three_batches_is_measured_if_the_time_ends(monkeypatch):
-    """The time ends after the first batch, and two masks of it."""
+    """The time ends after two masks of the first batch."""
 
     class Over(explicit_module.Budget):
         def is_over(self, done=0.0):

@@ -87,7 +87,7 @@ def test_training_is_bit_for_bit_the_same_with_a_watcher():
         assert torch.equal(value, watched[name]), name
 
 
-def test_a_loss_passed_to_one_observation_is_not_kept():
+def test_a_loss_passed_to_one_observation_is_not_used_in_the_next():
     made = problem("mlp")
     watcher = undrop.Watcher(interval=1)
     before = watcher.observe(0, made.model, made.inputs, made.targets)

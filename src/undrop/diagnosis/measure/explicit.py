@@ -35,7 +35,7 @@ TOP = 10
 """The number of classes to show."""
 _CURVE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # values of the model's largest p on the curve
 _NEAR = 0.1  # a value is left out if its distance from the model's p, relative to it, is below this
-_MASKS_PER_VISIT = 2  # masks of a batch each time it is expanded
+_MASKS_PER_VISIT = 2  # masks of a batch for each expansion of its loss
 _EXTRA_PASSES = 8  # passes per mask for single sites and for other p
 
 

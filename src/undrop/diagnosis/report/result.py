@@ -334,11 +334,11 @@ EXPLICIT_SYMBOLS = (
     ("mask", "one random draw of η at all sites; E is the mean over masks"),
     ("F, ℓ, Dℓ, H", "the model's output, its loss ℓ(F), and the gradient and Hessian of ℓ in F"),
     ("u", "the output tangent ∂F/∂ε at ε = 0: how the noise moves the output, to first order"),
-    ("explicit effect", "the change of the expected loss by dropout"),
+    ("explicit effect", "the change in the expected loss that dropout causes"),
     ("R_drop", "the size of the explicit effect: E ℓ(with dropout) - ℓ(without)"),
     (
         "½E[uᵀHu]",
-        "the explicit regularizer: the part of R_drop that undrop.Analytic puts in place of dropout",
+        "the explicit regularizer: the part of R_drop that undrop.Analytic(strength=undrop.TAYLOR) adds",
     ),
     ("curvature", "½E[Dℓ·∂²F/∂ε²]: the second-order part from the model's own curvature"),
     (
@@ -349,7 +349,7 @@ EXPLICIT_SYMBOLS = (
     ("share", "a site's part of ½E[uᵀHu]: how strong its dropout is, not whether it helps"),
     (
         "factor, largest p",
-        "the factor that multiplies every p, and the largest p of a site after that",
+        "the factor by which every p is multiplied, and the largest p of a site times it",
     ),
 )
 """The symbols of every diagnosis, each with its meaning."""

@@ -2,8 +2,7 @@
 
 pip install '.[transformers,zoo]' && python examples/trl_preferences.py
 
-TRL switches dropout off, because log-probabilities must be reproducible. With `Analytic` they are
-reproducible although the model declares dropout.
+TRL switches dropout off, because log-probabilities must be reproducible. With `Analytic` they are.
 """
 
 import argparse
@@ -27,16 +26,11 @@ class UndropDPO(UndropMixin, trl.DPOTrainer): ...
 
 
 def pairs(count, seed):
-    """Return prompts with two answers: the chosen one repeats words of the prompt."""
-    generator, words = random.Random(seed), list(WORDS)[2:]
-    rows = []
+    generator, words, rows = random.Random(seed), list(WORDS)[2:], []
     for _ in range(count):
         prompt = generator.choices(words, k=4)
-        texts = {
-            "prompt": prompt,
-            "chosen": generator.choices(prompt, k=3),
-            "rejected": generator.choices(words, k=3),
-        }
+        chosen, rejected = generator.choices(prompt, k=3), generator.choices(words, k=3)
+        texts = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         rows.append({key: " " + " ".join(text) for key, text in texts.items()})
     return datasets.Dataset.from_list(rows)
 
@@ -44,20 +38,18 @@ def pairs(count, seed):
 def train(objective, steps, seed, folder):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<pad>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
     size = {"vocab_size": 22, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = transformers.GPT2Config(**size, bos_token_id=1, eos_token_id=1, pad_token_id=0)
     transformers.set_seed(seed)
-    model, reference = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
-    reference.load_state_dict(model.state_dict())
+    policy, reference = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
+    reference.load_state_dict(policy.state_dict())
     quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
     batch = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 64, "use_cpu": True}
     schedule = {"max_steps": steps, "learning_rate": 3e-3, "beta": 0.3, "bf16": False, "seed": seed}
     trainer = UndropDPO(
-        model,
-        reference,
+        *(policy, reference),
         args=trl.DPOConfig(folder, **quiet, **batch, **schedule, disable_dropout=False),
         train_dataset=pairs(64, seed),
         eval_dataset=pairs(128, 1000),
@@ -83,8 +75,8 @@ def main():
             with tempfile.TemporaryDirectory() as folder:
                 runs.append(train(objective(), options.steps, seed, folder))
         row = "".join(f"{run['eval_loss']:8.3f}" for run in runs)
-        metrics = ("eval_loss", "eval_rewards/accuracies")
-        loss, accuracy = (statistics.mean(run[name] for run in runs) for name in metrics)
+        loss = statistics.mean(run["eval_loss"] for run in runs)
+        accuracy = statistics.mean(run["eval_rewards/accuracies"] for run in runs)
         print(f"{objective.__name__:16} {row:27} {loss:6.3f}   {accuracy:.3f}")
 
 

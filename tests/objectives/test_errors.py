@@ -178,7 +178,7 @@ def test_a_model_in_eval_mode_is_refused(objective):
 def test_p_of_1_is_refused_where_sigma_is_needed(objective):
     message = r"the dropout at 'dropout' has p = 1: undrop needs 0 < p < 1"
     model = Net(nn.Dropout(1.0))
-    torch_masks = type(objective) is undrop.Dropout and not objective.own_masks
+    torch_masks = type(objective) is undrop.Dropout and not objective.draws_masks
     if torch_masks and objective.noise != "analytic":
         assert objective(model, X, Y).total.isfinite()  # torch's own dropout needs no σ
     elif objective.needs_dropout:

@@ -10,7 +10,7 @@ import undrop
 from undrop.errors import RecomputationError
 from undrop.intercept import Batch
 from undrop.lab.models import AWDLSTM, GPT, ConvNet
-from undrop.objectives.site_p import slots
+from undrop.objectives.site_p import find_p_attributes
 
 
 class Attention(nn.Module):
@@ -107,7 +107,7 @@ def test_the_attributes_that_hold_p_are_found_and_left_as_they_were(name):
     model = make()
     names, declared = names_of(model, x), probabilities(model, x)
     state = torch.get_rng_state()
-    assert list(slots(Batch(model, x, None), names)) == names
+    assert list(find_p_attributes(Batch(model, x, None), names)) == names
     assert probabilities(model, x) == declared
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -123,7 +123,7 @@ def test_the_attributes_that_hold_p_are_found_and_left_as_they_were(name):
 )
 def test_an_attribute_that_is_not_the_p_of_one_site_alone_is_not_used(model):
     x = torch.randn(32, 8)
-    assert slots(Batch(model, x, None), names_of(model, x)) == {}
+    assert find_p_attributes(Batch(model, x, None), names_of(model, x)) == {}
 
 
 def test_each_of_two_sites_of_one_module_gets_its_own_p():

@@ -1,4 +1,4 @@
-"""Ways to compute the output tangent u = ∂F/∂ε. A new engine registers with ``@ENGINES.register``."""
+"""Ways to compute the output tangent u = ∂F/∂ε. Register a new engine with ``@ENGINES.register``."""
 
 from undrop.engines.antithetic import Antithetic
 from undrop.engines.auto import Auto

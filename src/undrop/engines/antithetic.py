@@ -1,4 +1,4 @@
-"""Passes at +ε₀ and -ε₀ with the same η: one stacked pass, or two passes if examples interact."""
+"""Run the model at ±ε₀ with the same η: in one stacked pass, or in two passes if examples interact."""
 
 from __future__ import annotations
 
@@ -38,18 +38,17 @@ _log = logging.getLogger("undrop")
 EPSILON = 0.05
 """ε₀ for float32 and float64: the gradient's relative error is below 1e-3, and rounding is small."""
 EPSILON_HALF = 0.25
-"""ε₀ for half precision: the best compromise between rounding and truncation, an error of 2 to 3 %.
+"""ε₀ for half precision: the best compromise between rounding and truncation, with an error of 2 to 3 %.
 ``benchmarks/epsilon.py`` measures it, and docs/engines.md shows the curves."""
 
 
 @ENGINES.register("antithetic")
 class Antithetic(Engine):
-    """u ≈ (F₊ - F₋)/2ε₀ and F ≈ (F₊ + F₋)/2, each to O(ε₀²), and one backward pass.
+    """u ≈ (F₊ - F₋)/2ε₀ and F ≈ (F₊ + F₋)/2, each up to O(ε₀²), with one backward pass.
 
     Args:
-        epsilon: ε₀; None chooses it by the precision. A larger ε₀ has a larger truncation error, a
-            smaller one a larger rounding error. If the largest σ of the model is above 1, ε₀ is
-            divided by it.
+        epsilon: ε₀; None chooses it by the precision. A larger ε₀ means a larger truncation error and a
+            smaller rounding error. If the largest σ of the model is above 1, ε₀ is divided by it.
     """
 
     name = "antithetic"
@@ -70,16 +69,16 @@ class Antithetic(Engine):
             try:
                 if not again and not request.loss.has_side_effects:  # before the graph takes memory
                     measure_kinks(request, partial(self._one_pass, plan=plan))
-                found, trail = self._one_pass(request, plan)
+                evaluation, trail = self._one_pass(request, plan)
                 if plan_is_right(request, trail, before.rng) or again:
-                    return found
+                    return evaluation
             except (PlanChanged, NotStackable):
                 pass
             except (RuntimeError, IndexError, ValueError) as error:
                 if again:
                     raise
                 _log.info("undrop searches for another stacked pass: %r", error)
-            before.restore()  # the model took another branch: try another plan, once
+            before.restore()  # the model took another branch: search for another plan, once
         return self.without_plan(request, "a stacked pass reaches different sites")
 
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
@@ -92,9 +91,9 @@ class Antithetic(Engine):
     def _one_pass(
         self, request: Request, plan: Plan, factor: float = 1.0
     ) -> tuple[Evaluation, int]:
-        """Run the model once on [without noise; +ε₀; -ε₀], with ε₀ times ``factor``.
+        """Run the model once on [without noise; +ε₀; -ε₀]; return the evaluation and the trail.
 
-        It returns the evaluation and the trail of the pass.
+        ε₀ is multiplied by ``factor``.
         """
         batch, draw = request.batch, request.draw
         layout = request.layout(plan.dim, shared=plan.shares_noise)
@@ -106,14 +105,16 @@ class Antithetic(Engine):
         if not plan.at_first_site:
             inputs = map_dims(rows.stack, inputs, plan.input_dims)
         run: Callable[..., Any] = run_stacked
-        if batch.backend is not None and not plan.reads_filled_tensor:
+        if (
+            batch.backend is not None and not plan.reads_filled_tensor
+        ):  # the user compiled the model
             run = compiled_pass(batch.model, batch.backend)
         stacked, trail = run(batch.model, plan, layout, rows.index, noise, inputs)
-        total, values = _combined(request, plan, rows, stacked, 0.5 / epsilon)
+        total, values = _total_and_parts(request, plan, rows, stacked, 0.5 / epsilon)
 
         def output() -> Any:
-            merged = map_dims(rows.noise_free, stacked, plan.output_dims)
-            return map_dims(rows.in_batch_order, merged, plan.output_dims)
+            noise_free = map_dims(rows.noise_free, stacked, plan.output_dims)
+            return map_dims(rows.in_batch_order, noise_free, plan.output_dims)
 
         return Evaluation(total, values, output, "antithetic: one stacked pass"), trail
 
@@ -123,12 +124,12 @@ class Antithetic(Engine):
         if reason == NO_DROPOUT:
             raise NoDropoutError(no_active_dropout(batch.model))
         if request.fraction < 1.0 or request.exact_output:
-            option, way_out = "fraction < 1", "fraction=1"
+            option, remedy = "fraction < 1", "fraction=1"
             if request.fraction == 1.0:
-                option, way_out = "exact_output", "engine='tangent'"
+                option, remedy = "exact_output", "engine='tangent'"
             raise EngineError(
                 f"{option} needs independent examples, but in {type(batch.model).__name__} {reason}: "
-                f"use {way_out}."
+                f"use {remedy}."
             )
         _warn_once(batch.model, reason)
         rng = RngSnapshot.of(batch.model, draw.generator)
@@ -139,33 +140,37 @@ class Antithetic(Engine):
             with Interception(batch.model, ScaledNoise(draw, epsilon)):
                 return request.run()
 
-        sigma = _sigma.get(batch.model, 1.0)
+        sigma = _largest_sigma.get(batch.model, 1.0)
         while True:
             epsilon = self._epsilon(request, sigma)
             with keep_buffers(batch.model):
-                down, minus = run(-epsilon)
+                output_minus, f_minus = run(-epsilon)
             if draw.largest_sigma <= sigma:
                 break
             sigma = draw.largest_sigma  # repeat with the ε₀ for this σ
-        _sigma[batch.model] = max(1.0, draw.largest_sigma)
-        up, plus = run(epsilon)
-        u = map_tensors(lambda a, b: (a - b) * (0.5 / epsilon), plus, minus)
-        f, engine = map_tensors(midpoint, plus, minus), f"antithetic: two passes, since {reason}"
-        return request.evaluation(f, u, lambda: map_tensors(midpoint, up, down), engine)
+        _largest_sigma[batch.model] = max(1.0, draw.largest_sigma)
+        output_plus, f_plus = run(epsilon)
+        f = map_tensors(midpoint, f_plus, f_minus)
+        u = map_tensors(lambda plus, minus: (plus - minus) * (0.5 / epsilon), f_plus, f_minus)
+        engine = f"antithetic: two passes, since {reason}"
+        return request.evaluation(
+            f, u, lambda: map_tensors(midpoint, output_plus, output_minus), engine
+        )
 
     def _epsilon(self, request: Request, sigma: float = 1.0) -> float:
-        """Return ε₀ for the precision that the model runs in and its largest σ."""
-        suitable = EPSILON_HALF if request.half_precision else EPSILON
-        return (suitable if self.epsilon is None else self.epsilon) / max(1.0, sigma)
+        """Return ε₀ for the precision in which the model runs and for its largest σ."""
+        default = EPSILON_HALF if request.half_precision else EPSILON
+        return (default if self.epsilon is None else self.epsilon) / max(1.0, sigma)
 
 
 def _loss_arguments(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
 ) -> tuple[Any, Any, Any]:
-    """Return what the loss receives: F, u, and the targets in the same order.
+    """Return F, u and the targets in an order that the loss can take.
 
-    If the loss depends on the order of the examples (weights in a closure, neighbors), keep the order
-    of the batch, with u = 0 for examples without noise. Otherwise the examples with noise come last.
+    Usually the examples with noise come last, and u has only these. If the loss depends on the order of
+    the examples (weights in a closure, neighbors), all three are in the order of the batch, with u = 0
+    for examples without noise.
     """
     loss, targets = request.loss, request.batch.targets
     whole = loss.whole_output
@@ -174,44 +179,41 @@ def _loss_arguments(
     def tangent(x: Tensor, dim: int) -> Tensor:
         return rows.output_and_tangent(x, dim, factor)[1] if x.is_floating_point() else x
 
-    tree = loss.select(stacked)
-    if isinstance(tree, Tensor):
-        f, u = rows.output_and_tangent(tree, dims[0] or 0, factor)
+    selected = loss.select(stacked)
+    if isinstance(selected, Tensor):
+        f, u = rows.output_and_tangent(selected, dims[0] or 0, factor)
     else:
-        f, u = map_dims(rows.noise_free, tree, dims), map_dims(tangent, tree, dims)
+        f, u = map_dims(rows.noise_free, selected, dims), map_dims(tangent, selected, dims)
     if loss.in_any_order:
         return f, u, map_dims(rows.noisy_last, targets, plan.target_dims)
     return map_dims(rows.in_batch_order, f, dims), map_dims(rows.with_zeros, u, dims), targets
 
 
-def _combined(
+def _total_and_parts(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
 ) -> tuple[Tensor, WeightedParts]:
-    """Return the total and its parts, with u = 0 for the examples without noise.
+    """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε and its parts, where u = 0 for the examples without noise.
 
-    The explicit part is scaled by 1/ρ, which keeps its mean over the choice of examples, and the
-    implicit one by 1/sqrt(ρ), which keeps its covariance if the noise of different examples is
-    independent.
+    The explicit part is divided by ρ, which keeps its mean over the random choice of examples. The
+    implicit part is divided by sqrt(ρ), which keeps its covariance if the noise of different examples
+    is independent.
     """
     loss, c, rho = request.loss, request.coefficients, rows.layout.noisy / rows.layout.batch
     scaled = Coefficients(c.loss, c.quadratic / rho, c.directional / math.sqrt(rho))
     if loss.computes_gradients:
-        found = _one_node(request, plan, rows, stacked, factor, scaled)
-        if found is not None:
-            return found
+        closed_form = _with_closed_form(request, plan, rows, stacked, factor, scaled)
+        if closed_form is not None:
+            return closed_form
     f, u, targets = _loss_arguments(request, plan, rows, stacked, factor)
     loss.check(f, targets)
     total, parts = loss.combined(f, u, targets, request.form, scaled, dim=plan.logits_dim)
     return total, WeightedParts(scaled, parts)
 
 
-def _one_node(
+def _with_closed_form(
     request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float, c: Coefficients
 ) -> tuple[Tensor, WeightedParts] | None:
-    """Compute what ``_combined`` returns as a single autograd node.
-
-    None if the loss has no closed-form gradient here.
-    """
+    """Return the total as a single autograd node, and its parts; None without a closed-form gradient."""
     x = request.loss.select(stacked)
     targets = map_dims(rows.noisy_last, request.batch.targets, plan.target_dims)
     dim = plan.logits_dim
@@ -219,15 +221,15 @@ def _one_node(
     with torch.no_grad():
         f, u = rows.output_and_tangent(x, dim, factor)
         request.loss.check(f, targets)
-        found = request.loss.total_and_gradients(f, u, targets, request.form, c, dim=dim)
-        if found is None:
+        result = request.loss.total_and_gradients(f, u, targets, request.form, c, dim=dim)
+        if result is None:
             return None
-        gradient = rows.stacked_gradient(x, found.output_gradient, found.u_gradient, dim, factor)
-    return _WithGradient.apply(x, found.total, gradient), WeightedParts(c, found.means)
+        gradient = rows.stacked_gradient(x, result.output_gradient, result.u_gradient, dim, factor)
+    return _WithGradient.apply(x, result.total, gradient), WeightedParts(c, result.means)
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar function of x whose value and gradient are computed beforehand."""
+    """A scalar function of x whose value and gradient are already known."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -238,11 +240,11 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        scaled = ctx.saved_tensors[0] * g  # scale before rounding, for gradient scalers
+        scaled = ctx.saved_tensors[0] * g  # before rounding to x's type, for the sake of GradScaler
         return scaled.to(ctx.dtype), None, None
 
 
-_sigma: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+_largest_sigma: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 """For each model, the largest σ of its last step with two passes."""
 _warned: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -259,5 +261,5 @@ def _warn_once(model: nn.Module, reason: str) -> None:
 
 
 def midpoint(a: Tensor, b: Tensor) -> Tensor:
-    """Return the mean of both passes: the value without noise, up to O(ε₀²)."""
+    """Return the mean of both passes, the value at ε = 0 up to O(ε₀²)."""
     return (a + b) * 0.5 if a.is_floating_point() else a

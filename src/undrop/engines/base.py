@@ -27,15 +27,16 @@ class Request:
     batch: Batch
     """The model, the data, and the loss."""
     draw: Draw
+    """The draw of η."""
     coefficients: Coefficients
     form: str = "hessian"
     """The quadratic form of the explicit part: "hessian", "identity" or "loss-jacobian"."""
     fraction: float = 1.0
     """ρ: the share of the batch that carries noise."""
     batch_dim: int | None = None
-    """The dimension of the batch in the targets; None to find it."""
+    """The batch dimension of the targets; None to find it."""
     exact_output: bool = False
-    """Whether ℓ is evaluated at the output without noise, not at the midpoint of ±ε₀."""
+    """Whether to evaluate ℓ at the exact output without noise instead of at the midpoint of ±ε₀."""
 
     @property
     def loss(self) -> Loss:
@@ -45,16 +46,16 @@ class Request:
 
     @cached_property
     def plan_key(self) -> tuple[Any, ...]:
-        """What a plan for a stacked pass depends on, besides the model."""
+        """Everything that a plan for a stacked pass depends on, except the model."""
         tensors = [*tensors_in(self.batch.inputs), *tensors_in(self.batch.targets)]
         autocast = torch.is_autocast_enabled(tensors[0].device.type if tensors else "cpu")
         options = (self.fraction, self.batch_dim, self.exact_output, autocast)
         return (*options, *(t.shape for t in tensors))
 
     def layout(self, dim: int, *, shared: bool = False) -> Layout:
-        """Return the layout for the batch in dimension ``dim`` of the first target (or input).
+        """Return the layout of the stacked batch; ``shared``: all examples share the noise of a site.
 
-        ``shared`` says whether all examples share the noise of some site.
+        Dimension ``dim`` of the first target, or of the first input without targets, is the batch.
         """
         first = next(chain(tensors_in(self.batch.targets), tensors_in(self.batch.inputs)))
         return Layout.of(first.shape[dim], self.fraction, self.exact_output, shared)
@@ -62,24 +63,24 @@ class Request:
     @cached_property
     def half_precision(self) -> bool:
         """Whether the model runs in half precision, by its weights or by autocast."""
-        every = (p for m in self.batch.model.modules() for p in m._parameters.values())
-        weight = next((p for p in every if p is not None and p.is_floating_point()), None)
-        if weight is None:
+        weights = (p for m in self.batch.model.modules() for p in m._parameters.values())
+        first = next((p for p in weights if p is not None and p.is_floating_point()), None)
+        if first is None:
             return False
-        half = weight.dtype in (torch.float16, torch.bfloat16)
-        return half or torch.is_autocast_enabled(weight.device.type)
+        is_half = first.dtype in (torch.float16, torch.bfloat16)
+        return is_half or torch.is_autocast_enabled(first.device.type)
 
     def run(self) -> tuple[Any, Any]:
-        """Run the model; return its output, and the checked part of it that the loss receives."""
+        """Run the model; return its output, and F: the part of the output that the loss receives."""
         output = self.batch.forward()
         if not self.draw.reached_site:
             raise NoDropoutError(no_active_dropout(self.batch.model))
-        seen = self.loss.select(output)
-        self.loss.check(seen, self.batch.targets)
-        return output, seen
+        f = self.loss.select(output)
+        self.loss.check(f, self.batch.targets)
+        return output, f
 
     def evaluation(self, f: Any, u: Any, make_output: Callable[[], Any], engine: str) -> Evaluation:
-        """Return the total and its parts from F and u, as the loss receives them."""
+        """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε and its parts, from F and u."""
         c, targets = self.coefficients, self.batch.targets
         total, parts = self.loss.combined(f, u, targets, self.form, c)
         return Evaluation(total, WeightedParts(c, parts), make_output, engine)
@@ -95,12 +96,14 @@ def no_active_dropout(model: nn.Module) -> str:
 
 @dataclass
 class Evaluation:
-    """A scalar with a graph, and its parts."""
+    """A scalar to differentiate, and its parts."""
 
     total: Tensor
+    """The scalar, with a graph."""
     parts: Mapping[str, Tensor]
-    """The parts, weighted and without a graph; they add up to the total."""
+    """The parts by name, times their coefficients and without a graph; they add up to the total."""
     make_output: Callable[[], Any]
+    """Computes ``output``."""
     engine: str = ""
     """The engine that computed the total, and why it was chosen."""
     last: bool = False
@@ -108,7 +111,7 @@ class Evaluation:
 
     @cached_property
     def output(self) -> Any:
-        """What the model returned, without noise, in the order of the batch; computed when read."""
+        """The model's output at ε = 0, in the order of the batch; computed when it is first read."""
         return self.make_output()
 
 
@@ -119,7 +122,7 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(self, request: Request) -> Evaluation:
-        """Return the weighted sum of ℓ and both regularizers, ready for one backward pass."""
+        """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε with a graph, and its parts."""
 
 
 ENGINES: Registry[str, Callable[[], Engine]] = Registry("engine")
@@ -127,12 +130,12 @@ ENGINES: Registry[str, Callable[[], Engine]] = Registry("engine")
 
 
 def as_engine(engine: str | Engine) -> Engine:
-    """Return the engine of that name, or the engine itself; an unknown name raises an error."""
+    """Return an engine by its name, or the engine itself; an unknown name raises an error."""
     return engine if isinstance(engine, Engine) else ENGINES[engine]()
 
 
 def refuse_fraction(engine: Engine, request: Request) -> None:
-    """Raise an ``EngineError`` for ``fraction`` < 1, for engines other than the antithetic one."""
+    """Raise an ``EngineError`` if ``fraction`` < 1, which only the antithetic engine supports."""
     if request.fraction < 1.0:
         raise EngineError(
             f"fraction < 1 is for the antithetic engine, got the {engine.name} engine: use "
@@ -141,10 +144,13 @@ def refuse_fraction(engine: Engine, request: Request) -> None:
 
 
 class WeightedParts(Mapping[str, Tensor]):
-    """The parts by name, each times its coefficient; parts with the coefficient 0 are left out.
+    """The parts by name, each times its coefficient; a part with the coefficient 0 is left out.
 
-    They are computed when they are read, because most training steps do not read them. The means are
-    ℓ, uᵀHu and ∂ℓ/∂ε, without coefficients.
+    A part is multiplied when it is read, because most training steps read none.
+
+    Args:
+        coefficients: the factors of ℓ, uᵀHu and ∂ℓ/∂ε.
+        means: ℓ, uᵀHu and ∂ℓ/∂ε.
     """
 
     def __init__(self, coefficients: Coefficients, means: Iterable[Tensor]) -> None:

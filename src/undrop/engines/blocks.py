@@ -1,8 +1,9 @@
 """Tensors that have a different value in each block of a stacked batch.
 
-All examples share noise on a weight (DropConnect) or on an embedding row. The rows without noise use
-W, the others W ⊙ (1 ± ε₀·σ·η): three weights in one pass. A function of such a weight and of
-activations is called once per block, with the rows and the weight of that block.
+With noise on a weight W (DropConnect) or on an embedding row, one stacked pass needs three weights: W
+for the rows without noise, W ⊙ (1 + ε₀·σ·η) for those at +ε₀ and W ⊙ (1 - ε₀·σ·η) for those at -ε₀. A
+function of such a weight and of activations is called once per block, with the weight and the rows of
+that block.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class BlockTensor(Tensor):
-    """A tensor that represents one value per block; ``blocks`` holds the values."""
+    """A tensor with one value per block; ``blocks`` holds the values."""
 
     blocks: Sequence[Tensor]
 
     @staticmethod
     def of(blocks: Sequence[Tensor]) -> BlockTensor:
-        """Return one tensor for all blocks; it has the shape and type of the first."""
-        made: BlockTensor = blocks[0].detach().as_subclass(BlockTensor)
-        made.blocks = blocks
-        return made
+        """Return a tensor with these values, and with the shape and type of the first."""
+        tensor: BlockTensor = blocks[0].detach().as_subclass(BlockTensor)
+        tensor.blocks = blocks
+        return tensor
 
 
 def has_blocks(args: Any) -> bool:
-    """Return whether an argument, or an entry of a list among them, is a :class:`BlockTensor`."""
+    """Return whether an argument, or an entry of a list or tuple, is a :class:`BlockTensor`."""
     return any(
         type(a) is BlockTensor or (isinstance(a, (list, tuple)) and has_blocks(a)) for a in args
     )
@@ -42,10 +43,14 @@ def blockwise(
     sizes: Sequence[int],
     batch_dim: Callable[[Tensor], int | None],
 ) -> Any:
-    """Call a function that treats rows independently once per block, and join the results.
+    """Call a function once per block, and join the results; it must treat rows independently.
 
-    ``sizes`` are the numbers of rows of the blocks, and ``batch_dim`` returns the batch dimension of a
-    tensor, or None if it has none.
+    Args:
+        function: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        sizes: the number of rows of each block.
+        batch_dim: returns the batch dimension of a tensor, or None if it has none.
     """
     leaves, spec = tree_flatten((args, kwargs))
     dims = [
@@ -55,37 +60,39 @@ def blockwise(
     outputs, start = [], 0
     with torch._C.DisableTorchFunctionSubclass():
         for block, size in enumerate(sizes):
-            whole = (x.blocks[block] if type(x) is BlockTensor else x for x in leaves)
-            own = [
+            values = (x.blocks[block] if type(x) is BlockTensor else x for x in leaves)
+            rows = [
                 x if dim is None else x.narrow(dim, start, size)
-                for x, dim in zip(whole, dims, strict=True)
+                for x, dim in zip(values, dims, strict=True)
             ]
-            block_args, block_kwargs = tree_unflatten(own, spec)
+            block_args, block_kwargs = tree_unflatten(rows, spec)
             outputs.append(function(*block_args, **block_kwargs))
             start += size
-        batched = any(dim is not None for dim in dims)
-        return _joined(outputs, sizes, batched, next((d for d in dims if d is not None), 0))
+        return _join(outputs, sizes, next((dim for dim in dims if dim is not None), None))
 
 
-def _joined(outputs: list[Any], sizes: Sequence[int], batched: bool, first: int) -> Any:
-    """Join the results of the blocks: along the batch, or as blocks if no argument has a batch."""
-    flats, specs = zip(*(tree_flatten(out) for out in outputs), strict=True)
+def _join(outputs: list[Any], sizes: Sequence[int], dim: int | None) -> Any:
+    """Join the results of the blocks along the batch, which is ``dim`` in an argument.
+
+    If no argument has a batch dimension, every result becomes a :class:`BlockTensor`.
+    """
+    flat_outputs, specs = zip(*(tree_flatten(out) for out in outputs), strict=True)
     joined: list[Any] = []
-    for parts in zip(*flats, strict=True):
+    for parts in zip(*flat_outputs, strict=True):
         if not isinstance(parts[0], Tensor):
             joined.append(parts[0])
-        elif batched:
-            joined.append(torch.cat(parts, _joined_dim(parts, sizes, first)))
-        else:
+        elif dim is None:
             joined.append(BlockTensor.of(parts))
+        else:
+            joined.append(torch.cat(parts, _dim_of_sizes(parts, sizes, dim)))
     return tree_unflatten(joined, specs[0])
 
 
-def _joined_dim(parts: Sequence[Tensor], sizes: Sequence[int], first: int) -> int:
-    """Return the dimension that has the block's size in every part; ``first`` if there are several."""
-    fits = [
+def _dim_of_sizes(parts: Sequence[Tensor], sizes: Sequence[int], preferred: int) -> int:
+    """Return a dimension along which the parts have these sizes, if possible ``preferred``."""
+    dims = [
         d
         for d in range(parts[0].dim())
         if all(part.shape[d] == size for part, size in zip(parts, sizes, strict=True))
     ]
-    return first if first in fits else fits[0] if fits else 0
+    return preferred if preferred in dims else dims[0] if dims else 0

@@ -21,25 +21,25 @@ _compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.We
 
 
 def compiled_pass(model: nn.Module, backend: Backend) -> Callable[..., Any]:
-    """Return ``run_stacked``, compiled as one graph; if that fails, it runs eagerly and logs the reason.
+    """Return ``run_stacked`` compiled as one graph; if it can't be, it runs eagerly and logs the reason.
 
-    The interception is traced with the model, so the graph applies the noise. The noise is an input of
-    the graph, so each shape is compiled only once.
+    The interception is traced together with the model, and the noise is an input of the graph. So one
+    graph serves all steps with the same shapes.
     """
     if model not in _compiled:
-        _compiled[model] = _guarded(
-            torch.compile(_copied(run_stacked), fullgraph=True, dynamic=False, backend=backend)
+        _compiled[model] = _eager_if_it_fails(
+            torch.compile(_copy(run_stacked), fullgraph=True, dynamic=False, backend=backend)
         )
     return _compiled[model]
 
 
-def _copied(function: Any) -> FunctionType:
-    """Copy the function with its code object: torch limits the number of graphs per code object."""
+def _copy(function: Any) -> FunctionType:
+    """Copy a function with its code object, since torch limits the number of graphs per code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(model: nn.Module, *args: Any) -> Any:
+def _eager_if_it_fails(run: Callable[..., Any]) -> Callable[..., Any]:
+    def run_or_fall_back(model: nn.Module, *args: Any) -> Any:
         *others, inputs = args
         from torch._dynamo import exc
         from torch._dynamo.utils import counters
@@ -61,11 +61,11 @@ def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
         _compiled[model] = run_stacked
         return run_stacked(model, *args)
 
-    return guarded
+    return run_or_fall_back
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error; for compiler output, the first line that reports an error."""
+    """Return the first line of an error, and the first line of compiler output that reports an error."""
     lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
-    named = [line.partition("error: ")[2] for line in lines if "error: " in line]
-    return ": ".join([*(line.rstrip(".") for line in lines[:1]), *named[:1]])
+    reported = [line.partition("error: ")[2] for line in lines if "error: " in line]
+    return ": ".join([*(line.rstrip(".") for line in lines[:1]), *reported[:1]])

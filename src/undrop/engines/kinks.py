@@ -1,9 +1,9 @@
 """Measure once per model whether a kink without a rule biases the gradient.
 
-The rules in ``midpoint.py`` choose the branch at the midpoint of both signs. A function without a rule
-(a custom kernel, TorchScript, a function that is new in torch) chooses a branch for each sign, and a
-unit whose branches differ adds O(1/ε₀) to the gradient of u. With a smaller ε₀, the gradient of a
-smooth function stays the same up to O(ε₀²), and the gradient of a function with a kink does not.
+A rule in ``midpoint.py`` makes the rows at +ε₀ and -ε₀ take the same branch. A function without a rule
+(a custom kernel, TorchScript, a function that is new in torch) may take two branches, which adds O(1/ε₀)
+to the gradient of u. The test is a smaller ε₀: it changes the gradient of a smooth function by O(ε₀²)
+only, and the gradient of a function with a kink by much more.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from undrop.intercept import is_sharded, preserve_model, tensors_in
 from undrop.losses import Coefficients
 
 _log = logging.getLogger("undrop")
-_LIMIT = 0.1  # the largest relative change that a smooth model shows
+_LIMIT = 0.1  # smooth models show a smaller relative change of the gradient
 _measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) -> None:
-    """Compare the gradient of the regularizers at ε₀ and ε₀/8, and log a warning if they differ.
+    """Compare the gradients of the regularizers at ε₀ and ε₀/8, and log a warning if they differ.
 
-    ``run(request, factor=…)`` evaluates a request with ε₀ times a factor.
+    ``run(request, factor=…)`` evaluates a request with ``factor`` times ε₀.
     """
     model, c = request.batch.model, request.coefficients
     if model in _measured or is_sharded(model) or request.half_precision:
@@ -45,19 +45,20 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
         generator.set_state(state)
         part = replace(request, batch=batch, coefficients=coefficients)
         with preserve_model(model), request.loss.keep_state():
-            found = gradients(run(part, factor=factor)[0].total, weights)
-        return torch.cat([g.flatten() for g in found]) if found else torch.zeros(1)
+            by_weight = gradients(run(part, factor=factor)[0].total, weights)
+        return torch.cat([g.flatten() for g in by_weight]) if by_weight else torch.zeros(1)
 
     regularizers = Coefficients(0.0, c.quadratic, c.directional)
     try:
-        wide, narrow = gradient(regularizers, 1.0), gradient(regularizers, 0.125)
-        size = narrow.norm()
-        change = float((wide - narrow).norm() / size) if size > 0 else 0.0
-        if change > _LIMIT:  # may be only rounding, for example if dropout has no effect
-            least = 1e4 * torch.finfo(size.dtype).eps * gradient(Coefficients(1.0, 0.0, 0.0), 1.0)
-            change = change if size > least.norm() else 0.0
+        full, eighth = gradient(regularizers, 1.0), gradient(regularizers, 0.125)
+        size = eighth.norm()
+        change = float((full - eighth).norm() / size) if size > 0 else 0.0
+        if change > _LIMIT:  # it may be only rounding, for example if dropout has no effect
+            loss_gradient = gradient(Coefficients(1.0, 0.0, 0.0), 1.0)
+            rounding = 1e4 * torch.finfo(size.dtype).eps * loss_gradient.norm()
+            change = change if size > rounding else 0.0
     except (PlanChanged, NotStackable):
-        _measured.discard(model)  # a later step measures it, with the plan that fits
+        _measured.discard(model)  # a later step measures again, with another plan
         raise
     finally:
         generator.set_state(state)

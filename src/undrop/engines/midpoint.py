@@ -1,12 +1,12 @@
-"""Kinked functions in a stacked pass: both signs take the branch of their midpoint.
+"""Functions with kinks in a stacked pass: the rows at +ε₀ and -ε₀ take the branch of their midpoint.
 
-A unit that changes sign between +ε₀ and -ε₀ adds O(1/ε₀) to the gradient of u = (F₊ - F₋)/2ε₀ with
-probability O(ε₀): the gradient is biased, and a smaller ε₀ makes it worse. A stacked pass has both
-signs in one tensor, so a rule can decide at the midpoint m = (x₊ + x₋)/2, e.g.
+If a unit changes sign between +ε₀ and -ε₀, which has probability O(ε₀), it adds O(1/ε₀) to the gradient
+of u = (F₊ - F₋)/2ε₀. So the gradient is biased, and a smaller ε₀ does not help. A stacked pass has both
+rows in one tensor, so a rule can choose the branch at the midpoint m = (x₊ + x₋)/2, for example
 ``relu(x±) = x± · 1[m > 0]``. Then u is f'(m)·(x₊ - x₋)/2ε₀, as in the tangent engine.
 
-Every rule decides at ``mode.midpoint(x)``, which is x with m in place of x₊ and x₋. To add a rule,
-register it: ``@MIDPOINT_RULES.register(function)``. Rules for functions of one tensor use ``_kinked``.
+Every rule reads ``mode.midpoint(x)``, which is x with m in place of x₊ and x₋. To add a rule, register
+it: ``@MIDPOINT_RULES.register(function)``. Rules for functions of one tensor use ``_kinked``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from undrop.engines.stacked import StackedPass
 
 MIDPOINT_RULES: Registry[Callable[..., Any], Rule] = Registry("midpoint rule")
-"""The functions with kinks, and what a stacked pass computes instead."""
+"""Functions with kinks, and the rules that a stacked pass calls in their place."""
 
 
 def _kinked(
@@ -34,11 +34,11 @@ def _kinked(
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a rule that computes y from x, its midpoint m and the function's other arguments.
 
-    The last argument of a function may be ``inplace``; ``in_place`` functions always write to x.
+    The last argument of ``functions`` may be ``inplace``. The functions in ``in_place`` write to x.
     """
 
     def register(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        others = compute.__code__.co_argcount - 2  # besides x and m
+        others = compute.__code__.co_argcount - 2  # the number of arguments after x and m
 
         def rule(
             mode: StackedPass, input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any
@@ -156,8 +156,8 @@ def _abs(x: Tensor, m: Tensor) -> Tensor:
     return torch.abs(x) if x.is_complex() else x * m.sign()
 
 
-def _decided(function: Callable[..., Any], mode: StackedPass, *args: Any, **kwargs: Any) -> Any:
-    """Evaluate a function that makes a decision once for both signs, at the midpoint."""
+def _at_midpoint(function: Callable[..., Any], mode: StackedPass, *args: Any, **kwargs: Any) -> Any:
+    """Evaluate a function that makes a decision, such as ``x > 0``, at the midpoint."""
     args = tuple(mode.midpoint(a) if _floating(a) else a for a in args)
     kwargs = {k: mode.midpoint(v) if _floating(v) else v for k, v in kwargs.items()}
     return function(*args, **kwargs)
@@ -168,20 +168,20 @@ def _floating(x: Any) -> bool:
 
 
 def _named(names: str) -> list[Callable[..., Any]]:
-    """Return the functions with these names, from torch and torch.Tensor, each once."""
-    both = ((owner, name) for name in names.split() for owner in (torch, Tensor))
-    return list(dict.fromkeys(getattr(o, n) for o, n in both if o is Tensor or n[0] != "_"))
+    """Return the functions with these names in torch and in torch.Tensor, without duplicates."""
+    pairs = ((owner, name) for name in names.split() for owner in (torch, Tensor))
+    return list(dict.fromkeys(getattr(o, n) for o, n in pairs if o is Tensor or n[0] != "_"))
 
 
 for _function in _named(
     """gt ge lt le eq ne __gt__ __ge__ __lt__ __le__ __eq__ __ne__
     sign sgn argmax argmin argsort round floor ceil trunc"""
 ):
-    MIDPOINT_RULES.register(_function)(partial(_decided, _function))
+    MIDPOINT_RULES.register(_function)(partial(_at_midpoint, _function))
 
 
 def _larger_or_smaller(smaller: bool, mode: StackedPass, input: Tensor, other: Tensor) -> Tensor:
-    """The larger (or smaller) of two tensors: the midpoint chooses, entry by entry."""
+    """Return the larger (or smaller) of two tensors, chosen entry by entry at the midpoint."""
     a, b = (mode.midpoint(x) if _floating(x) else x for x in (input, other))
     return torch.where(a <= b if smaller else a >= b, input, other)
 
@@ -193,27 +193,28 @@ MIDPOINT_RULES.register(*_named("minimum fmin"))(partial(_larger_or_smaller, Tru
 def _selected(
     function: Callable[..., Any], mode: StackedPass, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """max, min, sort, topk, … along a dimension: the midpoint chooses the entries."""
+    """Evaluate max, min, sort, topk, … along a dimension; the entries are chosen at the midpoint."""
     if not input.is_floating_point():
         return function(input, *args, **kwargs)
-    found = function(mode.midpoint(input), *args, **kwargs)
-    if isinstance(found, Tensor):  # over all entries: one number for the whole batch
+    result = function(mode.midpoint(input), *args, **kwargs)
+    if isinstance(result, Tensor):  # of two tensors, or over all entries
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, Tensor):
             return _larger_or_smaller(function in (torch.min, Tensor.min), mode, input, other)
         return function(input, *args, **kwargs)
-    _, indices = found
+    _, indices = result
     dim = kwargs.get("dim", _dim_argument(function, args))
-    keep = indices if indices.dim() == input.dim() else indices.unsqueeze(dim)
-    gathered = input.gather(dim, keep)
-    gathered = gathered if keep is indices else gathered.squeeze(dim)
-    return type(found)((gathered, indices))
+    if indices.dim() == input.dim():
+        values = input.gather(dim, indices)
+    else:
+        values = input.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
+    return type(result)((values, indices))
 
 
 def _dim_argument(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    """Return ``dim`` from the positional arguments: topk and kthvalue take k before it."""
-    place = 1 if function.__name__ in ("topk", "kthvalue") else 0
-    return int(args[place]) if len(args) > place else -1
+    """Return ``dim`` from the positional arguments; topk and kthvalue take k before it."""
+    index = 1 if function.__name__ in ("topk", "kthvalue") else 0
+    return int(args[index]) if len(args) > index else -1
 
 
 for _function in _named("max min sort topk kthvalue cummax cummin median nanmedian"):
@@ -223,11 +224,13 @@ for _function in _named("max min sort topk kthvalue cummax cummin median nanmedi
 def _extreme(
     smallest: bool, mode: StackedPass, input: Tensor, dim: Any = (), keepdim: bool = False
 ) -> Tensor:
-    """amax and amin: the midpoint chooses the entry."""
+    """Evaluate amax or amin; the entry is chosen at the midpoint."""
     dims = [dim] if isinstance(dim, int) else list(dim) or list(range(input.dim()))
     dims = sorted(d % input.dim() for d in dims)
-    kept = [d for d in range(input.dim()) if d not in dims]
-    flat, m = (x.permute(*kept, *dims).flatten(len(kept)) for x in (input, mode.midpoint(input)))
+    others = [d for d in range(input.dim()) if d not in dims]
+    flat, m = (
+        x.permute(*others, *dims).flatten(len(others)) for x in (input, mode.midpoint(input))
+    )
     index = (m.argmin(-1) if smallest else m.argmax(-1)).unsqueeze(-1)
     out = flat.gather(-1, index).squeeze(-1)
     if keepdim:
@@ -242,29 +245,27 @@ MIDPOINT_RULES.register(*_named("amin"))(partial(_extreme, True))
 
 def _max_pool(
     function: Callable[..., Any],
-    space: int,
+    spatial_dims: int,
     mode: StackedPass,
     input: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Max pooling: the midpoint chooses the entry of each window."""
-    wanted = kwargs.pop("return_indices", False)
+    """Evaluate max pooling; the entry of each window is chosen at the midpoint."""
+    return_indices = kwargs.pop("return_indices", False)
     _, indices = function(mode.midpoint(input), *args, **kwargs, return_indices=True)
-    flat = input.flatten(-space).gather(-1, indices.flatten(-space))
+    flat = input.flatten(-spatial_dims).gather(-1, indices.flatten(-spatial_dims))
     out = flat.view(indices.shape)
-    return (out, indices) if wanted else out
+    return (out, indices) if return_indices else out
 
 
-for _space in (1, 2, 3):
-    for _kind in ("max_pool", "adaptive_max_pool"):
-        _function = getattr(F, f"{_kind}{_space}d")
-        # F.max_pool2d dispatches to one of two functions, and the mode may see either.
-        _with_indices = getattr(F, f"{_kind}{_space}d_with_indices")
-        _seen = {_function, getattr(torch, f"{_kind}{_space}d", _function)}
-        for _each in _seen:
-            MIDPOINT_RULES.register(_each)(partial(_max_pool, _function, _space))
-        if _with_indices not in _seen:
-            MIDPOINT_RULES.register(_with_indices)(
-                partial(_max_pool, _function, _space, return_indices=True)
-            )
+for _dims in (1, 2, 3):
+    for _name in (f"max_pool{_dims}d", f"adaptive_max_pool{_dims}d"):
+        _function = getattr(F, _name)
+        _rule = partial(_max_pool, _function, _dims)
+        _same = {_function, getattr(torch, _name, _function)}
+        MIDPOINT_RULES.register(*_same)(_rule)
+        # F.max_pool2d calls this one, and the mode may see either.
+        _with_indices = getattr(F, f"{_name}_with_indices")
+        if _with_indices not in _same:
+            MIDPOINT_RULES.register(_with_indices)(partial(_rule, return_indices=True))

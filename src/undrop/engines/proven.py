@@ -1,9 +1,9 @@
-"""The ops that a tangent may pass through.
+"""The ops that the tangent engine trusts.
 
 In torch 2.13 the reverse pass through a forward-mode tangent is silently wrong for some ops (layer,
-batch and instance norm, ``linalg.solve``, …): an op that runs without an error can still be wrong.
-A test compares the reverse-over-forward derivative of each op listed here with finite differences
-(``tests/engines/test_proven.py``). An op that is not listed is never trusted.
+batch and instance norm, ``linalg.solve``, …). Therefore the engine trusts only the ops listed here. A
+test compares the reverse-over-forward derivative of each of them with finite differences
+(``tests/engines/test_proven.py``).
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ PROVEN = frozenset(
 
 
 CONSTANT = frozenset(_FILLED.split())
-"""Names of aten ops that use only a tensor's shape and type: the tangent ends there."""
+"""Names of aten ops whose result depends only on a tensor's shape and type, so it has no tangent."""
 
-_CHECKPOINTING = "activation checkpointing"  # not an op, but no tangent passes through it either
-_FUNCTION = "the autograd function"  # its own rule for the tangent, if it has one, is not proven
+_CHECKPOINTING = "activation checkpointing"  # not an op, but it loses the tangent
+_FUNCTION = "the autograd function"  # if it has a rule for tangents, that rule is not proven
 _ITEM = "Tensor.item"  # a plain number has no tangent
-_SCRIPT = "code in TorchScript"  # torch drops the tangent from its second call on
+_SCRIPT = "code in TorchScript"  # it loses the tangent from its second call on
 _NO_OPS = (_CHECKPOINTING, _FUNCTION, _ITEM, _SCRIPT, *BACKWARD.values())
 
 
 class TangentTrace(TorchDispatchMode):
-    """Finds the first unproven op on tensors that depend on a site.
+    """Records the ops on tensors that depend on a site.
 
-    It marks storages, not tensors: a value written to a part of a storage is visible in all its views.
+    Such tensors are marked by their storage: a value written to a part of it appears in all its views.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class TangentTrace(TorchDispatchMode):
         self.ops: list[str] = []
         self.checking = True
         self.scripted: Callable[[], bool] = lambda: False
-        """Whether the op that runs now comes from TorchScript."""
+        """Returns whether the op that runs now comes from TorchScript."""
         self._marked: set[StorageWeakRef] = set()
 
     @classmethod
@@ -81,17 +81,17 @@ class TangentTrace(TorchDispatchMode):
         return False
 
     def mark(self, tree: Any) -> None:
-        """Mark tensors as dependent on a site."""
+        """Mark all tensors of a tree as dependent on a site."""
         self._marked.update(_storages(tree))
 
     def touches(self, tree: Any) -> bool:
-        """Whether any of the tensors depends on a site."""
+        """Return whether any tensor of a tree depends on a site."""
         return not self._marked.isdisjoint(_storages(tree))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the op, and mark the results of marked tensors."""
+        """Run an op; if its arguments are marked, record it and mark its results."""
         name = func.overloadpacket.__name__
         touched = self.checking and name not in CONSTANT and self.touches((args, kwargs))
         out = func(*args, **(kwargs or {}))
@@ -105,7 +105,7 @@ class TangentTrace(TorchDispatchMode):
 
 
 def _variant(func: Any, args: tuple[Any, ...]) -> str:
-    """Return the op's name, extended for variants that the proof of the plain op does not cover."""
+    """Return the op's name; a variant that the op's proof does not cover gets a longer name."""
     name: str = func.overloadpacket.__name__
     if any(isinstance(t, Tensor) and t.layout is not torch.strided for t in args):
         return f"{name} of a sparse tensor"
@@ -128,7 +128,7 @@ def _storages(tree: Any) -> list[StorageWeakRef]:
 
 
 def _enclosing() -> str | None:
-    """Return what on the Python stack stops a tangent, whichever ops it runs; None if nothing does."""
+    """Return the name of a caller on the Python stack that loses the tangent, or None."""
     if in_checkpoint():
         return _CHECKPOINTING
     function = enclosing_function()
@@ -136,7 +136,7 @@ def _enclosing() -> str | None:
 
 
 def _unchecked(trace: TangentTrace, function: Callable[..., Any], rule: Rule) -> Rule:
-    """Wrap the rule of a function so that the ops inside it are not checked."""
+    """Wrap the rule of a function so that the trace does not record the ops inside it."""
 
     def unchecked(mode: Interception, *args: Any, **kwargs: Any) -> Any:
         touched = trace.touches((args, kwargs))
@@ -155,7 +155,7 @@ def _unchecked(trace: TangentTrace, function: Callable[..., Any], rule: Rule) ->
 
 
 class _Counting(Interception):
-    """Knows whether a torch function runs. TorchScript runs its ops without one."""
+    """Counts the torch functions that are running. TorchScript runs its ops outside of any."""
 
     running = 0
 
@@ -170,10 +170,9 @@ class _Counting(Interception):
 
 
 def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
-    """Return the first op that the tangent reaches and that is not proven; None if all are.
+    """Return the first unproven op that the tangent reaches; None if all are proven.
 
-    This runs one pass without gradients. A model may take another branch at every step, so the
-    result is not cached.
+    This runs one pass without gradients. The result is for the branch that this pass takes.
     """
     if is_sharded(model):
         return "parameters sharded by FSDP"
@@ -199,7 +198,7 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
             call(model, inputs)
         except NotImplementedError:  # a tensor without storage, as inside torch.vmap
             return "torch.func's transforms"
-    blocked = next((op for op in trace.ops if op not in PROVEN), None)
-    if blocked is not None and not blocked.startswith(_NO_OPS):
-        blocked = f"aten::{blocked}"
-    return blocked
+    unproven = next((op for op in trace.ops if op not in PROVEN), None)
+    if unproven is not None and not unproven.startswith(_NO_OPS):
+        unproven = f"aten::{unproven}"
+    return unproven

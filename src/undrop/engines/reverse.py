@@ -1,4 +1,4 @@
-"""Engines that differentiate twice: the paper's estimator, and the exact expectation for tiny nets."""
+"""Engines that differentiate twice: the paper's estimator, and the exact expectation for tiny models."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ CELLS: dict[Callable[..., object], Callable[[Tensor, Tensor, State], State]] = {
     torch.rnn_tanh: _tanh,
     torch.rnn_relu: _relu,
 }
-"""Cells by function: they map the input and hidden pre-activations and the state to the new state
-(hidden state first)."""
+"""The cell of each recurrent function: (W_ih x + b_ih, W_hh h + b_hh, state) ↦ new state.
+
+The first tensor of a state is the hidden state h."""
 
 
 def run_direction(
@@ -69,11 +70,17 @@ def run_direction(
     has_bias: bool,
     reverse: bool,
 ) -> tuple[Tensor, State]:
-    """Run one direction of one layer over a packed sequence x (Σ sizes, I).
+    """Run one direction of one layer over a packed sequence; return its outputs and the final state.
 
-    ``sizes`` are the numbers of sequences still running at each step, the longest first, as torch
-    packs them; a plain batch has the same number at every step. Each tensor of the state is (B, H). A
-    projection of the hidden state (``proj_size``), if there is one, is the last weight.
+    Args:
+        cell: the cell, an entry of ``CELLS``.
+        x: the packed sequence, of shape (Σ sizes, I).
+        sizes: the number of sequences that are still running at each time step; torch packs the longest
+            sequence first. A plain batch has the same number at every step.
+        state: the initial state; each tensor is (B, H).
+        weights: the weights and biases; a projection (``proj_size``) is the last.
+        has_bias: whether there are biases.
+        reverse: whether time runs backwards.
     """
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = (rest[0], rest[1]) if has_bias else (None, None)
@@ -87,7 +94,7 @@ def run_direction(
         if projection is not None:
             new = (F.linear(new[0], projection), *new[1:])
         outputs.append(new[0])
-        # A sequence that has ended, or in reverse has not begun yet, keeps its state.
+        # A sequence that has ended, or in reverse has not started, keeps its state.
         state = tuple(torch.cat((a, b[n:])) for a, b in zip(new, state, strict=True))
     return torch.cat(outputs[::-1] if reverse else outputs), state
 
@@ -137,7 +144,7 @@ TWICE_DIFFERENTIABLE: Mapping[Callable[..., Any], Rule] = {
     flex_attention: _flex_attention,
     **{function: partial(_recurrent, function) for function in RECURRENT},
 }
-"""Rules that replace every fused function by plain operations."""
+"""Rules that replace fused functions by plain operations, which can be differentiated twice."""
 
 
 _log = logging.getLogger("undrop")
@@ -146,14 +153,14 @@ _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _STEP = {torch.float64: 1e-5, torch.float32: 1e-2}
 """ε, before it is divided by the largest σ."""
 _TOLERANCE = {torch.float64: 0.01, torch.float32: 0.2}
-"""A relative difference that is larger than rounding and kinks cause."""
+"""Rounding and kinks cause smaller relative differences."""
 
 
 def check_derivative(request: Request, engine: str) -> None:
     """Compare Σ_j σ_j η_j ∂ℓ/∂z_j with (ℓ(ε) - ℓ(-ε))/2ε once per model, and warn if they differ.
 
-    They differ after ``detach()``, ``torch.no_grad()``, a gradient hook, or an autograd function whose
-    backward is not its derivative.
+    They differ if the model calls ``detach()`` or ``torch.no_grad()``, has a gradient hook, or has an
+    autograd function whose backward is not its derivative.
     """
     model = request.batch.model
     if model in _checked or request.loss.has_side_effects or request.half_precision:
@@ -174,7 +181,7 @@ def check_derivative(request: Request, engine: str) -> None:
 
 
 def _derivatives(request: Request) -> tuple[float, float, float]:
-    """Return ∂ℓ/∂ε by reverse mode and by finite differences, and by how much they may differ."""
+    """Return ∂ℓ/∂ε by reverse mode and by finite differences, and the tolerance for their difference."""
     model = bare(request.batch.model)  # DDP waits for the backward pass of every forward pass
     rng = RngSnapshot(model)
     draw = Draw("sign", request.draw.mask, request.draw.selection, Generators())
@@ -191,7 +198,7 @@ def _derivatives(request: Request) -> tuple[float, float, float]:
     loss = loss_under(Interception(model, zeros, TWICE_DIFFERENTIABLE))
     if not zeros.leaves or loss.dtype not in _STEP:
         return 0.0, 0.0, 0.0  # no site is chosen, or half precision
-    changes = torch.cat([x.double().flatten() for x in _products(loss, zeros)])
+    products = torch.cat([x.double().flatten() for x in _products(loss, zeros)])
     step = _STEP[loss.dtype] / max(1.0, *(draw.scale(site) for site in zeros.sites))
     with torch.no_grad():
         up, down = (
@@ -200,24 +207,27 @@ def _derivatives(request: Request) -> tuple[float, float, float]:
     rng.restore()
     forward = (up - down) / (2 * step)
     rounding = 100 * torch.finfo(loss.dtype).eps * abs(float(loss.detach())) / step
-    size = max(float(changes.norm()), abs(forward))  # the sum over signs may cancel
-    return float(changes.sum()), forward, _TOLERANCE[loss.dtype] * size + rounding
+    size = max(float(products.norm()), abs(forward))  # the terms of the sum may cancel
+    return float(products.sum()), forward, _TOLERANCE[loss.dtype] * size + rounding
 
 
 def _products(scalar: Tensor, action: ZeroLeaves, **options: Any) -> list[Tensor]:
     """Return σ_j η_j ∂scalar/∂z_j of every site."""
-    found = zip(
-        action.sites, action.leaves, gradients(scalar, action.leaves, **options), strict=True
-    )
-    noise = ((action.draw.sigma_eta(site, leaf), gradient) for site, leaf, gradient in found)
-    return [gradient * eta for eta, gradient in noise if eta is not None]
+    leaves = action.leaves
+    pairs = [
+        (action.draw.sigma_eta(site, leaf), gradient)
+        for site, leaf, gradient in zip(
+            action.sites, leaves, gradients(scalar, leaves, **options), strict=True
+        )
+    ]
+    return [gradient * sigma_eta for sigma_eta, gradient in pairs if sigma_eta is not None]
 
 
 class DoubleBackward(Engine):
-    """An engine whose total contains a gradient, so its backward pass differentiates twice."""
+    """An engine whose total contains a gradient, so that its backward pass differentiates twice."""
 
     def evaluate(self, request: Request) -> Evaluation:
-        """Return the weighted sum of ℓ and both regularizers, ready for a double backward pass."""
+        """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε with a graph, and its parts."""
         refuse_fraction(self, request)
         if is_sharded(request.batch.model):  # FSDP frees parameters before a second backward pass
             raise EngineError(
@@ -246,10 +256,11 @@ class DoubleBackward(Engine):
 class Reverse(DoubleBackward):
     """Algorithm 3 of the paper, for any mask structure.
 
-    With ŷ ~ p for every term and S = Σ ℓ_ŷ, the explicit part is Σ_j σ_j² (∂S/∂z_j)² / N. The gradients
-    of different terms have zero mean and are independent, so the square of their sum has the right
-    mean even if terms share an η. The *value* is unbiased. Its gradient is not, because the sampling
-    probabilities are not differentiated. The implicit part is Σ_j σ_j η_j ∂ℓ/∂z_j.
+    For each of the N terms a label ŷ is drawn from the model's prediction. With S = Σ ℓ(F, ŷ), the
+    explicit part is Σ_j σ_j² (∂S/∂z_j)² / N. The gradients of different terms are independent and have
+    mean zero, so the square of their sum has the right mean even if terms share an η. The *value* is
+    unbiased. Its gradient is not, because the probabilities of the labels are not differentiated. The
+    implicit part is Σ_j σ_j η_j ∂ℓ/∂z_j.
     """
 
     name = "reverse"
@@ -270,10 +281,10 @@ class Reverse(DoubleBackward):
         loss, targets = request.loss, request.batch.targets
         generator = request.draw.generator(logits.device)
         sampled = loss.sampled(logits, targets, request.form, generator)
-        found = gradients(sampled, action.leaves, create_graph=True)
+        by_site = gradients(sampled, action.leaves, create_graph=True)
         squares = [
             request.draw.scale(site) ** 2 * gradient.square().sum()
-            for site, gradient in zip(action.sites, found, strict=True)
+            for site, gradient in zip(action.sites, by_site, strict=True)
         ]
         return torch.stack(squares).sum() / loss.count(logits, targets)
 
@@ -302,7 +313,7 @@ class Exact(DoubleBackward):
             jacobian = torch.stack([x.flatten() for x in columns])  # (outputs, entries of η)
             for column in jacobian.unbind(1):
                 u = column.view_as(logits) * request.draw.scale(site)
-                with request.loss.keep_state():  # every column sees the same loss
+                with request.loss.keep_state():  # the loss is in the same state for every column
                     parts = request.loss.derivatives(logits, u, request.batch.targets, request.form)
                 explicit = explicit + parts.quadratic
         return explicit

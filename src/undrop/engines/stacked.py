@@ -33,8 +33,13 @@ _METADATA = frozenset(("__get__", "__len__", "size", "dim", "numel"))
 class StackedPass(Interception):
     """Runs a model on a stacked batch. The n-th dropout that it reaches is the n-th site of the plan.
 
-    The plan already names the sites, so a pass does not read the Python stack and can be compiled.
-    ``noise`` is what :func:`stacked_noise` returns.
+    The plan already names the sites, so the pass does not read the Python stack and can be compiled.
+
+    Args:
+        model: the model that runs.
+        plan: its plan.
+        rows: the examples that carry noise.
+        noise: the result of :func:`stacked_noise`.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, rows: Rows, noise: Sequence[Any]) -> None:
@@ -95,7 +100,7 @@ class StackedPass(Interception):
         return self.__torch_function__(func, types, args, kwargs)
 
     def next_draw_key(self) -> str | None:
-        """Return the key of the next random draw, its number in the plan; None if it is not a mask."""
+        """Return the key of the next random draw, which is its index; None if it is not a mask."""
         index = self.draw_index
         self.draw_index += 1
         if index >= len(self.plan.mask_draws):
@@ -126,25 +131,25 @@ class StackedPass(Interception):
         return {}
 
     def as_probability(self, p: Any) -> float | None:
-        """Return p as a number; read it from the plan where reading a tensor is slow or not possible."""
+        """Return p as a number, from the plan if reading it from a tensor is slow or impossible."""
         if not isinstance(p, Tensor) or (p.device.type == "cpu" and not self._compiled):
             return super().as_probability(p)
         if self.draw_index >= len(self.plan.mask_draws) or self.index >= len(self.plan.sites):
             return None
-        drop = self.plan.sites[self.index].site.p
-        return drop if self.plan.mask_draws[self.draw_index] else 1.0 - drop
+        p_drop = self.plan.sites[self.index].site.p
+        return p_drop if self.plan.mask_draws[self.draw_index] else 1.0 - p_drop
 
     def blockwise(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of block tensors once per block."""
         return blockwise(func, args, kwargs, self.rows.layout.blocks, self.batch_dim)
 
     def _continuation(self) -> Callable[[], Interception]:
-        index, stacked, draws = self.index, self.stacked, self.draw_index
+        position = self.index, self.stacked, self.draw_index
 
         def make() -> Interception:
-            again = StackedPass(self._model, self.plan, self.rows, self.noise)
-            again.index, again.stacked, again.draw_index = index, stacked, draws
-            return again
+            mode = StackedPass(self._model, self.plan, self.rows, self.noise)
+            mode.index, mode.stacked, mode.draw_index = position
+            return mode
 
         return make
 
@@ -168,8 +173,8 @@ class StackedPass(Interception):
         if noise is None:
             return h
         if s.dim is None:
-            moved = h * noise.to(h)
-            blocks = (h + moved, h - moved)
+            change = h * noise.to(h)
+            blocks = (h + change, h - change)
             return BlockTensor.of((h, *blocks) if len(self.rows.layout.blocks) == 3 else blocks)
         if h.shape[s.dim] != self.rows.layout.total * s.repeats:
             raise PlanChanged
@@ -193,23 +198,23 @@ class StackedPass(Interception):
         return next((d for d, n in enumerate(x.shape) if n == total), None)
 
     def midpoint(self, x: Tensor) -> Tensor:
-        """Return x, without a graph, with (x₊ + x₋)/2 in place of x₊ and x₋."""
+        """Return x without a graph, with the midpoint (x₊ + x₋)/2 in place of x₊ and of x₋."""
         x = x.detach()
         dim = self.batch_dim(x)
         if dim is not None:
-            return self._averaged(x, dim, 1)
+            return self._averaged(x, dim)
         total = self.rows.layout.total
         if self.stacked and x.dim() and x.shape[0] % total == 0 and x.shape[0]:
             repeats = x.shape[0] // total
             if not any(s.time_major for s in self.plan.sites):
                 return self._averaged(x, 0, repeats)
-            return self._averaged(x.unflatten(0, (repeats, total)), 1, 1).flatten(0, 1)
+            return self._averaged(x.unflatten(0, (repeats, total)), 1).flatten(0, 1)
         return x
 
-    def _averaged(self, x: Tensor, dim: int, repeats: int) -> Tensor:
+    def _averaged(self, x: Tensor, dim: int, repeats: int = 1) -> Tensor:
         before, plus, minus, after = self.rows.layout.split(x, dim, repeats)
-        middle = (plus + minus).mul_(0.5)
-        return torch.cat((*before, middle, middle, *after), dim)
+        midpoint = (plus + minus).mul_(0.5)
+        return torch.cat((*before, midpoint, midpoint, *after), dim)
 
 
 def run_stacked(
@@ -220,10 +225,18 @@ def run_stacked(
     noise: list[Any],
     inputs: Any,
 ) -> tuple[Any, int]:
-    """Run a model on a stacked batch; unless the plan is late, ``inputs`` are stacked.
+    """Run a model on a stacked batch; return its output and the trail of the pass.
 
-    It returns the model's output and the trail of the pass (0 in compiled code). If the pass does not
-    use the sites that the plan lists, it raises ``PlanChanged``.
+    Compiled code has no trail and returns 0. If the pass reaches other sites than the plan lists, this
+    raises ``PlanChanged``.
+
+    Args:
+        model: the model that runs.
+        plan: its plan.
+        layout: the number of rows of each kind.
+        index: the example of each row; None if all examples carry noise.
+        noise: the result of :func:`stacked_noise`.
+        inputs: the inputs, already stacked unless the plan stacks at the first site.
     """
     with StackedPass(model, plan, Rows.of_index(layout, index), noise) as mode:
         output = call(model, inputs)
@@ -235,10 +248,12 @@ def run_stacked(
 def _recurrent(function: Callable[..., Any], mode: StackedPass, *args: Any) -> Any:
     """Run recurrent layers; layers with noise on their weights run once per block."""
     call = parse_call(function, args)
-    dropped = call.training and call.dropout > 0.0 and call.layers > 1
+    has_dropout = call.training and call.dropout > 0.0 and call.layers > 1
     if not has_blocks(call.weights):
-        return run_layers(mode, call, RecurrentCall.run) if dropped else portable(function)(*args)
-    if not dropped:
+        if has_dropout:
+            return run_layers(mode, call, RecurrentCall.run)
+        return portable(function)(*args)
+    if not has_dropout:
         return mode.blockwise(portable(function), *args)
     return run_layers(mode, call, lambda layer: _run_blocks(mode, layer))
 
@@ -265,31 +280,32 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch norm in train mode: each sign has its own statistics, as in two passes."""
-    tail = (weight, bias, training, momentum, eps)
+    """Normalize the rows at +ε₀ and at -ε₀ separately, as two passes would."""
+    options = (weight, bias, training, momentum, eps)
     if not training or not mode.stacked:
-        return F.batch_norm(input, running_mean, running_var, *tail)
+        return F.batch_norm(input, running_mean, running_var, *options)
     layout = mode.rows.layout
     if layout.plain:
         raise NotStackable("batch norm in train mode mixes the examples of a batch")
     _, plus, minus, _ = layout.split(input, 0, len(input) // layout.total)
-    first = F.batch_norm(plus, running_mean, running_var, *tail)
+    normalized = F.batch_norm(plus, running_mean, running_var, *options)
+    # Running statistics are updated once per step, so the second call updates copies.
     mean, var = (None if s is None else s.clone() for s in (running_mean, running_var))
-    return torch.cat((first, F.batch_norm(minus, mean, var, *tail)))
+    return torch.cat((normalized, F.batch_norm(minus, mean, var, *options)))
 
 
-_OWN_RULES: dict[Callable[..., Any], Rule] = {
+_STACKED_RULES: dict[Callable[..., Any], Rule] = {
     **{function: partial(_recurrent, function) for function in RECURRENT},
     F.batch_norm: _batch_norm,
 }
 
 
-_cached: dict[tuple[bool, int, int], dict[Callable[..., Any], Rule]] = {}
+_rules: dict[tuple[bool, int, int], dict[Callable[..., Any], Rule]] = {}
 
 
 def stacked_rules(midpoints: bool) -> dict[Callable[..., Any], Rule]:
     """Return the rules of a stacked pass, including those that users register."""
     key = (midpoints, len(MIDPOINT_RULES), len(SITE_RULES))
-    if key not in _cached:
-        _cached[key] = {**(MIDPOINT_RULES if midpoints else {}), **SITE_RULES, **_OWN_RULES}
-    return _cached[key]
+    if key not in _rules:
+        _rules[key] = {**(MIDPOINT_RULES if midpoints else {}), **SITE_RULES, **_STACKED_RULES}
+    return _rules[key]

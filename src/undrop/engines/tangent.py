@@ -1,4 +1,4 @@
-"""Forward mode in the scalar ε, then one reverse pass: a reference without ε₀."""
+"""Forward mode in ε, then one reverse pass: the reference engine, which has no ε₀."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _FORWARD_MODE = RLock()
 class Tangent(Engine):
     """u = ∂F/∂ε by forward mode.
 
-    Every op that the tangent reaches must be proven (``proven.py``) or have a rule
-    (``tangent_rules.py``): some gradients of torch through a tangent are silently wrong.
+    Some of torch's gradients through a tangent are silently wrong. Therefore every op that the tangent
+    reaches must be proven (``proven.py``) or have a rule (``tangent_rules.py``).
     """
 
     name = "tangent"
 
     def evaluate(self, request: Request) -> Evaluation:
-        """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε, ready for one reverse pass."""
+        """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε with a graph, and its parts."""
         refuse_fraction(self, request)
         if request.batch.model not in _proven:
             _check_proof(request, 0)
         with _forward_mode():
             with Interception(request.batch.model, DualNoise(request.draw), TANGENT_RULES) as mode:
-                dual_output, dual = _run(request)
-            seen, u = map_tensors(_primal, dual), map_tensors(_tangent, dual)
+                dual_output, dual_f = _run(request)
+            f, u = map_tensors(_primal, dual_f), map_tensors(_tangent, dual_f)
             output = map_tensors(_primal, dual_output)
         _check_proof(request, hash((mode.trail, *(site.name for site in mode.sites))))
-        return request.evaluation(seen, u, lambda: output, self.name)
+        return request.evaluation(f, u, lambda: output, self.name)
 
 
 def _run(request: Request) -> tuple[Any, Any]:
-    """Run the model; if torch has no forward mode for a part of it, raise an error with a way out."""
+    """Run the model; if a part of it has no forward mode, raise an error that says so."""
     try:
         return request.run()
     except NotImplementedError as error:
@@ -64,26 +64,27 @@ def _run(request: Request) -> tuple[Any, Any]:
 
 
 class DualNoise:
-    """The site action h ⊙ (1 + ε·σ·η) at ε = 0 with tangent 1: h stays, ḣ becomes ḣ + σ·η⊙h."""
+    """The site action h ⊙ (1 + ε·σ·η) at ε = 0, where ε has the tangent 1: it adds σ·η⊙h to ḣ."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """Return the dual number of h and ḣ + σ·η⊙h."""
+        """Return the dual number (h, ḣ + σ·η⊙h)."""
         noise = self.draw.sigma_eta(site, h)
         if noise is None:
             return h
         primal, tangent = unpacked(h)
-        moved = primal * noise if tangent is None else torch.addcmul(tangent, primal, noise)
-        return packed(primal.clone(), moved)  # the model may change it in place, and use h again
+        new_tangent = primal * noise if tangent is None else torch.addcmul(tangent, primal, noise)
+        # A copy, because the model may change the result in place and then use h again.
+        return packed(primal.clone(), new_tangent)
 
 
 _proven: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 
 
 def _check_proof(request: Request, trail: int) -> None:
-    """Raise an ``EngineError`` for an op without a proven rule, once for each new trail."""
+    """Check the ops of a model once for each new trail; raise an ``EngineError`` for an unproven op."""
     model = request.batch.model
     if trail in _proven.get(model, ()):
         return
@@ -98,7 +99,7 @@ def _check_proof(request: Request, trail: int) -> None:
 
 @contextmanager
 def _forward_mode() -> Iterator[None]:
-    """Enter forward mode. Torch has one for all threads, so threads wait for each other."""
+    """Enter forward mode. Torch has only one for all threads, so threads wait for each other."""
     with _FORWARD_MODE:
         if forward._current_level >= 0:
             raise EngineError(

@@ -1,7 +1,7 @@
 """Rules for functions whose forward mode is missing in torch, or wrong.
 
-A rule splits dual numbers into primal and tangent, computes the result and its tangent in ordinary
-differentiable operations, and packs them again; the reverse pass is then ordinary too. To
+A rule unpacks dual numbers into primal and tangent, computes the result and its tangent with ordinary
+differentiable operations, and packs them into a dual number. So the reverse pass is an ordinary one. To
 add a rule, register it: ``@TANGENT_RULES.register(function)``.
 """
 
@@ -24,7 +24,7 @@ from undrop.kernels.flex import FlexCall, flex_attention
 from undrop.registry import Registry
 
 TANGENT_RULES: Registry[Callable[..., Any], Rule] = Registry("tangent rule")
-"""The functions that the tangent engine computes by its own rules."""
+"""Functions, and the rules that the tangent engine calls in their place."""
 
 for _function, _rule in TWICE_DIFFERENTIABLE.items():
     if _function not in (F.scaled_dot_product_attention, flex_attention):
@@ -32,13 +32,13 @@ for _function, _rule in TWICE_DIFFERENTIABLE.items():
 
 
 def unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the primal, and the tangent or None."""
+    """Return the primal and the tangent of x; the tangent is None if x is not a dual number."""
     primal, tangent = forward.unpack_dual(x)
     return primal, tangent
 
 
 def packed(primal: Tensor, tangent: Tensor | None) -> Tensor:
-    """Return the dual number of both; the primal alone if the tangent is None."""
+    """Return the dual number (primal, tangent), or the primal alone if the tangent is None."""
     if tangent is None:
         return primal
     dual: Tensor = forward.make_dual(primal, tangent)
@@ -56,10 +56,10 @@ BACKWARD: dict[Callable[..., Any], str] = {
     Tensor.backward: "Tensor.backward",
     Tensor.register_hook: "Tensor.register_hook",
 }
-"""Functions that compute or change a derivative inside a model, where the tangent is lost."""
+"""Functions that compute or change a derivative inside a model. They lose the tangent."""
 
 
-def _refused_on_tangents(
+def _refuse_tangents(
     function: Callable[..., Any], mode: Interception, *args: Any, **kwargs: Any
 ) -> Any:
     if has_tangent(*(t for t in tensors_in((args, kwargs)) if t.is_floating_point())):
@@ -71,11 +71,11 @@ def _refused_on_tangents(
 
 
 for _backward in BACKWARD:
-    TANGENT_RULES.register(_backward)(partial(_refused_on_tangents, _backward))
+    TANGENT_RULES.register(_backward)(partial(_refuse_tangents, _backward))
 
 
 def _softmax_dim(x: Tensor, dim: int | None) -> int:
-    """Return ``dim``; if it is None, the dimension that torch chooses (with a warning)."""
+    """Return ``dim``, or if it is None the dimension that torch chooses (with a warning)."""
     return dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
 
 
@@ -104,7 +104,7 @@ for _name in ("softmax", "log_softmax"):
 def _linear(
     mode: Interception, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """ẋWᵀ + xẆᵀ + ḃ. Torch's own rule loads its compiler if the bias has no tangent."""
+    """The tangent is ẋWᵀ + xẆᵀ + ḃ. Torch's own rule loads its compiler if the bias has no tangent."""
     if not has_tangent(input, weight, bias):
         return F.linear(input, weight, bias)
     (x, dx), (w, dw) = unpacked(input), unpacked(weight)
@@ -129,7 +129,7 @@ def _logsumexp(mode: Interception, input: Tensor, dim: Any, keepdim: bool = Fals
 
 @TANGENT_RULES.register(F.scaled_dot_product_attention)
 def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
-    """Written out: torch's fused kernels have no forward-mode rule."""
+    """Attention in plain operations: torch's fused kernels have no forward mode."""
     call = AttentionCall(*args, **kwargs)
     tensors = (call.query, call.key, call.value, call.attn_mask)
     if call.dropout_p == 0.0 and not has_tangent(*tensors):
@@ -139,18 +139,18 @@ def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
 
 @TANGENT_RULES.register(flex_attention)
 def _flex_attention(mode: Interception, *args: Any) -> Any:
-    """Written out, like the other attention."""
+    """FlexAttention in plain operations."""
     return unfused_flex(mode, FlexCall(*args), partial(_softmax, torch.softmax, mode))
 
 
 def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    """(x - mean)/sqrt(var + eps) over dims: each operation is right on dual numbers."""
+    """(x - mean)/sqrt(var + eps) over dims, in operations that are right on dual numbers."""
     centered = x - x.mean(dims, keepdim=True)
     return centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
 
 
-def _affine(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Scale and shift by channel (dimension 1)."""
+def _scale_and_shift(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Multiply by the weight and add the bias of each channel (dimension 1)."""
     shape = (1, -1, *(1,) * (out.dim() - 2))
     out = out if weight is None else out * weight.view(shape)
     return out if bias is None else out + bias.view(shape)
@@ -165,7 +165,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Written out: torch's gradient through the tangent of a norm is silently wrong."""
+    """Layer norm in plain operations: torch's gradient through its tangent is silently wrong."""
     if not has_tangent(input, weight, bias):
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     size = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
@@ -188,8 +188,14 @@ def _channel_norm(
     eps: float = 1e-5,
     **flag: bool,
 ) -> Tensor:
-    """Batch and instance norm, written out; torch's own function updates the running statistics."""
-    if batch_statistics is None:  # default: F.batch_norm False, F.instance_norm True
+    """Batch and instance norm in plain operations.
+
+    F.batch_norm has the argument ``training``, and F.instance_norm ``use_input_stats`` in its place.
+    Torch's own function updates the running statistics.
+    """
+    if (
+        batch_statistics is None
+    ):  # the default is False for F.batch_norm and True for F.instance_norm
         batch_statistics = next(iter(flag.values()), function is F.instance_norm)
     rest = (running_mean, running_var, weight, bias, batch_statistics, momentum, eps)
     if not batch_statistics or not has_tangent(input, weight, bias):
@@ -198,7 +204,7 @@ def _channel_norm(
         with torch.no_grad():
             function(unpacked(input)[0], running_mean, running_var, None, None, *rest[4:])
     out = _normalized(input, (*dims_before_space, *range(2, input.dim())), eps)
-    return _affine(out, weight, bias)
+    return _scale_and_shift(out, weight, bias)
 
 
 TANGENT_RULES.register(F.batch_norm)(partial(_channel_norm, F.batch_norm, (0,)))

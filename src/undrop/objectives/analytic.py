@@ -32,8 +32,8 @@ class Analytic(Objective):
     - the implicit part is mean ∂ℓ/∂ε for the drawn η. Its gradient is ξ_approx (eq. 4.6), noise with
       mean zero. u contains σ, so the paper's λ₂ is 1 here.
 
-    η is ±1: the explicit part is even in η and the implicit part is odd, so one draw serves both,
-    and they are uncorrelated.
+    η is ±1. The explicit part is even in η and the implicit part is odd, so both can use the same draw
+    and are uncorrelated.
 
     Args:
         explicit: "hessian", "identity", "loss-jacobian", or None for no explicit part.
@@ -42,14 +42,15 @@ class Analytic(Objective):
         strength: the factor of the explicit part: 1 is the paper's, 0.5 is Taylor's. A function of
             the step number makes a schedule.
         fraction: ρ, the share of the batch that carries noise. Every step chooses the examples at
-            random. A step costs about 1 + ρ plain steps. The explicit part keeps its mean, and the
-            implicit part its covariance.
-        samples: the number of draws of η per step. The explicit part is their mean, and the implicit
-            part their sum over sqrt(samples), which keeps its covariance.
+            random. A step costs about 1 + ρ plain steps. The mean of the explicit part does not depend
+            on ρ, nor does the covariance of the implicit part.
+        samples: n, the number of draws of η per step. The explicit part is the mean over the draws. The
+            implicit part is the sum over the draws divided by sqrt(n), so its covariance does not depend
+            on n.
         mask: "as-declared": entries share η as each dropout declares; "independent": each entry has
             its own η, as in the paper.
-        sites: name patterns, or a mapping from pattern to a weight on σ²; dropouts that are not
-            chosen are off.
+        sites: name patterns, or a mapping from pattern to a weight on σ²; dropouts that match no pattern
+            are off.
         interval: regularize every ``interval`` steps, with the explicit part times ``interval`` and the
             implicit part times its square root.
         batch_dim: the dimension of the batch in the targets; None finds it.
@@ -88,7 +89,7 @@ class Analytic(Objective):
         self.explicit = explicit
         self.implicit = implicit
         self.engine = as_engine(engine)
-        self.strength = strength if callable(strength) else _checked_strength(strength)
+        self.strength = strength if callable(strength) else _check_strength(strength)
         self.fraction = fraction
         self.samples = samples
         self.mask = mask
@@ -96,7 +97,7 @@ class Analytic(Objective):
         self.interval = interval
         self.batch_dim = batch_dim
         self.exact_output = exact_output
-        self._signs()  # refuses an unknown mask now, not at the first step
+        self._sign_draw()  # raises an error for an unknown mask, before the first step
 
     @property
     def implicit_factor(self) -> float:
@@ -115,8 +116,9 @@ class Analytic(Objective):
             yield evaluation
 
     def _coefficients(self) -> Coefficients:
-        found = self.strength(self.steps) if callable(self.strength) else self.strength
-        strength = _checked_strength(found)
+        strength = self.strength
+        if callable(strength):
+            strength = _check_strength(strength(self.steps))
         n, m = self.samples, self.interval
         return Coefficients(
             loss=1.0 / n,
@@ -148,11 +150,11 @@ def _check_options(
     check_int("interval", interval)
 
 
-def _checked_strength(strength: Any) -> float:
-    found = as_float(strength)
-    if not 0.0 <= found < math.inf:
+def _check_strength(strength: Any) -> float:
+    number = as_float(strength)
+    if not 0.0 <= number < math.inf:
         raise OptionError(
             f"strength must be finite and not negative, got {strength!r}: pass a number, or a function "
             "of the step number that returns one."
         )
-    return found
+    return number

@@ -59,11 +59,11 @@ class Objective(ABC):
     needs_dropout = True
     """Whether a model without dropout is an error."""
     engine: Engine
-    """The engine of an objective with analytic terms."""
+    """The engine, for an objective with regularizers."""
     mask = "as-declared"
-    """The mask structure of η; see ``Analytic``."""
+    """The mask structure of η, "as-declared" or "independent"; see ``Analytic``."""
     interval = 1
-    """Every ``interval``-th step regularizes."""
+    """The objective regularizes every ``interval`` steps."""
 
     def __init__(
         self,
@@ -75,37 +75,38 @@ class Objective(ABC):
         self.generators = Generators(generator)
         self.selection = Selection()
         self.steps = 0
-        self._forget()
+        self._forget_models()
 
-    def _forget(self) -> None:
-        """Forget everything about the models seen so far."""
+    def _forget_models(self) -> None:
+        """Forget what earlier steps have found out about their models."""
         self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
-        self._followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._masks_followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._backends: weakref.WeakKeyDictionary[nn.Module, Backend | None] = (
             weakref.WeakKeyDictionary()
         )
         self._checks = StepCheck()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything except what is known about models; another process finds that out again."""
-        known = ("_sites", "_followed", "_backends", "_checks")
-        return {k: v for k, v in self.__dict__.items() if k not in known}
+        """Return all attributes except those about models, which another process finds out again."""
+        about_models = ("_sites", "_masks_followed", "_backends", "_checks")
+        return {k: v for k, v in self.__dict__.items() if k not in about_models}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the options and the generators."""
         self.__dict__.update(state)
-        self._forget()
+        self._forget_models()
 
     @property
     def implicit_factor(self) -> float | None:
-        """The factor of ∂ℓ/∂ε: 0 if the noise is off, None for an objective without analytic terms."""
+        """The factor of ∂ℓ/∂ε: 0 if the noise is off, None for an objective without regularizers."""
         return None
 
     @abstractmethod
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
-        """Yield the evaluations whose sum is the objective; at least one.
+        """Yield one or more evaluations, whose sum is the objective.
 
-        The first runs at once, the others when ``step.backward()`` or a part needs them.
+        The first is computed by the call of the objective, the others by ``step.backward()`` or when
+        ``step.total`` or ``step.parts`` is read.
         """
 
     @untraced
@@ -113,9 +114,9 @@ class Objective(ABC):
         """Evaluate the objective on a batch.
 
         Args:
-            model: any module, in train mode. It is left unchanged, except for running statistics,
-                which are updated once.
-            inputs: a tensor, a tuple (positional) or a dict (keyword arguments).
+            model: any module, in train mode. The call does not change it, except that running statistics
+                are updated once.
+            inputs: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
             targets: what the loss compares the output with; None takes ``labels`` from a dict of inputs.
                 A Transformers model's targets are its labels, which its head may shift: pass
                 ``loss=undrop.CrossEntropy()`` to compare position by position.
@@ -123,11 +124,11 @@ class Objective(ABC):
         Raises:
             UndropError: one of its subclasses, for bad input; the model is then unchanged.
         """
-        # Another model's pass may call this, and compiled code would hide the dropout.
+        # A pass of another model may contain this call, and compiled code would hide the dropout.
         with outside_interception(), force_eager():
-            inner = uncompiled(model)  # raises an error if it is not a module
+            plain_model = uncompiled(model)  # raises an error if it is not a module
             backend = self._backend(model)
-            batch = self.loss.prepare(inner, inputs, targets)._replace(backend=backend)
+            batch = self.loss.prepare(plain_model, inputs, targets)._replace(backend=backend)
             self._check(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)
@@ -145,7 +146,10 @@ class Objective(ABC):
     def _later(
         self, evaluations: Iterator[Evaluation], batch: Batch, autocast: AutocastState
     ) -> Iterator[Evaluation]:
-        """Run further evaluations under the autocast of the first, without updating statistics."""
+        """Yield the other evaluations, computed under the autocast of the first one.
+
+        They do not update running statistics.
+        """
         while True:
             with (
                 autocast.restored(),
@@ -161,27 +165,28 @@ class Objective(ABC):
 
     def _checked(self, evaluation: Evaluation, batch: Batch) -> Evaluation:
         if not evaluation.total.requires_grad:
-            raise _nothing_trained(batch.model)
+            raise _no_trainable_parameter(batch.model)
         self._checks.add(self.steps, evaluation, batch, self)
         return evaluation
 
     def forward_and_loss(self, batch: Batch, action: SiteAction | None) -> tuple[Any, Tensor]:
-        """Run one pass and return the output and the loss; without an action, torch's dropout runs."""
+        """Run one pass and return the output and the loss; ``action`` None keeps torch's own dropout."""
         with portable_lstm() if action is None else Interception(batch.model, action):
             output = batch.forward()
-        seen = batch.loss.select(output)
-        batch.loss.check(seen, batch.targets)
-        return output, batch.loss.value(seen, batch.targets)
+        f = batch.loss.select(output)
+        batch.loss.check(f, batch.targets)
+        return output, batch.loss.value(f, batch.targets)
 
-    def _signs(self) -> Draw:
+    def _sign_draw(self) -> Draw:
+        """Return a new draw of η = ±1."""
         return Draw("sign", self.mask, self.selection, self.generators)
 
     def request(self, batch: Batch, coefficients: Coefficients, **options: Any) -> Request:
-        """Return the request for the engine of analytic terms, with a new draw of η."""
-        return Request(batch=batch, draw=self._signs(), coefficients=coefficients, **options)
+        """Return the request for the engine, with a new draw of η."""
+        return Request(batch=batch, draw=self._sign_draw(), coefficients=coefficients, **options)
 
     def run_engine(self, request: Request) -> Evaluation:
-        """Return the engine's evaluation; if every dropout has p = 0, that of the plain loss."""
+        """Return the engine's evaluation; if every dropout has p = 0 now, that of the loss alone."""
         try:
             return self.engine.evaluate(request)
         except NoDropoutError:
@@ -190,10 +195,8 @@ class Objective(ABC):
             if self.sites(batch.model, batch.inputs):
                 raise
             plain = self.plain_loss(batch)
-            c = request.coefficients.loss
-            return Evaluation(
-                c * plain.total, {"loss": c * plain.total.detach()}, plain.make_output
-            )
+            total = request.coefficients.loss * plain.total
+            return Evaluation(total, {"loss": total.detach()}, plain.make_output)
 
     def plain_loss(self, batch: Batch) -> Evaluation:
         """Return the evaluation of the loss alone, with every dropout switched off."""
@@ -202,18 +205,18 @@ class Objective(ABC):
 
     def trainable_parameters(self, model: nn.Module) -> list[Tensor]:
         """Return the trainable parameters of the model and of the loss, each once."""
-        every = dict.fromkeys(chain(model.parameters(), self.loss.parameters()))
-        return [p for p in every if p.requires_grad and p.is_leaf]
+        parameters = dict.fromkeys(chain(model.parameters(), self.loss.parameters()))
+        return [p for p in parameters if p.requires_grad and p.is_leaf]
 
     def sites(self, model: nn.Module, inputs: Any) -> Sites:
-        """Return the model's sites; they are looked up the first time the model is seen.
+        """Return the model's sites, which are looked up at its first step.
 
-        If every dropout has p = 0, there are no sites, and they are looked up at every step.
+        If every dropout has p = 0, there are no sites, and they are looked up again at every step.
         """
         if model not in self._sites:
             trainable = self.trainable_parameters(model)
             if not trainable and not any(t.requires_grad for t in tensors_in(inputs)):
-                raise _nothing_trained(model)
+                raise _no_trainable_parameter(model)
             try:
                 found = find_sites(model, inputs)
             except NoDropoutError:
@@ -226,10 +229,10 @@ class Objective(ABC):
         return self._sites[model]
 
     def _backend(self, model: nn.Module) -> Backend | None:
-        """Return the backend if the user compiled the model; looked up at steps 0, 1, 2, 4, 8, ….
+        """Return the backend if the user compiled the model, else None.
 
-        The look-up visits every module. A model that is compiled between two look-ups runs uncompiled
-        until the next one, with the same results.
+        The look-up visits every module, so it is repeated only at steps 1, 2, 4, 8, …. A model that is
+        compiled between two look-ups runs uncompiled until the next one, with the same results.
         """
         if model not in self._backends or self.steps & (self.steps - 1) == 0:
             self._backends[model] = chosen_backend(model)
@@ -248,12 +251,12 @@ class Objective(ABC):
             )
         if self.needs_dropout:
             self.sites(batch.model, batch.inputs)
-        elif batch.model not in self._followed:
+        elif batch.model not in self._masks_followed:
             follow_masks(batch.model, batch.inputs)
-            self._followed.add(batch.model)
+            self._masks_followed.add(batch.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count of steps and the state of every generator."""
+        """Return the number of steps and the state of every generator."""
         return {"steps": self.steps, "generators": self.generators.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -270,18 +273,18 @@ def _warn_of_unaccounted(model: nn.Module, found: Sites) -> None:
     if not found.unaccounted or model in _warned:
         return
     _warned.add(model)
-    named = "; ".join(str(each) for each in found.unaccounted[:3])
+    examples = "; ".join(map(str, found.unaccounted[:3]))
     more = len(found.unaccounted) - 3
     _log.warning(
         "%s draws random numbers that belong to no dropout site, and they stay random: %s%s. "
         "undrop.sites lists them.",
         type(model).__name__,
-        named,
+        examples,
         f"; and {more} more" if more > 0 else "",
     )
 
 
-def _nothing_trained(model: nn.Module) -> GradientsDisabledError:
+def _no_trainable_parameter(model: nn.Module) -> GradientsDisabledError:
     return GradientsDisabledError(
         f"no parameter of {type(model).__name__} requires a gradient: set requires_grad_(True) on the "
         "parameters to train."

@@ -1,7 +1,6 @@
 """Check every step: the total is finite, dropout has an effect, and the loss uses every output.
 
-A step never waits for the device. If dropout has no effect, because the noise of every site is lost
-before the output, one log line says so.
+A non-finite total is an error; the other two are logged. No check waits for the device.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("undrop")
 
 _EXPLICIT, _IMPLICIT = 1e-10, 1e-5
-"""The sizes of uᵀHu and ∂ℓ/∂ε, relative to the loss, that rounding alone can cause."""
+"""Rounding alone can make uᵀHu and ∂ℓ/∂ε this large, relative to the loss."""
 
 
 def fingerprint(parameters: Sequence[Tensor]) -> Tensor:
-    """Return a number that changes with the weights; sparse weights have no norm and do not count."""
+    """Return a number that changes with the weights; sparse weights, which have no norm, are ignored."""
     dense = [p.detach() for p in parameters if p.layout is torch.strided]
-    if not dense:  # only the inputs are trained
+    if not dense:  # the user optimizes only the inputs
         return torch.zeros(())
     norms = torch._foreach_norm(dense, 1)
     dtype = torch.float32 if norms[0].device.type == "mps" else torch.float64  # MPS has no float64
@@ -49,33 +48,40 @@ def has_no_effect(parts: Mapping[str, float]) -> bool:
 
 
 class _Pending(NamedTuple):
+    """Numbers of a step that are being copied from the device."""
+
     step: int
     names: list[str]
-    values: Tensor  # on the host; valid once the event ``arrived`` has completed
+    values: Tensor
+    """The numbers, on the host; valid when the event ``arrived`` has completed."""
     arrived: Any
     parts: Mapping[str, Tensor]
+    """The parts of the evaluation, on the device."""
 
 
 class StepCheck:
     """Checks that the parts of every evaluation are finite, and that dropout has an effect (u ≠ 0).
 
-    On the CPU it reads them at once. From another device it copies them to the host in the background,
-    and checks the copy at a later step, when it has arrived: a step never waits for the device.
+    On the CPU it reads them immediately. From another device it copies them to the host in the
+    background, and checks the copy at a later step, so that no step waits for the device.
 
     One step with u = 0 is normal: LoRA starts with B = 0. If u is still 0 after the weights have
-    changed, one warning says so. Micro-batches of one step, and steps with a learning rate of 0, do
-    not count.
+    changed, one warning says so. It compares weights, because micro-batches and steps with a learning
+    rate of 0 do not change them.
     """
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        self._effect_known = False  # if True, the question is settled; stop checking
-        self._weights: float | None = None  # at the first step without an effect
+        self._effect_known = False
+        """Whether a step had an effect, or the warning was logged; then the effect is not checked."""
+        self._weights: float | None = None
+        """The fingerprint of the weights at the first step without an effect."""
 
     def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Objective) -> None:
-        """Check the parts of an evaluation, at once or when they have arrived from the device.
+        """Check the parts of an evaluation, now or when they have arrived from the device.
 
-        A ``NonFiniteError`` names the parts, the step and the first site with non-finite values.
+        Raises:
+            NonFiniteError: it names the parts, the step and the first site with non-finite values.
         """
         tensors = {"total": evaluation.total}
         effect_unknown = self._effect_unknown(evaluation, batch)
@@ -84,10 +90,7 @@ class StepCheck:
         if effect_unknown:
             weights = fingerprint(objective.trainable_parameters(batch.model))
             tensors |= {**evaluation.parts, "weights": weights}
-        held = [x.detach() for x in tensors.values()]
-        values = (
-            torch.stack([x.float() for x in held]) if len(held) > 1 else held[0].float().view(1)
-        )
+        values = torch.stack([x.detach().float() for x in tensors.values()])
         names, parts = list(tensors), evaluation.parts
         if values.device.type == "cpu":
             self._check(_Pending(step, names, values, None, parts), batch, objective)
@@ -100,19 +103,20 @@ class StepCheck:
             self._check(self._pending.popleft(), batch, objective)
 
     def _effect_unknown(self, evaluation: Evaluation, batch: Batch) -> bool:
-        """Return whether the evaluation has regularizers that have had no effect so far."""
+        """Return whether the evaluation has regularizers, and none has had an effect so far."""
         if self._effect_known:
             return False
-        analytic = "loss" in evaluation.parts and {"explicit", "implicit"} & evaluation.parts.keys()
-        return bool(analytic) and not is_sharded(batch.model)
+        has_loss = "loss" in evaluation.parts
+        has_regularizer = bool({"explicit", "implicit"} & evaluation.parts.keys())
+        return has_loss and has_regularizer and not is_sharded(batch.model)
 
     def _check(self, pending: _Pending, batch: Batch, objective: Objective) -> None:
-        numbers = pending.values.numpy().tolist()  # host memory: no operation of torch
+        numbers = pending.values.numpy().tolist()  # numpy, because torch could wait for the device
         values = dict(zip(pending.names, numbers, strict=True))
         if not math.isfinite(values["total"]):
-            bad = [name for name, x in pending.parts.items() if not math.isfinite(float(x))]
+            non_finite = [name for name, x in pending.parts.items() if not math.isfinite(float(x))]
             self._pending.clear()
-            raise NonFiniteError(_message(bad, pending.step, batch))
+            raise NonFiniteError(_non_finite_message(non_finite, pending.step, batch))
         if "weights" in values and not self._effect_known:
             self._check_effect(values, batch, objective)
 
@@ -136,69 +140,70 @@ class StepCheck:
 
 
 def _known_finite(total: Tensor) -> bool:
-    """Return whether a total on the CPU is finite; False if this is not known at once."""
+    """Return whether a total is known to be finite without waiting for a device."""
     if type(total) is not Tensor or total.device.type != "cpu" or total.dtype == torch.bfloat16:
         return False
-    return math.isfinite(total.detach().numpy())  # host memory: no operation of torch
+    return math.isfinite(total.detach().numpy())  # numpy is faster than torch here
 
 
-def _message(bad: list[str], step: int, batch: Batch) -> str:
+def _non_finite_message(names: list[str], step: int, batch: Batch) -> str:
     """Return a message that names the non-finite parts, and the first site with such an activation."""
-    reached: list[str] = []
+    non_finite_sites: list[str] = []
 
     def check(site: Site, h: Tensor) -> Tensor:
-        if not reached and not bool(torch.isfinite(h).all()):
-            reached.append(site.name)
+        if not non_finite_sites and not bool(torch.isfinite(h).all()):
+            non_finite_sites.append(site.name)
         return h
 
     with torch.no_grad(), keep_statistics(batch.model), Interception(batch.model, check):
         batch.forward()
-    *others, last = bad or ["total"]
+    *others, last = names or ["total"]
     parts = f"{', '.join(others)} and {last} parts are" if others else f"{last} part is"
-    what = f"the {parts} not finite at step {step}"
-    if reached:
-        return f"{what}: the first activation that is not finite is at site {reached[0]!r}."
+    problem = f"the {parts} not finite at step {step}"
+    if non_finite_sites:
+        site = non_finite_sites[0]
+        return f"{problem}: the first activation that is not finite is at site {site!r}."
     return (
-        f"{what}, but the activations at all sites are finite: look at the layers after the last site, "
-        "the learning rate, or the inputs."
+        f"{problem}, but the activations at all sites are finite: look at the layers after the last "
+        "site, the learning rate, or the inputs."
     )
 
 
-_seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_outputs_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def warn_of_unused_outputs(model: nn.Module, evaluation: Evaluation) -> None:
     """Log once per model which weights contribute to its outputs, but not to the loss."""
-    if model in _seen:
+    if model in _outputs_checked:
         return
-    _seen.add(model)
+    _outputs_checked.add(model)
     outputs = [t for t in tensors_in(evaluation.output) if t.requires_grad]
     if len(outputs) < 2:
         return
     unused = _weights_of(outputs) - _weights_of([evaluation.total])
     names = [name for name, p in model.named_parameters() if id(p) in unused]
     if names:
-        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        examples = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         _log.warning(
             "the loss receives one of the %d outputs of %s, and %s get no gradient: to train them, set "
             "whole_output = True on the loss, which then receives everything that the model returns.",
             len(outputs),
             type(model).__name__,
-            some,
+            examples,
         )
 
 
 def _weights_of(tensors: list[Tensor]) -> set[int]:
     """Return the ids of all leaves in the graphs of the tensors."""
-    waiting: list[Any] = [t.grad_fn for t in tensors]
-    seen: set[Any] = set()
-    found: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+    pending: list[Any] = [t.grad_fn for t in tensors]
+    visited: set[Any] = set()
+    leaves: set[int] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting.extend(next_node for next_node, _ in node.next_functions)
-    return found
+            leaves.add(id(node.variable))
+        pending.extend(next_node for next_node, _ in node.next_functions)
+    return leaves

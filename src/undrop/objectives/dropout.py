@@ -12,7 +12,7 @@ from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Coefficients
 from undrop.objectives.base import LossLike, Objective
-from undrop.objectives.site_p import SiteMasks, Slots, slots, with_p
+from undrop.objectives.site_p import PAttributes, SiteMasks, find_p_attributes, set_p
 from undrop.options import check_int
 
 NOISES = (None, "resampled", "analytic")
@@ -26,17 +26,17 @@ class Dropout(Objective):
     - "resampled" (Section 3.1): adds sqrt((1 - 1/k)/2)·[ℓ(η₁) - ℓ(η₂)] for two fresh masks;
     - "analytic" (Algorithm 4): adds sqrt(1 - 1/k)·∂ℓ/∂ε, the paper's ξ_approx, for ±1 noise.
 
-    Torch draws the masks from its global generator, so k = 1 is bit for bit a plain dropout step. With
-    a ``generator``, undrop draws them. ``step.output`` is the output of the first sample, so a
-    recurrent model continues from the hidden state of that sample (the paper does not say which one;
-    its code uses the last).
+    Torch draws the masks from its global generator, so a step with k = 1 is bit for bit a plain dropout
+    step. With a ``generator``, undrop draws them. ``step.output`` is the output for the first mask, so a
+    recurrent model continues from the hidden state of that pass. (The paper does not say which one; its
+    code continues from the last.)
 
     Args:
         k: the number of masks.
         noise: None, "resampled" or "analytic".
-        engine: the engine for the analytic noise.
-        mask: its mask structure, "as-declared" or "independent".
-        sites: where the analytic noise enters; see :class:`~undrop.intercept.Selection`.
+        engine: the engine for analytic noise.
+        mask: the mask structure of analytic noise, "as-declared" or "independent".
+        sites: the sites of analytic noise; see :class:`~undrop.intercept.Selection`.
         loss: as for every objective.
         generator: as for every objective.
     """
@@ -64,10 +64,11 @@ class Dropout(Objective):
         self.mask = mask
         self.engine = as_engine(engine)
         self.selection = Selection(sites)
-        self.own_masks = generator is not None
+        self.draws_masks = generator is not None
+        """Whether undrop draws the masks, instead of torch."""
         self.site_p: dict[str, float] = {}
-        """p by site name, in place of the model's own; a tuner sets it."""
-        self._signs()  # refuses an unknown mask now, not at the first step
+        """p by site name; it replaces the model's p. A tuner sets it."""
+        self._sign_draw()  # raises an error for an unknown mask, before the first step
 
     @property
     def implicit_factor(self) -> float | None:
@@ -75,32 +76,32 @@ class Dropout(Objective):
         return math.sqrt(1.0 - 1.0 / self.k) if self.noise == "analytic" else None
 
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
-        """Yield k samples, then the noise that is added back."""
+        """Yield the losses for k masks, then the noise that is added back."""
         for _ in range(self.k):
             yield self._sample(batch, "loss", 1.0 / self.k)
-        lost = 1.0 - 1.0 / self.k  # the share of the variance that averaging removes
-        if lost and self.noise == "resampled":
-            factor = math.sqrt(lost / 2.0)
+        removed = 1.0 - 1.0 / self.k  # the share of the variance that averaging removes
+        if removed and self.noise == "resampled":
+            factor = math.sqrt(removed / 2.0)
             yield self._sample(batch, "implicit", factor)
             yield self._sample(batch, "implicit", -factor)
-        if lost and self.noise == "analytic":
-            coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=math.sqrt(lost))
+        if removed and self.noise == "analytic":
+            coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=math.sqrt(removed))
             yield self.run_engine(self.request(batch, coefficients))
 
     def _sample(self, batch: Batch, part: str, factor: float) -> Evaluation:
-        """factor · ℓ(F(x; 1, η)) for a new mask."""
-        noise = dropout_masks(self.generators) if self.own_masks else None
-        found: Slots = {}
+        """Return ``factor`` times the loss for a new mask."""
+        noise = dropout_masks(self.generators) if self.draws_masks else None
+        attributes: PAttributes = {}
         if self.site_p and noise is None and batch.backend is None:
-            found = slots(batch, list(self.site_p))
-        if found:
-            with with_p(batch.model, found, self.site_p):
+            attributes = find_p_attributes(batch, list(self.site_p))
+        if attributes:
+            with set_p(batch.model, attributes, self.site_p):
                 output, loss = self.forward_and_loss(batch, None)
         else:
             action = SiteMasks(self.site_p, noise) if self.site_p else noise
             output, loss = self.forward_and_loss(batch, action)
         total = loss if factor == 1.0 else factor * loss
-        last = self.k == 1  # then nothing was averaged, and there is no noise to add back
+        last = self.k == 1  # with one mask there is no noise to add back
         return Evaluation(total, {part: total.detach()}, lambda: output, last=last)
 
 

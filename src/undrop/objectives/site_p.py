@@ -1,7 +1,7 @@
-"""Dropout with a p for each site, instead of the model's own p.
+"""Dropout with a p for each site in place of the model's own p.
 
-Most modules keep the p of their site in an attribute. If that is proven, a pass sets the new p there,
-which is as fast as the model's own dropout. Otherwise an interception draws the masks.
+Most modules store the p of their site in an attribute. If a test pass proves that, p is set there, which
+is as fast as the model's own dropout. Otherwise an interception draws the masks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from undrop.rng_snapshot import seed_current
 
 
 class SiteMasks:
-    """The site action of dropout, with a different p at some sites.
+    """The site action of dropout with a given p at some sites, and the model's p at the others.
 
-    Other sites keep the model's p. ``noise`` draws the masks; None is torch's global generator.
+    Args:
+        site_p: p by site name.
+        noise: draws the masks; None draws them from torch's global generator.
     """
 
     def __init__(self, site_p: Mapping[str, float], noise: ScaledNoise | None) -> None:
@@ -42,52 +44,54 @@ class SiteMasks:
         return h * F.dropout(h.new_ones(site.mask_shape), p)
 
 
-class Slot(NamedTuple):
-    """The attribute of a module that holds the p of a site."""
+class PAttribute(NamedTuple):
+    """The attribute of a module that stores the p of a site."""
 
     path: str
-    kind: type
-    attribute: str
+    """The path of the module."""
+    module_type: type
+    name: str
+    """The name of the attribute."""
 
-    def holder(self, model: nn.Module) -> nn.Module | None:
-        """Return the module; None if the model has another module there now."""
+    def module(self, model: nn.Module) -> nn.Module | None:
+        """Return the module; None if the model has no module of this type there any more."""
         try:
-            found = model.get_submodule(self.path)
+            module = model.get_submodule(self.path)
         except AttributeError:
             return None
-        return found if type(found) is self.kind else None
+        return module if type(module) is self.module_type else None
 
 
-Slots: TypeAlias = dict[str, Slot]
-"""The slot of each site; empty if any site has no slot."""
-_slots: weakref.WeakKeyDictionary[nn.Module, Slots] = weakref.WeakKeyDictionary()
+PAttributes: TypeAlias = dict[str, PAttribute]
+"""The attribute of each site, by site name; empty if the p of some site is in no attribute."""
+_attributes: weakref.WeakKeyDictionary[nn.Module, PAttributes] = weakref.WeakKeyDictionary()
 
 
-def slots(batch: Batch, names: list[str]) -> Slots:
-    """Return the proven slots of these sites; no slots while hooks on saved tensors are active."""
+def find_p_attributes(batch: Batch, names: list[str]) -> PAttributes:
+    """Return the proven attributes of these sites; none while hooks on saved tensors are active."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return {}
-    known = _slots.get(batch.model)
-    if known is None or (known and list(known) != names):
-        known = _slots[batch.model] = _proven(batch, names)
-    if any(slot.holder(batch.model) is None for slot in known.values()):
-        known = _slots[batch.model] = _proven(batch, names)
-    return known
+    attributes = _attributes.get(batch.model)
+    if attributes is None or (attributes and list(attributes) != names):
+        attributes = _attributes[batch.model] = _prove(batch, names)
+    if any(attribute.module(batch.model) is None for attribute in attributes.values()):
+        attributes = _attributes[batch.model] = _prove(batch, names)
+    return attributes
 
 
 @contextmanager
-def with_p(model: nn.Module, found: Slots, site_p: Mapping[str, float]) -> Iterator[None]:
-    """Set p of each site in its slot for one pass; a p of 0 stays 0, because it makes no site.
+def set_p(model: nn.Module, attributes: PAttributes, site_p: Mapping[str, float]) -> Iterator[None]:
+    """Set p of each site in its attribute within a block; a declared p of 0 stays 0.
 
     Raises:
-        RecomputationError: if activation checkpointing was switched on after the search for slots. It
-            would run parts of the pass again with the model's own p.
+        RecomputationError: if activation checkpointing was switched on after the search for attributes.
+            It would run parts of the pass again with the model's own p.
     """
-    places = [(slot.holder(model), slot.attribute, site_p[name]) for name, slot in found.items()]
-    declared = [getattr(module, attribute) for module, attribute, _ in places]
+    targets = [(a.module(model), a.name, site_p[site]) for site, a in attributes.items()]
+    declared = [getattr(module, name) for module, name, _ in targets]
     try:
-        for (module, attribute, p), own in zip(places, declared, strict=True):
-            setattr(module, attribute, p if own else own)
+        for (module, name, p), declared_p in zip(targets, declared, strict=True):
+            setattr(module, name, p if declared_p else declared_p)
         with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING_TOO_LATE):
             yield
     except RuntimeError as error:
@@ -97,8 +101,8 @@ def with_p(model: nn.Module, found: Slots, site_p: Mapping[str, float]) -> Itera
             else error
         ) from None
     finally:
-        for (module, attribute, _), own in zip(places, declared, strict=True):
-            setattr(module, attribute, own)
+        for (module, name, _), declared_p in zip(targets, declared, strict=True):
+            setattr(module, name, declared_p)
 
 
 _CHECKPOINTING_TOO_LATE = (
@@ -107,52 +111,57 @@ _CHECKPOINTING_TOO_LATE = (
 )
 
 
-def _proven(batch: Batch, names: list[str]) -> Slots:
-    """Set a different p in every attribute that may be a slot, and find which site then has it.
+def _prove(batch: Batch, names: list[str]) -> PAttributes:
+    """Set a different p in every candidate, run the model, and see which site has which p.
 
-    The output without noise must not change.
+    Every site must have the p of one candidate, other sites must keep theirs, and the output without
+    noise must not change. Otherwise there are no attributes.
     """
     try:
-        before, output = _without_noise(batch)
-        every = _candidates(batch.model, {name: before[name] for name in names})
-        tried = [0.05 + 0.9 * (k + 1) / (len(every) + 1) for k in range(len(every))]
-        numbered = {str(k): slot for k, slot in enumerate(every)}
-        with with_p(batch.model, numbered, dict(zip(numbered, tried, strict=True))):
-            after, again = _without_noise(batch)
+        p_before, output_before = _without_noise(batch)
+        candidates = _candidates(batch.model, {name: p_before[name] for name in names})
+        n = len(candidates)
+        test_p = [0.05 + 0.9 * (k + 1) / (n + 1) for k in range(n)]
+        numbered = {str(k): candidate for k, candidate in enumerate(candidates)}
+        with set_p(batch.model, numbered, dict(zip(numbered, test_p, strict=True))):
+            p_after, output_after = _without_noise(batch)
     except Exception:  # an interception works with any model
         return {}
-    by_p = dict(zip(tried, every, strict=True))
-    found = {name: by_p[after[name]] for name in names if after.get(name) in by_p}
-    same = len(output) == len(again) and all(map(torch.equal, output, again))
-    others = all(after.get(name) == p for name, p in before.items() if name not in found)
-    return found if same and others and len(set(found.values())) == len(names) else {}
+    by_p = dict(zip(test_p, candidates, strict=True))
+    found = {name: by_p[p_after[name]] for name in names if p_after.get(name) in by_p}
+    one_each = len(set(found.values())) == len(names)
+    others_same = all(p_after.get(name) == p for name, p in p_before.items() if name not in found)
+    same_output = len(output_before) == len(output_after) and all(
+        map(torch.equal, output_before, output_after)
+    )
+    return found if one_each and others_same and same_output else {}
 
 
-def _candidates(model: nn.Module, site_p: Mapping[str, float]) -> list[Slot]:
+def _candidates(model: nn.Module, site_p: Mapping[str, float]) -> list[PAttribute]:
     """Return the attributes equal to p of a site, in the module that the site is named after."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = []
+    candidates = []
     for name, p in site_p.items():
         path = name.partition("#")[0]
         path = path if path in modules else path.rpartition(".")[0]
-        kept = vars(modules[path]).items() if path in modules else ()
-        found += [
-            Slot(path, type(modules[path]), attribute)
-            for attribute, value in kept
+        attributes = vars(modules[path]).items() if path in modules else ()
+        candidates += [
+            PAttribute(path, type(modules[path]), attribute)
+            for attribute, value in attributes
             if isinstance(value, float) and value == p
         ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(candidates))
 
 
 def _without_noise(batch: Batch) -> tuple[dict[str, float], list[Tensor]]:
-    """Return p of every site, and the output, of a pass without noise."""
-    found: dict[str, float] = {}
+    """Run a pass without noise; return p of every site, and the tensors of the output."""
+    p_of_sites: dict[str, float] = {}
 
-    def note(site: Site, h: Tensor) -> Tensor:
-        found[site.name] = site.p
+    def record_p(site: Site, h: Tensor) -> Tensor:
+        p_of_sites[site.name] = site.p
         return h
 
-    with preserve_model(batch.model), Interception(batch.model, note):
+    with preserve_model(batch.model), Interception(batch.model, record_p):
         seed_current(0)
         output = batch.forward()
-    return found, [x.detach() for x in tensors_in(output)]
+    return p_of_sites, [x.detach() for x in tensors_in(output)]

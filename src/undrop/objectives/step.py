@@ -1,4 +1,4 @@
-"""What an objective returns for a batch: a scalar to differentiate, its parts, the model's output."""
+"""The result of an objective: a scalar to differentiate, its parts, and the model's output."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from undrop.torch_compat import other_accelerator, untraced
 
 
 class AutocastState:
-    """The current state of autocast, on the CPU and on the accelerator.
+    """The state of autocast when this object is made, on the CPU and on the accelerator.
 
-    Further samples of noise run in ``backward()`` or when a part is read. That is usually outside
-    the step's ``with torch.autocast(…)``, and may be under ``torch.no_grad()``.
+    Evaluations after the first one run in ``step.backward()``, or when a part is read. That is usually
+    outside of the ``with torch.autocast(…)`` of the step, and may be under ``torch.no_grad()``.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class AutocastState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block under that state, with gradients enabled."""
-        with torch.inference_mode(False), ExitStack() as stack:  # this enables gradients, too
+        with torch.inference_mode(False), ExitStack() as stack:  # inference_mode enables gradients
             for autocast in self._autocasts:
                 stack.enter_context(autocast)
             yield
@@ -58,25 +58,22 @@ def _devices() -> tuple[str, ...]:
 
 
 class Step:
-    """One training step's objective, as a sum of evaluations with one graph each.
+    """The objective on one batch, as a sum of evaluations with one graph each.
 
-    The first evaluation has run; the others (further samples of noise) run when they are needed.
-    ``backward()`` differentiates each before the next one runs, so that memory does not grow with the
-    number of samples; ``total`` runs them all and holds their graphs.
+    The first evaluation has run, and the others run when they are needed. ``backward()`` differentiates
+    each one before the next one runs, so memory does not grow with their number. ``total`` runs them all
+    and keeps their graphs.
     """
 
     def __init__(self, first: Evaluation, later: Iterator[Evaluation] = iter(())) -> None:  # noqa: B008
         self._first = first
-        self._held = [first]
+        self._with_graph = [first]
+        self._differentiated: list[Evaluation] = []
         self._later: Iterator[Evaluation] | None = None if first.last else later
-        self._done: list[Evaluation] = []
 
     @property
     def output(self) -> Any:
-        """What the model returned, including a hidden state, without noise.
-
-        For a dropout objective, it is the output of the first sample.
-        """
+        """Everything that the model returns, without noise; with dropout, for the first mask."""
         return self._first.output
 
     @property
@@ -86,20 +83,17 @@ class Step:
 
     @property
     def total(self) -> Tensor:
-        """The objective; with a graph until ``backward()`` has been called."""
+        """The value of the objective, with a graph until ``backward()`` is called."""
         self._run_all()
-        evaluations = self._done + self._held
-        total = evaluations[0].total
-        for evaluation in evaluations[1:]:
-            total = total + evaluation.total
-        return total
+        first, *others = self._differentiated + self._with_graph
+        return sum((evaluation.total for evaluation in others), first.total)
 
     @property
     def part_tensors(self) -> dict[str, Tensor]:
-        """The parts by name, on their device: reading them does not wait for it."""
+        """The parts by name as tensors, so that reading them does not wait for the device."""
         self._run_all()
         parts: dict[str, Tensor] = {}
-        for evaluation in self._done + self._held:
+        for evaluation in self._differentiated + self._with_graph:
             for name, value in evaluation.parts.items():
                 parts[name] = parts[name] + value if name in parts else value
         return parts
@@ -112,25 +106,25 @@ class Step:
     @untraced
     def backward(self, scale: float = 1.0) -> None:
         """Add the gradient of ``scale · total`` to the parameters' ``.grad``; call it once."""
-        if not self._held and self._later is None:
+        if not self._with_graph and self._later is None:
             raise StepError(
                 "this step has already been differentiated: call the objective again for a new step."
             )
-        while self._held or self._next():
-            evaluation = self._held.pop(0)
+        while self._with_graph or self._next():
+            evaluation = self._with_graph.pop(0)
             (evaluation.total if scale == 1.0 else evaluation.total * scale).backward()
             evaluation.total = evaluation.total.detach()
-            self._done.append(evaluation)
+            self._differentiated.append(evaluation)
 
     def _next(self) -> bool:
-        """Run one more evaluation, if there is one."""
+        """Run the next evaluation; return False if there is none."""
         if self._later is None:
             return False
         evaluation = next(self._later, None)
         if evaluation is None:
             self._later = None
             return False
-        self._held.append(evaluation)
+        self._with_graph.append(evaluation)
         if evaluation.last:
             self._later = None
         return True

@@ -45,7 +45,9 @@ def test_seeding_and_derived_seeds_are_reproducible_and_independent():
 
 
 def test_random_numbers_of_the_device_are_restored():
+    """Also from a saved snapshot."""
     snapshot = RngSnapshot()
     first = torch.rand(3, device=DEVICE)
-    snapshot.restore()
-    assert torch.equal(torch.rand(3, device=DEVICE), first)
+    for each in (snapshot, RngSnapshot.from_state_dict(snapshot.state_dict())):
+        each.restore()
+        assert torch.equal(torch.rand(3, device=DEVICE), first)

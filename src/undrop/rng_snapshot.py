@@ -1,4 +1,4 @@
-"""Save, restore and seed the state of every random generator."""
+"""Save and restore the state of random generators, and seed them."""
 
 from __future__ import annotations
 
@@ -55,15 +55,20 @@ def _set_cuda_states(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states)
 
 
+_NUMPY_STATE = ("name", "keys", "position", "has_gauss", "cached")
+"""The names of the entries of NumPy's legacy state, in its order."""
+
+
 class RngSnapshot:
     """The state of the global random generators of torch, Python and NumPy, and of a model's own.
 
     A model may draw random numbers that are not dropout: stochastic depth, sampled activations. Passes
     that are compared must draw the same numbers. Otherwise u ≈ (F₊ - F₋)/2ε₀ would count the difference
-    of the numbers, multiplied by 1/2ε₀, as an effect of ε. Other threads draw from the same generators,
-    so restore the state only if ``changed_generators()`` reports a change.
+    of the numbers, multiplied by 1/2ε₀, as an effect of ε.
 
-    As a context manager, a snapshot restores the state at the end of the block.
+    As a context manager, a snapshot restores the state at the end of the block. Restoring also undoes
+    the draws of other threads, so where these matter, call :meth:`restore` only if
+    :meth:`changed_generators` is not empty.
 
     Args:
         model: a model whose own generators (attributes of its modules) are saved as well.
@@ -74,10 +79,7 @@ class RngSnapshot:
         self._model_states = [(g, _get_state(g)) for g in _generators_of(model)]
 
     def changed_generators(self) -> set[str]:
-        """Return the kinds of generators that have drawn since the snapshot.
-
-        They are any of "torch", "python", "numpy" and "model".
-        """
+        """Return which of "torch", "python", "numpy" and "model" have drawn since the snapshot."""
         changed = {
             name if name in ("python", "numpy") else "torch"
             for name, state in _get_global_states().items()
@@ -88,12 +90,12 @@ class RngSnapshot:
         return changed
 
     @classmethod
-    def of(
+    def after_seeding(
         cls, model: nn.Module, generator_for: Callable[[torch.device], torch.Generator]
     ) -> RngSnapshot:
         """Let the noise generator draw its seed from the global generator, then take a snapshot.
 
-        The other way round, the seed would count as a random number of the model.
+        In a snapshot from before, the seed would count as a random number of the model.
         """
         for parameter in islice(model.parameters(), 1):
             generator_for(parameter.device)
@@ -116,34 +118,26 @@ class RngSnapshot:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
         version, internal, gauss = self._global_states["python"]
-        name, keys, position, has_gauss, cached = self._global_states["numpy"]
+        numpy = dict(zip(_NUMPY_STATE, self._global_states["numpy"], strict=True))
         return {
             "torch": self._global_states["torch"],
             "cuda": self._global_states.get("cuda", []),
             "mps": self._global_states.get("mps"),
+            "other": self._global_states.get("other"),
             "python": {"version": version, "state": torch.tensor(internal), "gauss": gauss},
-            "numpy": {
-                "name": str(name),
-                "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            },
+            "numpy": {**numpy, "keys": torch.from_numpy(numpy["keys"].astype(np.int64))},
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RngSnapshot:
         """Rebuild a snapshot from its ``state_dict``."""
         snapshot = cls.__new__(cls)
-        python, numpy = state["python"], state["numpy"]
-        keys = numpy["keys"].numpy().astype(np.uint32)
+        python = state["python"]
+        numpy = {**state["numpy"], "keys": state["numpy"]["keys"].numpy().astype(np.uint32)}
         snapshot._global_states = {
-            "torch": state["torch"],
+            **{name: value for name, value in state.items() if value is not None},
             "python": (python["version"], tuple(python["state"].tolist()), python["gauss"]),
-            "numpy": (
-                *(numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]),
-            ),
-            **{name: state[name] for name in ("cuda", "mps") if state[name] not in (None, [])},
+            "numpy": tuple(numpy[name] for name in _NUMPY_STATE),
         }
         snapshot._model_states = []
         return snapshot
@@ -176,10 +170,8 @@ def _generators_of(model: nn.Module | None) -> Iterator[Any]:
     seen: set[int] = set()
     for module in () if model is None else model.modules():
         for attribute in vars(module).values():
-            values = attribute if isinstance(attribute, list | tuple) else (attribute,)
-            if isinstance(attribute, dict):
-                values = tuple(attribute.values())
-            for value in values:
+            values = attribute.values() if isinstance(attribute, dict) else attribute
+            for value in values if isinstance(attribute, dict | list | tuple) else [attribute]:
                 if isinstance(value, _GENERATOR_TYPES) and id(value) not in seen:
                     seen.add(id(value))
                     yield value

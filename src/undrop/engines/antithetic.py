@@ -132,7 +132,7 @@ class Antithetic(Engine):
                 f"use {remedy}."
             )
         _warn_once(batch.model, reason)
-        rng = RngSnapshot.of(batch.model, draw.generator)
+        rng = RngSnapshot.after_seeding(batch.model, draw.generator)
 
         def run(epsilon: float) -> tuple[Any, Any]:
             if rng.changed_generators():

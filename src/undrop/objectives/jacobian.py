@@ -67,7 +67,7 @@ class Jacobian(Objective):
         if self.site is not None and self.site not in names:
             raise OptionError(f"there is no site {self.site!r}: the sites are {', '.join(names)}.")
         shift = _Shift(self.site or names[0], self.step, self.generators)
-        rng = RngSnapshot.of(batch.model, self.generators)
+        rng = RngSnapshot.after_seeding(batch.model, self.generators)
         buffers = copied_buffers(batch.model)
         with Interception(batch.model, partial(shift, 1.0)):
             output = batch.forward()

@@ -162,7 +162,7 @@ class MeasuredModel:
         with preserve_model(self.model), torch.inference_mode(False), torch.enable_grad():
             if not self.model.training:
                 self.model.train()
-            self._rng = RngSnapshot.of(self.model, self.generators)
+            self._rng = RngSnapshot.after_seeding(self.model, self.generators)
             self._check_repeatable()
             yield
 

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from undrop.engines.base import (
-    ENGINES,
-    Engine,
-    Evaluation,
-    Request,
-    WeightedParts,
-    no_active_dropout,
-)
+from undrop.engines.base import ENGINES, Engine, Evaluation, Request, WeightedParts
 from undrop.engines.compiled import compiled_pass
 from undrop.engines.draw import ScaledNoise
 from undrop.engines.kinks import measure_kinks
@@ -29,7 +22,7 @@ from undrop.engines.plan import NotStackable, Plan, PlanChanged, map_dims, stack
 from undrop.engines.proving import NO_DROPOUT
 from undrop.engines.stacked import run_stacked
 from undrop.engines.stacking import StateBeforeStep, find_plan, plan_is_right
-from undrop.errors import EngineError, NoDropoutError, OptionError
+from undrop.errors import EngineError, OptionError
 from undrop.intercept import Interception, RngSnapshot, keep_buffers, map_tensors
 from undrop.losses import Coefficients
 
@@ -78,7 +71,7 @@ class Antithetic(Engine):
                 if again:
                     raise
                 _log.info("undrop searches for another stacked pass: %r", error)
-            before.restore()  # the model took another branch: search for another plan, once
+            before.restore()  # the plan does not fit this step: search for another one, once
         return self.without_plan(request, "a stacked pass reaches different sites")
 
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
@@ -105,24 +98,22 @@ class Antithetic(Engine):
         if not plan.at_first_site:
             inputs = map_dims(rows.stack, inputs, plan.input_dims)
         run: Callable[..., Any] = run_stacked
-        if (
-            batch.backend is not None and not plan.reads_filled_tensor
-        ):  # the user compiled the model
+        if batch.backend is not None and not plan.reads_filled_tensor:  # a compiled model
             run = compiled_pass(batch.model, batch.backend)
         stacked, trail = run(batch.model, plan, layout, rows.index, noise, inputs)
-        total, values = _total_and_parts(request, plan, rows, stacked, 0.5 / epsilon)
+        total, parts = _stacked_total(request, plan, rows, stacked, 0.5 / epsilon)
 
         def output() -> Any:
             noise_free = map_dims(rows.noise_free, stacked, plan.output_dims)
             return map_dims(rows.in_batch_order, noise_free, plan.output_dims)
 
-        return Evaluation(total, values, output, "antithetic: one stacked pass"), trail
+        return Evaluation(total, parts, output, "antithetic: one stacked pass"), trail
 
     def without_plan(self, request: Request, reason: str) -> Evaluation:
         """Evaluate a request that has no plan: run the model at +ε₀, and again at -ε₀."""
         batch, draw = request.batch, request.draw
         if reason == NO_DROPOUT:
-            raise NoDropoutError(no_active_dropout(batch.model))
+            raise request.no_dropout_error()
         if request.fraction < 1.0 or request.exact_output:
             option, remedy = "fraction < 1", "fraction=1"
             if request.fraction == 1.0:
@@ -144,18 +135,16 @@ class Antithetic(Engine):
         while True:
             epsilon = self._epsilon(request, sigma)
             with keep_buffers(batch.model):
-                output_minus, f_minus = run(-epsilon)
+                out_minus, f_minus = run(-epsilon)
             if draw.largest_sigma <= sigma:
                 break
             sigma = draw.largest_sigma  # repeat with the ε₀ for this σ
         _largest_sigma[batch.model] = max(1.0, draw.largest_sigma)
-        output_plus, f_plus = run(epsilon)
+        out_plus, f_plus = run(epsilon)
         f = map_tensors(midpoint, f_plus, f_minus)
         u = map_tensors(lambda plus, minus: (plus - minus) * (0.5 / epsilon), f_plus, f_minus)
         engine = f"antithetic: two passes, since {reason}"
-        return request.evaluation(
-            f, u, lambda: map_tensors(midpoint, output_plus, output_minus), engine
-        )
+        return request.evaluation(f, u, lambda: map_tensors(midpoint, out_plus, out_minus), engine)
 
     def _epsilon(self, request: Request, sigma: float = 1.0) -> float:
         """Return ε₀ for the precision in which the model runs and for its largest σ."""
@@ -164,24 +153,23 @@ class Antithetic(Engine):
 
 
 def _loss_arguments(
-    request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
+    request: Request, plan: Plan, rows: Rows, stacked: Any, scale: float
 ) -> tuple[Any, Any, Any]:
-    """Return F, u and the targets in an order that the loss can take.
+    """Return F, u and the targets in an order that the loss accepts.
 
-    Usually the examples with noise come last, and u has only these. If the loss depends on the order of
-    the examples (weights in a closure, neighbors), all three are in the order of the batch, with u = 0
-    for examples without noise.
+    Usually the examples with noise come last, and u contains only these. If the loss depends on the
+    order of the examples (weights in a closure, neighbors), all three are in the order of the batch,
+    with u = 0 for examples without noise.
     """
     loss, targets = request.loss, request.batch.targets
-    whole = loss.whole_output
-    dims = plan.output_dims if whole else (plan.logits_dim,)
+    dims = plan.output_dims if loss.whole_output else (plan.logits_dim,)
 
     def tangent(x: Tensor, dim: int) -> Tensor:
-        return rows.output_and_tangent(x, dim, factor)[1] if x.is_floating_point() else x
+        return rows.output_and_tangent(x, dim, scale)[1] if x.is_floating_point() else x
 
     selected = loss.select(stacked)
     if isinstance(selected, Tensor):
-        f, u = rows.output_and_tangent(selected, dims[0] or 0, factor)
+        f, u = rows.output_and_tangent(selected, dims[0] or 0, scale)
     else:
         f, u = map_dims(rows.noise_free, selected, dims), map_dims(tangent, selected, dims)
     if loss.in_any_order:
@@ -189,29 +177,31 @@ def _loss_arguments(
     return map_dims(rows.in_batch_order, f, dims), map_dims(rows.with_zeros, u, dims), targets
 
 
-def _total_and_parts(
-    request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float
+def _stacked_total(
+    request: Request, plan: Plan, rows: Rows, stacked: Any, scale: float
 ) -> tuple[Tensor, WeightedParts]:
-    """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε and its parts, where u = 0 for the examples without noise.
+    """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε of a stacked output, and its parts.
+
+    u is ``scale``·(x₊ - x₋), and 0 for the examples without noise.
 
     The explicit part is divided by ρ, which keeps its mean over the random choice of examples. The
     implicit part is divided by sqrt(ρ), which keeps its covariance if the noise of different examples
     is independent.
     """
     loss, c, rho = request.loss, request.coefficients, rows.layout.noisy / rows.layout.batch
-    scaled = Coefficients(c.loss, c.quadratic / rho, c.directional / math.sqrt(rho))
+    c = Coefficients(c.loss, c.quadratic / rho, c.directional / math.sqrt(rho))
     if loss.computes_gradients:
-        closed_form = _with_closed_form(request, plan, rows, stacked, factor, scaled)
+        closed_form = _with_closed_form(request, plan, rows, stacked, scale, c)
         if closed_form is not None:
             return closed_form
-    f, u, targets = _loss_arguments(request, plan, rows, stacked, factor)
+    f, u, targets = _loss_arguments(request, plan, rows, stacked, scale)
     loss.check(f, targets)
-    total, parts = loss.combined(f, u, targets, request.form, scaled, dim=plan.logits_dim)
-    return total, WeightedParts(scaled, parts)
+    total, parts = loss.combined(f, u, targets, request.form, c, dim=plan.logits_dim)
+    return total, WeightedParts(c, parts)
 
 
 def _with_closed_form(
-    request: Request, plan: Plan, rows: Rows, stacked: Any, factor: float, c: Coefficients
+    request: Request, plan: Plan, rows: Rows, stacked: Any, scale: float, c: Coefficients
 ) -> tuple[Tensor, WeightedParts] | None:
     """Return the total as a single autograd node, and its parts; None without a closed-form gradient."""
     x = request.loss.select(stacked)
@@ -219,12 +209,12 @@ def _with_closed_form(
     dim = plan.logits_dim
 
     with torch.no_grad():
-        f, u = rows.output_and_tangent(x, dim, factor)
+        f, u = rows.output_and_tangent(x, dim, scale)
         request.loss.check(f, targets)
         result = request.loss.total_and_gradients(f, u, targets, request.form, c, dim=dim)
         if result is None:
             return None
-        gradient = rows.stacked_gradient(x, result.output_gradient, result.u_gradient, dim, factor)
+        gradient = rows.stacked_gradient(x, result.output_gradient, result.u_gradient, dim, scale)
     return _WithGradient.apply(x, result.total, gradient), WeightedParts(c, result.means)
 
 

@@ -16,7 +16,6 @@ from undrop.engines.tangent import Tangent
 from undrop.errors import EngineError
 
 _log = logging.getLogger("undrop")
-_HALF_PRECISION = "half precision with batch norm needs more digits than ±ε₀ leaves"
 
 
 @ENGINES.register("auto")
@@ -30,33 +29,29 @@ class Auto(Antithetic):
 
     name = "auto"
 
-    def __init__(self, epsilon: float | None = None) -> None:
-        super().__init__(epsilon)
-        self._tangent = Tangent()
-
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
         """Return the plan for a stacked pass, or None and the reason why there is none."""
         plan, reason = super().plan(request, again)
         if plan is not None and request.half_precision and _has_batch_norm(request.batch.model):
-            return None, _HALF_PRECISION
+            return None, "half precision with batch norm needs more digits than ±ε₀ leaves"
         return plan, reason
 
     def without_plan(self, request: Request, reason: str) -> Evaluation:
         """Evaluate a request that has no plan: by the tangent engine if it can, else in two passes."""
         if request.fraction == 1.0 and reason != NO_DROPOUT and _tangent_fits(request, reason):
             try:
-                return self._tangent.evaluate(request)
+                return Tangent().evaluate(request)
             except EngineError:
                 pass  # the model took a branch with an unproven op
         return super().without_plan(request, reason)
 
 
 _fits: weakref.WeakKeyDictionary[nn.Module, tuple[str, bool]] = weakref.WeakKeyDictionary()
-"""For each model, why it has no plan, and whether the tangent engine fits."""
+"""For each model, the reason why it has no plan, and whether the tangent engine fits."""
 
 
 def _tangent_fits(request: Request, reason: str) -> bool:
-    """Return whether every op has a proven rule; find out, and log, when the reason changes."""
+    """Return whether every op has a proven rule; computed and logged again when the reason changes."""
     model = request.batch.model
     if _fits.get(model, ("", False))[0] != reason:
         fits = first_unproven_op(model, request.batch.inputs) is None

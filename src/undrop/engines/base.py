@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from undrop.engines.draw import Draw
 from undrop.engines.layout import Layout
@@ -53,9 +53,10 @@ class Request:
         return (*options, *(t.shape for t in tensors))
 
     def layout(self, dim: int, *, shared: bool = False) -> Layout:
-        """Return the layout of the stacked batch; ``shared``: all examples share the noise of a site.
+        """Return the layout of the stacked batch.
 
-        Dimension ``dim`` of the first target, or of the first input without targets, is the batch.
+        Dimension ``dim`` of the first target (of the first input if there are no targets) is the batch.
+        ``shared`` says whether all examples share the noise of some site.
         """
         first = next(chain(tensors_in(self.batch.targets), tensors_in(self.batch.inputs)))
         return Layout.of(first.shape[dim], self.fraction, self.exact_output, shared)
@@ -74,7 +75,7 @@ class Request:
         """Run the model; return its output, and F: the part of the output that the loss receives."""
         output = self.batch.forward()
         if not self.draw.reached_site:
-            raise NoDropoutError(no_active_dropout(self.batch.model))
+            raise self.no_dropout_error()
         f = self.loss.select(output)
         self.loss.check(f, self.batch.targets)
         return output, f
@@ -85,13 +86,12 @@ class Request:
         total, parts = self.loss.combined(f, u, targets, self.form, c)
         return Evaluation(total, WeightedParts(c, parts), make_output, engine)
 
-
-def no_active_dropout(model: nn.Module) -> str:
-    """Return the error message for a pass without an active dropout."""
-    return (
-        f"no active dropout runs in this pass of {type(model).__name__}: check that p > 0 and "
-        "that its dropout modules are in train mode."
-    )
+    def no_dropout_error(self) -> NoDropoutError:
+        """Return the error for a pass without an active dropout."""
+        return NoDropoutError(
+            f"no active dropout runs in this pass of {type(self.batch.model).__name__}: check that "
+            "p > 0 and that its dropout modules are in train mode."
+        )
 
 
 @dataclass

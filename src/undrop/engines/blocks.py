@@ -1,9 +1,9 @@
 """Tensors that have a different value in each block of a stacked batch.
 
-With noise on a weight W (DropConnect) or on an embedding row, one stacked pass needs three weights: W
-for the rows without noise, W ⊙ (1 + ε₀·σ·η) for those at +ε₀ and W ⊙ (1 - ε₀·σ·η) for those at -ε₀. A
-function of such a weight and of activations is called once per block, with the weight and the rows of
-that block.
+With noise on a weight W (DropConnect) or on an embedding row, a stacked pass needs several weights:
+W ⊙ (1 + ε₀·σ·η) for the rows at +ε₀, W ⊙ (1 - ε₀·σ·η) for those at -ε₀, and with ``exact_output`` W for
+the rows without noise. A function of such a weight and of activations is called once per block, with the
+weight and the rows of that block. ``Layout.of`` says which rows form a block.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def blockwise(
     sizes: Sequence[int],
     batch_dim: Callable[[Tensor], int | None],
 ) -> Any:
-    """Call a function once per block, and join the results; it must treat rows independently.
+    """Call a function that treats rows independently once per block, and join the results.
 
     Args:
         function: the function.
@@ -72,7 +72,7 @@ def blockwise(
 
 
 def _join(outputs: list[Any], sizes: Sequence[int], dim: int | None) -> Any:
-    """Join the results of the blocks along the batch, which is ``dim`` in an argument.
+    """Join the results of the blocks along the batch; ``dim`` is the batch dimension of the arguments.
 
     If no argument has a batch dimension, every result becomes a :class:`BlockTensor`.
     """
@@ -90,9 +90,5 @@ def _join(outputs: list[Any], sizes: Sequence[int], dim: int | None) -> Any:
 
 def _dim_of_sizes(parts: Sequence[Tensor], sizes: Sequence[int], preferred: int) -> int:
     """Return a dimension along which the parts have these sizes, if possible ``preferred``."""
-    dims = [
-        d
-        for d in range(parts[0].dim())
-        if all(part.shape[d] == size for part, size in zip(parts, sizes, strict=True))
-    ]
+    dims = [d for d in range(parts[0].dim()) if [part.shape[d] for part in parts] == [*sizes]]
     return preferred if preferred in dims else dims[0] if dims else 0

@@ -45,11 +45,12 @@ def _eager_if_it_fails(run: Callable[..., Any]) -> Callable[..., Any]:
         from torch._dynamo.utils import counters
 
         try:
-            # Compiled code must not read the dictionary of all models' needs: torch guards what it
-            # reads, and fails if another model is deleted while it traces.
-            with allow_compiled(), call_context(model, inputs) as usable:
-                output, _ = run(model, *others, usable)
-            # A new branch, or a new value that a graph depends on, makes a new graph.
+            # Compiled code must not read the dictionary of all models' requirements: torch guards what
+            # it reads, and fails if another model is deleted while it traces.
+            with allow_compiled(), call_context(model, inputs) as model_inputs:
+                output, _ = run(model, *others, model_inputs)
+            # The number of graphs is the trail: a new branch, or a new value that a graph depends on,
+            # makes a new graph.
             return output, int(counters["stats"]["unique_graphs"])
         except (PlanChanged, NotStackable):
             raise

@@ -24,9 +24,9 @@ MASKS = ("as-declared", "independent")
 class Draw:
     """σ·η of every site, the same in every pass that uses this draw.
 
-    A site's noise is drawn when a pass first reaches the site. The draw keeps a weak reference to it and
-    the generator's state: if the noise is needed again after its graph is freed, as under activation
-    checkpointing, the same noise is drawn again.
+    A site's noise is drawn when a pass first reaches the site. The draw keeps a weak reference to this
+    noise, and the generator's state before: if the noise is needed again after its graph is freed, as
+    under activation checkpointing, the same noise is drawn again.
 
     Args:
         noise: the distribution of η: "sign" or "dropout".
@@ -58,7 +58,7 @@ class Draw:
         self._generator_states: dict[str, Tensor] = {}  # before the draw of each site
 
     def scale(self, site: Site) -> float:
-        """Return σ of the noise at the site; 0 if the site is not chosen."""
+        """Note that a pass has reached the site, and return its σ; 0 if the site is not chosen."""
         self.reached_site = True
         scale = self.selection.sigma(site)
         self.largest_sigma = max(self.largest_sigma, scale)
@@ -74,8 +74,7 @@ class Draw:
         if scale == 0.0:
             return None
         reference = self._noise.get(site.name)
-        noise = reference() if reference is not None else None
-        if noise is None:
+        if reference is None or (noise := reference()) is None:
             noise = self._draw(site, h, scale)
             self._noise[site.name] = TensorWeakRef(noise)
         return noise
@@ -87,29 +86,21 @@ class Draw:
         else:
             generator = self.generator(h.device)
             self._generator_states[site.name] = generator.get_state()
-        shape = self.shape(site)
-        return draw_noise(
-            self.noise, shape, site.p, like=h.detach(), scale=scale, generator=generator
-        )
+        shape, like = self.shape(site), h.detach()
+        return draw_noise(self.noise, shape, site.p, like=like, scale=scale, generator=generator)
 
-    def eta(self, plan: SitePlan, scale: float, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Draw scale·η for a site in a stacked pass; ``shape`` replaces the shape of its η."""
-        site, device = plan.site, plan.device
-        like = torch.empty((), dtype=torch.promote_types(plan.dtype, torch.float32), device=device)
-        return draw_noise(
-            self.noise,
-            shape or self.shape(site),
-            site.p,
-            like=like,
-            scale=scale,
-            generator=self.generator(device),
-        )
+    def eta(self, s: SitePlan, scale: float, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Draw scale·η for a site in a stacked pass; ``shape`` replaces the shape of the site's η."""
+        shape, generator = shape or self.shape(s.site), self.generator(s.device)
+        dtype = torch.promote_types(s.dtype, torch.float32)
+        like = torch.empty((), dtype=dtype, device=s.device)
+        return draw_noise(self.noise, shape, s.site.p, like=like, scale=scale, generator=generator)
 
     def eta_of_rows(
-        self, plans: Sequence[SitePlan], widths: Sequence[int], rows: Rows, scale: float
+        self, sites: Sequence[SitePlan], widths: Sequence[int], rows: Rows, scale: float
     ) -> Tensor:
         """Draw scale·η for several sites in one call: a tensor of r rows and Σ widths columns."""
-        widest = max(plans, key=lambda plan: plan.dtype.itemsize)
+        widest = max(sites, key=lambda s: s.dtype.itemsize)
         return self.eta(widest, scale, (rows.layout.noisy, sum(widths)))
 
 

@@ -39,19 +39,17 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     # objectives: what training minimizes
-    "undrop.objectives": (
-        *("Analytic", "Dropout", "L2", "NoRegularization", "Objective", "Step", "PAPER", "TAYLOR"),
-    ),
+    "undrop.objectives": "Analytic Dropout L2 NoRegularization Objective Step PAPER TAYLOR",
     # losses: how the output is scored
-    "undrop.losses": ("BCEWithLogits", "CrossEntropy", "Loss", "MSE"),
+    "undrop.losses": "BCEWithLogits CrossEntropy Loss MSE",
     # sites: where noise enters
-    "undrop.intercept": ("Site", "Sites", "register_site", "sites"),
+    "undrop.intercept": "Site Sites register_site sites",
     # diagnosis: what dropout does in a model
-    "undrop.diagnosis": ("Watcher", "bound", "check", "diagnose"),
+    "undrop.diagnosis": "Watcher bound check diagnose",
     # tuning: which p, found within one run
-    "undrop.tuning": ("Tuner", "advise"),
+    "undrop.tuning": "Tuner advise",
 }
-_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
 __all__ = [*_MODULE_OF, "errors"]
 

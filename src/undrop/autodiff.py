@@ -23,8 +23,4 @@ def gradients(
     # y has no graph if, for example, it is uᵀHu of a loss that is linear in the output.
     if not tensors or not y.requires_grad:
         return [torch.zeros_like(x) for x in tensors]
-    return list(
-        torch.autograd.grad(
-            y, tensors, weights, allow_unused=True, materialize_grads=True, **options
-        )
-    )
+    return list(torch.autograd.grad(y, tensors, weights, materialize_grads=True, **options))

@@ -104,11 +104,11 @@ class ConfigError(OptionError):
 
 
 class RunError(UndropError):
-    """A run's folder that can't be written or read, or is in use."""
+    """A file or folder that can't be written or read, or a run's folder that is in use."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint that was truncated or modified."""
+    """A checkpoint that is missing, truncated or modified."""
 
 
 class StoppedError(UndropError):

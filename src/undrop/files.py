@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def naming_disk_errors(path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` about ``path`` into a ``RunError`` of one sentence."""
+    """Turn an ``OSError`` in the block into a ``RunError`` that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -100,9 +101,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def near_path(path: Path, pattern: str = "*") -> Path | None:
-    """Return the existing path in the same folder with the name most similar to a missing path's."""
-    from difflib import get_close_matches
-
+    """Return the path whose name is most similar to that of a missing ``path``, in the same folder."""
     neighbors = {neighbor.name: neighbor for neighbor in path.parent.glob(pattern)}
     near = get_close_matches(path.name, neighbors, n=1)
     return neighbors[near[0]] if near else None

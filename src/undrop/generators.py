@@ -22,8 +22,8 @@ class Generators:
     """One generator per device: the user's own, or a new one when a device first needs it.
 
     A new generator takes its seed from torch's global generator, so ``torch.manual_seed`` determines the
-    noise. If several processes set the same seed, each still has different noise, because each has
-    different examples.
+    noise. The seed also depends on the rank: processes that set the same seed draw different noise for
+    their different examples.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -68,13 +68,12 @@ class Generators:
         Some trainers save the state of one process for all of them. A process that gets the state of
         another process derives different noise from it.
         """
-        from_another_process = int(state.get(_RANK, torch.tensor(_rank()))) != _rank()
-        for device, value in state.items():
-            if device == _RANK:
-                continue
+        states = dict(state)
+        saved_rank = int(states.pop(_RANK, _rank()))
+        for device, value in states.items():
             generator = self._generators.setdefault(device, torch.Generator(device))
             generator.set_state(value)
-            if from_another_process:
+            if saved_rank != _rank():
                 generator.manual_seed(_draw_seed(generator) ^ _rank())
 
 

@@ -41,14 +41,14 @@ def _draw_dropout(out: Tensor, q: float, scale: float, generator: torch.Generato
     return out.fill_(scaled_sigma).masked_fill_(drops, -scale / s)
 
 
-_WORDS_FROM = 1 << 14  # entries from which drawing 32 signs at a time is faster
+_MANY_ENTRIES = 1 << 14  # the number of entries from which drawing 32 signs at a time is faster
 _SIGN_BIT, _ONE = -(2**31), 0x3F80_0000  # the sign bit of a float32, and the bits of 1.0
 
 
 def _draw_signs(out: Tensor, q: float, scale: float, generator: torch.Generator | None) -> Tensor:
     """Draw ±scale from the bits of random words, 20 times as fast as a Bernoulli draw per entry."""
     n = out.numel()
-    if n < _WORDS_FROM:
+    if n < _MANY_ENTRIES:
         return out.random_(0, 2, generator=generator).mul_(2.0 * scale).sub_(scale)
     words = out.new_empty((-(-n // 32), 1), dtype=torch.int32)
     words.random_(-(2**31), 2**31, generator=generator)
@@ -104,7 +104,7 @@ def structured_dropout(
         training: whether to drop at all, as in ``F.dropout``.
         kind: the site's kind in ``undrop.sites``.
         mask: the name of the site's mask structure in ``undrop.sites``.
-        label: the last part of the site's name, after the path of the module that calls.
+        label: the last part of the site's name, after the path of the calling module.
     """
     if has_torch_function_unary(h):
         options: Any = {"kind": kind, "mask": mask, "label": label}

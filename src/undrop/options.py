@@ -26,7 +26,7 @@ def check_int(field: str, value: int, *, least: int = 1) -> int:
 
 
 def check_not_negative(field: str, value: float) -> float:
-    """``value``, if it is finite and not negative."""
+    """Return ``value`` if it is finite and not negative."""
     if not 0.0 <= as_float(value) < math.inf:
         raise OptionError(f"{field} must be finite and not negative, got {value!r}.")
     return value
@@ -40,7 +40,7 @@ def check_probability(field: str, value: float) -> float:
 
 
 def check_sizes(field: str, values: Sequence[int], *, least: int) -> tuple[int, ...]:
-    """Return ``values`` if they are positive whole numbers, and at least ``least`` of them."""
+    """Return ``values`` if they are ``least`` or more positive whole numbers."""
     if len(values) < least:
         raise OptionError(f"{field} must name at least {least} sizes, got {list(values)}.")
     return tuple(check_int(f"{field}[{i}]", value) for i, value in enumerate(values))

@@ -5,8 +5,8 @@ Each tail has a softmax over its own words. With the variance Var of the logits'
 
     uᵀHu = Var_head + Σ_c π_c Var_c.
 
-This is the Fisher form, the mean over labels of the second derivative; the second derivative for one
-label has only the tail of that label. So every row needs every tail.
+This is the Fisher form: the second derivative for one label contains only the tail of that label, and
+the form is its mean over all labels. So every row needs every tail.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ class AdaptiveOutput(OutputLayer):
         z, u = _logits(head, f, df)
         # The factor of a tail's quadratic form: π_c, or 1 for the identity
         factors = torch.ones_like(z) if options.form == "identity" else z.softmax(-1)
-        terms = softmax_terms(z, u, self.head_target(target), options)
+        head_target = self.head_target(target)
+        terms = softmax_terms(z, u, head_target, options)
         loss, quadratic, directional = (weight @ x for x in terms)
         for column, (tail, words) in enumerate(zip(tails, self.tails, strict=True), self.shortlist):
-            in_tail = self.members(target, words)
+            in_tail = head_target == column
             tail_target = torch.where(in_tail, target - words.start, 0)
             if df is None:
                 tail_rows = in_tail.nonzero().squeeze(-1)
                 f_tail, y, w = (x.index_select(0, tail_rows) for x in (f, tail_target, weight))
-                terms = softmax_terms(*_logits(tail, f_tail, None), y, options)
-                loss = loss + w @ terms.loss
+                loss = loss + w @ softmax_terms(*_logits(tail, f_tail, None), y, options).loss
                 continue
             terms = softmax_terms(*_logits(tail, f, df), tail_target, options)
             loss = loss + (weight * in_tail) @ terms.loss
@@ -89,13 +89,11 @@ class AdaptiveOutput(OutputLayer):
             directional = directional + (weight * in_tail) @ terms.directional
         return Derivatives(loss, quadratic, directional)
 
-    def members(self, target: Tensor, words: range) -> Tensor:
-        """Return which targets are in a tail; the last tail also gets targets beyond the vocabulary."""
-        last = words.stop == self.num_classes
-        return target >= words.start if last else (target >= words.start) & (target < words.stop)
-
     def head_target(self, target: Tensor) -> Tensor:
-        """Return the class of each target in the head: a word of the shortlist, or the word's tail."""
+        """Return the class of each target in the head: a word of the shortlist, or the word's tail.
+
+        A target beyond the vocabulary is in the last tail, where torch raises an error.
+        """
         tail = torch.zeros_like(target)
         for words in self.tails:
             tail += target >= words.start

@@ -96,14 +96,13 @@ def flex_attention(
     )
     tensors = (query, key, value)
     if has_torch_function(tensors):
-        arguments: Any = call  # the rule of this function takes all of them by position
+        arguments: Any = call  # by position, as the site rule of this function takes them
         return handle_torch_function(flex_attention, tensors, *arguments)
     if dropout_p > 0.0:
         return attend(call, F.dropout(call.ones(), dropout_p))
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return (
-        attend(call, None) if differentiated else _result(call, *_call_kernel(call, call.score_mod))
-    )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return attend(call, None)
+    return _result(call, *_call_kernel(call, call.score_mod))
 
 
 def attend(call: FlexCall, factors: Tensor | None) -> Any:
@@ -198,19 +197,18 @@ def _call_kernel(call: FlexCall, score_mod: Callable[..., Tensor] | None) -> tup
 
     attention: Any = module.flex_attention
     arguments = (*call[:3], score_mod, *call[4:7])
-    noisy = call.dropout_p > 0.0
     options = {"kernel_options": call.kernel_options}
+    aux = call.return_aux
+    lse = call.dropout_p > 0.0 or call.return_lse or (aux is not None and aux.lse)
     if not _has_return_aux():
-        result = attention(*arguments, return_lse=noisy or call.return_lse, **options)
+        result = attention(*arguments, return_lse=lse, **options)
         return (*result, None) if isinstance(result, tuple) else (result, None, None)
-    aux_request = call.return_aux
-    lse = noisy or call.return_lse or (aux_request is not None and aux_request.lse)
-    largest = aux_request is not None and aux_request.max_scores
+    largest = aux is not None and aux.max_scores
     if not lse and not largest:
         return attention(*arguments, **options), None, None
     request = module.AuxRequest(lse=lse, max_scores=largest)
-    out, aux = attention(*arguments, return_aux=request, **options)
-    return out, aux.lse, aux.max_scores
+    out, extras = attention(*arguments, return_aux=request, **options)
+    return out, extras.lse, extras.max_scores
 
 
 def _result(call: FlexCall, out: Tensor, lse: Tensor | None, largest: Tensor | None) -> Any:

@@ -1,10 +1,10 @@
 """Output layers with their softmax cross-entropy, along a tangent, one chunk of rows at a time.
 
-Memory never holds more than one chunk of logits. A *sweep* goes through all chunks once. For each chunk
-it computes the logits, then the gradients of the total in the logits by the closed forms of
+A *sweep* goes through all chunks once, and memory never holds the logits of more than one. For each
+chunk it computes the logits, then the gradients of the total in the logits by the closed forms of
 ``softmax.py``, and backpropagates these gradients to features and weights. This takes three matrix
 products, each over the rows of the features f and of their tangent ḟ together. Plain rows, which have
-no tangent, cost as much as the loss alone.
+no tangent, cost as much as the loss alone. Only a second derivative keeps all logits.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _LEAST_ROWS = 64
 
 Parameters = Sequence[Tensor | None]
 Needs = Sequence[bool]
-"""Which gradients to compute: in the features, in the tangent, and in each parameter."""
+"""Which gradients to compute: in each tensor of ``OutputRows``, and in each parameter."""
 
 
 class SweepResult(NamedTuple):
     """The result of a sweep over all rows."""
 
     means: Tensor  # the means of ℓ, uᵀHu and ∂ℓ/∂ε, (3,)
-    gradients: Parameters  # of the total in the features, the tangent and each parameter
+    gradients: Parameters  # of the total in each tensor of the rows, and in each parameter
 
 
 def row_chunks(rows: int, classes: int, chunk: int | None) -> list[slice]:
@@ -83,37 +83,29 @@ class OutputLayer(ABC):
     def sweep(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
     ) -> SweepResult:
-        """Return the means and, if the options have coefficients, the gradients that are needed."""
+        """Return the means and the gradients that are needed; without coefficients, none is needed."""
         c = options.coefficients
-        needs = needs if c is not None else [False] * len(needs)
         means = rows.features.new_zeros(3, dtype=working_dtype(rows.features.dtype))
         sums = _gradient_sums(rows, parameters, needs)
-        parameter_leaves = [_leaf(x, need) for x, need in zip(parameters, needs[2:], strict=True)]
-        for chunk in self._chunks(rows):
-            part = rows.select_rows(chunk)
-            inputs: list[Any] = [*map(_leaf, part[:2], needs), *parameter_leaves]
-            part = part._replace(features=inputs[0], tangent=inputs[1])
+        parameters = [_leaf(x, need) for x, need in zip(parameters, needs[4:], strict=True)]
+        for chunk in rows.cut(lambda n: row_chunks(n, self.softmax_size, self.chunk)):
+            part = OutputRows(*map(_leaf, rows.select_rows(chunk), needs))  # type: ignore[arg-type]
             with torch.set_grad_enabled(any(needs)):
-                terms = torch.stack(self.terms(part, parameter_leaves, options))
+                terms = torch.stack(self.terms(part, parameters, options))
                 total = terms if c is None else c.total(terms)
             means += terms.detach()
-            slices = [chunk, rows.tangent_slice(chunk), *(slice(None) for _ in parameter_leaves)]
-            needed = [
-                (x, gradient_sum[rows_of_chunk])
-                for x, gradient_sum, rows_of_chunk in zip(inputs, sums, slices, strict=True)
-                if x is not None and gradient_sum is not None
+            slices: list[Any] = [chunk, rows.tangent_slice(chunk), *[...] * (len(sums) - 2)]
+            leaves_and_sums = [
+                (leaf, gradient_sum[rows_of_chunk])
+                for leaf, gradient_sum, rows_of_chunk in zip(
+                    (*part, *parameters), sums, slices, strict=True
+                )
+                if leaf is not None and gradient_sum is not None
             ]
-            leaves = [x for x, _ in needed]
-            for (_, to), gradient in zip(needed, gradients(total, leaves), strict=True):
-                to += gradient
+            chunk_gradients = gradients(total, [leaf for leaf, _ in leaves_and_sums])
+            for (_, gradient_sum), gradient in zip(leaves_and_sums, chunk_gradients, strict=True):
+                gradient_sum += gradient
         return SweepResult(means, sums)
-
-    def _chunks(self, rows: OutputRows) -> list[slice]:
-        """Return chunks of the plain rows, then chunks of the rows with a tangent."""
-        n = rows.num_plain
-        plain = row_chunks(n, self.softmax_size, self.chunk)
-        others = row_chunks(len(rows.target) - n, self.softmax_size, self.chunk)
-        return [*plain, *(slice(n + chunk.start, n + chunk.stop) for chunk in others)]
 
     def differentiable_means(
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions
@@ -156,7 +148,7 @@ class OutputLayer(ABC):
         inputs = (None if x is None else x.reshape(-1, width).to(dtype) for x in (features, u))
         parameters = (None if p is None else p.to(dtype) for p in self.parameters)
         with torch.autocast(features.device.type, enabled=False):
-            return function.apply(self, options, *target_and_weight, *inputs, *parameters)
+            return function.apply(self, options, *inputs, *target_and_weight, *parameters)
 
     def _dtype(self, features: Tensor) -> torch.dtype:
         """Return the dtype of the matrix products: that of autocast, or of features and parameters."""
@@ -175,7 +167,7 @@ def _gradient_sums(rows: OutputRows, parameters: Parameters, needs: Needs) -> Pa
     dtype = working_dtype(rows.features.dtype)
     return [
         torch.zeros_like(x, dtype=dtype) if need and x is not None else None
-        for x, need in zip((rows.features, rows.tangent, *parameters), needs, strict=True)
+        for x, need in zip((*rows, *parameters), needs, strict=True)
     ]
 
 
@@ -210,7 +202,7 @@ class _SoftmaxTermsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, z: Tensor, u: Tensor, target: Tensor, options: SoftmaxOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        work = WorkBuffers(u, z, torch.empty_like(z))
+        work = WorkBuffers(torch.empty_like(z), v=u, pv=z)
         terms = tangent_terms(z, u, target, options, work)
         ctx.save_for_backward(target, *work, *terms)
         ctx.options = options
@@ -219,9 +211,9 @@ class _SoftmaxTermsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        target, v, pv, p, *terms = ctx.saved_tensors
+        target, p, v, pv, *terms = ctx.saved_tensors
         c = Coefficients(*(g.unsqueeze(-1) for g in grad_outputs))
-        tangent_gradients_(WorkBuffers(v, pv, p), RowTerms(*terms), target, ctx.options, c)
+        tangent_gradients_(WorkBuffers(p, v, pv), RowTerms(*terms), target, ctx.options, c)
         return v, pv, None, None
 
 
@@ -244,9 +236,10 @@ class Logits(OutputLayer):
         self, rows: OutputRows, parameters: Parameters, options: SoftmaxOptions, needs: Needs
     ) -> SweepResult:
         """Compute the sweep by the closed forms."""
-        if options.coefficients is None or not any(needs):
-            return SweepResult(sweep(rows, options), [None, None])
-        return SweepResult(*sweep_with_gradients(rows, options))
+        if options.coefficients is None:
+            return SweepResult(sweep(rows, options), [None] * 4)
+        means, gradients = sweep_with_gradients(rows, options)
+        return SweepResult(means, [*gradients, None, None])
 
 
 class LinearOutput(OutputLayer):
@@ -274,15 +267,15 @@ class LinearOutput(OutputLayer):
         weight, bias = parameters
         assert weight is not None
         c = options.coefficients
-        sums = _gradient_sums(rows, parameters, needs if c is not None else [False] * len(needs))
+        sums = _gradient_sums(rows, parameters, needs)
         dtype, buffer = working_dtype(weight.dtype), weight.new_empty(0)
         means = rows.features.new_zeros(3, dtype=dtype)
         for chunk in row_chunks(len(rows.target), len(weight), self.chunk):
             part = rows.select_rows(chunk)
             n, num_plain = len(part.target), part.num_plain
-            stack = part.features
-            if part.tangent is not None:
-                stack = torch.cat((stack, part.tangent))
+            stack = (
+                part.features if part.tangent is None else torch.cat((part.features, part.tangent))
+            )
             size = len(stack) * len(weight)
             if buffer.numel() < size:
                 buffer = weight.new_empty(size)
@@ -313,7 +306,7 @@ def _backpropagate(
     ``slices`` are the positions of the chunk in the features and in the tangent.
     """
     n, num_plain = len(rows.target), rows.num_plain
-    d_features, d_tangent, d_weight, d_bias = sums
+    d_features, d_tangent, _, _, d_weight, d_bias = sums
     if d_bias is not None:
         d_bias.add_(g[:num_plain].sum(0)).add_(g[n:].sum(0))
     g = g.to(weight.dtype)
@@ -335,68 +328,65 @@ def _backpropagate(
 
 
 class _DerivativesFunction(torch.autograd.Function):
-    """The means of ℓ, uᵀHu and ∂ℓ/∂ε; the backward pass computes the logits again, chunk by chunk."""
+    """The means of ℓ, uᵀHu and ∂ℓ/∂ε; the backward pass computes the logits again, chunk by chunk.
+
+    The tensors are those of the rows, then the parameters.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: OutputLayer,
-        options: SoftmaxOptions,
-        target: Tensor,
-        weight: Tensor,
-        *inputs: Any,
+        ctx: Any, layer: OutputLayer, options: SoftmaxOptions, *tensors: Any
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(target, weight, *inputs)
-        ctx.output, ctx.options = output, options
-        rows, parameters = OutputRows(inputs[0], inputs[1], target, weight), inputs[2:]
-        return output.sweep(rows, parameters, options, [False] * len(inputs)).means.unbind()
+        ctx.save_for_backward(*tensors)
+        ctx.layer, ctx.options = layer, options
+        no_gradients = [False] * len(tensors)
+        rows, parameters = _rows_and_parameters(tensors)
+        return layer.sweep(rows, parameters, options, no_gradients).means.unbind()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        target, weight, *inputs = ctx.saved_tensors
-        rows, parameters = OutputRows(inputs[0], inputs[1], target, weight), inputs[2:]
+        rows, parameters = _rows_and_parameters(ctx.saved_tensors)
         options = ctx.options._replace(coefficients=Coefficients(*grad_outputs))
-        with torch.autocast(target.device.type, enabled=False):
-            result = ctx.output.sweep(rows, parameters, options, ctx.needs_input_grad[4:])
-        rounded = (None if g is None else g.to(inputs[0].dtype) for g in result.gradients)
-        return None, None, None, None, *rounded
+        with torch.autocast(rows.target.device.type, enabled=False):
+            result = ctx.layer.sweep(rows, parameters, options, ctx.needs_input_grad[2:])
+        rounded = (None if g is None else g.to(rows.features.dtype) for g in result.gradients)
+        return None, None, *rounded
 
 
 class _TotalFunction(torch.autograd.Function):
-    """The weighted total and the three means; the forward pass also computes the gradients."""
+    """The total and the three means; the forward pass also computes the gradients of the total."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: OutputLayer,
-        options: SoftmaxOptions,
-        target: Tensor,
-        weight: Tensor,
-        *inputs: Any,
+        ctx: Any, layer: OutputLayer, options: SoftmaxOptions, *tensors: Any
     ) -> tuple[Tensor, Tensor]:
-        ctx.output, ctx.options, c = output, options, options.coefficients
+        ctx.layer, ctx.options, c = layer, options, options.coefficients
         assert c is not None
-        rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[2:]
         if not any(needs):
             options = options._replace(coefficients=None)
-        means, gradients = output.sweep(rows, inputs[2:], options, needs)
+        means, gradients = layer.sweep(*_rows_and_parameters(tensors), options, needs)
         ctx.mark_non_differentiable(means)
-        ctx.save_for_backward(target, weight, *inputs, *gradients)
+        ctx.save_for_backward(*tensors, *gradients)
         return c.total(means), means
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        target, weight, *saved = ctx.saved_tensors
-        inputs, gradients = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        needs = ctx.needs_input_grad[2:]
+        tensors, gradients = ctx.saved_tensors[: len(needs)], ctx.saved_tensors[len(needs) :]
         if not torch.is_grad_enabled():
-            scaled = (None if x is None else (x * g).to(inputs[0].dtype) for x in gradients)
-            return None, None, None, None, *scaled
+            scaled = (None if x is None else (x * g).to(tensors[0].dtype) for x in gradients)
+            return None, None, *scaled
         # A second derivative needs a graph of this backward pass: compute the total in plain operations.
-        rows, needs = OutputRows(inputs[0], inputs[1], target, weight), ctx.needs_input_grad[4:]
         without_closed_forms = ctx.options._replace(coefficients=None)
-        means = ctx.output.differentiable_means(rows, inputs[2:], without_closed_forms)
+        rows, parameters = _rows_and_parameters(tensors)
+        means = ctx.layer.differentiable_means(rows, parameters, without_closed_forms)
         total = ctx.options.coefficients.total(means)
-        leaves = [x for x, need in zip(inputs, needs, strict=True) if need]
+        leaves = [x for x, need in zip(tensors, needs, strict=True) if need]
         gradient = iter(torch.autograd.grad(total, leaves, g, create_graph=True))
-        return None, None, None, None, *(next(gradient) if need else None for need in needs)
+        return None, None, *(next(gradient) if need else None for need in needs)
+
+
+def _rows_and_parameters(tensors: Sequence[Any]) -> tuple[OutputRows, Parameters]:
+    return OutputRows(*tensors[:4]), tensors[4:]

@@ -19,7 +19,7 @@ allocated memory, takes most of the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,11 +102,11 @@ class RowTerms(NamedTuple):
 
 
 class WorkBuffers(NamedTuple):
-    """Buffers (rows, classes) for v, p v and p; ``tangent_gradients_`` reuses v and p v."""
+    """Buffers (rows, classes) for p, v and p v; ``tangent_gradients_`` reuses v and p v."""
 
+    p: Tensor
     v: Tensor
     pv: Tensor
-    p: Tensor
 
 
 class GradientBuffers(NamedTuple):
@@ -193,7 +193,7 @@ def tangent_gradients_(
     work: WorkBuffers, terms: RowTerms, target: Tensor, options: SoftmaxOptions, c: Coefficients
 ) -> None:
     """Replace ``work.v`` by d/dz and ``work.pv`` by d/du of the total with the coefficients c."""
-    v, pv, p = work
+    p, v, pv = work
     c0, c1, c2 = (v.new_ones(()) * coefficient for coefficient in c)
     if options.form == "identity":
         # d/du = 2c₁u + c₂(p - t), with u = v + Σ p u;  d/dz = c₀(p - t) + c₂pv
@@ -227,16 +227,15 @@ class OutputRows(NamedTuple):
 
     def select_rows(self, rows: slice) -> OutputRows:
         """Return some of the rows."""
-        tangent = None if self.tangent is None else self.tangent[self.tangent_slice(rows)]
-        tangent = tangent if tangent is not None and len(tangent) else None
+        part, tangent = self.tangent_slice(rows), self.tangent
+        tangent = tangent[part] if tangent is not None and part.start < part.stop else None
         return OutputRows(self.features[rows], tangent, self.target[rows], self.weight[rows])
 
-    def blocks(self) -> list[tuple[slice, slice | None]]:
-        """Return blocks of rows, each with its slice of the tangent, or None for plain rows."""
-        num_plain, classes = self.num_plain, self.features.shape[-1]
-        plain = [(block, None) for block in row_blocks(num_plain, classes)]
-        others = row_blocks(len(self.target) - num_plain, classes)
-        return [*plain, *((slice(num_plain + b.start, num_plain + b.stop), b) for b in others)]
+    def cut(self, cut_rows: Callable[[int], list[slice]]) -> list[slice]:
+        """Return slices of the plain rows, then of the others; ``cut_rows`` cuts a number of rows."""
+        n = self.num_plain
+        others = cut_rows(len(self.target) - n)
+        return [*cut_rows(n), *(slice(n + s.start, n + s.stop) for s in others)]
 
 
 def sweep(
@@ -251,22 +250,23 @@ def sweep(
     ``gradients``.
     """
     z_all, u_all = rows.features, rows.tangent
-    terms, blocks = [], rows.blocks()
-    longest = max((block.stop - block.start for block, _ in blocks), default=0)
+    classes, num_plain = z_all.shape[-1], rows.num_plain
+    terms, blocks = [], rows.cut(lambda n: row_blocks(n, classes))
+    longest = max((block.stop - block.start for block in blocks), default=0)
     # If there are buffers for gradients, v and p v are computed in them.
-    count = 3 if gradients is None else 1
-    buffers = [z_all.new_empty((longest, z_all.shape[-1])) for _ in range(count)]
-    for block, tangent_block in blocks:
-        p, *others = (buffer[: block.stop - block.start] for buffer in buffers)
+    buffers = [z_all.new_empty((longest, classes)) for _ in range(3 if gradients is None else 1)]
+    for block in blocks:
+        p, *v_and_pv = (buffer[: block.stop - block.start] for buffer in buffers)
         z, target = z_all[block], rows.target[block]
-        if tangent_block is None or u_all is None:
-            dz = others[0] if gradients is None else gradients.dz_plain[block]
+        if u_all is None or block.start < num_plain:
+            dz = p if gradients is None else gradients.dz_plain[block]
             c_loss = None if c is None else c.select_rows(block).loss
             terms.append(plain_terms(z, target, options.smoothing, dz, c_loss))
             continue
+        tangent_block = rows.tangent_slice(block)
         if gradients is not None:
-            others = [gradients.dz_tangent[tangent_block], gradients.du[tangent_block]]
-        work = WorkBuffers(others[0], others[1], p)
+            v_and_pv = [gradients.dz_tangent[tangent_block], gradients.du[tangent_block]]
+        work = WorkBuffers(p, *v_and_pv)
         terms.append(tangent_terms(z, u_all[tangent_block], target, options, work))
         if c is not None:
             tangent_gradients_(work, terms[-1], target, options, c.select_rows(block))
@@ -281,8 +281,8 @@ def _few_logits(
 ) -> tuple[Derivatives, tuple[Tensor, Tensor]]:
     """Compute the same as ``sweep_with_gradients``, in as few calls as possible.
 
-    It is for the Hessian and few logits. The coefficients c are numbers, u belongs to the last
-    rows, and all N rows count, each with the weight w = 1/N.
+    This is for the Hessian without label smoothing. The coefficients c are numbers, u belongs to the
+    last rows, and all N rows count, each with the weight w = 1/N.
     """
     n = len(z)
     w, num_plain = 1.0 / n, n - len(u)
@@ -318,11 +318,9 @@ def sweep_with_gradients(
     return means, (dz, du)
 
 
-def _all_targets_count(target: Tensor, ignore_index: int) -> bool:
-    """Return whether no target is ignored; False where only a wait for the device would tell."""
-    if type(target) is not Tensor or target.device.type != "cpu":
-        return False
-    if not 0 < len(target) <= _FEW_LOGITS:
+def _none_ignored(target: Tensor, ignore_index: int) -> bool:
+    """Return whether no target is ignored; False if there are none, or if they are on a device."""
+    if type(target) is not Tensor or target.device.type != "cpu" or not len(target):
         return False
     values = target.numpy()  # in host memory: no operation of torch is called
     return bool(values.min() > ignore_index) or not (values == ignore_index).any()
@@ -346,10 +344,9 @@ def cross_entropy_and_gradients(
     few = z.numel() <= _FEW_LOGITS and options.form == "hessian" and not options.smoothing
     few = few and not any(isinstance(coefficient, Tensor) for coefficient in c)
     means: Means
-    if few and _all_targets_count(target, options.ignore_index):
+    if few and _none_ignored(target, options.ignore_index):
         means, (dz, du) = _few_logits(z, tangent, target, c)
     else:
-        target_and_weight = row_weights(target, options.ignore_index, dtype)
-        rows = OutputRows(z, tangent, *target_and_weight)
+        rows = OutputRows(z, tangent, *row_weights(target, options.ignore_index, dtype))
         means, (dz, du) = sweep_with_gradients(rows, options)
     return c.total(means), means, (dz.view(logits.shape), du.view(u.shape))

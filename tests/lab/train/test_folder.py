@@ -24,7 +24,7 @@ def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path):
     with pytest.raises(RunError, match=f"is in use by process {first.pid}:"), folder.locked():
         pass
     with pytest.raises(RunError, match=f"is in use by process {first.pid}:"):
-        folder.refuse_if_in_use()
+        folder.refuse_if_used()
     first.kill()
     first.communicate()
     assert folder.holder() is None

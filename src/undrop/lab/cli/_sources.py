@@ -68,8 +68,7 @@ def windows(
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Yield windows of text, spread evenly over a split.
 
-    Each window starts with the state that the model has, in eval mode, after the window before it in
-    the text.
+    A window's state is the one that the model has, in eval mode, after the preceding window of the text.
 
     Args:
         model: the language model.
@@ -146,9 +145,7 @@ def _from_language_model(
     model: LanguageModel, corpus: Corpus, config: Config, batches: int, run: Run | None = None
 ) -> Source:
     """Return the source whose batches are windows of the corpus."""
-    optimizer = (
-        None if run is None else clipped_optimizer(list(model.parameters()), config.optimizer)
-    )
+    optimizer = None if run is None else clipped_optimizer(model, config.optimizer)
     return Source(
         model,
         windows(model, corpus.train, config, batches),

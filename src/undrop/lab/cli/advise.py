@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,22 +47,20 @@ def _train_and_advise(config: Config, share: float) -> Advice:
 
     with tempfile.TemporaryDirectory() as folder:
         config = _shorten(config, share)
-        assert config.train.max_steps is not None
-        # The interval is longer than the run, so the tuner makes no trial.
-        recorder = TunerRecorder(interval=config.train.max_steps + 1)
+        recorder = TunerRecorder(interval=sys.maxsize)  # longer than the run: no trial
         run(config, out=Path(folder) / "run", callbacks=[TrainingProgress(), recorder])
     assert recorder.tuner is not None
     assert recorder.model is not None
-    optimizer = clipped_optimizer(list(recorder.model.parameters()), config.optimizer)
+    optimizer = clipped_optimizer(recorder.model, config.optimizer)
     return advise_from(recorder.tuner, recorder.model.train(), list(recorder.batches), optimizer)
 
 
 def _shorten(config: Config, share: float) -> Config:
-    """Return the config of a run with a share of the steps, but with enough steps to measure."""
+    """Return the config with this share of its steps, and at least ``_MIN_STEPS``."""
     data, train = config.data, config.train
     tokens = (1.0 - train.tune) * len(config.load_corpus().train)
     per_epoch = tokens / (data.batch_size * data.length)
     steps = max(round(share * (train.max_steps or train.epochs * per_epoch)), _MIN_STEPS)
-    epochs = math.ceil(1.1 * steps / per_epoch) + 1  # max_steps ends the run earlier
+    epochs = math.ceil(1.1 * steps / per_epoch) + 1  # more than enough: max_steps ends the run
     limits = {"max_steps": steps, "epochs": epochs, "patience": None}
     return config.model_copy(update={"train": train.model_copy(update=limits)})

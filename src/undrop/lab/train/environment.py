@@ -52,11 +52,12 @@ def find_device(name: str, setting: str = "train.device") -> torch.device:
     Raises:
         ConfigError: if this machine has no such device.
     """
-    available = ["cpu"]
-    if torch.backends.mps.is_available():
-        available.insert(0, "mps")
-    if torch.cuda.is_available():
-        available.insert(0, "cuda")
+    usable = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    available = [device for device in usable if usable[device]]  # the fastest first
     if name == "auto":
         return torch.device(available[0])
     if name not in available:
@@ -108,7 +109,7 @@ class Interrupts:
 def catch_signals() -> Iterator[Interrupts]:
     """Turn Ctrl-C and SIGTERM into a request to stop after the current step.
 
-    Only the main thread can handle signals; in any other thread none is ever received.
+    Only the main thread can handle signals; in another thread, no signal is received.
     """
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
@@ -125,9 +126,9 @@ def catch_signals() -> Iterator[Interrupts]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports that memory ran out, or a size that no memory can hold."""
     text = str(error).lower()
-    return isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError) or any(
-        message in text for message in _OUT_OF_MEMORY_MESSAGES
-    )
+    if any(message in text for message in _OUT_OF_MEMORY_MESSAGES):
+        return True
+    return isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError)
 
 
 def versions() -> dict[str, str]:
@@ -165,7 +166,7 @@ class World:
         return self.rank == 0
 
     def columns(self, count: int) -> slice:
-        """Return this process's columns of a batch; processes differ by at most one column."""
+        """Return this process's columns of a batch; any two processes have equally many, or one more."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def all_reduce(self, values: list[float]) -> list[float]:
@@ -259,9 +260,8 @@ def _offer_name(store: Store, size: int, wait: timedelta) -> str:
                 store.set(f"undrop/answer/{token}", name)
         missing = {rank for rank in missing if not store.check([f"undrop/{name}/{rank}"])}
         if missing and time.monotonic() > deadline:
-            raise TimeoutError(
-                f"of {size} processes, ranks {sorted(missing)} did not start in time."
-            )
+            ranks = sorted(missing)
+            raise TimeoutError(f"of {size} processes, ranks {ranks} did not start in time.")
         time.sleep(_POLL_INTERVAL)
     return name
 
@@ -281,13 +281,11 @@ class _ObjectiveModule(nn.Module):
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
-        self.model = model
-        self.objective = objective
-        self.step: Step | None = None
+        self.model, self.objective = model, objective
 
-    def forward(self, inputs: Any, targets: Tensor) -> Tensor:
-        self.step = self.objective(self.model, inputs, targets)
-        return self.step.total
+    def forward(self, inputs: Any, targets: Tensor) -> tuple[Step, Tensor]:
+        step: Step = self.objective(self.model, inputs, targets)
+        return step, step.total  # DDP returns both as they are
 
 
 class Gradient:
@@ -298,21 +296,20 @@ class Gradient:
     """
 
     def __init__(self, model: LanguageModel, objective: Objective, world: World) -> None:
-        self._model = model
-        self._objective = objective
-        self._module: _ObjectiveModule | None = None
+        self._model, self._objective = model, objective
+        self._parallel: nn.Module | None = None
         if world.size > 1:
-            self._module = _ObjectiveModule(model, objective)
+            module = _ObjectiveModule(model, objective)
             devices = [world.device] if world.device.type == "cuda" else None
-            self._parallel = DistributedDataParallel(self._module, device_ids=devices)
+            self._parallel = DistributedDataParallel(module, device_ids=devices)
 
     def __call__(self, inputs: Any, targets: Tensor) -> Step:
         """Run the forward and the backward pass, and return the step."""
-        if self._module is None:
-            step: Step = self._objective(self._model, inputs, targets)
+        step: Step
+        if self._parallel is None:
+            step = self._objective(self._model, inputs, targets)
             step.backward()
-            return step
-        self._parallel(inputs, targets).backward()
-        parallel_step, self._module.step = self._module.step, None
-        assert parallel_step is not None
-        return parallel_step
+        else:
+            step, total = self._parallel(inputs, targets)
+            total.backward()
+        return step

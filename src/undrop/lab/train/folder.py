@@ -153,7 +153,7 @@ def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_LOCK_TIMEOUT = 0.1  # seconds; ``holder`` in another process holds the lock for less time
+_LOCK_TIMEOUT = 0.1  # seconds; longer than ``holder`` in another process holds the lock
 
 
 class RunFolder:
@@ -171,7 +171,7 @@ class RunFolder:
         self.checkpoints = Checkpoints(self.path / "checkpoints")
         self.metrics = MetricsFile(self.path / "metrics.jsonl")
         self._config = self.path / "config.json"
-        self.summary = self.path / "summary.json"
+        self._summary = self.path / "summary.json"
         self._best = self.path / "best.safetensors"
         self._lock = self.path / "run.lock"
         self._pid = self.path / "run.pid"
@@ -204,9 +204,13 @@ class RunFolder:
             raise RunError(f"{self.path} holds no run: it has no config.json.{guess}")
         return read_json(self._config)
 
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Save the result of the run."""
+        write_json(self._summary, summary)
+
     def read_summary(self) -> Any:
         """Read the result of the run, or return None if the run has not ended."""
-        return read_json(self.summary) if self.summary.exists() else None
+        return read_json(self._summary) if self._summary.exists() else None
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Write a checkpoint with the length of the metrics, once these are on the disk."""
@@ -214,10 +218,8 @@ class RunFolder:
 
     def write_best(self, weights: Mapping[str, Tensor]) -> None:
         """Save the weights of the best epoch so far."""
-        with replacing(self._best) as temporary:
-            save_tensors(
-                temporary, {name: with_own_storage(value) for name, value in weights.items()}
-            )
+        with replacing(self._best) as path:
+            save_tensors(path, {name: with_own_storage(value) for name, value in weights.items()})
 
     def read_best(self) -> dict[str, Tensor]:
         """Read the weights of the best epoch.
@@ -243,7 +245,7 @@ class RunFolder:
         with contextlib.ExitStack() as stack:
             with naming_disk_errors(self._lock):
                 if not stack.enter_context(file_lock(self._lock, timeout=_LOCK_TIMEOUT)):
-                    raise self._in_use(self._holder_pid())
+                    raise self._in_use()
                 self._pid.write_text(str(os.getpid()), encoding="utf-8")
             yield
 
@@ -263,14 +265,14 @@ class RunFolder:
         except OSError:
             return "(unknown)"
 
-    def refuse_if_in_use(self) -> None:
+    def refuse_if_used(self) -> None:
         """Check that a new run can start in this folder.
 
         Raises:
             RunError: if another process trains in this folder, or the folder holds a run.
         """
-        if (holder := self.holder()) is not None:
-            raise self._in_use(holder)
+        if self.holder() is not None:
+            raise self._in_use()
         self.refuse_if_started()
 
     def refuse_if_started(self) -> None:
@@ -284,9 +286,10 @@ class RunFolder:
                 f"{self.path} already holds a run: resume it with --resume, or choose another --out."
             )
 
-    def _in_use(self, pid: str) -> RunError:
+    def _in_use(self) -> RunError:
+        user = f"process {self._holder_pid()}"
         return RunError(
-            f"{self.path} is in use by process {pid}: wait for it to end, or choose another --out."
+            f"{self.path} is in use by {user}: wait for it to end, or choose another --out."
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from undrop.errors import NonFiniteError
 from undrop.lab.train.config import OptimizerConfig, ScheduleConfig
@@ -19,7 +20,7 @@ class RunProgress(NamedTuple):
 
     step: int  # optimizer steps taken
     epoch: float  # epochs completed, with the fraction of the current one
-    done: float  # the part of the whole run that is complete, from 0 to 1
+    done: float  # the share of the whole run that is complete, from 0 to 1
 
 
 def lr_factor(schedule: ScheduleConfig, progress: RunProgress) -> float:
@@ -44,9 +45,9 @@ def lr_factor(schedule: ScheduleConfig, progress: RunProgress) -> float:
 class ParameterAverage:
     """The mean of the parameters over the steps since averaging started (Polyak).
 
-    Averaging starts after an epoch whose validation loss is above the smallest loss of the epochs more
-    than ``patience`` epochs ago: the non-monotonic trigger of NT-ASGD (Merity, Keskar & Socher 2018).
-    If ``patience`` is None, it never starts.
+    Averaging starts when the validation loss of an epoch is above the smallest loss that was reached
+    more than ``patience`` epochs before: the non-monotonic trigger of NT-ASGD (Merity, Keskar & Socher
+    2018). If ``patience`` is None, it never starts.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], patience: int | None) -> None:
@@ -113,12 +114,11 @@ class Stepper:
         self._config = config
         self._parameters = parameters
         self._optimizer = _optimizer(parameters, config)
-        self.average = ParameterAverage(
-            parameters, config.patience if config.name == "asgd" else None
-        )
+        patience = config.patience if config.name == "asgd" else None
+        self.average = ParameterAverage(parameters, patience)
 
     def step(self, factor: float) -> float:
-        """Take a step with ``factor`` times the learning rate; return the norm before clipping.
+        """Take a step with ``factor`` times the learning rate; return the gradient's norm, unclipped.
 
         Raises:
             NonFiniteError: if the norm is infinite or NaN; the parameters stay unchanged.
@@ -146,10 +146,9 @@ class Stepper:
             self.average.load_state_dict(state["average"])
 
 
-def clipped_optimizer(
-    parameters: Sequence[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """Return an optimizer whose ``step`` clips the gradients first."""
+def clipped_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """Return an optimizer of a model's parameters whose ``step`` clips the gradients first."""
+    parameters = list(model.parameters())
     optimizer = _optimizer(parameters, config)
 
     def clip(*_: Any) -> None:
@@ -160,11 +159,9 @@ def clipped_optimizer(
     return optimizer
 
 
-def _optimizer(
-    parameters: Sequence[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.Optimizer:
+def _optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     decay = config.weight_decay
     if config.name in ("sgd", "asgd"):
-        return torch.optim.SGD(parameters, config.lr, momentum=config.momentum, weight_decay=decay)
-    adam = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+        return SGD(parameters, config.lr, momentum=config.momentum, weight_decay=decay)
+    adam = Adam if config.name == "adam" else AdamW
     return adam(parameters, config.lr, betas=config.betas, eps=config.eps, weight_decay=decay)

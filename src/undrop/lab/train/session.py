@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
 from undrop.errors import CheckpointError, ConfigError, OptionError, RunError
-from undrop.files import write_json
 from undrop.lab.train.callbacks import LOGGERS, Callback, RunInfo
 from undrop.lab.train.config import Config
 from undrop.lab.train.environment import (
@@ -47,6 +46,8 @@ _CHANGEABLE = {
     "train.checkpoint_every",
 }
 """The settings that may change when a run is resumed."""
+
+_Run: TypeAlias = tuple[Config, RunFolder, Sequence[Callback]]
 
 _STATE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 """The errors that loading can raise for an intact checkpoint that holds no state of this run."""
@@ -164,18 +165,15 @@ def _settings_by_name(config: Config) -> dict[str, Any]:
     return settings
 
 
-def _train(
-    runs: Sequence[tuple[Config, RunFolder, Sequence[Callback]]], resume: bool, world: World
-) -> list[Summary]:
+def _train(runs: Sequence[_Run], resume: bool, world: World) -> list[Summary]:
     """Train runs, one epoch of each in turn."""
     with (
         torch_settings(runs[0][0].train, world.device),
         catch_signals() as interrupts,
         contextlib.ExitStack() as stack,
     ):
-        trainers = [
-            stack.enter_context(_open_trainer(*run, resume, world, interrupts)) for run in runs
-        ]
+        contexts = [_open_trainer(run, resume, world, interrupts) for run in runs]
+        trainers = [stack.enter_context(context) for context in contexts]
         while unfinished := [trainer for trainer in trainers if trainer.end_reason is None]:
             for trainer in unfinished:
                 trainer.advance()
@@ -184,16 +182,12 @@ def _train(
 
 @contextlib.contextmanager
 def _open_trainer(
-    config: Config,
-    folder: RunFolder,
-    callbacks: Sequence[Callback],
-    resume: bool,
-    world: World,
-    interrupts: Interrupts,
+    run: _Run, resume: bool, world: World, interrupts: Interrupts
 ) -> Iterator[Trainer]:
     """Yield the trainer of a new or resumed run, with the lock on its folder."""
+    config, folder, callbacks = run
     if not resume and world.is_main:
-        folder.refuse_if_in_use()  # before the corpus is loaded, which can take long
+        folder.refuse_if_used()  # before the corpus is loaded, which can take long
     corpus = config.load_corpus()
     with contextlib.ExitStack() as stack:
         loggers = [LOGGERS[name](folder, config) for name in config.train.loggers if world.is_main]
@@ -216,7 +210,7 @@ def _open_trainer(
 
 
 def _resume(trainer: Trainer) -> bool:
-    """Restore the newest intact checkpoint and truncate the metrics to it; return False without one."""
+    """Restore the newest intact checkpoint, if there is one; return whether there is."""
     world, folder = trainer.world, trainer.folder
     # The main process chooses the checkpoint, and the other processes load the same one.
     newest = folder.checkpoints.newest(trainer.say) if world.is_main else None
@@ -286,7 +280,7 @@ def _finish(trainer: Trainer) -> Summary:
         machine=machine(trainer.world.device, trainer.world.size),
     )
     if trainer.world.is_main:
-        write_json(trainer.folder.summary, summary.model_dump())
+        trainer.folder.write_summary(summary.model_dump())
     for callback in trainer.callbacks:
         callback.end(summary.model_dump())
     return summary

@@ -57,11 +57,9 @@ class Trainer:
         world: World,
         interrupts: Interrupts,
     ) -> None:
-        self.config, self.corpus, self.world = config, corpus, world
-        self.folder = folder
-        self.callbacks = callbacks
+        self.config, self.corpus, self.folder = config, corpus, folder
+        self.callbacks, self.world, self._interrupts = callbacks, world, interrupts
         self._observers = [c for c in callbacks if type(c).observe is not Callback.observe]
-        self._interrupts = interrupts
         self.step = 0  # optimizer steps taken
         self.epoch = 0  # epochs trained and evaluated
         self.best_record: dict[str, Any] | None = None
@@ -86,13 +84,12 @@ class Trainer:
         self.tuner, text = build_tuner(config, self.objective, self.corpus.train, self.world)
         self._gradient = Gradient(self.model, self.objective, self.world)
         self._stepper = Stepper(list(self.model.parameters()), config.optimizer)
-        length_generator = torch.Generator()
-        length_generator.manual_seed(derive_seed(config.train.seed, "lengths"))
+        lengths = torch.Generator().manual_seed(derive_seed(config.train.seed, "lengths"))
         self._windows = TrainingWindows(
             text,
             data.batch_size,
             data.length,
-            generator=length_generator if data.variable_length else None,
+            generator=lengths if data.variable_length else None,
             shard=(self.world.rank, self.world.size),
         )
 
@@ -108,11 +105,10 @@ class Trainer:
             return None
         return "patience" if self.epoch - self.best_record["epoch"] >= train.patience else None
 
-    def progress(self, position: int | None = None) -> RunProgress:
-        """Return the progress of the run at a position in the epoch; the default is the current one."""
+    def progress(self) -> RunProgress:
+        """Return the present progress of the run."""
         train = self.config.train
-        position = self._windows.position if position is None else position
-        epoch = self.epoch + position / self._windows.steps
+        epoch = self.epoch + self._windows.position / self._windows.steps
         done = epoch / train.epochs if train.max_steps is None else self.step / train.max_steps
         return RunProgress(self.step, epoch, min(done, 1.0))
 
@@ -150,14 +146,14 @@ class Trainer:
         if self._epoch_trained:
             return
         train = self.config.train
-        start = self._windows.position
-        if start == 0:
+        if self._windows.position == 0:
             self._hidden, self._epoch_means = None, Means()
         self._last_log_time, self._tokens_since_log = time.perf_counter(), 0
-        for window in self._windows:
+        progress = self.progress()
+        for window in self._windows:  # a window moves the position, so its progress is from before
             with self._explain_failures(window):
-                self._take_step(window, self.progress(start))
-            start = self._windows.position
+                self._take_step(window, progress)
+            progress = self.progress()
             if self.step % train.log_every == 0:
                 self._log()
             if train.max_steps is not None and self.step >= train.max_steps:
@@ -176,8 +172,10 @@ class Trainer:
         self._lr = config.optimizer.lr * factor
         inputs = {"tokens": window.inputs.to(device), "state": self._hidden, "logits": False}
         targets = window.targets.to(device)
+        trial: dict[str, float] | None = None
         with autocast(config.train, device):
-            trial = self._tune(inputs, targets)
+            if self.tuner is not None:  # the batches of a trial begin without a hidden state
+                trial = self.tuner.observe(self.model, {**inputs, "state": None}, targets)
             step = self._gradient(inputs, targets)
         norm = self._stepper.step(factor)
         self._hidden = detach(step.output[1])
@@ -192,22 +190,13 @@ class Trainer:
             self._record("tune", trial)
         self._observe(inputs, targets)
 
-    def _tune(self, inputs: dict[str, Any], targets: Tensor) -> dict[str, float] | None:
-        """Let the tuner count the step; return its figures after a trial.
-
-        A trial compares batches that all begin without a hidden state, so the tuner gets none.
-        """
-        if self.tuner is None:
-            return None
-        return self.tuner.observe(self.model, {**inputs, "state": None}, targets)
-
     def _observe(self, inputs: dict[str, Any], targets: Tensor) -> None:
-        """Let the callbacks observe the model, and add their figures to the metrics."""
+        """Let the callbacks observe the model, and add the numbers that they return to the metrics."""
         for callback in self._observers:
             with RngSnapshot(), autocast(self.config.train, self.world.device):
-                figures = callback.observe(self, inputs, targets)
-            if figures is not None:
-                self._record(callback.kind, figures)
+                values = callback.observe(self, inputs, targets)
+            if values is not None:
+                self._record(callback.kind, values)
 
     @contextlib.contextmanager
     def _explain_failures(self, window: Window) -> Iterator[None]:
@@ -216,10 +205,8 @@ class Trainer:
         try:
             yield
         except NonFiniteError as error:
-            reason = str(error).rstrip(".")
-            raise NonFiniteError(
-                f"stopped at step {step}: {reason}; {self._last_checkpoint()}."
-            ) from error
+            reason = f"{str(error).rstrip('.')}; {self._last_checkpoint()}."
+            raise NonFiniteError(f"stopped at step {step}: {reason}") from error
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -267,8 +254,8 @@ class Trainer:
         train = self.config.train
         with self._stepper.average.applied():
             valid = self.loss_on("valid")
-            test = self.loss_on("test") if train.test == "epoch" else None
-            without_noise = self.loss_on("train") if train.train_perplexity else None
+            test_ppl = perplexity(self.loss_on("test")) if train.test == "epoch" else None
+            train_ppl = perplexity(self.loss_on("train")) if train.train_perplexity else None
             is_best = self.best_record is None or valid < self.best_record["valid_loss"]
             if is_best and self.world.is_main:
                 self.folder.write_best(self.model.state_dict())
@@ -276,15 +263,14 @@ class Trainer:
             "lr": self._lr,
             **_PARTS,
             **self._epoch_means.means(self.world),
-            "train_ppl": None if without_noise is None else perplexity(without_noise),
+            "train_ppl": train_ppl,
             "valid_loss": valid,
             "valid_ppl": perplexity(valid),
-            "test_ppl": None if test is None else perplexity(test),
+            "test_ppl": test_ppl,
             "averaged": self._stepper.average.active,
         }
         self._stepper.average.observe(valid)
-        seconds = self.clock.seconds - start
-        self.last_record = self._record("epoch", values, evaluation=seconds)
+        self.last_record = self._record("epoch", values, evaluation=self.clock.seconds - start)
         if is_best:
             self.best_record = self.last_record
         self.epoch, self._epoch_trained = self.epoch + 1, False
@@ -305,7 +291,7 @@ class Trainer:
             )
 
     def _stop_if_requested(self) -> None:
-        # Several processes must stop together, so they agree on it, but only after a training step.
+        # Several processes have to stop together: they agree on that in _train_epoch.
         if self.world.size == 1 and self._interrupts.received is not None:
             raise _StopRequested
 
@@ -327,10 +313,10 @@ class Trainer:
         of their own generators. Everything else, such as the learning rate (:func:`lr_factor`), is
         computed from these values.
 
-        Processes differ in the values of ``ranks``; every process returns those of all processes. The
+        The values in ``ranks`` differ between processes; each process returns those of all. The
         global random generators must be in this run's state, as they are within ``advance()``.
         """
-        own_values = {
+        local = {
             "hidden": self._hidden,
             "rng": RngSnapshot().state_dict(),
             "objective": self.objective.state_dict(),
@@ -351,7 +337,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "stepper": self._stepper.state_dict(),
             "windows": self._windows.state_dict(),
-            "ranks": self.world.gather(own_values),
+            "ranks": self.world.gather(local),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -365,10 +351,10 @@ class Trainer:
                 f"the text of {self.corpus.name} is not the one that the run was started on: restore "
                 "that text, or choose another --out."
             )
-        if len(state["ranks"]) != self.world.size:
+        if (size := len(state["ranks"])) != self.world.size:
             raise RunError(
-                f"the run was started with {len(state['ranks'])} processes and can't be resumed "
-                f"exactly with {self.world.size}: start {len(state['ranks'])} processes."
+                f"the run was started with {size} processes and can't be resumed exactly with "
+                f"{self.world.size}: start {size} processes."
             )
         self.step, self.epoch, self._epoch_trained = state["step"], state["epoch"], state["trained"]
         self.best_record, self.last_record, self._lr = state["best"], state["last"], state["lr"]
@@ -376,13 +362,11 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self._stepper.load_state_dict(state["stepper"])
         self._windows.load_state_dict(state["windows"])
-        own_values = state["ranks"][self.world.rank]
-        self._hidden = tree_map_only(
-            Tensor, lambda x: x.to(self.world.device), own_values["hidden"]
-        )
-        self._rng = RngSnapshot.from_state_dict(own_values["rng"])
-        self.objective.load_state_dict(own_values["objective"])
+        local = state["ranks"][self.world.rank]
+        self._hidden = tree_map_only(Tensor, lambda x: x.to(self.world.device), local["hidden"])
+        self._rng = RngSnapshot.from_state_dict(local["rng"])
+        self.objective.load_state_dict(local["objective"])
         if self.tuner is not None:
-            self.tuner.load_state_dict(own_values["tuner"])
-        self._means_since_log.load_state_dict(own_values["since_log"])
-        self._epoch_means.load_state_dict(own_values["since_epoch"])
+            self.tuner.load_state_dict(local["tuner"])
+        self._means_since_log.load_state_dict(local["since_log"])
+        self._epoch_means.load_state_dict(local["since_epoch"])

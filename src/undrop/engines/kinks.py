@@ -2,8 +2,8 @@
 
 A rule in ``midpoint.py`` makes the rows at +ε₀ and -ε₀ take the same branch. A function without a rule
 (a custom kernel, TorchScript, a function that is new in torch) may take two branches, which adds O(1/ε₀)
-to the gradient of u. The test is a smaller ε₀: it changes the gradient of a smooth function by O(ε₀²)
-only, and the gradient of a function with a kink by much more.
+to the gradient of u. To find out, this module also computes the gradient with a smaller ε₀. For a smooth
+function it then changes by O(ε₀²) only, and for a function with a kink by much more.
 """
 
 from __future__ import annotations

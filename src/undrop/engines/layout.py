@@ -26,9 +26,9 @@ class Layout:
     plain: int
     """The number of rows without noise."""
     sizes: tuple[int, ...]
-    """The lengths of the runs of rows without noise, with +ε₀ and with -ε₀, in order; none is 0."""
+    """The numbers of consecutive rows of one kind, in the order of the rows; none is 0."""
     blocks: tuple[int, ...]
-    """The sizes of the blocks: consecutive rows that share the weights, if these carry noise."""
+    """The sizes of the blocks: consecutive rows that have the same weights where weights carry noise."""
     total: int
     """The total number of rows."""
 
@@ -37,10 +37,10 @@ class Layout:
     def of(cls, batch: int, fraction: float, exact_output: bool, shared: bool) -> Layout:
         """Return the layout in which round(fraction · batch) examples, at least one, carry noise.
 
-        ``shared`` says that all examples share the noise of some site, as in DropConnect. A function of
-        such a weight then runs once per block. To have two blocks instead of three, half of the rows
-        without noise join the block of +ε₀ and half the block of -ε₀, and use the weights of that block.
-        The error of these rows is O(ε₀), with a mean of O(ε₀²).
+        ``shared`` says that all examples share the noise of some site, such as a weight in DropConnect.
+        A function of that weight then runs once per block. To have two blocks instead of three, half of
+        the rows without noise join the block of +ε₀ and half the block of -ε₀, and use the weights of
+        that block. The error of these rows is O(ε₀), with a mean of O(ε₀²).
         """
         r = max(1, round(fraction * batch))
         plain = batch if exact_output else batch - r
@@ -78,7 +78,7 @@ class Rows:
 
     Args:
         layout: the number of rows of each kind.
-        order: a permutation of the examples; the last r of it carry noise. None if all examples do.
+        order: a permutation of the examples, of which the last r carry noise. None if all examples do.
     """
 
     def __init__(self, layout: Layout, order: Tensor | None) -> None:
@@ -93,9 +93,9 @@ class Rows:
 
     @classmethod
     def of_index(cls, layout: Layout, index: Tensor | None) -> Rows:
-        """Return rows for compiled code, where only ``stack`` is needed, from their ``index``."""
+        """Return rows that can only ``stack``, from their ``index``: all that a stacked pass needs."""
         rows = cls(layout, None)
-        rows.order = rows.index = index
+        rows.index = index
         return rows
 
     @classmethod
@@ -136,7 +136,7 @@ class Rows:
     def stacked_gradient(
         self, x: Tensor, in_output: Tensor, in_tangent: Tensor, dim: int, scale: float
     ) -> Tensor:
-        """Return the gradient of a stacked x from the gradients of F and u, which it was split into."""
+        """Return the gradient of a stacked x, from the gradients of F and u (``output_and_tangent``)."""
         gradient = torch.empty_like(x, dtype=in_output.dtype)
         before, plus, minus, after = self.layout.split(gradient, dim)
         r = self.layout.noisy

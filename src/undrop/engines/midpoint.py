@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,13 @@ from undrop.registry import Registry
 if TYPE_CHECKING:
     from undrop.engines.stacked import StackedPass
 
-MIDPOINT_RULES: Registry[Callable[..., Any], Rule] = Registry("midpoint rule")
+Function: TypeAlias = Callable[..., Any]
+MIDPOINT_RULES: Registry[Function, Rule] = Registry("midpoint rule")
 """Functions with kinks, and the rules that a stacked pass calls in their place."""
 
 
 def _kinked(
-    *functions: Callable[..., Any], in_place: tuple[Callable[..., Any], ...] = ()
+    *functions: Function, in_place: tuple[Function, ...] = ()
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register a rule that computes y from x, its midpoint m and the function's other arguments.
 
@@ -156,7 +157,7 @@ def _abs(x: Tensor, m: Tensor) -> Tensor:
     return torch.abs(x) if x.is_complex() else x * m.sign()
 
 
-def _at_midpoint(function: Callable[..., Any], mode: StackedPass, *args: Any, **kwargs: Any) -> Any:
+def _at_midpoint(function: Function, mode: StackedPass, *args: Any, **kwargs: Any) -> Any:
     """Evaluate a function that makes a decision, such as ``x > 0``, at the midpoint."""
     args = tuple(mode.midpoint(a) if _floating(a) else a for a in args)
     kwargs = {k: mode.midpoint(v) if _floating(v) else v for k, v in kwargs.items()}
@@ -167,8 +168,8 @@ def _floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _named(names: str) -> list[Callable[..., Any]]:
-    """Return the functions with these names in torch and in torch.Tensor, without duplicates."""
+def _named(names: str) -> list[Function]:
+    """Return the functions with these names in torch (without underscores) and in torch.Tensor."""
     pairs = ((owner, name) for name in names.split() for owner in (torch, Tensor))
     return list(dict.fromkeys(getattr(o, n) for o, n in pairs if o is Tensor or n[0] != "_"))
 
@@ -190,14 +191,12 @@ MIDPOINT_RULES.register(*_named("maximum fmax"))(partial(_larger_or_smaller, Fal
 MIDPOINT_RULES.register(*_named("minimum fmin"))(partial(_larger_or_smaller, True))
 
 
-def _selected(
-    function: Callable[..., Any], mode: StackedPass, input: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _select(function: Function, mode: StackedPass, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Evaluate max, min, sort, topk, … along a dimension; the entries are chosen at the midpoint."""
     if not input.is_floating_point():
         return function(input, *args, **kwargs)
     result = function(mode.midpoint(input), *args, **kwargs)
-    if isinstance(result, Tensor):  # of two tensors, or over all entries
+    if isinstance(result, Tensor):  # max or min of two tensors, or over all entries
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, Tensor):
             return _larger_or_smaller(function in (torch.min, Tensor.min), mode, input, other)
@@ -205,20 +204,18 @@ def _selected(
     _, indices = result
     dim = kwargs.get("dim", _dim_argument(function, args))
     if indices.dim() == input.dim():
-        values = input.gather(dim, indices)
-    else:
-        values = input.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
-    return type(result)((values, indices))
+        return type(result)((input.gather(dim, indices), indices))
+    return type(result)((input.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices))
 
 
-def _dim_argument(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+def _dim_argument(function: Function, args: tuple[Any, ...]) -> int:
     """Return ``dim`` from the positional arguments; topk and kthvalue take k before it."""
     index = 1 if function.__name__ in ("topk", "kthvalue") else 0
     return int(args[index]) if len(args) > index else -1
 
 
 for _function in _named("max min sort topk kthvalue cummax cummin median nanmedian"):
-    MIDPOINT_RULES.register(_function)(partial(_selected, _function))
+    MIDPOINT_RULES.register(_function)(partial(_select, _function))
 
 
 def _extreme(
@@ -231,12 +228,9 @@ def _extreme(
     flat, m = (
         x.permute(*others, *dims).flatten(len(others)) for x in (input, mode.midpoint(input))
     )
-    index = (m.argmin(-1) if smallest else m.argmax(-1)).unsqueeze(-1)
+    index = m.argmin(-1, keepdim=True) if smallest else m.argmax(-1, keepdim=True)
     out = flat.gather(-1, index).squeeze(-1)
-    if keepdim:
-        for d in dims:
-            out = out.unsqueeze(d)
-    return out
+    return out.view([1 if d in dims else n for d, n in enumerate(input.shape)]) if keepdim else out
 
 
 MIDPOINT_RULES.register(*_named("amax"))(partial(_extreme, False))
@@ -244,18 +238,12 @@ MIDPOINT_RULES.register(*_named("amin"))(partial(_extreme, True))
 
 
 def _max_pool(
-    function: Callable[..., Any],
-    spatial_dims: int,
-    mode: StackedPass,
-    input: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    function: Function, dims: int, mode: StackedPass, input: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Evaluate max pooling; the entry of each window is chosen at the midpoint."""
+    """Evaluate max pooling over ``dims`` dimensions; the entry of a window is chosen at the midpoint."""
     return_indices = kwargs.pop("return_indices", False)
     _, indices = function(mode.midpoint(input), *args, **kwargs, return_indices=True)
-    flat = input.flatten(-spatial_dims).gather(-1, indices.flatten(-spatial_dims))
-    out = flat.view(indices.shape)
+    out = input.flatten(-dims).gather(-1, indices.flatten(-dims)).view(indices.shape)
     return (out, indices) if return_indices else out
 
 
@@ -263,9 +251,9 @@ for _dims in (1, 2, 3):
     for _name in (f"max_pool{_dims}d", f"adaptive_max_pool{_dims}d"):
         _function = getattr(F, _name)
         _rule = partial(_max_pool, _function, _dims)
-        _same = {_function, getattr(torch, _name, _function)}
-        MIDPOINT_RULES.register(*_same)(_rule)
+        _functions = {_function, getattr(torch, _name, _function)}
+        MIDPOINT_RULES.register(*_functions)(_rule)
         # F.max_pool2d calls this one, and the mode may see either.
         _with_indices = getattr(F, f"{_name}_with_indices")
-        if _with_indices not in _same:
+        if _with_indices not in _functions:
             MIDPOINT_RULES.register(_with_indices)(partial(_rule, return_indices=True))

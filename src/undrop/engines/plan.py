@@ -96,10 +96,10 @@ class Plan:
 
 
 class NoiseColumns(NamedTuple):
-    """The columns of each site in the noise of all sites, one tensor with a row per example."""
+    """Where the noise of a site is, in a tensor with a row per example and columns for all sites."""
 
     sites: tuple[int, ...]
-    """The indices of these sites in the plan."""
+    """The indices of the sites that have columns."""
     row_shapes: tuple[tuple[int, ...], ...]
     """For each site, the shape of η for one example."""
     widths: tuple[int, ...]
@@ -124,7 +124,7 @@ class NoiseColumns(NamedTuple):
 def map_dims(
     function: Callable[[Tensor, int], Tensor], tree: Any, dims: Sequence[int | None]
 ) -> Any:
-    """Replace every tensor x of a tree by ``function(x, dim)``; ``dims`` has None for those to keep."""
+    """Replace every tensor x of a tree by ``function(x, dim)``; a tensor whose dim is None stays."""
     remaining = iter(dims)
 
     def apply(x: Tensor) -> Tensor:
@@ -159,14 +159,10 @@ def _factors(
     plan: Plan, draw: Draw, rows: Rows, columns: NoiseColumns, all_scales: Sequence[float]
 ) -> Tensor:
     """Return [1; 1 + ε₀ση; 1 - ε₀ση] for all sites with a batch dimension, as columns of one tensor."""
-    layout, scales = rows.layout, [all_scales[i] for i in columns.sites]
+    sites = [plan.sites[i] for i in columns.sites]
+    scales = [all_scales[i] for i in columns.sites]
     one_scale = len(set(scales)) == 1
-    eta = draw.eta_of_rows(
-        [plan.sites[i] for i in columns.sites],
-        columns.widths,
-        rows,
-        scales[0] if one_scale else 1.0,
-    )
+    eta = draw.eta_of_rows(sites, columns.widths, rows, scales[0] if one_scale else 1.0)
     if not one_scale or any(columns.same_eta):
         parts = eta.split(columns.widths, 1)
         for part, scale, same_eta in zip(parts, scales, columns.same_eta, strict=True):
@@ -174,8 +170,8 @@ def _factors(
                 part.mul_(scale)
             if same_eta:
                 part.copy_(part[:1].expand_as(part))
-    factors = eta.new_empty((layout.total, eta.shape[1]))
-    before, plus, minus, after = layout.split(factors, 0)
+    factors = eta.new_empty((rows.layout.total, eta.shape[1]))
+    before, plus, minus, after = rows.layout.split(factors, 0)
     for ones in (*before, *after):
         ones.fill_(1.0)
     torch.add(eta, 1.0, out=plus)

@@ -5,12 +5,4 @@ from undrop.tuning.history import Entry, History
 from undrop.tuning.tuner import Tuner
 from undrop.tuning.validation import set_aside
 
-__all__ = [
-    "Advice",
-    "Entry",
-    "History",
-    "Tuner",
-    "advise",
-    "advise_from",
-    "set_aside",
-]
+__all__ = ["Advice", "Entry", "History", "Tuner", "advise", "advise_from", "set_aside"]

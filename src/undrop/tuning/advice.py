@@ -34,7 +34,7 @@ BATCHES = 16
 REPEATS = 2
 """How often the short training runs with and without each site are repeated."""
 BEST_P = (0.05, 0.2)
-"""The range in which the best of six p lies in all 30 searches of docs/tuning.md."""
+"""In all 30 searches of docs/tuning.md, the best of six values of p lies in this range."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ class Advice:
     @property
     def verdict(self) -> str:
         """The evidence and the p to start from, in one or two sentences."""
+        low, high = BEST_P
         after = f"after {self.steps} steps the validation loss is"
-        start = (
-            f"start at p = {START_P:g} (in 30 searches the best was {BEST_P[0]:g} to {BEST_P[1]:g})"
-        )
+        start = f"start at p = {START_P:g} (in 30 searches the best was {low:g} to {high:g})"
         if self.evidence == "helps":
             helps = f"Dropout will probably help: {after} {self.gap} above the training loss."
             return f"{helps} {start.capitalize()}."
@@ -111,17 +110,13 @@ def advise_from(
     training, validation = batches[-BATCHES:], tuner.validation.batches[:BATCHES]
     batch_loss = partial(loss_without_noise, tuner.objective, model)
     gap = loss_gap([batch_loss(*b) for b in validation], [batch_loss(*b) for b in training])
-    pairs = collect(training, BATCHES)
-    loss = tuner.objective.loss
+    pairs, held = collect(training, BATCHES), collect(validation, BATCHES)
+    loss, p = tuner.objective.loss, tuner.probabilities
     measured = MeasuredModel(model, pairs, loss=loss)
     update = BranchOptimizer(measured.model, optimizer, None, None)
+    options: Any = {"loss": loss, "repeats": REPEATS, "probabilities": p}
     with measured.preserve():
-        benefit = measure_benefit(
-            *(measured, pairs, collect(validation, BATCHES), Budget(math.inf), update),
-            loss=loss,
-            repeats=REPEATS,
-            probabilities=tuner.probabilities,
-        )
+        benefit = measure_benefit(measured, pairs, held, Budget(math.inf), update, **options)
     return Advice(gap, benefit, tuner.steps)
 
 
@@ -134,7 +129,7 @@ def advise(
     objective: Objective | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> Advice:
-    """Train a copy of the model for a while, and say whether dropout will help, where, and at which p.
+    """Train a copy for a while, and say whether dropout will help, where, and which p to start from.
 
     The copy trains with p = 0.1 at every site. If its validation loss is then above its training loss,
     dropout will probably help; otherwise there is no evidence either way. To measure where dropout
@@ -154,11 +149,7 @@ def advise(
     trained = copy.deepcopy(model).train()
     make_optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-3)
     copy_optimizer = make_optimizer(trained.parameters())
-    tuner = Tuner(
-        Dropout() if objective is None else objective,
-        validation,
-        interval=steps + 1,  # so that no trial happens
-    )
+    tuner = Tuner(objective or Dropout(), validation, interval=steps + 1)  # so no trial happens
     pairs = list(batches)
     if not pairs:
         raise DataError("there are no training batches: pass at least one pair (inputs, targets).")

@@ -21,7 +21,7 @@ DECAY = "weight decay"
 EVERY_SITE = "every site"
 """``Entry.tried`` in trials of all sites together."""
 RECENT = 10
-"""The number of last trials that a benefit is the mean of."""
+"""The number of trials, the last of a kind, over which a benefit is averaged."""
 
 
 class Entry(NamedTuple):
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     tried: str
     """A site, "every site" or "weight decay"."""
     difference: float
-    """The validation loss with less minus the validation loss with more: positive if more helps."""
+    """The validation loss with less noise or decay, minus that with more: positive if more helps."""
     values: dict[str, float]
     """p of every site after the trial, and λ under "weight decay" if it is tuned."""
 
@@ -55,7 +55,7 @@ class History:
         return self.entries[-1].values if self.entries else {}
 
     def benefits(self) -> dict[str, Estimate]:
-        """Return the mean benefit in the last ten trials, for each name that was tried."""
+        """Return the mean benefit of the last ten trials of each name, such as a site."""
         differences: dict[str, list[float]] = {}
         for entry in self.entries:
             differences.setdefault(entry.tried, []).append(entry.difference)
@@ -74,7 +74,7 @@ class History:
         return benefit.value / error if error else 0.0
 
     def path(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps of all trials, and p of one site (or λ of weight decay) after each."""
+        """Return the steps of all trials, and p of a site (or λ of weight decay) after each of them."""
         return [e.step for e in self.entries], [e.values[name] for e in self.entries]
 
     def table(self) -> Table:
@@ -84,9 +84,7 @@ class History:
             value, benefit = self.values.get(name), benefits.get(name)
             label = f"{DECAY} (λ = {value:.2g})" if name == DECAY else name
             p = "" if value is None or name == DECAY else f"{value:.3f}"
-            cells = (
-                ("", "") if benefit is None else benefit_cells(benefit, "more helps", "less helps")
-            )
+            cells = benefit_cells(benefit, "more helps", "less helps") if benefit else ("", "")
             rows.append((label, p, *cells))
         return Table(("site", "p", "benefit", "evidence"), rows, numbers={"p", "benefit"})
 

@@ -12,8 +12,7 @@ trials without evidence move little.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 START_P = 0.1
 """The p of every site at the first trial."""
@@ -53,7 +52,3 @@ class MoveSize:
             self.size = max(0.5 * self.size, MIN_SIZE)
         self.sign = sign
         return sign * self.size * min(1.0, abs(z) / CLEAR_Z)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the size and the sign."""
-        return asdict(self)

@@ -77,7 +77,7 @@ class TrialResult(NamedTuple):
     benefit: Estimate
     """The validation loss with less noise or decay, minus that with more: positive if more helps."""
     gap: Estimate
-    """The validation loss minus the training loss; NaN without training batches to compare with."""
+    """The validation loss minus the training loss; NaN if one is missing or a branch diverged."""
 
 
 def loss_gap(validation: Sequence[float], training: Sequence[float]) -> Estimate:
@@ -109,14 +109,14 @@ def run_trial(
         set_more: sets more noise or weight decay, and returns the share of each tensor that weight
             decay removes in the first step.
         set_less: sets less noise or weight decay, and returns the same shares.
-        training_batches: the batches for the training loss in ``gap``. They come from the previous
-            trial: the run has just trained on the batches of this one, and this lowers their loss
-            whether the model overfits or not.
+        training_batches: the batches for the training loss in ``gap``, from the previous trial. The run
+            has just trained on the batches of the present trial, which lowers their loss whether the
+            model overfits or not.
     """
     held = branches.evaluation_batches
     with_more = _branch_losses(branches, lengths, set_more())
-    both = branches._replace(evaluation_batches=[*held, *training_batches])
-    with_less = _branch_losses(both, lengths, set_less())
+    branches = branches._replace(evaluation_batches=[*held, *training_batches])
+    with_less = _branch_losses(branches, lengths, set_less())
     unknown = Estimate.of(math.nan, None)
     if with_more is None or with_less is None:
         winner = float(with_less is None) - float(with_more is None)
@@ -126,10 +126,8 @@ def run_trial(
     return TrialResult(benefit, loss_gap(validation, training) if training else unknown)
 
 
-def _branch_losses(
-    branches: Branches, lengths: Tensor, decays: Sequence[float]
-) -> list[float] | None:
-    """Train one branch, and return its loss on each held batch; None if a loss is not finite."""
+def _branch_losses(branches: Branches, lengths: Tensor, decays: list[float]) -> list[float] | None:
+    """Train one branch, and return its loss on each evaluation batch; None if one is not finite."""
     n = len(branches.batches)
     factors = iter([1.0 - k / n for k in range(n)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -124,9 +125,7 @@ class Tuner:
     @property
     def probabilities(self) -> dict[str, float]:
         """The p of every site; empty before the first step."""
-        return {
-            name: probability(value) for name, value in self._log_values.items() if name != DECAY
-        }
+        return {n: probability(v) for n, v in self._log_values.items() if n != DECAY}
 
     def step(self, model: nn.Module, inputs: Any, targets: Any) -> Step:
         """Adjust p like :meth:`observe`, and evaluate the objective on a batch.
@@ -171,8 +170,7 @@ class Tuner:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise OptionError(
                 f"a tuner works in one process, and there are {dist.get_world_size()}, each of which "
-                "would find a different p: tune in a run of one process, and use the p that it finds "
-                "here."
+                "would find a different p: tune in a run of one process, and train here with its p."
             )
         selection = self.objective.selection
         sites = [n for n in self.objective.sites(model, inputs).names if selection.weight(n) > 0.0]
@@ -203,11 +201,7 @@ class Tuner:
             self._apply_values(self._shift(self._sites, math.log(self.steps / duration)))
 
     def _make_trial(
-        self,
-        model: nn.Module,
-        weights: list[Tensor],
-        lengths: Tensor,
-        batches: list[tuple[Any, Any]],
+        self, model: nn.Module, weights: list[Tensor], lengths: Tensor, batches: list[Any]
     ) -> None:
         """Make one trial, move the values that it varied, and add it to the history."""
         generator = self._generators(weights[0].device)
@@ -225,11 +219,10 @@ class Tuner:
         self._previous_batches = batches[-TRIAL_BATCHES:]
         move_size = self._move_sizes.setdefault(tried, MoveSize(self.rate))
         move = move_size.next_move(self.history.z_score(tried, result.benefit))
-        self._log_values = self._clamp(self._shift(names, move), result.gap)
+        self._log_values = self._restrict(self._shift(names, move), result.gap)
         self._apply_values(self._log_values)
-        values = {
-            n: math.exp(v) if n == DECAY else probability(v) for n, v in self._log_values.items()
-        }
+        log_values = self._log_values.items()
+        values = {n: math.exp(v) if n == DECAY else probability(v) for n, v in log_values}
         self.history.entries.append(Entry(self.steps, tried, result.benefit.value, values))
 
     def _next_to_try(self) -> str:
@@ -238,18 +231,18 @@ class Tuner:
         All sites together, and weight decay if it is tuned, come twice. Then one site has its turn.
         """
         sites = self._sites
-        often = [EVERY_SITE if len(sites) > 1 else sites[0]]
+        twice = [EVERY_SITE if len(sites) > 1 else sites[0]]
         if self.optimizer is not None:
-            often.append(DECAY)
-        turn, position = divmod(len(self.history.entries), 2 * len(often) + 1)
-        return [*often, *often, sites[turn % len(sites)]][position]
+            twice.append(DECAY)
+        turn, position = divmod(len(self.history.entries), 2 * len(twice) + 1)
+        return [*twice, *twice, sites[turn % len(sites)]][position]
 
     def _shift(self, names: list[str], by: float) -> dict[str, float]:
         """Return the log values, with ``by`` added to those of ``names``."""
         return {n: value + by * (n in names) for n, value in self._log_values.items()}
 
-    def _clamp(self, log_values: dict[str, float], gap: Estimate) -> dict[str, float]:
-        """Return the log values within the bounds that the gap of the trial allows.
+    def _restrict(self, log_values: dict[str, float], gap: Estimate) -> dict[str, float]:
+        """Return the log values, bounded according to the trial's gap, and with less λ if it can't help.
 
         Ten steps undervalue regularization, which slows learning first and pays later. So while the
         model clearly overfits, nothing falls below its start. Otherwise there is no reason for much
@@ -257,18 +250,18 @@ class Tuner:
         loss is clearly below the training loss, weight decay can't help, and falls to a third.
         """
         overfits = gap.low > 0.0
-        clamped = dict(log_values)
+        restricted = dict(log_values)
         for name in self._sites:
             start = self._starts[name]
             lowest = start if overfits else log_odds(MIN_P)
             highest = log_odds(MAX_P) if overfits else max(self._log_values[name], start)
-            clamped[name] = min(max(clamped[name], lowest), highest)
+            restricted[name] = min(max(restricted[name], lowest), highest)
         if self.optimizer is not None:
             if gap.high < 0.0:
-                clamped[DECAY] -= LOG_FACTOR
+                restricted[DECAY] -= LOG_FACTOR
             if overfits:
-                clamped[DECAY] = max(clamped[DECAY], self._starts[DECAY])
-        return clamped
+                restricted[DECAY] = max(restricted[DECAY], self._starts[DECAY])
+        return restricted
 
     def _set_up_branch(self, weights: list[Tensor], log_values: dict[str, float]) -> list[float]:
         """Apply the values of a branch; return the share of each tensor that weight decay removes.
@@ -310,7 +303,7 @@ class Tuner:
             "position": self.validation.position,
             "log_values": dict(self._log_values),
             "starts": dict(self._starts),
-            "paces": {name: size.state_dict() for name, size in self._move_sizes.items()},
+            "paces": {name: asdict(size) for name, size in self._move_sizes.items()},
             "recent": self._recent.state_dict(),
             "earlier": self._previous_batches,
             "history": [list(entry) for entry in self.history.entries],
@@ -322,8 +315,8 @@ class Tuner:
         """Resume from a saved state.
 
         Raises:
-            DataError: if this is not the state of a tuner, or if only one of the two, this tuner and the
-                saved one, tunes weight decay.
+            DataError: if this is not the state of a tuner, or if the saved tuner tunes weight decay and
+                this one does not, or the reverse.
         """
         if missing := self.state_dict().keys() - state.keys():
             raise DataError(f"this is not a tuner's state: it lacks {', '.join(sorted(missing))}.")

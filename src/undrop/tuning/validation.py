@@ -55,8 +55,9 @@ def set_aside(
             f"{share:g} of {total} examples make fewer than two batches of {batch_size}: set more "
             "aside or make batch_size smaller."
         )
-    random = torch.Generator().manual_seed(0) if generator is None else generator
-    order = torch.randperm(total, generator=random).tolist()
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(total, generator=generator).tolist()
     loader = DataLoader(Subset(dataset, order[:count]), batch_size, drop_last=True)
     return Subset(dataset, sorted(order[count:])), list(loader)
 

@@ -10,46 +10,43 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from undrop.errors import OptionError, UnsupportedDropoutError
-from undrop.intercept.interception import SITE_RULES, Interception
+from undrop.intercept.interception import SITE_RULES, Interception, Rule
 from undrop.noise import structured_dropout
 
 aten: Any = torch.ops.aten
 
 
 def _apply_noise(
-    mode: Interception, h: Tensor, p: float, inplace: bool = False, **options: Any
+    mode: Interception, h: Tensor, p: float, training: bool, inplace: bool = False, **options: Any
 ) -> Tensor:
-    """Return h with the noise of a site, in h itself or in a new tensor."""
+    """Return h with the noise of a site, in h itself or in a new tensor; h alone if nothing drops."""
+    if not training or not p:
+        return mode.idle_dropout(h, training)
     if inplace:  # the derivative in η needs the old value, so the site gets a clone
         return h.copy_(mode.noisy(h.clone(), p, **options))
     out = mode.noisy(h, p, **options)
-    return (
-        h.clone() if out is h else out
-    )  # the model may change the result in place and use h again
+    return h.clone() if out is h else out  # the result may be changed in place, but not h
 
 
-@SITE_RULES.register(F.dropout, torch.dropout, aten.dropout, aten.dropout.default)
+def _with_train(rule: Rule, **options: Any) -> Rule:
+    """Return the rule for functions that have ``train`` in place of ``training``."""
+    return lambda mode, input, p, train: rule(mode, input, p, train, **options)
+
+
+@SITE_RULES.register(F.dropout)
 def _dropout(
-    mode: Interception,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    *,
-    train: bool | None = None,
+    mode: Interception, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    training = training if train is None else train
-    if not training or not p:
-        return mode.idle_dropout(input, training)
-    return _apply_noise(mode, input, p, inplace, kind="dropout", label="dropout")
+    return _apply_noise(mode, input, p, training, inplace, kind="dropout", label="dropout")
 
 
+SITE_RULES.register(torch.dropout, aten.dropout, aten.dropout.default)(_with_train(_dropout))
 SITE_RULES.register(torch.dropout_, aten.dropout_, aten.dropout_.default)(
-    partial(_dropout, inplace=True)
+    _with_train(_dropout, inplace=True)
 )
 
 
@@ -80,29 +77,25 @@ def _feature_dropout(
     *,
     kind: str,
     unbatched: int | None = None,
-    train: bool | None = None,
 ) -> Tensor:
     """One η for each feature map: all dimensions after the channel share it.
 
     An input with ``unbatched`` dimensions is one example without a batch dimension, such as (C, L) in
     dropout1d and (C, D, H, W) in dropout3d.
     """
-    training = training if train is None else train
-    if not training or not p:
-        return mode.idle_dropout(input, training)
     shared = tuple(range(1 if input.dim() == unbatched else 2, input.dim()))
     options = {"kind": kind, "label": kind, "mask": "per feature map", "shared": shared}
-    return _apply_noise(mode, input, p, inplace, **options)
+    return _apply_noise(mode, input, p, training, inplace, **options)
 
 
 SITE_RULES.register(F.dropout1d)(partial(_feature_dropout, kind="dropout1d", unbatched=2))
 SITE_RULES.register(F.dropout2d)(partial(_feature_dropout, kind="dropout2d"))
 SITE_RULES.register(F.dropout3d)(partial(_feature_dropout, kind="dropout3d", unbatched=4))
 SITE_RULES.register(torch.feature_dropout, aten.feature_dropout, aten.feature_dropout.default)(
-    partial(_feature_dropout, kind="dropout2d")
+    _with_train(_feature_dropout, kind="dropout2d")
 )
 SITE_RULES.register(torch.feature_dropout_, aten.feature_dropout_, aten.feature_dropout_.default)(
-    partial(_feature_dropout, kind="dropout2d", inplace=True)
+    _with_train(_feature_dropout, kind="dropout2d", inplace=True)
 )
 
 
@@ -110,35 +103,28 @@ SITE_RULES.register(torch.feature_dropout_, aten.feature_dropout_, aten.feature_
 def _structured_dropout(
     mode: Interception, h: Tensor, p: float, *, training: bool = True, **structure: Any
 ) -> Tensor:
-    if not training or not p:
-        return mode.idle_dropout(h, training)
-    return _apply_noise(mode, h, p, **{"kind": "dropout", **structure})
+    return _apply_noise(mode, h, p, training, **{"kind": "dropout", **structure})
 
 
-@SITE_RULES.register(
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.alpha_dropout,
-    torch.alpha_dropout_,
-    torch.feature_alpha_dropout,
-    torch.feature_alpha_dropout_,
-)
+@SITE_RULES.register(F.alpha_dropout, F.feature_alpha_dropout)
 def _alpha_dropout(
-    mode: Interception,
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = False,
-    inplace: bool = False,
-    *,
-    train: bool | None = None,
+    mode: Interception, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    if not (training if train is None else train) or not p:
+    if not training or not p:
         return input
     name = mode.site(input.shape, p, kind="alpha").name
     raise UnsupportedDropoutError(
         f"alpha dropout at {name!r} is not multiplicative zero-mean noise, so undrop can't "
         "separate its effects: use nn.Dropout there, or put that module in eval mode."
     )
+
+
+SITE_RULES.register(
+    torch.alpha_dropout,
+    torch.alpha_dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+)(_with_train(_alpha_dropout))
 
 
 _NOT_FOR_FULL = ("generator", "out", "requires_grad", "size", "names", "input")
@@ -251,11 +237,6 @@ def register_site(
     return _declare(target, 0, p, options)
 
 
-def _is_compiling_in_mode() -> bool:
-    """Return whether torch.compile traces within a mode, which ``has_torch_function`` then misses."""
-    return torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled()
-
-
 def _declare(
     function: Callable[..., Any], h_index: int, p: Any, options: dict[str, Any]
 ) -> Callable[..., Any]:
@@ -277,7 +258,9 @@ def _declare(
     @functools.wraps(function)
     def declared(*args: Any, **kwargs: Any) -> Any:
         h = args[h_index] if len(args) > h_index else kwargs[names[h_index]]
-        if has_torch_function_unary(h) or _is_compiling_in_mode():
+        # While torch.compile traces, has_torch_function does not see a mode.
+        compiling = torch.compiler.is_compiling()
+        if has_torch_function_unary(h) or (compiling and _C._is_torch_function_mode_enabled()):
             return handle_torch_function(declared, (h,), *args, **kwargs)
         return function(*args, **kwargs)
 
@@ -286,16 +269,10 @@ def _declare(
         values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         owner = args[0] if h_index else None
         training = owner.training if isinstance(owner, nn.Module) else values.get("training", True)
-        if callable(p):
-            rate = p(*args, **kwargs)
-        elif isinstance(p, str):
-            rate = getattr(owner, p) if h_index else values[p]
-        else:
-            rate = p
-        h = values[names[h_index]]
-        if not training or not rate:
-            return mode.idle_dropout(h, training)
-        label = None if h_index else options["kind"]
-        return _apply_noise(mode, h, float(rate), label=label, **options)
+        value = p(*args, **kwargs) if callable(p) else p
+        if isinstance(value, str):
+            value = getattr(owner, value) if h_index else values[value]
+        h, label = values[names[h_index]], None if h_index else options["kind"]
+        return _apply_noise(mode, h, float(value or 0.0), training, label=label, **options)
 
     return declared

@@ -249,7 +249,7 @@ class HandMaskMixin:
             return numbers if target is None else target.copy_(numbers)
         if key is None or probability is None:
             return draw_numbers()
-        mask = self.make_mask(key, full, probability, dtype=dtype, threshold=None, below=True)
+        mask = self.make_mask(key, full, probability, dtype)
         return mask if target is None else self._record_filled_tensor(target, mask)
 
     def _next_draw(self, full: Callable[[float], Tensor]) -> tuple[str | None, Tensor | None]:
@@ -270,13 +270,13 @@ class HandMaskMixin:
         key: str,
         full: Callable[[float], Tensor],
         probability: float,
-        *,
         dtype: torch.dtype,
-        threshold: float | None,
-        below: bool,
+        *,
+        threshold: float | None = None,
+        below: bool = True,
         transform: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Mask:
-        """Return a mask that is 1 with probability ``probability``: a site with h = keep·ones.
+        """Return a mask that is 1 with probability ``probability``: a site with h = (1 - p)·ones.
 
         ``transform`` applies the functions that the model has applied to the draw.
         """

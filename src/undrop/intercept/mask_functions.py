@@ -30,6 +30,14 @@ class _Call(NamedTuple):
     args: _Args
     kwargs: _Kwargs
 
+    def is_first(self, value: RandomValue) -> bool:
+        """Return whether a random value is the first argument."""
+        return bool(self.args) and self.args[0] is value
+
+    def other(self, value: RandomValue) -> Any:
+        """Return the second argument if the random value is the first, else the first."""
+        return self.args[1 if self.is_first(value) else 0] if len(self.args) > 1 else None
+
     def leaves(self) -> list[Any]:
         """Return the arguments, including those within lists, tuples and dictionaries."""
         return leaves_of((self.args, self.kwargs))
@@ -37,7 +45,7 @@ class _Call(NamedTuple):
     def map(self, function: Callable[[Any], Any]) -> _Call:
         """Return the call with ``function`` applied to every argument."""
         args, kwargs = (map_leaves(tree, function) for tree in (self.args, self.kwargs))
-        return _Call(self.func, self.operation, self.inplace, args, kwargs)
+        return self._replace(args=args, kwargs=kwargs)
 
     def first_of(self, kind: type[R]) -> R | None:
         """Return the first argument of that kind."""
@@ -84,37 +92,33 @@ _NAMES = {
 
 _LARGE = 1e3  # a number this large in place of dropped entries stands for infinity
 
-_OPERATIONS: dict[Callable[..., Any], tuple[str, bool]] = {}
+
+def _works_in_place(name: str) -> bool:
+    if name.endswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_")
+
+
+_OPERATIONS: dict[Callable[..., Any], tuple[str, bool]] = {
+    getattr(owner, name): (operation, _works_in_place(name))
+    for operation, names in _NAMES.items()
+    for name in names.split()
+    for owner in (Tensor, torch, F)
+    if hasattr(owner, name)
+}
 """The operation that a function performs, and whether it works in place."""
-_POOLS: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {}
+_POOLS: dict[Callable[..., Any], tuple[int, Callable[..., Any]]] = {
+    getattr(owner, f"max_pool{dims}d{suffix}"): (dims, getattr(F, f"avg_pool{dims}d"))
+    for dims in (1, 2, 3)
+    for suffix in ("", "_with_indices")
+    for owner in (F, torch)
+    if hasattr(owner, f"max_pool{dims}d{suffix}")
+}
 """For each max pooling function, its number of dimensions and the matching average pooling."""
-
-
-def _fill_tables() -> None:
-    for operation, names in _NAMES.items():
-        for name in names.split():
-            inplace = name.startswith("__i") and name != "__invert__"
-            inplace = inplace or (name.endswith("_") and not name.endswith("__"))
-            for owner in (Tensor, torch, F):
-                function = getattr(owner, name, None)
-                if function is not None:
-                    _OPERATIONS.setdefault(function, (operation, inplace))
-    for dims in (1, 2, 3):
-        average = getattr(F, f"avg_pool{dims}d")
-        for owner in (F, torch):
-            for name in (f"max_pool{dims}d", f"max_pool{dims}d_with_indices"):
-                function = getattr(owner, name, None)
-                if function is not None:
-                    _POOLS[function] = (dims, average)
-
-
-_fill_tables()
+_ATTRIBUTES = "shape dtype device ndim layout requires_grad is_cuda is_sparse"
 META = frozenset(
-    [
-        *(function for function, (operation, _) in _OPERATIONS.items() if operation == "meta"),
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
-        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_cuda", "is_sparse")),
-    ]
+    [function for function, (operation, _) in _OPERATIONS.items() if operation == "meta"]
+    + [getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()]
 )
 """Functions that read the shape, the type or the device of a tensor, but not its values."""
 _ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "rdiv", "neg", "smooth", "where"))
@@ -139,7 +143,7 @@ def apply_function(
         out = _apply_to_uniform(uniform, call)
         if out is not NotImplemented:
             return out
-        call = call.map(_materialize)
+        call = call.map(lambda x: x.materialize() if isinstance(x, Uniform) else x)
     mask = call.first_of(Mask)
     if mask is None:
         return mode.dispatch(func, *call.args, **call.kwargs)
@@ -148,11 +152,8 @@ def apply_function(
 
 
 def _current(x: Any) -> Any:
+    """Return the result of the in-place function that replaced x, if there is one, else x."""
     return x.replacement if isinstance(x, Uniform) and x.replacement is not None else x
-
-
-def _materialize(x: Any) -> Any:
-    return x.materialize() if isinstance(x, Uniform) else x
 
 
 def _apply_to_uniform(u: Uniform, call: _Call) -> Any:
@@ -160,7 +161,7 @@ def _apply_to_uniform(u: Uniform, call: _Call) -> Any:
     if u.numbers is not None:
         return NotImplemented
     func, operation, inplace, args, kwargs = call
-    is_first = args[0] is u
+    is_first = call.is_first(u)
     if operation in ("move", "cast") and is_first and not inplace:
         if not any(isinstance(x, RandomValue) for x in leaves_of((args[1:], kwargs))):
             return u.with_transform((func, args[1:], kwargs))
@@ -174,7 +175,7 @@ def _apply_to_uniform(u: Uniform, call: _Call) -> Any:
         if inplace and out is not NotImplemented:
             u.replacement = out
         return out
-    other = _as_number(args[1] if is_first else args[0]) if len(args) == 2 and not kwargs else None
+    other = _as_number(call.other(u)) if len(args) == 2 and not kwargs else None
     if other is None:
         return NotImplemented
     if operation in ("lt", "gt"):
@@ -222,13 +223,7 @@ def _make_mask(
         u.mode.idle_dropout(None, True)
         return u.transform(u.full(probability)).to(dtype)
     return u.mode.make_mask(
-        u.key,
-        u.full,
-        probability,
-        dtype=dtype,
-        threshold=threshold,
-        below=below,
-        transform=u.transform,
+        u.key, u.full, probability, dtype, threshold=threshold, below=below, transform=u.transform
     )
 
 
@@ -239,7 +234,7 @@ def _apply_to_mask(m: Mask, call: _Call) -> Any:
         NotAMask: if undrop can't follow this use of the mask.
     """
     func, operation, inplace, args, kwargs = call
-    is_first = bool(args) and args[0] is m
+    is_first = call.is_first(m)
     if operation == "branch" and m.binary:
         return m.mode.decide_branch(m)
     if operation == "move" and is_first and not inplace:
@@ -248,9 +243,9 @@ def _apply_to_mask(m: Mask, call: _Call) -> Any:
         return _cast(m, call)
     if func in _POOLS and is_first and m.binary:
         return _max_pool(m, func, *args[1:], **kwargs)
-    out = _apply_logic(m, operation, args) if m.binary else NotImplemented
+    out = _apply_logic(m, call) if m.binary else NotImplemented
     if out is NotImplemented and operation in ("where", "fill", "set") and m.binary:
-        return _choose(m, operation, inplace, args, kwargs)
+        return _choose(m, call)
     if out is NotImplemented and operation in _ARITHMETIC:
         out = _compute(m, call)
     if out is NotImplemented:
@@ -258,11 +253,10 @@ def _apply_to_mask(m: Mask, call: _Call) -> Any:
     return m.assign(out) if inplace and is_first and isinstance(out, Mask) else out
 
 
-def _apply_logic(m: Mask, operation: str, args: _Args) -> Any:
+def _apply_logic(m: Mask, call: _Call) -> Any:
     """Return the mask that a logical function makes of zeros and ones, or NotImplemented."""
-    value, dispatch = m.value(), m.mode.dispatch
-    is_first = bool(args) and args[0] is m
-    other = (args[1] if is_first else args[0]) if len(args) > 1 else None
+    value, dispatch, operation = m.value(), m.mode.dispatch, call.operation
+    is_first, other = call.is_first(m), call.other(m)
     negate = operation == "not"
     number = other if isinstance(other, (int, float)) else None
     if operation in ("eq", "ne") and number in (0, 1):
@@ -329,15 +323,12 @@ def _max_pool(
     return m.derive(dispatch(torch.rsub, all_zero, 1.0))
 
 
-def _choose(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs) -> Any:
+def _choose(m: Mask, call: _Call) -> Any:
     """Return b + m·(a - b) for ``where(m, a, b)``, ``b.masked_fill(m, a)`` and ``b[m] = a``."""
-    if kwargs or len(args) != 3:
+    operation, args, dispatch = call.operation, call.args, m.mode.dispatch
+    if call.kwargs or len(args) != 3:
         raise m.refuse(operation)
-    dispatch = m.mode.dispatch
-    if operation == "where":
-        condition, a, b = args
-    else:
-        b, condition, a = args
+    condition, a, b = args if operation == "where" else (args[1], args[2], args[0])
     if condition is not m or any(isinstance(x, RandomValue) for x in (a, b)):
         raise m.refuse(operation)
     for x in (a, b):
@@ -348,11 +339,11 @@ def _choose(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs
     if operation == "set":
         for _ in range(b.dim() - value.dim()):
             value = dispatch(torch.unsqueeze, value, -1)
-    chosen = next((x for x in (a, b) if isinstance(x, Tensor)), value)
-    if not chosen.is_floating_point():
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), value.dtype)
+    if not dtype.is_floating_point:
         raise m.refuse("a choice between whole numbers")
-    value = dispatch(Tensor.to, value, dtype=chosen.dtype)
-    writes_b = inplace or operation == "set"
+    value = dispatch(Tensor.to, value, dtype=dtype)
+    writes_b = call.inplace or operation == "set"
     if isinstance(b, (int, float)) and b == 0:
         out = dispatch(torch.mul, a, value)
     else:
@@ -363,7 +354,7 @@ def _choose(m: Mask, operation: str, inplace: bool, args: _Args, kwargs: _Kwargs
 
 
 def _record_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
-    """Record whether a choice of a where m = 1 and b where m = 0 drops at m = 1 or at m = 0."""
+    """Record which value of m drops, if the model takes a where m = 1 and b where m = 0."""
     if operation != "where":
         m.record_use(drops_at_one=True)
     elif m.mode.uses_agree is not None:

@@ -137,6 +137,20 @@ def test_a_random_branch_around_more_than_a_layer_is_a_site_of_its_module():
     assert not found.unaccounted
 
 
+@pytest.mark.parametrize("buffers", [0, 12])
+def test_the_side_of_a_random_branch_with_fewer_functions_drops_whatever_the_buffers(buffers):
+    """The copies of the buffers are not calls of the model."""
+
+    class MostlySkipping(Skipping):
+        def forward(self, x):
+            return x if torch.rand([]) < 0.7 else x + torch.sin(self.norm(x))
+
+    module = MostlySkipping(nn.Identity())
+    for index in range(buffers):
+        module.register_buffer(f"buffer{index}", torch.zeros(2))
+    assert undrop.sites(Net(module), X)[0].p == pytest.approx(0.7)
+
+
 def test_a_random_branch_around_another_dropout_is_unaccounted():
     found = undrop.sites(Net(Skipping(nn.Dropout(0.5))), X)
     assert "own.module-drop" not in found.names

@@ -60,9 +60,7 @@ class ModuleTracker:
     def check(self, at_end: bool = False) -> None:
         """Raise ``NotAMask`` for a branch that no module follows; at the end, for any blend left."""
         if self.pending_blend() or (at_end and self.blends):
-            raise self.blends[-1].mask.refuse(
-                "a branch that no module follows", decides_branch=True
-            )
+            raise self.blends[-1].mask.refuse("a branch that no module follows", branch=True)
 
     def _in_other_thread(self) -> bool:
         return self._thread is not None and self._thread != threading.get_ident()
@@ -101,7 +99,7 @@ class Blend:
         """Return the blended output of the module."""
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not inputs:
-            raise self.mask.refuse("a branch around a module without tensors", decides_branch=True)
+            raise self.mask.refuse("a branch around a module without tensors", branch=True)
         self.mask.record_use(drops_at_one=not self.mask.keeps_at_one)
         return self._blend(inputs[0], output)
 
@@ -115,9 +113,8 @@ class Blend:
             return output
         if isinstance(output, (tuple, list)) and output and not hasattr(output, "_fields"):
             return type(output)((self._blend(x, output[0]), *output[1:]))
-        raise self.mask.refuse(
-            "a branch around a module whose output is not like its input", decides_branch=True
-        )
+        use = "a branch around a module whose output is not like its input"
+        raise self.mask.refuse(use, branch=True)
 
     def _interpolate(self, x: Tensor, y: Tensor) -> Tensor:
         return x + self.factor.reshape(()).to(y.dtype) * (y - x)
@@ -138,14 +135,14 @@ class EnclosingBlend(Blend):
         module, mode = self.layer, self.mask.mode
         assert module is not None
 
-        buffers = any(m._buffers for m in module.modules())
-        with keep_buffers(module) if buffers else nullcontext():
-            calls_between = mode.call_count
+        calls = mode.call_count - self._calls_before
+        has_buffers = any(m._buffers for m in module.modules())
+        with keep_buffers(module) if has_buffers else nullcontext():
+            calls_before = mode.call_count
             other = mode.replay(self.mask, lambda: module.forward(*args, **kwargs))
-        kept = calls_between - self._calls_before
-        dropped = mode.call_count - calls_between
-        if kept != dropped:  # the branch that drops calls fewer functions
-            self.mask.record_use(drops_at_one=self.mask.keeps_at_one == (kept < dropped))
+        other_calls = mode.call_count - calls_before
+        if calls != other_calls:  # the branch that drops calls fewer functions
+            self.mask.record_use(drops_at_one=self.mask.keeps_at_one == (calls < other_calls))
         return self._blend_outputs(other, output)
 
     def _blend_outputs(self, other: Any, output: Any) -> Any:
@@ -158,4 +155,4 @@ class EnclosingBlend(Blend):
             )
         if output is other:
             return output
-        raise self.mask.refuse("a branch between results of different kinds", decides_branch=True)
+        raise self.mask.refuse("a branch between results of different kinds", branch=True)

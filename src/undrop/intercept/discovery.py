@@ -59,7 +59,7 @@ def sites(model: nn.Module, inputs: Any) -> Sites:
 
 
 def find_sites(model: nn.Module, inputs: Any, *, acts: bool = False) -> Sites:
-    """List the sites like ``sites``; find out which noise reaches the output only with ``acts``."""
+    """List the sites like ``sites``; with ``acts``, find out which noise reaches the output."""
     model = uncompiled(model)
     with force_eager(), _SEARCH_LOCK, preserve_model(model):
         if not model.training:
@@ -119,7 +119,7 @@ def _hidden_sites(model: nn.Module, inputs: Any, found: list[Site]) -> list[Site
         reached = _proven_pass(model, inputs, number, _drop_at_random).sites
         new = [site for site in reached if site.name not in names]
         hidden += new
-        names |= {site.name for site in new}
+        names.update(site.name for site in new)
         passes_without = 0 if new else passes_without + 1
         if passes_without >= 3 + 3 * len(hidden):
             break
@@ -139,7 +139,7 @@ def _proven_pass(
     findings = draw_findings(model)
     while True:
         mode = _run(model, inputs, action)
-        if findings.learn(mode.uses_agree or {}, mode.mask_origins):
+        if findings.learn(mode.mask_uses or {}, mode.mask_origins):
             continue  # run again, with the p that the uses imply
         try:
             disproven = disproven_masks(model, inputs, mode.mask_origins)
@@ -152,10 +152,10 @@ def _proven_pass(
 
 
 def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interception:
-    """Run the model, by default without noise; run it again if a draw turns out not to be a mask."""
+    """Run the model, by default without noise; again if a draw is not a mask or gradients are needed."""
     while True:
         mode = Interception(model, action)
-        mode.uses_agree = {}
+        mode.mask_uses = {}
         mode.batch_size = next((len(x) for x in tensors_in(inputs) if x.dim()), None)
         try:
             with mode:
@@ -167,7 +167,7 @@ def _run(model: nn.Module, inputs: Any, action: SiteAction = no_noise) -> Interc
             keys = [key for key, drops in mode.mask_draws.items() if drops is not None]
             if isinstance(error, UndropError) or not keys:
                 raise
-            # The failing code may need ordinary random numbers, and probably got the last mask.
+            # The code that failed probably needs ordinary numbers where it got the latest mask.
             draw_findings(model).rule_out(keys[-1])
 
 
@@ -210,7 +210,7 @@ def _no_dropout_message(model: nn.Module, unaccounted: list[Unaccounted]) -> str
 
 @contextmanager
 def preserve_model(model: nn.Module, *, draws: bool = True) -> Iterator[None]:
-    """Restore the mode of every module, all buffers and, if the model ``draws``, the random state."""
+    """Restore the mode of every module, all buffers and, with ``draws``, the random state."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         with keep_buffers(model), RngSnapshot(model) if draws else nullcontext():
@@ -242,16 +242,12 @@ def sites_that_act(model: nn.Module, inputs: Any) -> dict[str, bool]:
         if not leaves:
             return {}
         outputs = _differentiable_outputs(output)
-        gradients = torch.autograd.grad(
-            outputs,
-            list(leaves.values()),
-            [torch.randn_like(f) for f in outputs],
-            allow_unused=True,
-        )
+        v = [torch.randn_like(f) for f in outputs]
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), v, allow_unused=True)
     except (RuntimeError, UndropError):  # no memory, no derivative, reentrant checkpointing
         return {}
-    by_site = zip(leaves, gradients, strict=True)
-    return {name: g is not None and bool(g.any()) for name, g in by_site}
+    acts = (g is not None and bool(g.any()) for g in gradients)
+    return dict(zip(leaves, acts, strict=True))
 
 
 def _copy(x: Tensor) -> Tensor:

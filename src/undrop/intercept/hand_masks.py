@@ -37,18 +37,17 @@ class DrawFindings:
     drops_at_one: dict[str, bool] = field(default_factory=dict)
     """Whether a mask drops where it is 1, for masks whose uses show it."""
     module_drops: set[str] = field(default_factory=set)
-    """Random branches that blend two outputs of the enclosing module; see ``branches.py``."""
+    """Draws whose branch skips no layer, so the enclosing module is blended; see ``branches.py``."""
     tried_reversed: set[str] = field(default_factory=set)
-    """Random branches whose condition already had its less probable value in a pass."""
+    """Draws whose branch has already taken its less probable side in a pass."""
 
-    def learn(self, uses_agree: Mapping[str, set[bool]], origins: Mapping[str, MaskOrigin]) -> bool:
+    def learn(self, mask_uses: Mapping[str, set[bool]], origins: Mapping[str, MaskOrigin]) -> bool:
         """Store which value of each mask drops; return whether the pass assumed a wrong one."""
         wrong = False
-        for key, agreements in uses_agree.items():
-            if len(agreements) == 1 and key not in self.drops_at_one:
-                (agrees,) = agreements
-                self.drops_at_one[key] = origins[key].drops_at_one == agrees
-                wrong = wrong or not agrees
+        for key, uses in mask_uses.items():
+            if len(uses) == 1 and key not in self.drops_at_one:
+                (self.drops_at_one[key],) = uses
+                wrong = wrong or self.drops_at_one[key] != origins[key].drops_at_one
         return wrong
 
     def rule_out(self, key: str, origin: MaskOrigin | None = None) -> None:
@@ -96,7 +95,7 @@ NAME_ENDINGS = {
     "drop-block": ("dropblock", "dropblock2d", "dropblockfast2d"),
     "zoneout": ("zoneout",),
 }
-"""For each kind of mask made by hand, how the names of the functions and classes that make it end."""
+"""For each kind of mask made by hand, the endings of the names of functions and classes that make it."""
 
 
 class HandMaskMixin:
@@ -108,9 +107,9 @@ class HandMaskMixin:
     reads_filled_tensor = False
     """Whether the model read a mask through the tensor that it filled in place, rather than through the
     return value."""
-    uses_agree: dict[str, set[bool]] | None = None
-    """For each mask, whether its uses agree with the value that is assumed to drop; None if the pass
-    does not record it."""
+    mask_uses: dict[str, set[bool]] | None = None
+    """For each mask, whether it drops where it is 1, according to each use; None if the pass does not
+    record uses."""
     open_blocks = 0
     """How many ``with`` blocks of this interception are open: some rules open another one."""
     call_count = 0
@@ -123,8 +122,7 @@ class HandMaskMixin:
 
     sites: list[Site]
     mask_draws: dict[str, bool | None]
-    """For each random draw that can become a mask: whether the mask drops where it is 1; None if the
-    draw is not a mask."""
+    """For each random draw, whether its mask drops where it is 1; None if the draw is no mask."""
     mask_origins: dict[str, MaskOrigin]
     """How a draw became a mask, by key; other draws are not listed."""
     batch_size: int | None = None
@@ -155,15 +153,12 @@ class HandMaskMixin:
         self._findings.rule_out(key, origin)
 
     def drops_at_one(self, key: str, default: bool) -> bool:
-        """Return whether a mask drops where it is 1.
-
-        If its uses do not show it, this is ``default``: whether 1 is the less probable value.
-        """
+        """Return whether a mask drops where it is 1: ``default`` unless earlier uses have shown it."""
         self.mask_draws[key] = self._findings.drops_at_one.get(key, default)
         return bool(self.mask_draws[key])
 
     def is_module_drop(self, key: str) -> bool:
-        """Return whether a random branch blends two outputs of the enclosing module."""
+        """Return whether two outputs of the module around a random branch are blended."""
         return key in self._findings.module_drops
 
     def progress(self) -> tuple[int, int]:
@@ -287,10 +282,10 @@ class HandMaskMixin:
         def compute(kind: str | None) -> Tensor:
             h = full(1.0 - p)
             with self.enable_grad():
-                keep = self.noisy(h, p, **self.site_options(h.shape, kind))
+                m = self.noisy(h, p, **self.site_options(h.shape, kind))
                 single, branch = h.numel() == 1, kind is not None
                 self.record_mask(key, origin._replace(single_value=single, decides_branch=branch))
-                return transform(self.dispatch(torch.rsub, keep, 1.0) if drops_at_one else keep)
+                return transform(self.dispatch(torch.rsub, m, 1.0) if drops_at_one else m)
 
         template = transform(full(0.0)) if dtype == torch.bool else None
         mask = Mask(self, key, compute, dtype, origin, template=template)  # type: ignore[arg-type]
@@ -305,8 +300,8 @@ class HandMaskMixin:
     def _record_filled_tensor(self, target: Tensor, value: RandomValue) -> RandomValue:
         """Use ``value`` wherever the model uses ``target``, the tensor that it filled in place."""
         if not torch.compiler.is_compiling():
-            known = self._filled_tensors or {}
-            self._filled_tensors = {k: v for k, v in known.items() if v[0]() is not None}
+            old = self._filled_tensors or {}
+            self._filled_tensors = {k: v for k, v in old.items() if v[0]() is not None}
             self._filled_tensors[id(target)] = (TensorWeakRef(target), value)
         return value
 
@@ -342,7 +337,10 @@ class HandMaskMixin:
         return self._tracker
 
     def decide_branch(self, mask: Mask) -> bool:
-        """Return the value of ``if mask:`` that drops nothing; both branches are blended later."""
+        """Return the value of ``if mask:`` that drops nothing; in a replay, the other one.
+
+        Both branches are blended later.
+        """
         if self._replay is not None and self._replay.key == mask.key:
             return not mask.keeps_at_one
         if mask.key not in self._decided_branches:
@@ -374,7 +372,7 @@ class HandMaskMixin:
         finally:
             self._replay = None
         if not replay.reached_draw or self.progress() != before:
-            raise mask.refuse("a branch around other random numbers", decides_branch=True)
+            raise mask.refuse("a branch around other random numbers", branch=True)
         return output
 
 

@@ -357,7 +357,7 @@ def _record_choice(m: Mask, operation: str, a: Any, b: Any) -> None:
     """Record which value of m drops, if the model takes a where m = 1 and b where m = 0."""
     if operation != "where":
         m.record_use(drops_at_one=True)
-    elif m.mode.uses_agree is not None:
+    elif m.mode.mask_uses is not None:
         zeros = [x == 0 if isinstance(x, (int, float)) else not x.any() for x in (a, b)]
         if zeros[0] != zeros[1]:
             m.record_use(drops_at_one=zeros[0])
@@ -387,7 +387,8 @@ def _compute(m: Mask, call: _Call) -> Any:
     out = m.mode.dispatch(func, *values.args, **values.kwargs)
     if not gives_mask:
         return out
-    mask = m.derive(out, out.dtype, binary=False)
+    mask = m.derive(out, out.dtype)
+    mask.binary = False
     if operation in ("mul", "div"):
         numbers = (x for x in leaves if isinstance(x, (int, float)))
         mask.is_large = operation == "mul" and any(abs(x) >= _LARGE for x in numbers)

@@ -1,7 +1,7 @@
 """Values that a model gets in place of random tensors while it makes a mask by hand.
 
 A mask of zeros and ones is a site. In place of a mask with keep probability k, undrop computes with the
-tensor m = k·(1 + ε·σ·η) of the same shape, whatever the model multiplies by it and however it scales it.
+tensor m = k·(1 + ε·σ·η) of the same shape. The model may scale m, and multiply any tensor by it.
 
 A model makes a mask in several calls, such as ``(keep + torch.rand(shape)).floor_()`` or
 ``torch.rand(shape) < p``. The first call returns a :class:`Uniform`, whose numbers are not drawn yet,
@@ -153,15 +153,15 @@ class Uniform(RandomValue):
         return out
 
     def with_transform(self, transform: Transform) -> Uniform:
-        """Return this value after one more function."""
+        """Return this value with one more function applied to it."""
         out = self.affine(1.0, 0.0, inplace=False)
         out.transforms = [*self.transforms, transform]
         return out
 
     def compare(self, value: float, below: bool) -> tuple[float, float, bool]:
-        """Return the probability of x < value (or x > value), and the same comparison for U.
+        """Return the probability of x < value (or x > value), and a threshold for U.
 
-        The comparison for U is a threshold, and whether U is below the threshold.
+        The last result says whether the comparison is U < threshold, not U > threshold.
         """
         threshold = (value - self.shift) / self.scale
         below = below if self.scale > 0.0 else not below
@@ -178,7 +178,6 @@ class Mask(RandomValue):
         compute: returns the value m from the kind of the site; it is called when m is first needed.
         dtype: the type that the model sees.
         origin: how the draw becomes the mask.
-        binary: whether the model's own mask is 0 or 1 everywhere.
         template: has the shape and device of m until m is computed.
     """
 
@@ -189,19 +188,19 @@ class Mask(RandomValue):
         compute: Callable[[str | None], Tensor],
         dtype: torch.dtype,
         origin: MaskOrigin,
-        *,
-        binary: bool = True,
         template: Tensor | None = None,
     ) -> None:
         super().__init__(mode, key)
         self._template = template
         self._compute: Callable[[str | None], Tensor] | None = compute
         self.dtype = dtype
-        self.origin, self.binary = origin, binary
+        self.origin = origin
+        self.binary = True
+        """Whether the model's own mask is 0 or 1 everywhere."""
         self.keeps_at_one = not origin.drops_at_one
         """Whether the site keeps h where this mask is 1."""
         self.is_large = False
-        """Whether the mask has a large factor, as a mask that the model adds to scores has."""
+        """Whether the model has multiplied the mask by a large number, perhaps to add it to scores."""
         self._value: Tensor | None = None
 
     def value(self, kind: str | None = None) -> Tensor:
@@ -218,26 +217,19 @@ class Mask(RandomValue):
         value = self.value() if value is None else value
         return value if value.dtype == self.dtype else value.detach().to(self.dtype)
 
-    def derive(
-        self, value: Tensor, dtype: torch.dtype | None = None, binary: bool | None = None
-    ) -> Mask:
+    def derive(self, value: Tensor, dtype: torch.dtype | None = None) -> Mask:
         """Return a mask whose value is a function of this mask."""
-        out = Mask(
-            self.mode,
-            self.key,
-            lambda _: value,
-            dtype or self.dtype,
-            self.origin,
-            binary=self.binary if binary is None else binary,
-        )
-        out.keeps_at_one, out.is_large = self.keeps_at_one, self.is_large
+        out = Mask(self.mode, self.key, lambda _: value, dtype or self.dtype, self.origin)
+        out.binary, out.keeps_at_one, out.is_large = self.binary, self.keeps_at_one, self.is_large
         return out
 
     def record_use(self, *, drops_at_one: bool) -> None:
         """Record that the model uses the mask to drop entries where it is 1, or where it is 0."""
-        if self.mode.uses_agree is not None:
-            agrees = drops_at_one != self.keeps_at_one
-            self.mode.uses_agree.setdefault(self.key, set()).add(agrees)
+        if self.mode.mask_uses is not None:
+            negated = (
+                self.keeps_at_one == self.origin.drops_at_one
+            )  # the draw's mask is 1 - this one
+            self.mode.mask_uses.setdefault(self.key, set()).add(drops_at_one != negated)
 
     def assign(self, other: Mask) -> Mask:
         """Take over the value of another mask, as an in-place function does."""
@@ -245,9 +237,9 @@ class Mask(RandomValue):
         self.binary, self.keeps_at_one = other.binary, other.keeps_at_one
         return self
 
-    def refuse(self, use: str, decides_branch: bool = False) -> NotAMask:
+    def refuse(self, use: str, *, branch: bool = False) -> NotAMask:
         """Rule the draw out, and return the error for a use of its mask that undrop can't follow."""
-        self.mode.rule_out(self.key, self.origin._replace(decides_branch=decides_branch))
+        self.mode.rule_out(self.key, self.origin._replace(decides_branch=branch))
         return NotAMask(
             f"the random mask at {self.key!r} is used in {use}, where undrop can't replace it by "
             "noise, so it is no longer a site: call again."

@@ -15,6 +15,8 @@ from torch import Tensor
 from undrop.intercept.interception import SITE_RULES, Interception
 from undrop.kernels.flex import FlexCall, attend, attend_without_kernel, flex_attention
 
+_SITE_OPTIONS = {"kind": "attention", "mask": "per probability", "label": "attention"}
+
 
 class AttentionCall(NamedTuple):
     """The arguments of ``F.scaled_dot_product_attention``."""
@@ -59,9 +61,8 @@ def additive_mask(call: AttentionCall) -> Tensor | None:
         mask = torch.ones(shape, dtype=torch.bool, device=call.query.device).tril()
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device).masked_fill(
-        ~mask, -math.inf
-    )
+    zeros = torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device)
+    return zeros.masked_fill(~mask, -math.inf)
 
 
 def unfused_attention(
@@ -73,9 +74,7 @@ def unfused_attention(
     call = ungrouped(call)
     p = probabilities(call, softmax)
     if call.dropout_p > 0.0:
-        p = mode.noisy(
-            p, call.dropout_p, kind="attention", mask="per probability", label="attention"
-        )
+        p = mode.noisy(p, call.dropout_p, **_SITE_OPTIONS)
     return p @ call.value
 
 
@@ -94,14 +93,9 @@ def _without_overrides(function: types.FunctionType) -> types.FunctionType:
     the mode would receive that call again. With the copy, the mode receives the calls in its body.
     """
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    no_overrides = dict.fromkeys(names, lambda *_: False)
-    copy = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **no_overrides},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    scope = {**function.__globals__, **dict.fromkeys(names, lambda *_: False)}
+    name, defaults, closure = function.__name__, function.__defaults__, function.__closure__
+    copy = types.FunctionType(function.__code__, scope, name, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -120,9 +114,7 @@ def _factors(mode: Interception, call: FlexCall) -> Tensor | None:
     if call.dropout_p == 0.0:
         return None
     ones = call.ones()
-    factors = mode.noisy(
-        ones, call.dropout_p, kind="attention", mask="per probability", label="attention"
-    )
+    factors = mode.noisy(ones, call.dropout_p, **_SITE_OPTIONS)
     return None if factors is ones else factors
 
 

@@ -17,13 +17,12 @@ import inspect
 from collections.abc import Callable
 from traceback import walk_tb
 from types import CodeType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
 from undrop.intercept.wrappers import frames
 
-_Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
 
 
@@ -38,20 +37,16 @@ def regions() -> list[Region]:
     """Return the checkpointed regions that are in their first run, innermost first."""
     found: list[Region] = []
     for pack, _ in _all_hooks():
-        name = getattr(pack, "__qualname__", "")
-        if getattr(pack, "__module__", None) == _CHECKPOINT_MODULE and name.startswith(
-            "_checkpoint_hook."
-        ):
-            hook: Any = pack
-            closure = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-            found.append(closure["frame"].cell_contents)
+        name = f"{getattr(pack, '__module__', '')}.{getattr(pack, '__qualname__', '')}"
+        if name.startswith(f"{_CHECKPOINT_MODULE}._checkpoint_hook."):
+            found.append(pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents)
     return found
 
 
-def _all_hooks() -> list[_Hooks]:
-    """Return the stack of hooks, the top first. To read it, take the hooks off, and put them back."""
+def _all_hooks() -> list[tuple[Any, Any]]:
+    """Return the stack of hooks, the top first: take all hooks off, and put them back."""
     top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-    stack: list[_Hooks] = []
+    stack: list[tuple[Any, Any]] = []
     while (hooks := top_hooks(False)) is not None:
         stack.append(hooks)
         torch._C._autograd._pop_saved_tensors_default_hooks()

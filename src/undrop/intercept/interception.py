@@ -1,9 +1,9 @@
 """Run a model unchanged, and decide what happens at every dropout.
 
 A ``TorchFunctionMode`` receives the calls of the dropout *functions*, whatever code calls them. The
-model does not change: it gets no hook, no patched function, no replaced module. Activation checkpointing
-runs parts of a model again in the backward pass, and they get the same noise there. The interception
-ends with its ``with`` block, and other threads never see it.
+model does not change: it gets no hook, no patched function, no replaced module. The parts that
+activation checkpointing runs again in the backward pass get the same noise. The interception ends with
+its ``with`` block, and other threads never see it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ H = TypeVar("H")
 
 
 SiteAction: TypeAlias = Callable[[Site, Tensor], Tensor]
-"""Computes from a site and its h what the model gets in place of dropout's output."""
+"""``action(site, h)`` returns what the model gets in place of dropout's output."""
 
 
 def no_noise(site: Site, h: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class outside_interception:
 
 
 _COND_FUNCTION = torch.ops.higher_order.cond
-"""``torch.cond``; it is not a key of the table of rules, which torch 2.8 could then not compile."""
+"""``torch.cond``. With this key in the table of rules, torch 2.8 could not compile the lookup."""
 
 
 class Interception(HandMaskMixin, TorchFunctionMode):
@@ -136,13 +136,7 @@ class Interception(HandMaskMixin, TorchFunctionMode):
         self.prepare_recomputation()
         return rule(self, *args, **(kwargs or {}))
 
-    def handle_random_values(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def handle_random_values(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a function of random values; NotImplemented if no argument is one."""
         if Mask in types or Uniform in types:
             return apply_function(self, func, args, kwargs)
@@ -167,7 +161,7 @@ class Interception(HandMaskMixin, TorchFunctionMode):
 
     def prepare_recomputation(self) -> None:
         """Give checkpointed regions the same noise in the backward pass, or raise an error."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # perhaps because an autograd function runs
             function = enclosing_function() if self.grad_enabled else None
             if function is not None:
                 raise RecomputationError(
@@ -201,11 +195,11 @@ class Interception(HandMaskMixin, TorchFunctionMode):
 
     def _continuation(self) -> Callable[[], Interception]:
         """Return a function that makes an interception which continues from this point of the pass."""
-        name_counts = Counter(self._name_counts)
+        name_counts = self._name_counts.copy()
 
         def make() -> Interception:
             mode = Interception(self._model, self.action, self._extra_rules, self.draw_override)
-            mode._name_counts = Counter(name_counts)
+            mode._name_counts = name_counts.copy()
             return mode
 
         return make
@@ -253,11 +247,10 @@ class Interception(HandMaskMixin, TorchFunctionMode):
     def _name(self, kind: str, label: str | None) -> tuple[str, str]:
         """Return the name and kind of a site; the name of a dropout module needs no label."""
         module = running_module(self._module_paths)
-        endings = NAME_ENDINGS.get(kind, ())
-        is_mask_module = type(module).__name__.lower().endswith(endings)
-        if is_mask_module or isinstance(module, nn.modules.dropout._DropoutNd):
+        makes_mask = type(module).__name__.lower().endswith(NAME_ENDINGS.get(kind, ()))
+        if makes_mask or isinstance(module, nn.modules.dropout._DropoutNd):
             label = None
         elif isinstance(module, nn.MultiheadAttention) and kind == "dropout":
             label = kind = "attention"
-        path = running_path(self._module_paths)
+        path = "" if module is None else self._module_paths[id(module)]
         return self.unique_name(".".join(part for part in (path, label) if part) or kind), kind

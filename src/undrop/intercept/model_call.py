@@ -48,7 +48,7 @@ def _tensor_fields(x: Any) -> list[_Field]:
 def _slot_names(c: type) -> tuple[str, ...]:
     slots = c.__dict__.get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name != "__dict__")  # ``vars(x)`` has the names in it
+    return tuple(name for name in names if name != "__dict__")  # the names in it are read anyway
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -57,12 +57,9 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
         yield tree
         return
     for leaf in tree_leaves(tree):
-        values = (
-            leaf
-            if isinstance(leaf, Tensor)
-            else [f.read(leaf, f.name) for f in _tensor_fields(leaf)]
-        )
-        yield from (t for t in tree_leaves(values) if isinstance(t, Tensor))
+        fields = () if isinstance(leaf, Tensor) else _tensor_fields(leaf)
+        values = [f.read(leaf, f.name) for f in fields]
+        yield from (t for t in tree_leaves((leaf, values)) if isinstance(t, Tensor))
 
 
 def map_tensors(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -197,9 +194,8 @@ def logits_of(output: Any) -> Tensor:
     """Return the tensor that the loss receives: the output, its ``logits``, or its first element."""
     if isinstance(output, Tensor):
         return output
-    logits = (
-        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    )
+    fields = output if isinstance(output, Mapping) else {"logits": getattr(output, "logits", None)}
+    logits = fields.get("logits")
     if logits is None and isinstance(output, (tuple, list)) and output:
         logits = output[0]
     if isinstance(logits, Tensor):

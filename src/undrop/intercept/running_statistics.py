@@ -55,7 +55,7 @@ def copied_buffers(model: nn.Module) -> Buffers:
 
 
 def keep_buffers(model: nn.Module, values: Buffers | None = None) -> AbstractContextManager[None]:
-    """Make passes update copies of all buffers, or ``values`` in place of them."""
+    """Make passes update copies of all buffers, or ``values`` in place of copies."""
     return _with_copies(list(model.modules()), values)
 
 
@@ -71,9 +71,8 @@ def _with_copies(modules: list[nn.Module], values: Buffers | None = None) -> Ite
         _set_buffers(modules, copies)
         yield
     finally:
-        _set_buffers(
-            modules, originals
-        )  # a buffer that the pass registered stays: its module needs it
+        # A buffer that the pass registered stays: its module needs it.
+        _set_buffers(modules, originals)
 
 
 def _set_buffers(modules: list[nn.Module], values: Sequence[Mapping[str, Tensor | None]]) -> None:

@@ -25,7 +25,7 @@ class Site:
     name: str
     """The path of the module; later calls of the same module get a suffix such as ``#2``."""
     kind: str
-    """dropout, dropout1d/2d/3d, attention, recurrent, locked, weight, embedding, or a model's own."""
+    """Such as dropout, dropout2d, attention, recurrent, locked, weight, embedding, mask or drop-path."""
     p: float
     """The drop probability q."""
     mask: str
@@ -39,7 +39,7 @@ class Site:
     """Whether the site drops in eval mode too (a common mistake with ``dropout_p``)."""
     acts: bool | None = field(default=None, compare=False)
     """Whether the noise reaches the output, so that u ≠ 0; None if this is not known. Weights of 0 block
-    it, as in a new LoRA adapter."""
+    the noise, as in a new LoRA adapter."""
 
     @property
     def sigma(self) -> float:
@@ -110,11 +110,12 @@ class Sites(Sequence[Site]):
 
     def unaccounted_table(self) -> list[tuple[str, ...]]:
         """The headings, and a row of strings for random numbers that belong to no site."""
-        rows: list[tuple[str, ...]] = [("module", "draws with", "calls", "where")]
-        rows += [
-            (u.module or "(model)", u.function, str(u.calls), u.where) for u in self.unaccounted
+        headings = ("module", "draws with", "calls", "where")
+        draws = self.unaccounted
+        return [
+            headings,
+            *((d.module or "(model)", d.function, str(d.calls), d.where) for d in draws),
         ]
-        return rows
 
     def __repr__(self) -> str:
         """The table as text, and a second one for the random numbers that belong to no site."""
@@ -161,7 +162,7 @@ def _as_text(rows: list[tuple[str, ...]]) -> str:
 
 
 class Selection:
-    """Which sites carry noise, and how much: a weight on the variance σ² of each, by name pattern.
+    """Which sites carry noise, and how much: a weight on the variance σ² for each pattern of names.
 
     Args:
         patterns: None for every site; a pattern or a list of patterns (``"encoder.*"``) for only the

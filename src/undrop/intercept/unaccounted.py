@@ -40,9 +40,8 @@ class Unaccounted(NamedTuple):
 
     def __str__(self) -> str:
         """The function, the module and the line, for use in a sentence."""
-        return f"{self.function} in {self.module or 'the model'!r}" + (
-            f" at {self.where}" if self.where else ""
-        )
+        where = f" at {self.where}" if self.where else ""
+        return f"{self.function} in {self.module or 'the model'!r}{where}"
 
 
 def find_unaccounted(
@@ -59,16 +58,16 @@ def find_unaccounted(
         run()
     found = [*ops.unaccounted, *python_draws]
     if not ops.unaccounted:
-        unknown = (text for name, text in _UNKNOWN_CALLS.items() if name in changed)
-        found += [Unaccounted("", text, "", 1) for text in unknown]
+        texts = [text for name, text in _GENERATORS.items() if name in changed]
+        found += [Unaccounted("", text, "", 1) for text in texts]
     return found
 
 
-_UNKNOWN_CALLS = {
+_GENERATORS = {
     "torch": "torch's generator, by an unknown kernel",
     "model": "a generator that the model holds",
 }
-"""Descriptions of the generators of ``changed``, for numbers that no recorded operation has drawn."""
+"""The ``function`` of draws that no operation shows, by the generator that has changed."""
 
 
 class RandomOps(TorchDispatchMode):
@@ -88,12 +87,11 @@ class RandomOps(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Record the operation if it draws, and run it."""
-        if torch.Tag.nondeterministic_seeded in func.tags and _uses_generator(
-            func, args, kwargs or {}
-        ):
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and _uses_generator(func, args, kwargs):
             name = func.overloadpacket.__name__
             self._calls[(running_path(self._paths), name, _caller_location())] += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     @property
     def unaccounted(self) -> list[Unaccounted]:

@@ -76,8 +76,8 @@ def chosen_backend(model: nn.Module) -> Backend | None:
 
 
 def _is_compiled(function: object) -> bool:
-    """Return whether ``torch.compile`` made the function; ``torch.compiler.disable`` also marks it."""
-    marked = hasattr(function, "_torchdynamo_orig_callable")
+    """Return whether ``torch.compile`` made the function."""
+    marked = hasattr(function, "_torchdynamo_orig_callable")  # torch.compiler.disable also sets it
     return marked and not getattr(function, "_torchdynamo_disable", False)
 
 

@@ -49,16 +49,8 @@ SUBJECTS: Registry[str, Callable[[str], Subject]] = Registry("bench model")
 """The models that can be timed. Each function takes a size; a model of a single size ignores it."""
 
 
-def check_model_and_size(model: str, size: str) -> None:
-    """Refuse an unknown model or size with an :class:`UnknownNameError`."""
-    SUBJECTS[model]  # raises for an unknown name
-    if size not in SIZES:
-        raise UnknownNameError("bench size", size, SIZES)
-
-
 def make_subject(model: str, size: str, device: str = "cpu") -> Subject:
     """Return the subject of this name and size on a device, with the same weights each time."""
-    check_model_and_size(model, size)
     torch.manual_seed(0)
     with torch.device(device):
         return SUBJECTS[model](size)
@@ -226,7 +218,7 @@ METHODS.register(
 )(partial(_analytic, engine="antithetic", fraction=0.125))
 
 
-_MEASUREMENT = 0.02  # seconds; a shorter step is repeated for this long
+_MIN_SECONDS = 0.02  # of a measurement; shorter steps are repeated for this long
 
 
 @dataclass(frozen=True)
@@ -259,8 +251,8 @@ def bench(
 
     Other work on the machine slows down all methods of a round alike, so it does not change their
     ratios. A step of the baseline precedes each timed step, so that no method pays for the caches and
-    the memory that another method left behind. A step of less than 20 ms is timed several times in a
-    row.
+    the memory that another method left behind. If a step of the
+    baseline takes less than 20 ms, every step is timed several times in a row.
 
     Args:
         model: a name of ``SUBJECTS``.
@@ -274,18 +266,20 @@ def bench(
     Raises:
         UnknownNameError: for an unknown model, size or method, before a process is started.
     """
-    check_model_and_size(model, size)
+    SUBJECTS[model]  # raises for an unknown name
+    if size not in SIZES:
+        raise UnknownNameError("bench size", size, SIZES)
     names = list(dict.fromkeys([BASELINE, *names]))
     methods = {name: METHODS[name] for name in names}
     peaks: dict[str, float | None] = dict.fromkeys(names)
-    for name in names if memory else ():  # first, while this process is still small
+    for name in names if memory else ():  # first, before this process uses much memory
         peaks[name] = _peak_memory(model, size, name, device)
         tick(name)
     subject = make_subject(model, size, device)
     steps = {name: _synchronized(method(subject), device) for name, method in methods.items()}
     times = _time_rounds(steps, subject.model, rounds, tick)
     order = [name for name in METHODS if name in names]
-    return [_method_time(name, times[name], times[BASELINE], peaks[name]) for name in order]
+    return [_result(name, times[name], times[BASELINE], peaks[name]) for name in order]
 
 
 def _time_rounds(
@@ -302,15 +296,13 @@ def _time_rounds(
                 times[name].append(seconds)
             tick(name)
         if index == 0:
-            repeats = max(1, round(_MEASUREMENT / baseline))
+            repeats = max(1, round(_MIN_SECONDS / baseline))
             gc.freeze()  # otherwise collecting garbage takes longer than the steps
     gc.unfreeze()
     return times
 
 
-def _method_time(
-    name: str, times: list[float], baseline: list[float], peak: float | None
-) -> MethodTime:
+def _result(name: str, times: list[float], baseline: list[float], peak: float | None) -> MethodTime:
     ratios = [a / b for a, b in zip(times, baseline, strict=True)]
     low, high = (float(q) for q in np.quantile(ratios, (0.05, 0.95)))
     return MethodTime(name, statistics.median(ratios), low, high, statistics.median(times), peak)

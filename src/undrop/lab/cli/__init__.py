@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -57,7 +57,8 @@ GROUPS = {
 """The headings of ``undrop --help``. Commands that have no heading come last, under "More"."""
 
 _COMPLETION = "_UNDROP_COMPLETE"  # the variable that asks for completion
-_TYPED_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # in bash, in the other shells
+# The variable with the words that were typed, in bash and in the other shells.
+_TYPED_WORDS = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 
 
 def commands() -> dict[str, str]:
@@ -78,20 +79,18 @@ class _CommandsWithHeadings(TyperGroup):
     """A group of commands whose help has headings."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands under the headings of :data:`GROUPS`."""
-        lines = commands()
-        grouped = {name for names in GROUPS.values() for name in names}
-        groups = {**GROUPS, "More": tuple(name for name in lines if name not in grouped)}
-        width = max(map(len, lines))
-        for heading, names in groups.items():
-            rows = [(name.ljust(width), lines[name]) for name in names if name in lines]
+        """Write the commands under the headings of :data:`GROUPS`, and the others under "More"."""
+        rest = commands()
+        width = max(map(len, rest))
+        for heading, names in [*GROUPS.items(), ("More", tuple(rest))]:
+            rows = [(name.ljust(width), rest.pop(name)) for name in names if name in rest]
             if rows:
                 with formatter.section(heading):
                     formatter.write_dl(rows)
 
 
 def app_for(names: Sequence[str]) -> typer.Typer:
-    """Return the app. It imports the commands of these ``names``, and only lists the other ones."""
+    """Return an app that can run the commands ``names``, which are imported; it lists all commands."""
     app = typer.Typer(
         name="undrop",
         cls=_CommandsWithHeadings,
@@ -129,11 +128,7 @@ def _typer_function(function: Callable[..., Answer | None]) -> Callable[..., Non
     for name, parameter in signature.parameters.items():
         if is_dataclass(parameter.annotation):
             dataclasses[name] = parameter.annotation
-            types = get_type_hints(dataclasses[name], include_extras=True)
-            options += [
-                option.replace(annotation=types[option.name])
-                for option in inspect.signature(dataclasses[name]).parameters.values()
-            ]
+            options += inspect.signature(dataclasses[name], eval_str=True).parameters.values()
         else:
             options.append(parameter)
     if signature.return_annotation not in (None, signature.empty):
@@ -183,7 +178,7 @@ def _root(
 
 
 def _command_in(words: Sequence[str]) -> list[str]:
-    """Return a list with the command, which is the first word without a dash; empty if there is none.
+    """Return the command, the first word without a dash, as a list that is empty without a command.
 
     undrop's own options take no values, so no value can be mistaken for the command.
     """
@@ -209,20 +204,16 @@ def _exit_code(words: list[str]) -> int:
         return int(app_for(_command_in(typed.split()[1:]))(words, prog_name="undrop") or 0)
     debug = "--debug" in words or os.environ.get("UNDROP_DEBUG", "0") not in ("", "0")
     words = [word for word in words if word != "--debug"] or ["--help"]
+    names = _command_in(words)
     try:
-        _run(words)
+        for name in names:
+            check_name("command", name, commands())
+        command = get_command(app_for(names))
+        with command.make_context("undrop", words) as context:
+            gc.enable()
+            command.invoke(context)
         return 0
     except typer.Exit as end:
         return end.exit_code
     except (Exception, KeyboardInterrupt) as error:
-        return report_error(error, " ".join(["undrop", *_command_in(words)]), debug=debug)
-
-
-def _run(words: list[str]) -> None:
-    names = _command_in(words)
-    for name in names:
-        check_name("command", name, commands())
-    command = get_command(app_for(names))
-    with command.make_context("undrop", words) as context:
-        gc.enable()
-        command.invoke(context)
+        return report_error(error, " ".join(["undrop", *names]), debug=debug)

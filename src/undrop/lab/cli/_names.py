@@ -83,7 +83,7 @@ def experiments() -> Names:
 
 
 def check_name(kind: str, name: str | None, names: Names, hint: str = "") -> None:
-    """Refuse an unknown name; None is fine.
+    """Refuse an unknown name; accept None.
 
     Raises:
         UnknownNameError: with the nearest name and a list of all names.
@@ -107,14 +107,10 @@ def check_corpus(name: str | None, data_dir: Path | None = None) -> None:
 
 def completion(names: Callable[[], Names]) -> Callable[[str], list[tuple[str, str]]]:
     """Return the function with which an option or argument completes these names in the shell."""
-
-    def complete(incomplete: str) -> list[tuple[str, str]]:
-        return [item for item in names().items() if item[0].startswith(incomplete)]
-
-    return complete
+    return lambda incomplete: [item for item in names().items() if item[0].startswith(incomplete)]
 
 
-def named(
+def one_of(
     kind: str,
     names: Names | Callable[[], Names],
     is_path: Callable[[str], bool] = lambda value: False,

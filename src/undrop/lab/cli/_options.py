@@ -10,7 +10,7 @@ import typer
 
 from undrop.errors import OptionError
 from undrop.files import near_path
-from undrop.lab.cli._names import check_corpus, completion, corpora, models, named
+from undrop.lab.cli._names import check_corpus, completion, corpora, models, one_of
 
 if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
@@ -33,6 +33,7 @@ Settings = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable."),
 ]
 Batches = Annotated[int, typer.Option(min=1, help="The maximum number of batches to use.")]
+Seconds = Annotated[float, typer.Option(help="The time to spend; more time gives smaller errors.")]
 ShowProgress = Annotated[bool, typer.Option(help="Show a progress bar on stderr.")]
 
 
@@ -48,7 +49,7 @@ class SourceOptions:
         typer.Option(
             help="Instead of RUN: a new model, by its name in `undrop models`, or your own as "
             f"{_IMPORT_PATH}.",
-            **named("model", models, _is_import_path, f", or give your own as {_IMPORT_PATH}"),
+            **one_of("model", models, _is_import_path, f", or give your own as {_IMPORT_PATH}"),
         ),
     ] = None
     data: Annotated[
@@ -77,10 +78,8 @@ class SourceOptions:
         from undrop.lab.cli import _sources
 
         if self.run is not None:
-            return _sources.from_run(self.run, data_dir=self.data_dir, batches=batches)
-        return _sources.from_names(
-            str(self.model), str(self.data), self.loss, self.data_dir, batches
-        )
+            return _sources.from_run(self.run, self.data_dir, batches)
+        return _sources.from_names(self, batches)
 
     def _problem(self) -> str:
         """Return what is wrong with the options, and the way out; empty if nothing is wrong."""

@@ -23,7 +23,7 @@ def check_outputs(
     pictures: Sequence[Path | None] = (),
     pages: Sequence[Path | None] = (),
 ) -> None:
-    """Refuse a path that can't be written, before any work is done. None is an option without a path.
+    """Refuse a path that can't be written, before any work is done; skip None.
 
     Args:
         files: paths of files without figures.

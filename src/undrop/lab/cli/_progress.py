@@ -20,7 +20,7 @@ _REFRESH_SECONDS = 0.1
 class TrainingProgress(Callback):
     """A bar with the time left, the speed and the objective's parts, and a line for every epoch.
 
-    Without a terminal, a line for every record.
+    Without a terminal, there is a line for every logged step instead of the bar.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
@@ -61,7 +61,7 @@ class TrainingProgress(Callback):
         self._last_update, self._tokens_since_update = now, 0
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Print a record of the metrics; a bar replaces the records of steps."""
+        """Print a line about an epoch or a measurement, and without a bar about a logged step."""
         head = f"epoch {record['epoch']}/{self._epochs}  step {record['step']}"
         if record["kind"] == "epoch":
             seconds = duration(record["time"]["seconds"])
@@ -119,7 +119,7 @@ class DemoProgress(Callback):
 
 
 class CampaignProgress(Listener):
-    """A bar that shows how much of the time of all runs has passed, and a line for each run that ends.
+    """A bar with the share of the estimated time that has passed, and a line for each run that ends.
 
     Args:
         progress: where to show the bar and the lines.

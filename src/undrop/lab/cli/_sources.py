@@ -20,6 +20,7 @@ from undrop.diagnosis.measure.model import collect
 from undrop.errors import OptionError, UndropError
 from undrop.files import near_path
 from undrop.intercept.model_call import call
+from undrop.lab.cli._options import SourceOptions
 from undrop.lab.corpora import Corpus
 from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.corpora.corpus import Tokens
@@ -103,31 +104,25 @@ def _state_after(model: LanguageModel, tokens: Tensor) -> State:
         model.train(training)
 
 
-def from_run(path: str | Path, *, data_dir: str | Path | None = None, batches: int = 16) -> Source:
+def from_run(path: Path, data_dir: Path | None, batches: int) -> Source:
     """Load the model and the text of a run."""
     run = open_run(path, data_dir=data_dir)
     return _from_language_model(run.model, run.corpus, run.config, batches, run)
 
 
-def from_names(
-    model: str, data: str, loss: str | None, data_dir: str | Path | None, batches: int
-) -> Source:
+def from_names(options: SourceOptions, batches: int) -> Source:
     """Load one of undrop's language models and a corpus, or the user's own model, data and loss.
 
-    Args:
-        model: the name of a language model such as ``awd-lstm``, which is newly initialized; or the
-            import path, MODULE:NAME or FILE.py:NAME, of a module or a function that returns one.
-        data: a corpus, for a language model; or the import path of batches (inputs, targets), or of a
-            function that returns them.
-        loss: the import path of a loss; None is cross-entropy.
-        data_dir: the folder of the corpus.
-        batches: the number of windows of a corpus.
+    A language model is newly initialized, and at most ``batches`` windows of the corpus are read. The
+    user's own objects are named by import paths, MODULE:NAME or FILE.py:NAME. The model is a torch
+    module, and the data are batches (inputs, targets); a function that returns them works too.
 
     Raises:
         OptionError: if an import path names nothing, or the model is not a module.
     """
+    model, data = str(options.model), str(options.data)
     if ":" not in model:
-        folder = None if data_dir is None else str(data_dir)
+        folder = options.data_dir and str(options.data_dir)
         config = configure(None, {"model": {"name": model}, "data": {"name": data, "dir": folder}})
         corpus = config.load_corpus()
         return _from_language_model(config.build_model(corpus), corpus, config, batches)
@@ -137,7 +132,7 @@ def from_names(
             f"{model} must be a torch module or a function that returns one, got "
             f"{type(user_model).__name__}."
         )
-    user_loss = None if loss is None else _import_object(loss)
+    user_loss = None if options.loss is None else _import_object(options.loss)
     return Source(user_model, load_user_object(data), user_loss, import_paths=(model, data))
 
 

@@ -16,7 +16,6 @@ from undrop.lab.cli.train import TrainingOptions
 
 if TYPE_CHECKING:
     from undrop.lab.train import Config
-    from undrop.tuning import Advice
 
 _MIN_STEPS = 200
 
@@ -34,11 +33,7 @@ def advise(
     """
     if not 0.0 < share <= 1.0:
         raise OptionError(f"--share must lie in (0, 1], got {share}.")
-    advice = _train_and_advise(options.config(tune=True), share)
-    return Answer(advice, advice.table().text(), "", advice.verdict)
-
-
-def _train_and_advise(config: Config, share: float) -> Advice:
+    config = _shorten(options.config(tune=True), share)
     from undrop.lab.cli._progress import TrainingProgress
     from undrop.lab.train import run
     from undrop.lab.train.optimizers import clipped_optimizer
@@ -46,13 +41,14 @@ def _train_and_advise(config: Config, share: float) -> Advice:
     from undrop.tuning import advise_from
 
     with tempfile.TemporaryDirectory() as folder:
-        config = _shorten(config, share)
         recorder = TunerRecorder(interval=sys.maxsize)  # longer than the run: no trial
         run(config, out=Path(folder) / "run", callbacks=[TrainingProgress(), recorder])
     assert recorder.tuner is not None
     assert recorder.model is not None
     optimizer = clipped_optimizer(recorder.model, config.optimizer)
-    return advise_from(recorder.tuner, recorder.model.train(), list(recorder.batches), optimizer)
+    model, batches = recorder.model.train(), list(recorder.batches)
+    advice = advise_from(recorder.tuner, model, batches, optimizer)
+    return Answer(advice, advice.table().text(), "", advice.verdict)
 
 
 def _shorten(config: Config, share: float) -> Config:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import bench_methods, bench_models, check_name, named
+from undrop.lab.cli._names import bench_methods, bench_models, check_name, one_of
 from undrop.lab.cli._output import check_outputs
 from undrop.report import Progress, Table, as_json
 
@@ -23,10 +22,10 @@ _SIZES = {"small": "seconds on a laptop", "paper": "the sizes of the paper"}
 @COMMANDS.register("bench")
 def bench(
     model: Annotated[
-        str, typer.Option(help="The model to time.", **named("bench model", bench_models))
+        str, typer.Option(help="The model to time.", **one_of("bench model", bench_models))
     ] = "awd-lstm",
     size: Annotated[
-        str, typer.Option(help="small or paper.", **named("bench size", _SIZES))
+        str, typer.Option(help="small or paper.", **one_of("bench size", _SIZES))
     ] = "small",
     rounds: Annotated[int, typer.Option(help="How many times to time each method.", min=1)] = 10,
     methods: Annotated[
@@ -48,14 +47,25 @@ def bench(
     import torch
 
     from undrop.files import write_json
-    from undrop.lab.bench import METHODS, draw_ratios
+    from undrop.lab.bench import BASELINE, METHODS, draw_ratios
+    from undrop.lab.bench import bench as time_methods
     from undrop.lab.train.environment import find_device
 
     device = str(find_device(device, "--device"))
     if threads:
         torch.set_num_threads(threads)
-    names = list(dict.fromkeys(["dropout", *(chosen or METHODS)]))
-    rows = _measure(model, size, names, rounds=rounds, memory=memory, device=device)
+    names = list(dict.fromkeys([BASELINE, *(chosen or METHODS)]))
+    total, done = len(names) * (rounds + 1 + memory), itertools.count(1)
+    with Progress() as progress:
+        bar = progress.bar(f"{model} {size}")
+        rows = time_methods(
+            *(model, size),
+            rounds=rounds,
+            names=names,
+            memory=memory,
+            device=device,
+            tick=lambda name: bar.show(next(done) / total, name),
+        )
     result = {"model": model, "size": size, "rows": rows}
     for row in rows:
         if memory and row.peak_mb is None:
@@ -69,24 +79,6 @@ def bench(
         (plot, lambda path: draw_ratios(path, f"{model}, {size}", rows)),
     )
     return Answer(result, _table(rows), files=files)
-
-
-def _measure(
-    model: str, size: str, names: Sequence[str], *, rounds: int, memory: bool, device: str
-) -> list[MethodTime]:
-    from undrop.lab.bench import bench
-
-    total, done = len(names) * (rounds + 1 + memory), itertools.count(1)
-    with Progress() as progress:
-        bar = progress.bar(f"{model} {size}")
-        return bench(
-            *(model, size),
-            rounds=rounds,
-            names=names,
-            memory=memory,
-            device=device,
-            tick=lambda name: bar.show(next(done) / total, name),
-        )
 
 
 def _table(rows: list[MethodTime]) -> Table:

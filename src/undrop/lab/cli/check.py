@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import named, objectives
-from undrop.lab.cli._options import ShowProgress, SourceOptions
+from undrop.lab.cli._names import objectives, one_of
+from undrop.lab.cli._options import Seconds, ShowProgress, SourceOptions
 
 if TYPE_CHECKING:
     from undrop.lab.cli._sources import Source
@@ -23,12 +23,10 @@ def check(
         typer.Option(
             help="An objective with analytic terms.",
             show_default="the run's own, or analytic",
-            **named("objective", objectives),
+            **one_of("objective", objectives),
         ),
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(help="The time to spend; more time gives smaller errors.")
-    ] = 10.0,
+    seconds: Seconds = 10.0,
     progress: ShowProgress = True,
 ) -> Answer:
     """Compare the analytic terms with a Monte Carlo estimate over dropout masks, on the first batch."""
@@ -38,9 +36,8 @@ def check(
 
     (batch,) = collect(source.batches, 1)
     with source.explain_user_errors():
-        result = undrop.check(
-            _objective(source, objective), source.model, batch, seconds=seconds, progress=progress
-        )
+        checked = _objective(source, objective)
+        result = undrop.check(checked, source.model, batch, seconds=seconds, progress=progress)
     return Answer(result, str(result))
 
 
@@ -51,11 +48,11 @@ def _objective(source: Source, name: str | None) -> Objective:
     """
     from undrop.lab.train.config import ObjectiveConfig
 
-    supplied = {"loss": source.loss, "batch_dim": source.batch_dim}
+    arguments = {"loss": source.loss, "batch_dim": source.batch_dim}
     objective: Objective
     if name is None and source.run is not None:
-        objective = source.run.config.objective.build(**supplied)
+        objective = source.run.config.objective.build(**arguments)
         if objective.implicit_factor is not None:
             return objective
-    objective = ObjectiveConfig(name=name or "analytic").build(**supplied)
+    objective = ObjectiveConfig(name=name or "analytic").build(**arguments)
     return objective

@@ -76,9 +76,7 @@ def get_corpora(
     for name in names:
         typer.echo(f"getting {name}", err=True)
         corpus = load(name, data_dir=data_dir, cache_dir=cache_dir)
-        typer.echo(
-            f"{corpus.name}: {_format_count(len(corpus.train))} training tokens, {corpus.folder}"
-        )
+        typer.echo(f"{corpus.name}: {len(corpus.train):,} training tokens, {corpus.folder}")
 
 
 @COMMANDS.register("data info")
@@ -106,7 +104,9 @@ def describe_corpus(
 ) -> Answer:
     """Show the tokens, words and files of a corpus."""
     check_corpus(name, data_dir)
+    from undrop.errors import DataError
     from undrop.lab.corpora import load
+    from undrop.lab.corpora.corpus import damaged_files
 
     corpus = load(
         name,
@@ -117,8 +117,11 @@ def describe_corpus(
         cache_dir=cache_dir,
         download=False,
     )
-    if check:
-        _check_files(corpus)
+    if check and (damaged := damaged_files(corpus.folder)):
+        raise DataError(
+            f"{', '.join(damaged)} in {corpus.folder} changed after being written: delete that folder "
+            "to encode the corpus again."
+        )
     facts = _facts(corpus)
     return Answer(facts, _table(corpus, facts))
 
@@ -126,14 +129,14 @@ def describe_corpus(
 def _table(corpus: Corpus, facts: dict[str, Any]) -> Table:
     from undrop.lab.corpora import UNK
 
-    released = {True: "yes", False: "no", None: ""}
+    words = {True: "yes", False: "no", None: ""}
     rows = [
         [
             split,
             _format_count(info["tokens"]),
             _format_count(info["words"]),
             f"{info['unknown']:.2%}",
-            released[info["as_released"]],
+            words[info["as_released"]],
             info["source"],
         ]
         for split, info in facts["splits"].items()
@@ -143,23 +146,12 @@ def _table(corpus: Corpus, facts: dict[str, Any]) -> Table:
     return Table(headings, rows, numbers=headings[1:4], title=title)
 
 
-def _check_files(corpus: Corpus) -> None:
-    from undrop.errors import DataError
-    from undrop.lab.corpora.corpus import damaged_files
-
-    if damaged := damaged_files(corpus.folder):
-        raise DataError(
-            f"{', '.join(damaged)} in {corpus.folder} changed after being written: delete that folder "
-            "to encode the corpus again."
-        )
-
-
 def _facts(corpus: Corpus) -> dict[str, Any]:
     import numpy as np
 
     from undrop.lab.corpora import CATALOGUE, UNK
 
-    released = CATALOGUE[corpus.name].sha256 if corpus.name in CATALOGUE else {}
+    sha256 = CATALOGUE[corpus.name].sha256 if corpus.name in CATALOGUE else {}
     unknown = corpus.vocabulary.words.index(UNK) if UNK in corpus.vocabulary else None
     facts = {**corpus.header.model_dump(), "folder": corpus.folder}
     for split, tokens in corpus.splits.items():
@@ -169,7 +161,7 @@ def _facts(corpus: Corpus) -> dict[str, Any]:
             "tokens": len(tokens),
             "words": int(np.count_nonzero(counts)),
             "unknown": 0.0 if unknown is None else float(counts[unknown] / len(tokens)),
-            "as_released": released[split] == source if split in released else None,
+            "as_released": sha256[split] == source if split in sha256 else None,
         }
     return facts
 

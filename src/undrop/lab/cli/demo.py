@@ -39,10 +39,9 @@ def demo(
     folder = _new_folder(out)
     from undrop.lab.train import configure
 
+    train = {"seed": seed}
     configs = {
-        name: configure(
-            "demo", {"train": {"seed": seed}, "objective": {"name": name}}, settings or []
-        )
+        name: configure("demo", {"train": train, "objective": {"name": name}}, settings or [])
         for name in METHODS
     }
     rows = _rows(_train(configs, folder))

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._options import Batches, ShowProgress, SourceOptions
+from undrop.lab.cli._options import Batches, Seconds, ShowProgress, SourceOptions
 from undrop.lab.cli._output import check_outputs
-
-if TYPE_CHECKING:
-    from undrop.diagnosis import Diagnosis
-    from undrop.lab.cli._sources import Source
-
 
 Validation = Annotated[
     str | None,
@@ -53,9 +48,7 @@ Compare = Annotated[
 @COMMANDS.register("diagnose")
 def diagnose(
     options: SourceOptions,
-    seconds: Annotated[
-        float, typer.Option(help="The time to spend; more time gives smaller errors.")
-    ] = 30.0,
+    seconds: Seconds = 30.0,
     batches: Batches = 16,
     implicit: Annotated[bool, typer.Option(help="Also measure the gradient noise.")] = True,
     benefit: WithBenefit = True,
@@ -77,40 +70,29 @@ def diagnose(
         return Answer(comparison, str(comparison))
     check_outputs(files=[save], pictures=[plot], pages=[html])
     source = options.open(batches)
-    validation_pairs = source.validation
-    if validation is not None:
-        from undrop.lab.cli._sources import load_user_object
-
-        validation_pairs = load_user_object(validation)
-    diagnosis = _diagnose(
-        source,
-        seed,
-        learning_rate=learning_rate,
-        validation=validation_pairs if benefit else None,
-        weight_decay=weight_decay,
-        implicit=implicit,
-        seconds=seconds,
-        max_batches=batches,
-        progress=progress,
-    )
-    files = ((save, diagnosis.save), (plot, diagnosis.plot), (html, diagnosis.html))
-    return Answer(diagnosis, str(diagnosis), files=files)
-
-
-def _diagnose(source: Source, seed: int, **options: Any) -> Diagnosis:
     import torch
 
     import undrop
+    from undrop.lab.cli._sources import load_user_object
 
+    pairs = source.validation if validation is None else load_user_object(validation)
     device = next((p.device for p in source.model.parameters()), torch.device("cpu"))
     with source.explain_user_errors():
-        return undrop.diagnose(
+        diagnosis = undrop.diagnose(
             source.model,
             source.batches,
             optimizer=source.optimizer,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            validation=pairs if benefit else None,
             loss=source.loss,
+            implicit=implicit,
             classes=source.classes,
+            seconds=seconds,
+            max_batches=batches,
             batch_dim=source.batch_dim,
             generator=torch.Generator(device).manual_seed(seed),
-            **options,
+            progress=progress,
         )
+    files = ((save, diagnosis.save), (plot, diagnosis.plot), (html, diagnosis.html))
+    return Answer(diagnosis, str(diagnosis), files=files)

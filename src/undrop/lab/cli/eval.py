@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer
-from undrop.lab.cli._names import named
+from undrop.lab.cli._names import one_of
 from undrop.lab.cli._options import DataDir, RunFolderArgument
 from undrop.lab.cli._output import status_line
 from undrop.report import Table
@@ -26,7 +26,7 @@ def evaluate(
         typer.Option(
             help="train, valid or test; repeatable.",
             show_default="valid and test",
-            **named("split", _SPLITS),
+            **one_of("split", _SPLITS),
         ),
     ] = None,
     batch_size: Annotated[
@@ -67,11 +67,10 @@ def _evaluate_split(run: Run, split: str, batch_size: int | None) -> dict[str, A
     from undrop.lab.train.environment import autocast
     from undrop.lab.train.metrics import mean_loss, perplexity
 
-    data, device = run.config.data, next(run.model.parameters()).device
-    tokens, streams = run.corpus.splits[split], batch_size or data.eval_batch_size
-    with (
-        status_line(f"reading {len(tokens):,} tokens of {split}"),
-        autocast(run.config.train, device),
-    ):
-        loss = mean_loss(run.model, tokens, batch_size=streams, length=data.length)
+    config, device = run.config, next(run.model.parameters()).device
+    tokens, length = run.corpus.splits[split], config.data.length
+    streams = batch_size or config.data.eval_batch_size
+    status = f"reading {len(tokens):,} tokens of {split}"
+    with status_line(status), autocast(config.train, device):
+        loss = mean_loss(run.model, tokens, batch_size=streams, length=length)
     return {"loss": loss, "perplexity": perplexity(loss), "tokens": len(tokens)}

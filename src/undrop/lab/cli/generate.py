@@ -36,18 +36,17 @@ def generate(
     from undrop.lab.train.runs import open_run, sample
 
     run = open_run(folder, data_dir=data_dir)
+    samples = sample(
+        run.model,
+        run.corpus.vocabulary,
+        prompt=prompt,
+        words=words,
+        temperature=temperature,
+        top_k=top_k,
+        generator=torch.Generator().manual_seed(seed),
+    )
     with status_line(f"sampling {words} words"):
-        sampled = list(
-            sample(
-                run.model,
-                run.corpus.vocabulary,
-                prompt=prompt,
-                words=words,
-                temperature=temperature,
-                top_k=top_k,
-                generator=torch.Generator().manual_seed(seed),
-            )
-        )
+        sampled = list(samples)
     text = " ".join([prompt, *("\n" if word == EOS else word for word in sampled)])
     result = {"prompt": prompt, "seed": seed, "words": sampled}
     return Answer(result, text.replace(" \n ", "\n").strip())

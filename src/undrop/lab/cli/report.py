@@ -10,7 +10,7 @@ import typer
 from undrop.errors import OptionError, RunError
 from undrop.files import near_path
 from undrop.lab.cli import COMMANDS
-from undrop.lab.cli._names import experiments, named
+from undrop.lab.cli._names import experiments, one_of
 from undrop.lab.cli._output import status_line
 from undrop.lab.cli.reproduce import SCOREBOARD
 from undrop.lab.reproduce.tables import SCALES, experiments_at
@@ -26,7 +26,7 @@ def report(
         typer.Option(
             help="smoke, small, medium or paper.",
             show_default="the folder's name",
-            **named("scale", SCALES),
+            **one_of("scale", SCALES),
         ),
     ] = None,
     experiment: Annotated[
@@ -34,7 +34,7 @@ def report(
         typer.Option(
             help="Only this experiment; repeatable.",
             show_default="all",
-            **named("experiment", experiments),
+            **one_of("experiment", experiments),
         ),
     ] = None,
     seeds: Annotated[
@@ -69,7 +69,6 @@ def _scale_of(results: Path) -> str:
         raise RunError(f"there is no folder {results}: {guess}`undrop reproduce` writes one.")
     name = results.absolute().name
     if name not in SCALES:
-        raise OptionError(
-            f"{results} is not named after a scale: add --scale ({', '.join(SCALES)})."
-        )
+        scales = ", ".join(SCALES)
+        raise OptionError(f"{results} is not named after a scale: add --scale ({scales}).")
     return name

@@ -11,7 +11,7 @@ import typer
 from undrop.errors import OptionError, StoppedError
 from undrop.lab.cli import COMMANDS
 from undrop.lab.cli._names import experiments as experiment_names
-from undrop.lab.cli._names import named
+from undrop.lab.cli._names import one_of
 from undrop.lab.cli._output import INTERRUPTED
 from undrop.lab.reproduce.tables import SCALES, experiments_at
 from undrop.report import Progress, Table, duration
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCOREBOARD = "scoreboard"
 RESULTS = Path("results")
-"""The folder of results without ``--results``."""
+"""The folder in which results get their folders if there is no ``--results``."""
 
 _EXECUTORS = {"local": "processes on this machine", "ray": "a Ray cluster"}
 
@@ -34,18 +34,18 @@ def reproduce(
         typer.Argument(
             help="Names of experiments, or only `scoreboard`.",
             show_default="all at this scale",
-            **named("experiment", lambda: {**experiment_names(), SCOREBOARD: "today's tasks"}),
+            **one_of("experiment", lambda: {**experiment_names(), SCOREBOARD: "seven other tasks"}),
         ),
     ] = None,
     scale: Annotated[
-        str, typer.Option(help="smoke, small, medium or paper.", **named("scale", SCALES))
+        str, typer.Option(help="smoke, small, medium or paper.", **one_of("scale", SCALES))
     ] = "small",
     seeds: Annotated[int, typer.Option(min=1, help="The number of seeds; seeds are 1, 2, …")] = 3,
     jobs: Annotated[
         int, typer.Option(min=1, help="The number of runs in parallel, with one thread each.")
     ] = 1,
     executor: Annotated[
-        str, typer.Option(help="local, or ray for a cluster.", **named("executor", _EXECUTORS))
+        str, typer.Option(help="local, or ray for a cluster.", **one_of("executor", _EXECUTORS))
     ] = "local",
     results: Annotated[
         Path | None, typer.Option(help="The folder for the results.", show_default="results/SCALE")
@@ -92,21 +92,17 @@ def _run_campaign(worklist: Worklist, folder: Path, executor: str, jobs: int) ->
             listener = CampaignProgress(progress, jobs)
             campaign = Campaign(worklist, folder, EXECUTORS[executor](jobs), listener)
             if stale := len(campaign.records.stale):
-                progress.print(
-                    f"ignored {_count_records(stale)} with settings that no longer exist."
-                )
+                progress.print(f"ignored {_records(stale)} with settings that no longer exist.")
             errors = campaign.run()
     except (StoppedError, KeyboardInterrupt):
         typer.echo("stopped: run the same command again to resume.", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(
-        f"{_count_records(len(campaign.records))} in {folder}: see `undrop report {folder}`."
-    )
+    typer.echo(f"{_records(len(campaign.records))} in {folder}: see `undrop report {folder}`.")
     if errors:
         raise typer.Exit(1)
 
 
-def _count_records(count: int) -> str:
+def _records(count: int) -> str:
     return f"{count} record" if count == 1 else f"{count} records"
 
 
@@ -125,7 +121,7 @@ def _run_scoreboard(folder: Path, data_dir: Path | None, seeds: int, jobs: int) 
         jobs=jobs,
         on_record=lambda spec, record: typer.echo(f"{spec}: {record['validation']:.4f}", err=True),
     )
-    typer.echo(f"{_count_records(count)} in {folder}: see `undrop report {folder}`.")
+    typer.echo(f"{_records(count)} in {folder}: see `undrop report {folder}`.")
 
 
 def _print_step_costs(worklist: Worklist, data_dir: str | None) -> None:
@@ -134,12 +130,9 @@ def _print_step_costs(worklist: Worklist, data_dir: str | None) -> None:
     from undrop.lab.reproduce.worker import measure_step_costs, use_one_thread
 
     use_one_thread()
-    for base in dict.fromkeys(cell.setting.base for cell in worklist.cells.values()):
-        methods = {
-            cell.method.name: cell.method
-            for cell in worklist.cells.values()
-            if cell.setting.base == base
-        }
+    cells = worklist.cells.values()
+    for base in dict.fromkeys(cell.setting.base for cell in cells):
+        methods = {c.method.name: c.method for c in cells if c.setting.base == base}
         setting = tables.setting(base, worklist.scale)
         typer.echo(f"[{worklist.scale}.{base}]")
         costs = measure_step_costs(setting, list(methods.values()), data_dir=data_dir)

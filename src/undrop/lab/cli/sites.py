@@ -17,10 +17,10 @@ def list_sites(options: SourceOptions) -> Answer:
 
     with source.explain_user_errors():
         ((inputs, _),) = collect(source.batches, 1)
-        found = sites(source.model, inputs)
-    headings, *rows = found.table()
+        listing = sites(source.model, inputs)
+    headings, *rows = listing.table()
     parts: list[Table | str] = [Table(headings, rows, numbers={"p"})]
-    if found.unaccounted:
-        headings, *rows = found.unaccounted_table()
+    if listing.unaccounted:
+        headings, *rows = listing.unaccounted_table()
         parts += [f"\n{UNACCOUNTED}", Table(headings, rows, numbers={"calls"})]
-    return Answer({"sites": found, "unaccounted": found.unaccounted}, *parts)
+    return Answer({"sites": listing, "unaccounted": listing.unaccounted}, *parts)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from undrop.lab.cli import COMMANDS, Answer, _names
-from undrop.lab.cli._names import check_corpus, completion, named
+from undrop.lab.cli._names import check_corpus, completion, one_of
 from undrop.lab.cli._options import DataDir, Settings
 from undrop.report import duration
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TUNE_SHARE = 0.05
 """The share of the training text that ``--tune`` sets aside."""
 RUNS = Path("runs")
-"""The folder of runs without ``--out``."""
+"""The folder in which runs get their folders if there is no ``--out``."""
 _YOUR_OWN_MODEL = "; to train your own model, use undrop.Analytic() in your own loop"
 
 Out = Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/…")]
@@ -29,20 +29,20 @@ Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out.
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The options that name what to train: a preset, or a model and its data; and other settings."""
+    """The options that describe a run: a preset, or a model and its data, and any other settings."""
 
     preset: Annotated[
         str | None,
         typer.Option(
             help="Settings to start from: a name listed by `undrop presets`, or a .toml file.",
-            **named("preset", _names.presets, is_path=lambda text: text.endswith(".toml")),
+            **one_of("preset", _names.presets, is_path=lambda text: text.endswith(".toml")),
         ),
     ] = None
     model: Annotated[
         str | None,
         typer.Option(
             help="A name listed by `undrop models`.",
-            **named("model", _names.models, hint=_YOUR_OWN_MODEL),
+            **one_of("model", _names.models, hint=_YOUR_OWN_MODEL),
         ),
     ] = None
     data: Annotated[
@@ -55,16 +55,14 @@ class TrainingOptions:
     objective: Annotated[
         str | None,
         typer.Option(
-            help="A name listed by `undrop objectives`.", **named("objective", _names.objectives)
+            help="A name listed by `undrop objectives`.", **one_of("objective", _names.objectives)
         ),
     ] = None
     data_dir: DataDir = None
     seed: Annotated[int | None, typer.Option(help="The seed of all random numbers.")] = None
     settings: Settings = None
 
-    def config(
-        self, out: Path | None = None, resume: bool = False, *, tune: bool = False
-    ) -> Config:
+    def config(self, out: Path | None = None, resume: bool = False, tune: bool = False) -> Config:
         """Return the config of the options.
 
         With ``resume``, the options change the config of the run in ``out``.
@@ -111,7 +109,7 @@ def train(
     ] = None,
 ) -> Answer | None:
     """Train a language model, with progress on stderr and the summary on stdout."""
-    config = options.config(out, resume, tune=tune)
+    config = options.config(out, resume, tune)
     return start(config, out, resume, *map(_load_callback, callbacks or []))
 
 
@@ -120,27 +118,26 @@ def _load_callback(name: str) -> Callback:
     from undrop.lab.cli._sources import load_user_object
     from undrop.lab.train import Callback
 
-    found = load_user_object(name)
-    if not isinstance(found, Callback):
+    callback = load_user_object(name)
+    if not isinstance(callback, Callback):
         raise OptionError(
             f"--callback {name} must be a Callback of undrop.lab.train, or a class or function that "
-            f"returns one, got {type(found).__name__}."
+            f"returns one, got {type(callback).__name__}."
         )
-    return found
+    return callback
 
 
 def start(config: Config, out: Path | None, resume: bool, *callbacks: Callback) -> Answer | None:
     """Train with a config and return the summary; in a process that is not the main one, None."""
-    from undrop.lab.cli import _progress
+    from undrop.lab.cli._progress import TrainingProgress
     from undrop.lab.train import run
     from undrop.lab.train.environment import is_main
     from undrop.lab.train.tuning import TunerRecorder
 
     out = out or RUNS / _default_name(config)
     recorder = TunerRecorder()
-    recorders = [recorder] if config.train.tune else []
-    all_callbacks = [_progress.TrainingProgress(), *callbacks, *recorders]
-    summary = run(config, out=out, resume=resume, callbacks=all_callbacks)
+    callbacks = (TrainingProgress(), *callbacks, *([recorder] if config.train.tune else []))
+    summary = run(config, out=out, resume=resume, callbacks=callbacks)
     if not is_main():
         return None
     text = (

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from undrop.errors import MissingExtraError
 from undrop.files import naming_disk_errors, replacing
@@ -46,8 +47,8 @@ class RunInfo:
     train_tokens: int
     device: str
     epochs: int
-    step: int  # the optimizer steps before this process, 0 for a new run
-    done: float  # the part of the run before this process, from 0 to 1
+    step: int  # the optimizer steps taken so far; 0 for a new run
+    done: float  # the share of the run that is complete, from 0 to 1
 
 
 class Callback:
@@ -67,7 +68,7 @@ class Callback:
         """Called after each step.
 
         Args:
-            done: the part of the run that is complete, from 0 to 1.
+            done: the share of the run that is complete, from 0 to 1.
             tokens: the number of tokens of this step.
             parts: the values of the objective's parts.
         """
@@ -105,9 +106,8 @@ class Watch(Callback):
 
     def observe(self, trainer: Trainer, inputs: Any, targets: Any) -> Mapping[str, float] | None:
         """Let the watcher observe the model."""
-        return self._watcher.observe(
-            trainer.step, trainer.model, inputs, targets, loss=trainer.objective.loss
-        )
+        loss = trainer.objective.loss
+        return self._watcher.observe(trainer.step, trainer.model, inputs, targets, loss=loss)
 
 
 LOGGERS: Registry[str, type[Logger]] = Registry("logger")
@@ -126,16 +126,14 @@ class Logger(Callback):
         self.folder, self.config = folder, config
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers named ``kind/name``, such as ``epoch/valid_ppl``."""
+        """Log numbers by names of the form ``kind/name``, such as ``epoch/valid_ppl``."""
         raise NotImplementedError
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of a record."""
-        kind = record["kind"]
-        values = {
-            f"{kind}/{name}": value for name, value in _fields(record) if isinstance(value, float)
-        }
-        self.log(values, record["step"])
+        """Log the floats of a record."""
+        floats = {name: value for name, value in _fields(record) if isinstance(value, float)}
+        kind, step = record["kind"], record["step"]
+        self.log({f"{kind}/{name}": value for name, value in floats.items()}, step)
 
 
 def _fields(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -174,18 +172,14 @@ class CSVLogger(Logger):
         if not row.keys() <= set(self._columns.get(kind, ())):
             self._rewrite(kind)  # with the new columns and this record, which is in metrics.jsonl
             return
-        path = self._path(kind)
-        with naming_disk_errors(path), path.open("a", newline="", encoding="utf-8") as file:
+        with naming_disk_errors(self._path(kind)), _open_csv(self._path(kind), "a") as file:
             csv.DictWriter(file, self._columns[kind]).writerow(row)
 
     def _rewrite(self, kind: str) -> None:
         """Write all records of a kind, with a column for every field that one of them has."""
         rows = [dict(_fields(r)) for r in self.folder.metrics.read() if r["kind"] == kind]
         self._columns[kind] = list(dict.fromkeys(name for row in rows for name in row))
-        with (
-            replacing(self._path(kind)) as temporary,
-            temporary.open("w", newline="", encoding="utf-8") as file,
-        ):
+        with replacing(self._path(kind)) as temporary, _open_csv(temporary, "w") as file:
             writer = csv.DictWriter(file, self._columns[kind])
             writer.writeheader()
             writer.writerows(rows)
@@ -194,17 +188,25 @@ class CSVLogger(Logger):
         return self._csv_folder / f"{kind}.csv"
 
 
+def _open_csv(path: Path, mode: str) -> IO[str]:
+    return path.open(mode, newline="", encoding="utf-8")
+
+
+def _import(module: str, extra: str) -> Any:
+    """Import a module of the program that a logger needs; the error names the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError("train.loggers", extra, extra) from error
+
+
 @LOGGERS.register("tensorboard")
 class TensorBoardLogger(Logger):
     """Writes scalars to the folder ``tensorboard`` in the run's folder."""
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
         super().__init__(folder, config)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError("train.loggers", "tensorboard", "tensorboard") from error
-        self._new_writer = SummaryWriter
+        self._new_writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writer: Any = None
 
     def begin(self, info: RunInfo) -> None:
@@ -232,11 +234,7 @@ class WandbLogger(Logger):
 
     def __init__(self, folder: RunFolder, config: Config) -> None:
         super().__init__(folder, config)
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingExtraError("train.loggers", "wandb", "wandb") from error
-        self._wandb: Any = wandb
+        self._wandb = _import("wandb", "wandb")
         self._run: Any = None
 
     def begin(self, info: RunInfo) -> None:
@@ -257,9 +255,8 @@ class WandbLogger(Logger):
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Copy the summary's numbers to the summary of the W&B run."""
-        self._run.summary.update(
-            {name: value for name, value in summary.items() if isinstance(value, int | float)}
-        )
+        numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
+        self._run.summary.update(numbers)
 
     def close(self) -> None:
         """Finish the W&B run."""

@@ -11,15 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar, get_args, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ValidationError,
-    create_model,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, create_model, field_validator, model_validator
+from pydantic_core import PydanticCustomError, ValidationError
 from pydantic_core.core_schema import ValidationInfo
 
 from undrop import objectives
@@ -88,7 +81,6 @@ _JSON_TYPES: dict[str, Any] = {
 }
 """The types that a config accepts for options whose Python types JSON can't express."""
 
-_PYDANTIC_PREFIX = "Input should be "
 _MAX_VALUE_LENGTH = 60  # characters of a value in an error message
 
 
@@ -120,7 +112,7 @@ def _types_in(annotation: Any) -> set[Any]:
 
 
 class Component(BaseModel):
-    """The name of a component in a registry, and all its options, checked."""
+    """A component of a registry: its name and all its options, which are checked."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     registry: ClassVar[Registry[str, Any]]
@@ -185,18 +177,16 @@ def as_config_error(
     # Unknown settings come first: a required setting that is misspelled is also missing.
     problem = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
     path = [*section, *map(str, problem["loc"])]
-    name, text = ".".join(path), problem["msg"].removeprefix("Value error, ")
-    text = text.partition(", unable to parse")[0]  # the rest repeats this in other words
-    if problem["type"] == "extra_forbidden":
-        known = [".".join([*path[:-1], key]) for key in _setting_names(model, problem["loc"][:-1])]
-        return ConfigError(str(UnknownNameError("setting", name, known)))
-    if problem["type"] == "missing":
+    name, kind = ".".join(path), problem["type"]
+    text = problem["msg"].partition(", unable to parse")[0]  # the rest repeats this in other words
+    if kind == "extra_forbidden":
+        names = [".".join([*path[:-1], key]) for key in _setting_names(model, problem["loc"][:-1])]
+        return ConfigError(str(UnknownNameError("setting", name, names)))
+    if kind == "missing":
         return ConfigError(f"{name} must be given.")
-    if problem["type"] == "value_error":
-        return ConfigError(text)
-    expected = (
-        "a smaller number" if "_size" in problem["type"] else text.removeprefix(_PYDANTIC_PREFIX)
-    )
+    if kind == "value_error":
+        return ConfigError(text.removeprefix("Value error, "))
+    expected = "a smaller number" if "_size" in kind else text.removeprefix("Input should be ")
     return ConfigError(f"{name} must be {expected}, got {_short_repr(problem['input'])}.")
 
 

@@ -206,7 +206,7 @@ class Config(Settings):
 
 
 _COMPONENTS = ("model", "objective")
-"""The sections whose other options depend on the name."""
+"""The sections whose options depend on their ``name``."""
 
 
 def presets() -> list[str]:
@@ -247,7 +247,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``base``, replaced by those of ``overrides`` where it has any.
+    """Return the settings of ``base``, overridden by those of ``overrides``.
 
     If ``overrides`` names another model or objective, the options of the previous one are dropped.
     """

@@ -52,11 +52,8 @@ def find_device(name: str, setting: str = "train.device") -> torch.device:
     Raises:
         ConfigError: if this machine has no such device.
     """
-    usable = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    mps = torch.backends.mps.is_available()
+    usable = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
     available = [device for device in usable if usable[device]]  # the fastest first
     if name == "auto":
         return torch.device(available[0])

@@ -113,8 +113,8 @@ class Clock:
     @property
     def seconds(self) -> float:
         """The seconds until now."""
-        running = time.perf_counter() - self._start if self._start is not None else 0.0
-        return self._seconds + running
+        since_start = 0.0 if self._start is None else time.perf_counter() - self._start
+        return self._seconds + since_start
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 A run resumes like this:
 
-1. ``_open_trainer`` builds the ``Trainer`` from the config, as for a new run, and calls ``_resume``.
+1. ``_trainer`` builds the ``Trainer`` from the config, as for a new run, and calls ``_resume``.
 2. ``Checkpoints.newest`` (``folder.py``) loads the newest checkpoint whose checksums match its files.
 3. ``Trainer.load_state_dict`` (``trainer.py``) restores the state, and ``_resume`` truncates
    ``metrics.jsonl`` to the length that it had at the checkpoint.
@@ -172,8 +172,7 @@ def _train(runs: Sequence[_Run], resume: bool, world: World) -> list[Summary]:
         catch_signals() as interrupts,
         contextlib.ExitStack() as stack,
     ):
-        contexts = [_open_trainer(run, resume, world, interrupts) for run in runs]
-        trainers = [stack.enter_context(context) for context in contexts]
+        trainers = [stack.enter_context(_trainer(run, resume, world, interrupts)) for run in runs]
         while unfinished := [trainer for trainer in trainers if trainer.end_reason is None]:
             for trainer in unfinished:
                 trainer.advance()
@@ -181,9 +180,7 @@ def _train(runs: Sequence[_Run], resume: bool, world: World) -> list[Summary]:
 
 
 @contextlib.contextmanager
-def _open_trainer(
-    run: _Run, resume: bool, world: World, interrupts: Interrupts
-) -> Iterator[Trainer]:
+def _trainer(run: _Run, resume: bool, world: World, interrupts: Interrupts) -> Iterator[Trainer]:
     """Yield the trainer of a new or resumed run, with the lock on its folder."""
     config, folder, callbacks = run
     if not resume and world.is_main:
@@ -203,7 +200,19 @@ def _open_trainer(
             folder.write_config(config.as_dict())
         if not _resume(trainer):
             trainer.save()
-        info = _run_info(trainer)
+        info = RunInfo(
+            name=folder.path.name,
+            model=config.model.name,
+            objective=config.objective.name,
+            corpus=corpus.name,
+            parameters=_parameter_count(trainer),
+            vocabulary=corpus.vocabulary.size,
+            train_tokens=len(corpus.train),
+            device=str(world.device),
+            epochs=config.train.epochs,
+            step=trainer.step,
+            done=trainer.progress().done,
+        )
         for callback in callbacks:
             callback.begin(info)
         yield trainer
@@ -235,23 +244,6 @@ def _resume(trainer: Trainer) -> bool:
     if world.is_main:
         folder.metrics.truncate(length)
     return True
-
-
-def _run_info(trainer: Trainer) -> RunInfo:
-    config, corpus = trainer.config, trainer.corpus
-    return RunInfo(
-        name=trainer.folder.path.name,
-        model=config.model.name,
-        objective=config.objective.name,
-        corpus=corpus.name,
-        parameters=_parameter_count(trainer),
-        vocabulary=corpus.vocabulary.size,
-        train_tokens=len(corpus.train),
-        device=str(trainer.world.device),
-        epochs=config.train.epochs,
-        step=trainer.step,
-        done=trainer.progress().done,
-    )
 
 
 def _finish(trainer: Trainer) -> Summary:

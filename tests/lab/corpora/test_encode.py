@@ -55,7 +55,7 @@ def test_tokens_take_two_bytes_for_small_vocabularies_and_four_for_large_ones(wr
 def test_an_encoded_corpus_is_not_encoded_again(write, cache, monkeypatch):
     folder = write()
     first = corpora.load(folder)
-    monkeypatch.setattr("undrop.lab.corpora.corpus.words", None)
+    monkeypatch.setattr("undrop.lab.corpora.corpus.read_words", None)
     assert np.array_equal(corpora.load(folder).train, first.train)
 
 

@@ -8,7 +8,7 @@ from undrop.lab.corpora.text import EOS
 
 
 def flat(path, limit=None):
-    return [word for chunk in text.words(path, limit) for word in chunk]
+    return [word for chunk in text.read_words(path, limit) for word in chunk]
 
 
 def test_every_line_ends_with_eos_including_empty_and_unfinished_ones(tmp_path):

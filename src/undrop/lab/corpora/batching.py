@@ -52,8 +52,8 @@ class TrainingWindows:
         batch_size: the number of streams of all shards together.
         bptt: the number of time steps per window.
         generator: the source of random lengths; None for windows of fixed length.
-        shard: (rank, number of ranks): use only this rank's share of the streams, which is the same for
-            all ranks. Ranks with equal generators have windows of equal length.
+        shard: (rank, number of ranks): use only this rank's share of the streams; all ranks have equally
+            many. Ranks with equal generators have windows of equal length.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ def evaluation_windows(tokens: Tokens, batch_size: int, bptt: int) -> Iterator[W
     """Yield the windows of a whole split, in which every token but the first is a target once.
 
     The streams have the same length: targets of :data:`IGNORED` fill the end of the last streams. So
-    weight the mean loss of a window by the number of its other targets.
+    weight the mean loss of a window by the number of its targets that are not ignored.
 
     Args:
         tokens: a split's tokens.

@@ -67,9 +67,10 @@ _WIKITEXT_HOSTS = (
 # with a download. The checksums of the text files below were computed from the files.
 _WIKITEXT_2_ZIP = "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"
 _WIKITEXT_103_ZIP = "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
-_WIKITEXT_103_TAR = (
+_WIKITEXT_103_TAR = Mirror(
+    "https://dax-cdn.cdn.appdomain.cloud/dax-wikitext-103/1.0.1/wikitext-103.tar.gz",
     "sha512:c8186919aa1840af6b734ea41abc580574ea8efe2fafda220f5d01002464d175"
-    "66d84be5199b875136c9593f0e0678fb5d7c84bb2231de8b4151cb9c83fa2109"
+    "66d84be5199b875136c9593f0e0678fb5d7c84bb2231de8b4151cb9c83fa2109",
 )
 _WIKITEXT_FILES = {split: f"wiki.{split}.tokens" for split in SPLITS}
 
@@ -117,17 +118,7 @@ CATALOGUE.register("wikitext-103", about="28,595 good and featured articles of W
         name="wikitext-103",
         license="CC BY-SA 3.0",
         files=_WIKITEXT_FILES,
-        downloads=(
-            _wikitext(
-                "wikitext-103-v1.zip",
-                _WIKITEXT_103_ZIP,
-                Mirror(
-                    "https://dax-cdn.cdn.appdomain.cloud"
-                    "/dax-wikitext-103/1.0.1/wikitext-103.tar.gz",
-                    _WIKITEXT_103_TAR,
-                ),
-            ),
-        ),
+        downloads=(_wikitext("wikitext-103-v1.zip", _WIKITEXT_103_ZIP, _WIKITEXT_103_TAR),),
         tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
         vocabulary=267_735,
     )
@@ -202,15 +193,8 @@ def _download(mirror: Mirror, folder: Path) -> Path:
     try:
         with Progress() as progress:
             bar = _PoochBar(progress.bar(name))
-            pooch.retrieve(
-                mirror.url,
-                known_hash=mirror.checksum,
-                fname=name,
-                path=folder,
-                downloader=pooch.HTTPDownloader(
-                    progressbar=bar, chunk_size=1 << 18, timeout=_TIMEOUT
-                ),
-            )
+            download = pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 18, timeout=_TIMEOUT)
+            pooch.retrieve(mirror.url, mirror.checksum, name, folder, downloader=download)
     except requests.HTTPError as error:
         status = "with an error" if error.response is None else error.response.status_code
         raise DataError(f"answered {status}") from error
@@ -327,12 +311,11 @@ def pydocs_text(topics: Mapping[str, str]) -> dict[str, list[str]]:
         split = split_of[name]
         parts[split] += paragraphs[name] if split == "train" else unique[name]
     counts = Counter(word for paragraph in parts["train"] for word in paragraph)
-    return {
-        split: [
-            " ".join(w if counts[w] >= _MIN_COUNT else UNK for w in paragraph) for paragraph in part
-        ]
-        for split, part in parts.items()
-    }
+
+    def line(paragraph: Paragraph) -> str:
+        return " ".join(word if counts[word] >= _MIN_COUNT else UNK for word in paragraph)
+
+    return {split: list(map(line, part)) for split, part in parts.items()}
 
 
 def _paragraphs(text: str) -> list[Paragraph]:

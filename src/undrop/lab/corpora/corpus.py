@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +21,17 @@ from undrop.errors import DataError, OptionError, UnknownNameError
 from undrop.files import sha256
 from undrop.lab.corpora.cache import cache_folder, publish
 from undrop.lab.corpora.catalogue import CATALOGUE, NamedCorpus, fetch, pydocs
-from undrop.lab.corpora.text import SPLITS, Vocabulary, find_splits, words
+from undrop.lab.corpora.text import SPLITS, Vocabulary, find_splits, read_words
 
 Tokens = NDArray[np.integer[Any]]
 """The tokens of a split: one-dimensional, memory-mapped, uint16 or int32."""
 
 _HEADER = "header.json"
 _VOCABULARY = "vocabulary.txt"
+
+_Dtype = Literal["uint16", "int32"]
+_STORED: dict[str, np.dtype[np.integer[Any]]]  # how each is stored on every machine: little-endian
+_STORED = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 
 
 class _StoredModel(BaseModel):
@@ -48,7 +53,7 @@ class Header(_StoredModel):
 
     name: str
     format: Literal[1] = 1  # the version of the format
-    dtype: Literal["uint16", "int32"]  # of the tokens, little-endian; uint16 if it can hold them
+    dtype: _Dtype  # of the tokens, little-endian; uint16 if it can hold them
     vocabulary: PositiveInt  # the number of words
     vocabulary_sha256: str  # see Vocabulary.sha256
     limit_tokens: int | None  # the limit on training tokens, if any
@@ -64,7 +69,7 @@ def encode(
     limit_tokens: int | None = None,
     max_vocab: int | None = None,
 ) -> Path:
-    """Encode the text files of a corpus into a folder of the cache, unless it exists, and return it.
+    """Return the folder of the cache with a corpus in encoded form; encode its text files if necessary.
 
     The folder's name depends on the files (their paths, lengths and modification times) and on the
     options, so another text or option uses another folder. Encoding needs memory for a few megabytes
@@ -80,14 +85,16 @@ def encode(
     Raises:
         DataError: if a file has no words or is not UTF-8, or the cache can't be written.
     """
-    folder = cache / "encoded" / f"{name}-{_hash_of_options(files, limit_tokens, max_vocab)}"
+    folder = cache / "encoded" / f"{name}-{_cache_key(files, limit_tokens, max_vocab)}"
     if _is_intact(folder):
         return folder
     shutil.rmtree(folder, ignore_errors=True)
 
     def write(temporary: Path) -> None:
-        vocabulary = _build_vocabulary(files, limit_tokens, max_vocab)
-        dtype = np.dtype("<u2" if vocabulary.size <= 1 << 16 else "<i4")
+        counts = Counter(chain.from_iterable(read_words(files["train"], limit_tokens)))
+        valid, test = (set(chain.from_iterable(read_words(files[s]))) for s in SPLITS[1:])
+        vocabulary = Vocabulary.from_counts(counts, max_vocab=max_vocab, others=valid | test)
+        dtype: _Dtype = "uint16" if vocabulary.size <= 1 << 16 else "int32"
         (temporary / _VOCABULARY).write_text("\n".join(vocabulary.words), encoding="utf-8")
         splits = {}
         for split, file in files.items():
@@ -95,7 +102,7 @@ def encode(
             splits[split] = _encode_split(file, target, vocabulary, dtype, limit)
         header = Header(
             name=name,
-            dtype="uint16" if dtype.itemsize == 2 else "int32",
+            dtype=dtype,
             vocabulary=vocabulary.size,
             vocabulary_sha256=vocabulary.sha256,
             limit_tokens=limit_tokens,
@@ -108,42 +115,23 @@ def encode(
     return folder
 
 
-def _hash_of_options(
-    files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None
-) -> str:
+def _cache_key(files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None) -> str:
     stats = [(str(file.resolve()), file.stat()) for file in files.values()]
     identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     options = json.dumps([1, identity, limit_tokens, max_vocab])  # 1 is the version of the format
     return hashlib.sha256(options.encode()).hexdigest()[:16]
 
 
-def _build_vocabulary(
-    files: Mapping[str, Path], limit_tokens: int | None, max_vocab: int | None
-) -> Vocabulary:
-    counts: Counter[str] = Counter()
-    for chunk in words(files["train"], limit_tokens):
-        counts.update(chunk)
-    others: set[str] = set()
-    for split in SPLITS[1:]:
-        for chunk in words(files[split]):
-            others.update(chunk)
-    return Vocabulary.from_counts(counts, max_vocab=max_vocab, others=others)
-
-
 def _encode_split(
-    source: Path,
-    target: Path,
-    vocabulary: Vocabulary,
-    dtype: np.dtype[np.integer[Any]],
-    limit: int | None,
+    source: Path, target: Path, vocabulary: Vocabulary, dtype: _Dtype, limit: int | None
 ) -> SplitHeader:
     """Write the numbers of the words in ``source`` to ``target``."""
     number_of = vocabulary.index.__getitem__
     digest = hashlib.sha256()
     tokens = 0
     with target.open("wb") as file:
-        for chunk in words(source, limit):
-            encoded = np.fromiter(map(number_of, chunk), dtype=dtype, count=len(chunk)).tobytes()
+        for chunk in read_words(source, limit):
+            encoded = np.fromiter(map(number_of, chunk), _STORED[dtype], len(chunk)).tobytes()
             digest.update(encoded)
             file.write(encoded)
             tokens += len(chunk)
@@ -160,7 +148,7 @@ def _is_intact(folder: Path) -> bool:
     """Return whether the folder holds an encoded corpus whose files all have their full length."""
     try:
         header = _read_header(folder)
-        size = np.dtype(header.dtype).itemsize
+        size = _STORED[header.dtype].itemsize
         return (folder / _VOCABULARY).is_file() and all(
             (folder / f"{split}.bin").stat().st_size == info.tokens * size
             for split, info in header.splits.items()
@@ -182,14 +170,12 @@ def _read_header(folder: Path) -> Header:
         ) from error
 
 
-def open_encoded(folder: Path) -> tuple[Header, Vocabulary, dict[str, Tokens]]:
+def open_encoded(folder: Path) -> tuple[Header, Vocabulary, Mapping[str, Tokens]]:
     """Return the header, the vocabulary and the memory-mapped tokens of each split."""
     header = _read_header(folder)
     vocabulary = Vocabulary(folder / _VOCABULARY, header.vocabulary)
-    dtype = np.dtype(header.dtype).newbyteorder("<")
-    tokens: dict[str, Tokens] = {
-        split: np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r") for split in header.splits
-    }
+    dtype = _STORED[header.dtype]
+    tokens = {s: np.memmap(folder / f"{s}.bin", dtype=dtype, mode="r") for s in header.splits}
     return header, vocabulary, tokens
 
 
@@ -265,10 +251,10 @@ def load(
     if not 0.0 < fraction <= 1.0:
         raise OptionError(f"fraction must lie in (0, 1], got {fraction}.")
     cache = cache_folder(cache_dir)
-    parent = None if data_dir is None else Path(data_dir).expanduser()
-    source = find(name_or_path, parent)
+    data_folder = None if data_dir is None else Path(data_dir).expanduser()
+    source = find(name_or_path, data_folder)
     if isinstance(source, NamedCorpus):
-        name, files = source.name, _text_files(source, parent, cache, download)
+        name, files = source.name, _text_files(source, data_folder, cache, download)
     else:
         name, files = source.resolve().name or "corpus", find_splits(source)
     folder = encode(name, files, cache, limit_tokens=limit_tokens, max_vocab=max_vocab)

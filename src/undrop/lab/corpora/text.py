@@ -174,10 +174,10 @@ def find_splits(folder: Path, exact: Mapping[str, str] | None = None) -> dict[st
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: a corpus is a folder of text files.")
-    return {split: _find(folder, split, (exact or {}).get(split)) for split in SPLITS}
+    return {split: _split_file(folder, split, (exact or {}).get(split)) for split in SPLITS}
 
 
-def _find(folder: Path, split: str, exact: str | None) -> Path:
+def _split_file(folder: Path, split: str, exact: str | None) -> Path:
     for name in (exact, f"{split}.txt"):
         if name is not None and (folder / name).is_file():
             return folder / name
@@ -200,7 +200,7 @@ def _find(folder: Path, split: str, exact: str | None) -> Path:
     return found[0]
 
 
-def words(path: Path, limit: int | None = None) -> Iterator[list[str]]:
+def read_words(path: Path, limit: int | None = None) -> Iterator[list[str]]:
     """Yield the words of a text file in lists of a few megabytes, with ``<eos>`` after each line.
 
     White space separates words. Empty lines also end with ``<eos>``.
@@ -243,15 +243,18 @@ def _decoded_pieces(path: Path) -> Iterator[str]:
 
 def _pieces(path: Path) -> Iterator[bytes]:
     """Read a file in pieces that end between words; the last piece ends with a line break."""
-    rest, ended = b"", True
+    rest, complete = (
+        b"",
+        True,
+    )  # the bytes after the last piece, and whether the last line is complete
     try:
         with path.open("rb") as file:
             while block := file.read(_CHUNK):
                 rest += block
                 end = 1 + max(rest.rfind(b"\n"), rest.rfind(b" "))
                 yield rest[:end]
-                rest, ended = rest[end:], rest.endswith(b"\n")
+                rest, complete = rest[end:], rest.endswith(b"\n")
     except OSError as error:
         raise DataError(f"{path} can't be read: {(error.strerror or 'error').lower()}.") from error
-    if not ended:
+    if not complete:
         yield rest + b"\n"

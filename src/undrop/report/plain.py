@@ -51,7 +51,6 @@ def as_frame(rows: Iterable[Mapping[str, Any]], index: Sequence[Any]) -> Any:
     try:
         pandas = importlib.import_module("pandas")
     except ImportError as error:
-        raise UndropError(
-            "to_frame() needs pandas: pip install pandas, or use to_json()."
-        ) from error
+        message = "to_frame() needs pandas: pip install pandas, or use to_json()."
+        raise UndropError(message) from error
     return pandas.DataFrame(list(rows), index=list(index))

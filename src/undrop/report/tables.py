@@ -13,11 +13,13 @@ from itertools import zip_longest
 from typing import TextIO
 
 _GAP = 2  # spaces between columns
-_MIN_TEXT_WIDTH = 8  # of a column whose text wraps
+_MIN_TEXT_WIDTH = 8  # a column of text is never narrower, unless its text is
 _UNLIMITED = 10_000
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-_IN_A_NUMBER = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) | (?==)|(?<==) ")  # "p = 1.2 ± 0.3", "5 %"
-_IN_AN_ERROR = re.compile(r"(?<=[\d?]) (?=%)|(?<=±) ")  # the spaces in "± 0.3" and "5 %"
+_UNBREAKABLE = re.compile(r"(?<=[\d?%]) (?=[±%])|(?<=±) | (?==)|(?<==) ")
+"""Spaces where a text never breaks: those in "p = 1.2 ± 0.3" and "5 %"."""
+_UNBREAKABLE_IN_CELL = re.compile(r"(?<=[\d?]) (?=%)|(?<=±) ")
+"""Spaces where a cell never breaks: those in "± 0.3" and "5 %"."""
 
 
 def terminal_width(stream: TextIO | None = None) -> int:
@@ -36,7 +38,7 @@ def terminal_width(stream: TextIO | None = None) -> int:
 
 def keep_numbers_whole(text: str) -> str:
     """Put no-break spaces into numbers such as "1.2 ± 0.3" or "5 %": a line break never splits them."""
-    return _IN_A_NUMBER.sub(_NO_BREAK, text)
+    return _UNBREAKABLE.sub(_NO_BREAK, text)
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -101,23 +103,18 @@ class Table:
             else:
                 least.append(max([min(width, _MIN_TEXT_WIDTH), *map(_longest_number, cells)]))
         excess = sum(widths) + _GAP * (len(widths) - 1) - limit
-        while excess > 0:
-            spare = [width - low for width, low in zip(widths, least, strict=True)]
-            if not any(spare):
+        for _ in range(excess):
+            shrinkable = [i for i, width in enumerate(widths) if width > least[i]]
+            if not shrinkable:
                 return None
-            widest = max(range(len(widths)), key=lambda i: (spare[i] > 0, widths[i]))
-            widths[widest] -= 1
-            excess -= 1
+            widths[max(shrinkable, key=lambda i: widths[i])] -= 1
         return widths
 
     def _row_lines(self, row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
         columns = [_wrap_cell(cell, w) for cell, w in zip(row, widths, strict=True)]
+        right = [header in self.numbers for header in self.headers]
         for line in zip_longest(*columns, fillvalue=""):
-            pieces = [
-                _pad(text, width, right=header in self.numbers)
-                for header, text, width in zip(self.headers, line, widths, strict=True)
-            ]
-            yield (" " * _GAP).join(pieces).rstrip()
+            yield (" " * _GAP).join(map(_pad, line, widths, right)).rstrip()
 
     def _block_lines(self, row: Sequence[str], limit: int) -> Iterator[str]:
         pairs = [(header, cell) for header, cell in zip(self.headers, row, strict=True) if cell]
@@ -142,17 +139,15 @@ class Table:
             kind: the CSS class; with "cards", each row becomes a card on a narrow screen.
             marks: the CSS class of a cell, by the text of the cell.
         """
-        headers = "".join(
-            f'<th scope="col"{self._align(header)}>{escape(header)}</th>' for header in self.headers
-        )
-        starts = [
-            f'<td{self._align(header)} data-head="{escape(header)}">' for header in self.headers
-        ]
+        names = [escape(header) for header in self.headers]
+        classes = [' class="number"' if header in self.numbers else "" for header in self.headers]
+        heads = zip(classes, names, strict=True)
+        headers = "".join(f'<th scope="col"{css}>{name}</th>' for css, name in heads)
         rows = "\n".join(
             "<tr>"
             + "".join(
-                f"{start}{_html_cell(cell, marks or {})}</td>"
-                for start, cell in zip(starts, row, strict=True)
+                f'<td{css} data-head="{name}">{_html_cell(cell, marks or {})}</td>'
+                for css, name, cell in zip(classes, names, row, strict=True)
             )
             + "</tr>"
             for row in self.rows
@@ -163,19 +158,16 @@ class Table:
             f"<tbody>\n{rows}\n</tbody></table></div>"
         )
 
-    def _align(self, header: str) -> str:
-        return ' class="number"' if header in self.numbers else ""
-
 
 def _wrap_cell(cell: str, width: int) -> list[str]:
     """Return the lines of a cell; a number breaks only before its ±."""
-    lines = _wrap_lines(_IN_AN_ERROR.sub(_NO_BREAK, cell), width)
+    lines = _wrap_lines(_UNBREAKABLE_IN_CELL.sub(_NO_BREAK, cell), width)
     return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _longest_number(cell: str) -> int:
     """Return the width of the widest number in a cell, if numbers break before their ±."""
-    pieces = _IN_AN_ERROR.sub(_NO_BREAK, cell).replace("\n", " ").split(" ")
+    pieces = _UNBREAKABLE_IN_CELL.sub(_NO_BREAK, cell).replace("\n", " ").split(" ")
     return max((_text_width(piece) for piece in pieces if _NO_BREAK in piece), default=0)
 
 
@@ -190,7 +182,7 @@ def _character_width(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
-def _pad(text: str, width: int, *, right: bool = False) -> str:
+def _pad(text: str, width: int, right: bool = False) -> str:
     space = " " * (width - _text_width(text))
     return space + text if right else text + space
 

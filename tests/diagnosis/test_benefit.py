@@ -10,8 +10,14 @@ from torch import nn
 
 import undrop
 from device import new_generator
-from undrop.diagnosis.measure.benefit import STEPS, BranchOptimizer, two_way_error
+from undrop.diagnosis.measure.benefit import (
+    STEPS,
+    BranchOptimizer,
+    measure_benefit,
+    two_way_error,
+)
 from undrop.diagnosis.measure.branches import Branches
+from undrop.diagnosis.measure.model import MeasuredModel
 from undrop.diagnosis.measure.timing import Budget
 
 
@@ -186,6 +192,15 @@ def test_a_benefit_takes_two_repeats_even_if_the_time_is_over(monkeypatch):
     found = diagnosed(net(), train, held)
     assert found.benefit.repeats == 2
     assert all(estimate.stderr for estimate in found.benefit.sites.values())
+
+
+def test_the_progress_is_the_share_of_the_planned_repeats():
+    shown, model, pairs = [], net(), [data(seed) for seed in range(2)]
+    subject = MeasuredModel(model, pairs)
+    with subject.preserve():
+        budget, optimizer = Budget(1e9, shown.append), BranchOptimizer(model, None, None, None)
+        measure_benefit(subject, pairs, pairs, budget, optimizer, loss=subject.loss, repeats=4)
+    assert max(shown) == pytest.approx(0.75)  # when the last repeat begins
 
 
 def test_one_validation_batch_gives_no_evidence_either_way():

@@ -27,10 +27,6 @@ def test_a_mask_drops_to_zero_in_every_precision(p, dtype):
         assert set(noise[noise < 0].tolist()) == {-1.0}
 
 
-def quietly(done, what):
-    pass
-
-
 def subject_of(name="mlp", loss=None, batches=1):
     made = problem(name, loss)
     pairs = [(made.inputs, made.targets)] * batches
@@ -45,7 +41,7 @@ def test_the_standard_error_is_the_spread_between_repeated_studies():
         subject = subject_of()
         subject.generators = type(subject.generators)(new_generator(seed))
         with subject.preserve():
-            found = measure_explicit(subject, Budget(1e9, quietly), draws=30)
+            found = measure_explicit(subject, Budget(1e9), draws=30)
         values.append(found.parts.r_drop.value)
         errors.append(found.parts.r_drop.stderr)
     spread = torch.tensor(values).std().item()
@@ -87,13 +83,29 @@ class Once(torch.autograd.Function):
         return g * (1 - x.tanh() ** 2)
 
 
+class Detaching(torch.autograd.Function):
+    """An op with a wrong second derivative: torch takes its gradient for a constant."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g.detach() * (1 - x.tanh() ** 2)
+
+
 class OnceNet(nn.Module):
+    op = Once
+
     def __init__(self):
         super().__init__()
         self.a, self.drop, self.b = nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.b(Once.apply(self.drop(self.a(x))))
+        return self.b(self.op.apply(self.drop(self.a(x))))
 
 
 def test_a_model_without_double_backward_is_measured_by_differences():
@@ -112,6 +124,20 @@ def test_a_model_without_double_backward_is_measured_by_differences():
     assert truth.differences is None
     for a, b in zip(found.explicit.parts, truth.parts, strict=True):
         assert a.value == pytest.approx(b.value, rel=0.02, abs=2e-4)
+
+
+def test_a_wrong_second_derivative_is_found_and_named():
+    class DetachingNet(OnceNet):
+        op = Detaching
+
+        def forward(self, x):
+            return super().forward(x) + self.b(self.drop(self.a(x)))
+
+    pair = (torch.randn(4, 4).double(), torch.tensor([0, 1, 2, 0]))
+    options = {"implicit": False, "draws": 2, "progress": False}
+    found = undrop.diagnose(DetachingNet().double(), [pair], seconds=1e6, **options)
+    (note,) = [note for note in found.notes if "finite differences" in note]
+    assert "because an op of the model has no double backward, or a wrong one." in note
 
 
 def test_measuring_r_drop_leaves_the_model_unchanged():

@@ -30,7 +30,7 @@ def implicit_effect(model, batches, draws, **options):
         **options,
     )
     with subject.preserve():
-        return measure_implicit(subject, Budget(1e9, lambda done, what: None), draws=draws)
+        return measure_implicit(subject, Budget(1e9), draws=draws)
 
 
 def small_net():

@@ -23,8 +23,7 @@ from undrop.report import Progress, Table, as_json
 from undrop.report.html import fragment, paragraph
 from undrop.report.plain import as_frame
 
-_ROUGH = 0.5
-"""From this share of R_drop to ``GOOD``, ½E[uᵀHu] is a rough description."""
+_ROUGH = 0.5  # from this share of R_drop to GOOD, ½E[uᵀHu] is a rough description of dropout
 _MIN_DRAWS = 4
 
 VERDICTS: Mapping[str, str] = {
@@ -56,9 +55,9 @@ class Check:
     noise_ratio: Estimate | None
     """The trace of the objective's gradient noise, divided by that of dropout's noise at the same sites.
 
-    The objective's noise has the site weights, the mask structure and the mean factor of the objective:
-    ``Dropout(k, noise="analytic")`` adds only the part 1 - 1/k of dropout's noise. None if the objective
-    has no analytic noise: with implicit=False, k = 1, or the exact engine."""
+    The objective's site weights, mask structure and ``implicit_factor`` count: for
+    ``Dropout(k, noise="analytic")`` the ratio is about 1 - 1/k. None if the objective has no analytic
+    noise: with implicit=False, k = 1, or the exact engine."""
     verdict: str
     """"good", "rough", "poor" or "unclear"."""
     draws: int
@@ -69,22 +68,20 @@ class Check:
 
     def table(self) -> Table:
         """Return the figures as a table."""
-        r_drop_may_be_zero = self.r_drop.includes_zero
-        share = "" if r_drop_may_be_zero else f"{percent(self.quadratic_share)} of R_drop"
+        may_be_zero = self.r_drop.includes_zero
+        share = "" if may_be_zero else f"{percent(self.quadratic_share)} of R_drop"
         rows = [
-            ("R_drop by Monte Carlo", str(self.r_drop), "may be 0" if r_drop_may_be_zero else ""),
+            ("R_drop by Monte Carlo", str(self.r_drop), "may be 0" if may_be_zero else ""),
             ("½E[uᵀHu]", str(self.half_quadratic), share),
             ("R_drop - ½E[uᵀHu]", str(self.taylor_error), ""),
         ]
         if self.explicit is not None:
-            remark = ""
-            if not r_drop_may_be_zero:
-                remark = f"{self.explicit.value / self.r_drop.value:.2f} times R_drop"
-            rows.append((f"{self.objective}'s explicit part", str(self.explicit), remark))
+            label, r_drop = f"{self.objective}'s explicit part", self.r_drop.value
+            times = "" if may_be_zero else f"{self.explicit.value / r_drop:.2f} times R_drop"
+            rows.append((label, str(self.explicit), times))
         if self.noise_ratio is not None:
-            rows.append(
-                ("its noise / dropout's noise", str(self.noise_ratio), "ratio of their traces")
-            )
+            label = "its noise / dropout's noise"
+            rows.append((label, str(self.noise_ratio), "ratio of their traces"))
         return Table(("figure", "value", "remark"), rows)
 
     @property
@@ -105,12 +102,14 @@ class Check:
 
 
 class _CheckSample(NamedTuple):
-    """The figures from one mask, one step of the objective, and one sample of each gradient noise."""
+    """A sample of every figure: from one mask, one step of the objective and one draw of each noise."""
 
     mask: MaskSample
     explicit: float | None
     dropout_trace: float | None
+    """The squared norm of dropout's gradient noise."""
     analytic_trace: float | None
+    """The squared norm of the objective's gradient noise."""
 
 
 def check(
@@ -140,30 +139,24 @@ def check(
         OptionError: if the objective has no analytic terms.
     """
     check_seconds(seconds)
-    implicit_factor = _implicit_factor(objective)
+    implicit_factor = objective.implicit_factor
+    if implicit_factor is None:
+        raise OptionError(
+            f"{type(objective).__name__} has no analytic terms to check: pass undrop.Analytic() or "
+            "undrop.Dropout(k, noise='analytic')."
+        )
     subject = MeasuredModel(model, collect([batch], 1), loss=objective.loss, generator=generator)
     objective.selection.check(subject.sites.names)
     objective = _copy_at_regularizing_step(objective, subject)
     samples: Samples[_CheckSample] = Samples()
-    with Progress(progress) as shown, subject.preserve():
-        bar = shown.bar("comparing with dropout")
-        budget = Budget(seconds, lambda done, what: bar.show(done))
+    with Progress(progress) as bars, subject.preserve():
+        budget = Budget(seconds, bars.bar("comparing with dropout").show)
         expansion = Expander(subject)(subject.batches[0])
         noise = GradientNoise(subject, objective, implicit_factor) if implicit_factor else None
         rounds = None if draws is None else max(draws, _MIN_DRAWS)
         for _ in budget.visits(subject.batches, rounds, minimum=_MIN_DRAWS):
             samples.add(0, 1.0, _sample(expansion, objective, noise))
     return _result(objective, samples)
-
-
-def _implicit_factor(objective: Objective) -> float:
-    factor = objective.implicit_factor
-    if factor is None:
-        raise OptionError(
-            f"{type(objective).__name__} has no analytic terms to check: pass undrop.Analytic() or "
-            "undrop.Dropout(k, noise='analytic')."
-        )
-    return factor
 
 
 def _copy_at_regularizing_step(objective: Objective, subject: MeasuredModel) -> Objective:
@@ -180,7 +173,7 @@ def _sample(
 ) -> _CheckSample:
     subject, batch = expansion.subject, expansion.batch
     masks = subject.draw_masks(expansion.sites_and_leaves)
-    masks = {name: m for name, m in masks.items() if objective.selection.weight(name) > 0.0}
+    masks = {name: mask for name, mask in masks.items() if objective.selection.weight(name) > 0.0}
     mask_sample, _ = sample_parts(expansion, masks)
     explicit = dropout_trace = analytic_trace = None
     if getattr(objective, "explicit", None) is not None:
@@ -195,11 +188,10 @@ def _sample(
 
 
 def _result(objective: Objective, samples: Samples[_CheckSample]) -> Check:
-    share = samples.ratio(lambda s: s.mask.half_quadratic, lambda s: s.mask.r_drop)
-    first = next(iter(samples))
-    explicit = samples.mean(lambda s: s.explicit)
+    first, explicit = next(iter(samples)), samples.mean(lambda s: s.explicit)
     if isinstance(getattr(objective, "engine", None), Exact):  # it computes the expectation
         explicit = Estimate.of(explicit.value, 0.0)
+    share = samples.ratio(lambda s: s.mask.half_quadratic, lambda s: s.mask.r_drop)
     noise_ratio = samples.ratio(lambda s: s.analytic_trace, lambda s: s.dropout_trace)
     return Check(
         objective=type(objective).__name__,
@@ -216,12 +208,7 @@ def _result(objective: Objective, samples: Samples[_CheckSample]) -> Check:
 
 def _verdict(share: Estimate) -> str:
     """Return the verdict from the 95 % interval of ½E[uᵀHu] / R_drop."""
-
-    def is_within(limit: float) -> bool:
-        return share.low >= limit and share.high <= 1.0 / limit
-
-    if is_within(GOOD):
-        return "good"
-    if share.high < _ROUGH or share.low > 1.0 / _ROUGH:
-        return "poor"
-    return "rough" if is_within(_ROUGH) else "unclear"
+    for verdict, limit in (("good", GOOD), ("rough", _ROUGH)):
+        if share.low >= limit and share.high <= 1.0 / limit:
+            return verdict
+    return "poor" if share.high < _ROUGH or share.low > 1.0 / _ROUGH else "unclear"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from undrop.diagnosis.measure.benefit import REPEATS, Benefit, BranchOptimizer, measure_benefit
-from undrop.diagnosis.measure.explicit import Explicit, measure_explicit
-from undrop.diagnosis.measure.implicit import Implicit, measure_implicit
+from undrop.diagnosis.measure.benefit import REPEATS, BranchOptimizer, measure_benefit
+from undrop.diagnosis.measure.explicit import measure_explicit
+from undrop.diagnosis.measure.implicit import measure_implicit
 from undrop.diagnosis.measure.model import MeasuredModel, Pair, collect, shared_examples
 from undrop.diagnosis.measure.timing import Budget, check_seconds
 from undrop.diagnosis.report.advice import conclude, recommend
@@ -64,8 +66,8 @@ def diagnose(
             the weights by 1 % in 20 steps.
         loss: as for an objective.
         implicit: whether to measure gradient noise as well.
-        seconds: the time to spend; more time gives smaller errors. If the minimum number of samples
-            does not fit in it, a diagnosis takes longer.
+        seconds: the time to spend; more time gives smaller errors. A diagnosis takes longer if the
+            minimum number of samples does.
         draws: the largest number of masks per batch; None uses all the time. With ``draws``, a
             generator and enough seconds, the figures are reproducible.
         max_batches: the largest number of training and of validation batches to use.
@@ -87,22 +89,28 @@ def diagnose(
     branch_optimizer = noise = benefit = None
     if held_out:
         branch_optimizer = BranchOptimizer(subject.model, optimizer, learning_rate, weight_decay)
-    with Progress(progress) as shown, subject.preserve():
-        budgets = _budgets((True, implicit, bool(held_out)), seconds, shown.bar())
+    with Progress(progress) as bars, subject.preserve():
+        budgets = _budgets((True, implicit, bool(held_out)), seconds, bars.bar())
         explicit = measure_explicit(subject, next(budgets), draws=draws, names=classes)
         if implicit:
             noise = measure_implicit(subject, next(budgets), draws=draws)
         if branch_optimizer is not None:
             benefit = measure_benefit(
-                subject,
-                training,
-                held_out,
-                next(budgets),
-                branch_optimizer,
+                *(subject, training, held_out, next(budgets), branch_optimizer),
                 loss=as_loss(loss),
                 repeats=min(draws or REPEATS, REPEATS),
             )
-    return _result(subject, explicit, noise, benefit, held_out, time.monotonic() - start)
+    taken = time.monotonic() - start
+    return Diagnosis(
+        model=subject.name,
+        sites=subject.sites,
+        explicit=explicit,
+        implicit=noise,
+        benefit=benefit,
+        conclusion=conclude(explicit, noise, benefit),
+        advice=recommend(subject.sites, explicit, noise, benefit),
+        provenance=provenance_of(subject, held_out, seconds=taken, masks=explicit.masks),
+    )
 
 
 def _check_options(
@@ -136,12 +144,10 @@ def _collect_both(
     training = collect(batches, limit)
     held_out_inputs = [inputs for inputs, _ in held_out]
     counts = [shared_examples(inputs, held_out_inputs, batch_dim) for inputs, _ in training]
-    shared, total = (sum(column) for column in zip(*counts, strict=True))
+    shared, total = map(sum, zip(*counts, strict=True))
     if total and shared > total // 2:
-        what = (
-            f"{shared} of {total} examples of the training batches are in the validation data too"
-        )
-        raise DataError(_SAME_DATA.format(what))
+        examples = f"{shared} of {total} examples of the training batches"
+        raise DataError(_SAME_DATA.format(f"{examples} are in the validation data too"))
     return training, held_out
 
 
@@ -150,41 +156,11 @@ def _budgets(wanted: Sequence[bool], seconds: float, bar: Bar) -> Iterator[Budge
 
     A budget is the measurement's part of the time that is left, but at least half of its planned time.
     """
-    start, done = time.monotonic(), 0.0
-    weights = {
-        name: weight
-        for (name, weight), is_wanted in zip(_TIME_WEIGHTS.items(), wanted, strict=True)
-        if is_wanted
-    }
-
-    def show(done: float, what: str) -> None:
-        bar.show(done, title=what)
-
+    end, done = time.monotonic() + seconds, 0.0
+    weights = dict(compress(_TIME_WEIGHTS.items(), wanted))
     for name, weight in weights.items():
         part = weight / sum(weights.values())
-        time_left = seconds - (time.monotonic() - start)
+        time_left = end - time.monotonic()
         budget = max(time_left * part / (1.0 - done), 0.5 * part * seconds)
-        yield Budget(budget, show, span=(done, done + part), what=name)
+        yield Budget(budget, partial(bar.show, title=name), (done, done + part))
         done += part
-
-
-def _result(
-    subject: MeasuredModel,
-    explicit: Explicit,
-    implicit: Implicit | None,
-    benefit: Benefit | None,
-    validation: Sequence[Pair],
-    seconds: float,
-) -> Diagnosis:
-    return Diagnosis(
-        model=subject.name,
-        sites=subject.sites,
-        explicit=explicit,
-        implicit=implicit,
-        benefit=benefit,
-        conclusion=conclude(explicit, implicit, benefit),
-        advice=recommend(subject.sites, explicit, implicit, benefit),
-        provenance=provenance_of(
-            subject.model, subject.batches, validation, seconds=seconds, masks=explicit.masks
-        ),
-    )

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +41,7 @@ SHRINKAGE = 0.01
 """The share by which weight decay shrinks the weights in a branch, if no coefficient is passed."""
 _P_OFF = 1e-9  # drops nothing, but draws as many random numbers as any other p
 _OVERTIME = 3.0  # the first two repeats may take this many times the budget
-_ALL_SITES, _WEIGHT_DECAY = object(), object()  # the changes of branches that change no single site
+_ALL_SITES, _WEIGHT_DECAY = object(), object()  # changes of a branch, besides the name of one site
 
 
 def two_way_error(table: NDArray[np.float64]) -> tuple[float | None, float]:
@@ -110,7 +112,7 @@ class BranchOptimizer:
         if optimizer is None:
             rate = LEARNING_RATE if learning_rate is None else learning_rate
             optimizer = AdamW(self.weights, lr=rate, weight_decay=0.0)
-        self._optimizer, self._new_rate = optimizer, learning_rate
+        self._optimizer, self._branch_rate = optimizer, learning_rate
         model_ids = {id(p) for p in model.parameters()}
         if not all(id(p) in model_ids for p in self._parameters()):
             raise OptionError(
@@ -133,8 +135,8 @@ class BranchOptimizer:
     @property
     def learning_rate(self) -> float:
         """The learning rate in the branches: the largest one, if parameter groups differ."""
-        if self._new_rate is not None:
-            return self._new_rate
+        if self._branch_rate is not None:
+            return self._branch_rate
         return max(float(group["lr"]) for group in self._optimizer.param_groups)
 
     def _parameters(self) -> list[Tensor]:
@@ -151,9 +153,9 @@ class BranchOptimizer:
         saved_gradients = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
-        if self._new_rate is not None:
+        if self._branch_rate is not None:
             for group in self._optimizer.param_groups:
-                group["lr"] = self._new_rate
+                group["lr"] = self._branch_rate
         shrink_factor = 1.0 - self.learning_rate * self.decay
 
         def move(gradients: list[Tensor]) -> None:
@@ -190,56 +192,52 @@ def measure_benefit(
     model declares.
     """
     p = {s.name: s.p for s in subject.sites} if probabilities is None else dict(probabilities)
-    study = _BenefitStudy(subject, batches, validation, optimizer, loss, p)
-    while study.repeats < repeats and not (study.repeats and study.is_over(budget)):
-        study.repeat(budget)
+    study = _BenefitStudy(subject, batches, validation, optimizer, p, budget, repeats)
+    study.objective.loss = loss
+    while study.done < repeats and not (study.done and study.is_over()):
+        study.repeat()
     return study.result()
 
 
+@dataclass
 class _BenefitStudy:
     """Collects differences of validation losses between branches."""
 
-    def __init__(
-        self,
-        subject: MeasuredModel,
-        batches: Sequence[Pair],
-        validation: Sequence[Pair],
-        optimizer: BranchOptimizer,
-        loss: GivenLoss,
-        p: dict[str, float],
-    ) -> None:
-        self.subject, self.optimizer, self.p = subject, optimizer, p
-        self.batches, self.validation = batches, validation
+    subject: MeasuredModel
+    batches: Sequence[Pair]
+    validation: Sequence[Pair]
+    optimizer: BranchOptimizer
+    p: dict[str, float]
+    budget: Budget
+    repeats: int
+    """The largest number of repeats."""
+
+    def __post_init__(self) -> None:
         self.objective = Dropout()
-        self.objective.loss = loss
-        self.tables: dict[Any, list[list[float]]] = {
-            change: [] for change in (_ALL_SITES, _WEIGHT_DECAY, *self.p)
-        }
-        self.repeats = 0
+        self.tables: dict[Any, list[NDArray[np.float64]]] = defaultdict(list)
+        self.done = 0
+        """The number of finished repeats."""
 
-    def is_over(self, budget: Budget) -> bool:
+    def is_over(self) -> bool:
         """Return whether the time is up; an error needs two repeats, so those may take longer."""
-        limit = 1.0 if self.repeats > 1 else _OVERTIME
-        return budget.is_over(self.repeats / REPEATS) and budget.elapsed >= limit
+        limit = 1.0 if self.done > 1 else _OVERTIME
+        return self.budget.is_over(self.done / self.repeats) and self.budget.elapsed >= limit
 
-    def repeat(self, budget: Budget) -> None:
+    def repeat(self) -> None:
         """Train a branch with each change while there is time.
 
         Each repeat starts with another site, so that the time does not always run out at the same one.
         """
         branches = self._new_branches()
         reference = self._losses(branches)
-        names, start = list(self.p), self.repeats % len(self.p)
-        changes = [_ALL_SITES, _WEIGHT_DECAY, *names[start:], *names[:start]]
-        for change in changes:
-            optional = self.repeats > 0 or isinstance(change, str)
-            if optional and self.is_over(budget):
+        names, start = list(self.p), self.done % len(self.p)
+        for change in (_ALL_SITES, _WEIGHT_DECAY, *names[start:], *names[:start]):
+            is_optional = self.done > 0 or isinstance(change, str)
+            if is_optional and self.is_over():
                 break
-            losses = self._losses(branches, change)
-            sign = -1.0 if change is _WEIGHT_DECAY else 1.0
-            pairs = zip(losses, reference, strict=True)
-            self.tables[change].append([sign * (a - b) for a, b in pairs])
-        self.repeats += 1
+            difference = self._losses(branches, change) - reference
+            self.tables[change].append(-difference if change is _WEIGHT_DECAY else difference)
+        self.done += 1
 
     def _new_branches(self) -> Branches:
         """Draw the training batches and the seed of a repeat."""
@@ -251,7 +249,7 @@ class _BenefitStudy:
         model, weights = self.subject.model, self.optimizer.weights
         return Branches(self.objective, model, weights, batches, self.validation, seed)
 
-    def _losses(self, branches: Branches, change: Any = None) -> list[float]:
+    def _losses(self, branches: Branches, change: Any = None) -> NDArray[np.float64]:
         """Train a branch with a change, and return its loss on each validation batch.
 
         The change is a site without dropout, all sites without dropout, or more weight decay.
@@ -266,7 +264,7 @@ class _BenefitStudy:
                 f"{self.optimizer.learning_rate:g} make the loss of {self.subject.name} not finite: "
                 "pass the optimizer= or the learning_rate= that trains this model."
             )
-        return losses
+        return np.array(losses)
 
     def result(self) -> Benefit:
         """Compute the benefits and their errors from the tables."""
@@ -279,12 +277,12 @@ class _BenefitStudy:
             steps=STEPS,
             optimizer=optimizer.name,
             learning_rate=optimizer.learning_rate,
-            repeats=self.repeats,
+            repeats=self.done,
             validation_batches=len(self.validation),
         )
 
 
-def _mean_of(rows: list[list[float]]) -> Estimate:
+def _mean_of(rows: list[NDArray[np.float64]]) -> Estimate:
     if not rows:
         return Estimate(math.nan, None)
     table = np.array(rows)

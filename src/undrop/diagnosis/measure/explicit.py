@@ -22,7 +22,7 @@ from undrop.diagnosis.measure.r_drop import (
     Expansion,
     MaskSample,
     Parts,
-    SecondOrder,
+    TaylorTerms,
     parts_of,
     sample_parts,
 )
@@ -33,8 +33,8 @@ from undrop.noise import sigma
 
 TOP = 10
 """The number of classes to show."""
-_CURVE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # values of the model's largest p on the curve
-_NEAR = 0.1  # a value is left out if its distance from the model's p, relative to it, is below this
+_CURVE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8)  # values of the largest p on the curve
+_NEAR = 0.1  # a value is left out if it differs from the model's largest p by less than 10 % of it
 _MASKS_PER_VISIT = 2  # masks of a batch for each expansion of its loss
 _EXTRA_PASSES = 8  # passes per mask for single sites and for other p
 
@@ -51,26 +51,22 @@ class ClassShare(NamedTuple):
 
 
 class _ClassSums:
-    """Sums of X, X², XT, T and T² over the masks of one batch: X is uᵀHu by class, and T = Σ X."""
+    """Sums of X, X² and XT over the masks of one batch: X is uᵀHu by class, then their sum T."""
 
     def __init__(self, weight: float, classes: int) -> None:
-        self.weight = weight
-        self.n = 0
-        self.x, self.xx, self.xt = (np.zeros(classes) for _ in range(3))
-        self.t = self.tt = 0.0
+        self.weight, self.n = weight, 0
+        self.sums = np.zeros((3, classes + 1))
 
     def add(self, x: NDArray[np.float64]) -> None:
-        total = float(x.sum())
+        x = np.append(x, x.sum())
         self.n += 1
-        self.x, self.xx, self.xt = self.x + x, self.xx + x * x, self.xt + x * total
-        self.t, self.tt = self.t + total, self.tt + total * total
+        self.sums += np.stack([x, x * x, x * x[-1]])
 
     def moments(self, c: int) -> BatchMoments:
         """Return the means and covariance of X_c and T."""
         n = self.n
-        mean = np.array([self.x[c], self.t]) / n
-        square = np.array([[self.xx[c], self.xt[c]], [self.xt[c], self.tt]]) / n
-        covariance = (square - np.outer(mean, mean)) * n / max(n - 1, 1)
+        mean, (xx, _), (xt, tt) = self.sums[:, [c, -1]] / n
+        covariance = (np.array([[xx, xt], [xt, tt]]) - np.outer(mean, mean)) * n / max(n - 1, 1)
         return BatchMoments(self.weight, n, mean, covariance)
 
 
@@ -82,11 +78,11 @@ class ClassShares:
         self._batches: dict[int, _ClassSums] = {}
         self._diagonal: NDArray[np.float64] | None = None
 
-    def add(self, batch: int, terms: float, by_class: ByClass) -> None:
-        """Add uᵀHu of one mask; ``terms`` is the number of terms in the loss of the batch."""
-        x = (by_class.quadratic / terms).cpu().numpy()
+    def add(self, batch: int, count: float, by_class: ByClass) -> None:
+        """Add uᵀHu of one mask; ``count`` is the number of terms in the loss of the batch."""
+        x = (by_class.quadratic / count).cpu().numpy()
         if batch not in self._batches:
-            self._batches[batch] = _ClassSums(terms, len(x))
+            self._batches[batch] = _ClassSums(count, len(x))
             diagonal = by_class.diagonal.cpu().numpy()
             self._diagonal = diagonal if self._diagonal is None else self._diagonal + diagonal
         self._batches[batch].add(x)
@@ -94,10 +90,11 @@ class ClassShares:
     def top(self, count: int = TOP) -> list[ClassShare]:
         """Return the classes with the largest shares; an empty list if the loss has no classes."""
         batches = list(self._batches.values())
-        if self._diagonal is None or not sum(b.t for b in batches):
+        x = np.sum([b.weight * b.sums[0] / b.n for b in batches], axis=0)
+        if self._diagonal is None or not x[-1]:
             return []
         weight = self._diagonal / self._diagonal.sum()
-        order = np.argsort(-np.sum([b.weight * b.x / b.n for b in batches], axis=0))[:count]
+        order = np.argsort(-x[:-1])[:count]
         return [
             ClassShare(
                 int(c),
@@ -154,8 +151,8 @@ class _ExplicitSample(NamedTuple):
 
     all_sites: MaskSample
     """R_drop and its parts with dropout at all sites."""
-    sites: Mapping[str, SecondOrder]
-    """The second-order terms of each site."""
+    sites: Mapping[str, TaylorTerms]
+    """The terms of each site."""
     r_drop_alone: Mapping[str, float]
     """R_drop with dropout at one site alone, for some sites."""
     r_drop_scaled: Mapping[float, float]
@@ -165,18 +162,18 @@ class _ExplicitSample(NamedTuple):
         """Return the sample for one site alone; None if R_drop of this site was not sampled."""
         if name not in self.r_drop_alone or name not in self.sites:
             return None
-        order = self.sites[name]
-        return MaskSample(self.r_drop_alone[name], order.half_quadratic, order.curvature)
+        terms = self.sites[name]
+        return MaskSample(self.r_drop_alone[name], terms.half_quadratic, terms.curvature)
 
     def scaled(self, factor: float, growth: Mapping[str, float]) -> MaskSample | None:
         """Return the sample for every p times a factor; None if R_drop was not sampled for it.
 
-        ``growth`` is the factor by which this multiplies σ² of each site.
+        ``growth`` is σ² of each site at the new p, divided by σ² at the model's p.
         """
         if factor not in self.r_drop_scaled:
             return None
-        half = fsum(growth[name] * part.half_quadratic for name, part in self.sites.items())
-        curvature = fsum(growth[name] * part.curvature for name, part in self.sites.items())
+        half = fsum(growth[name] * terms.half_quadratic for name, terms in self.sites.items())
+        curvature = fsum(growth[name] * terms.curvature for name, terms in self.sites.items())
         return MaskSample(self.r_drop_scaled[factor], half, curvature)
 
 
@@ -203,10 +200,8 @@ class _ExplicitStudy:
         self.subject, self.expander = subject, Expander(subject)
         self.samples: Samples[_ExplicitSample] = Samples()
         self.classes = ClassShares(names)
-        self.largest_p = max(site.p for site in subject.sites)
-        self.factors = [
-            p / self.largest_p for p in _CURVE if abs(p - self.largest_p) > _NEAR * self.largest_p
-        ]
+        largest = self.largest_p = max(site.p for site in subject.sites)
+        self.factors = [p / largest for p in _CURVE if abs(p - largest) > _NEAR * largest]
 
     def run(self, budget: Budget, draws: int | None) -> None:
         """Visit the batches in turn, and draw two masks each time."""
@@ -221,11 +216,11 @@ class _ExplicitStudy:
         On the first visit, each mask has all extras, so that every figure gets two samples.
         """
         expansion = self.expander(batch)
-        size = len(self.subject.sites) + len(self.factors)
+        count = len(self.subject.sites) + len(self.factors)
         if self.samples.count > 0:
-            size = min(size, _EXTRA_PASSES)
+            count = min(count, _EXTRA_PASSES)
         for _ in range(_MASKS_PER_VISIT):
-            sample = self._sample(expansion, list(islice(extras, size)))
+            sample = self._sample(expansion, list(islice(extras, count)))
             self.samples.add(batch.number, expansion.count, sample)
 
     def _sample(self, expansion: Expansion, extras: Sequence[str | float]) -> _ExplicitSample:
@@ -249,15 +244,14 @@ class _ExplicitStudy:
     def result(self) -> Explicit:
         """Compute the result from the samples."""
         samples = self.samples
+
+        def share(part: str) -> Estimate:
+            return samples.ratio(lambda s: getattr(s.all_sites, part), lambda s: s.all_sites.r_drop)
+
         return Explicit(
             parts=parts_of(samples, lambda s: s.all_sites),
-            quadratic_share=samples.ratio(
-                lambda s: s.all_sites.half_quadratic, lambda s: s.all_sites.r_drop
-            ),
-            second_order_share=samples.ratio(
-                lambda s: s.all_sites.half_quadratic + s.all_sites.curvature,
-                lambda s: s.all_sites.r_drop,
-            ),
+            quadratic_share=share("half_quadratic"),
+            second_order_share=share("second_order"),
             sites={site.name: self._site_effect(site) for site in self.subject.sites},
             curve=[self._point(factor) for factor in sorted([*self.factors, 1.0])],
             classes=self.classes.top(),
@@ -271,7 +265,7 @@ class _ExplicitStudy:
         name = site.name
         share = self.samples.ratio(
             lambda s: s.sites[name].half_quadratic if name in s.sites else 0.0,
-            lambda s: fsum(part.half_quadratic for part in s.sites.values()),
+            lambda s: fsum(terms.half_quadratic for terms in s.sites.values()),
         )
         alone = parts_of(self.samples, lambda s: s.site_alone(name))
         return SiteEffect(site.p, site.kind, share, alone)

@@ -69,7 +69,7 @@ class GradientNoise:
         implicit_factor: float = 1.0,
     ) -> None:
         self.subject = subject
-        self.objective = Analytic() if objective is None else objective
+        self.objective = objective or Analytic()
         self.objective.generators = subject.generators
         self._coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=implicit_factor)
         weights = self.objective.selection.patterns.items()
@@ -114,15 +114,15 @@ def _scaled_difference(one: Sequence[Tensor], two: Sequence[Tensor]) -> list[Ten
 
 
 class Sketch:
-    """A linear map of gradients to fewer numbers that approximately preserves inner products.
+    """A linear map of gradients to shorter vectors that approximately preserves inner products.
 
-    It is a count sketch: it adds every coordinate, with a random sign, to one of ``width`` numbers.
+    It is a count sketch: it adds every coordinate, with a random sign, to a random entry of the sketch.
     Inner products of unit vectors then have an error of about 1/sqrt(width). If there are at most
     ``width`` coordinates, the map is the identity.
 
     Args:
         size: the number of coordinates.
-        width: the largest number of numbers that remain.
+        width: the largest number of entries of the sketch.
         device: the device of the gradients.
     """
 
@@ -131,7 +131,7 @@ class Sketch:
         self.width = min(size, width)
         if not self.is_identity:
             generator = torch.Generator().manual_seed(size)
-            # the first half of the numbers is for the sign +, the second half for the sign -
+            # the entry to which a coordinate is added; from ``width`` on, it is subtracted instead
             index = torch.randint(2 * width, (size,), generator=generator, dtype=torch.int32)
             self._index = index.to(device)
 

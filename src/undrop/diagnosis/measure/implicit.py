@@ -1,7 +1,7 @@
 """The implicit effect: dropout's gradient noise, compared with ξ_approx and with mini-batching.
 
-Covariances are compared by the inner products of samples alone, which are matrices of m samples of D
-numbers. Standard errors come from the jackknife over blocks of samples.
+Covariances are never formed: all comparisons use the inner products of samples, which are small
+matrices. Standard errors come from the jackknife over blocks of samples.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ def cosine(a: Tensor, b: Tensor) -> Estimate:
     aa, ab, bb = a @ a.T, a @ b.T, b @ b.T
 
     def statistic(rows: Tensor) -> float:
-        ab_sum, aa_sum, bb_sum = (
-            float(gram[rows][:, rows].sum() - gram[rows, rows].sum()) for gram in (ab, aa, bb)
-        )
-        product = aa_sum * bb_sum
-        return ab_sum / math.sqrt(product) if product > 0.0 else math.nan
+        sums = (float(gram[rows][:, rows].sum() - gram[rows, rows].sum()) for gram in (ab, aa, bb))
+        ab_sum, aa_sum, bb_sum = sums
+        square = aa_sum * bb_sum
+        return ab_sum / math.sqrt(square) if square > 0.0 else math.nan
 
     estimate = _jackknife(statistic, len(a))
     return estimate._replace(value=max(-1.0, min(1.0, estimate.value)))
@@ -51,13 +50,13 @@ def cosine(a: Tensor, b: Tensor) -> Estimate:
 def _jackknife(statistic: Callable[[Tensor], float], n: int) -> Estimate:
     """Return a statistic of n samples, with the error from leaving out one block of samples at a time.
 
-    ``statistic`` receives the numbers of the samples to use. Blocks have an even size, because the
+    ``statistic`` receives the indices of the samples to use. Blocks have an even size, because the
     statistic may split the samples into halves.
     """
-    numbers = torch.arange(n)
+    indices = torch.arange(n)
     size = 2 * math.ceil(n / (2 * _JACKKNIFE_BLOCKS))
-    blocks = numbers.split(size)
-    k, value = len(blocks), statistic(numbers)
+    blocks = indices.split(size)
+    k, value = len(blocks), statistic(indices)
     if n <= 2 * size:
         return Estimate(value, None)
     values = [statistic(torch.cat([*blocks[:i], *blocks[i + 1 :]])) for i in range(k)]
@@ -173,9 +172,7 @@ class _NoiseSample(NamedTuple):
     analytic: Traces
 
 
-def measure_implicit(
-    subject: MeasuredModel, budget: Budget, *, draws: int | None = None
-) -> Implicit:
+def measure_implicit(subject: MeasuredModel, budget: Budget, draws: int | None = None) -> Implicit:
     """Measure the implicit effect until the time is up, or ``draws`` samples of every batch are drawn.
 
     A sample is one of dropout's noise and one of ξ_approx. At least four are drawn.
@@ -232,39 +229,39 @@ class _NoiseStudy:
     def result(self) -> Implicit:
         """Compare the covariances."""
         dropout, analytic = (torch.stack(sketches) for sketches in self.sketches)
-        trace_dropout = self.samples.mean(lambda s: math.fsum(s.dropout.values()))
-        trace_batch = None
-        if self.batching.batch_count:
-            trace_batch = self.batching.mean(lambda s: math.fsum(s.values()))
+        whole = self._group(list(self.sizes))
+        batch = whole.trace_batch
+        ks = [k for k in _KS if len(dropout) >= 2 * k]
         return Implicit(
-            trace_dropout=trace_dropout,
-            trace_analytic=self.samples.mean(lambda s: math.fsum(s.analytic.values())),
-            trace_batch=trace_batch,
+            trace_dropout=whole.trace_dropout,
+            trace_analytic=whole.trace_analytic,
+            trace_batch=batch,
             analytic_ratio=self.samples.ratio(
                 lambda s: math.fsum(s.analytic.values()), lambda s: math.fsum(s.dropout.values())
             ),
-            batch_ratio=(
-                None if trace_batch is None else ratio_of_independent(trace_dropout, trace_batch)
-            ),
-            cosine=cosine(*(torch.stack(squares) for squares in self.squares)),
+            batch_ratio=None if batch is None else ratio_of_independent(whole.trace_dropout, batch),
+            cosine=cosine(*map(torch.stack, self.squares)),
             overlap=_overlap(dropout, analytic),
-            groups={group: self._group(group) for group in self.sizes},
+            groups={name: self._group([name]) for name in self.sizes},
             shrinking=[
-                Shrinking(k, trace_of_means(dropout, k), trace_of_means(analytic, k))
-                for k in _KS
-                if len(dropout) >= 2 * k
+                Shrinking(k, trace_of_means(dropout, k), trace_of_means(analytic, k)) for k in ks
             ],
             samples=self.samples.count,
-            parameters=self.noise.size,
+            parameters=whole.parameters,
             kept=self.sketch.width,
         )
 
-    def _group(self, group: str) -> Group:
+    def _group(self, names: list[str]) -> Group:
+        """Return the traces in the named parts of the model together."""
+
+        def sum_over(traces: Traces) -> float:
+            return math.fsum(traces[name] for name in names)
+
         return Group(
-            self.samples.mean(lambda s: s.dropout[group]),
-            self.samples.mean(lambda s: s.analytic[group]),
-            self.batching.mean(lambda s: s[group]) if self.batching.batch_count else None,
-            self.sizes[group],
+            self.samples.mean(lambda s: sum_over(s.dropout)),
+            self.samples.mean(lambda s: sum_over(s.analytic)),
+            self.batching.mean(sum_over) if self.batching.batch_count else None,
+            sum(self.sizes[name] for name in names),
         )
 
 

@@ -1,4 +1,4 @@
-"""The model and the batches of a diagnosis, and passes with any noise that leave the model unchanged."""
+"""The model and the batches of a diagnosis, and passes of the model that do not change it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
     for number, pair in enumerate(islice(batches, limit)):
         if isinstance(pair, Mapping) and "labels" in pair:
             pair = (pair, None)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            got = type(pair).__name__
-            if isinstance(pair, tuple | list):
-                got = f"a {got} of {len(pair)}"
+        is_sequence = isinstance(pair, tuple | list)
+        if not is_sequence or len(pair) != 2:
+            kind = type(pair).__name__
+            got = f"a {kind} of {len(pair)}" if is_sequence else kind
             raise DataError(
                 f"each of the {name} must be a pair (inputs, targets), got {got} for batch {number}: "
                 "inputs may be a tensor, a tuple (positional) or a dict (keyword arguments)."
@@ -77,7 +77,7 @@ def collect(batches: Iterable[Any], limit: int, *, name: str = "batches") -> lis
 def shared_examples(
     inputs: Any, validation_inputs: Iterable[Any], batch_dim: int
 ) -> tuple[int, int]:
-    """Count the examples of a training batch that are in the validation data too, and all its examples.
+    """Return how many examples of a training batch are also in the validation data, and how many it has.
 
     Examples are compared bit for bit.
 
@@ -105,15 +105,15 @@ SiteNoise = Mapping[str, Tensor]
 
 
 class FixedNoise:
-    """The site action h ⊙ (1 + σ·η) for a given σ·η."""
+    """The site action h ⊙ (1 + ε·σ·η) for a given σ·η."""
 
-    def __init__(self, noise: SiteNoise) -> None:
-        self.noise = noise
+    def __init__(self, noise: SiteNoise, epsilon: float = 1.0) -> None:
+        self.noise, self.epsilon = noise, epsilon
 
     def __call__(self, site: Site, h: Tensor) -> Tensor:
-        """Return h ⊙ (1 + σ·η); h itself at a site without noise."""
+        """Return h ⊙ (1 + ε·σ·η); h itself at a site without noise."""
         noise = self.noise.get(site.name)
-        return h if noise is None else torch.addcmul(h, h, noise)
+        return h if noise is None else torch.addcmul(h, h, noise, value=self.epsilon)
 
 
 class MeasuredModel:
@@ -154,7 +154,7 @@ class MeasuredModel:
 
     @contextlib.contextmanager
     def preserve(self) -> Iterator[None]:
-        """Use train mode with gradients; on exit, restore the model and all random generators.
+        """Run a block in train mode with gradients; then restore the model and all random generators.
 
         Raises:
             OutputError: if two passes without noise disagree, or two calls of the loss.
@@ -205,21 +205,20 @@ class MeasuredModel:
         return logits
 
     @torch.no_grad()
-    def loss_value(self, batch: Batch, noise: SiteNoise) -> float:
-        """Return ℓ(F(x; 1, η)), or ℓ(F(x)) if ``noise`` is empty; raise an error if it is not finite."""
-        loss = float(self.loss.value(self.run(batch, FixedNoise(noise)), batch.targets).double())
-        if not math.isfinite(loss):
-            raise NonFiniteError(
-                self.non_finite_message(batch, loss, "with" if noise else "without")
-            )
-        return loss
+    def loss_value(self, batch: Batch, noise: SiteNoise, epsilon: float = 1.0) -> float:
+        """Return ℓ(F(x; ε, η)), or ℓ(F(x)) if ``noise`` is empty; raise an error if it is not finite."""
+        output = self.run(batch, FixedNoise(noise, epsilon))
+        return self.check_finite(batch, self.loss.value(output, batch.targets), bool(noise))
 
-    def non_finite_message(self, batch: Batch, loss: float, dropout: str) -> str:
-        """Return the error message for a loss that is not finite; ``dropout`` is "with" or "without"."""
-        return (
-            f"the loss of batch {batch.number} {dropout} dropout is {loss}: look for NaN or infinity in "
-            f"its inputs and in the weights of {self.name}."
-        )
+    def check_finite(self, batch: Batch, loss: Tensor, noisy: bool) -> float:
+        """Return the loss of a pass with or without noise; raise an error if it is not finite."""
+        value = float(loss.detach().double())
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"the loss of batch {batch.number} {'with' if noisy else 'without'} dropout is {value}: "
+                f"look for NaN or infinity in its inputs and in the weights of {self.name}."
+            )
+        return value
 
     def draw_masks(
         self, sites_and_tensors: Iterable[tuple[Site, Tensor]], factor: float = 1.0
@@ -232,12 +231,7 @@ class MeasuredModel:
         for site, tensor in sites_and_tensors:
             q, generator = site.p * factor, self.generators(tensor.device)
             masks[site.name] = draw_noise(
-                "dropout",
-                site.mask_shape,
-                q,
-                like=tensor.detach(),
-                scale=sigma(q),
-                generator=generator,
+                "dropout", site.mask_shape, q, like=tensor, scale=sigma(q), generator=generator
             )
         return masks
 

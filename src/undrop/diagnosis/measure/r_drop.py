@@ -20,7 +20,7 @@ uᵀHu itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,19 +31,19 @@ from undrop.diagnosis.measure.estimates import Estimate, Samples
 from undrop.diagnosis.measure.model import FixedNoise, MeasuredModel, SiteNoise, collect
 from undrop.engines import Draw, ZeroLeaves
 from undrop.engines.reverse import TWICE_DIFFERENTIABLE
-from undrop.errors import NoDropoutError, NonFiniteError
+from undrop.errors import NoDropoutError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Loss
 
 S = TypeVar("S")
 
 _EPSILON = 0.02
-"""ε of finite differences: their truncation error is O(ε²), a second difference's rounding O(1/ε²)."""
-_TOLERANCE = 0.1  # for u minus its finite difference, relative to u; a wrong u differs far more
+"""ε of the differences: their truncation error grows as ε², a second difference's rounding as 1/ε²."""
+_TOLERANCE = 0.1  # how far u may be from its finite difference, relative to u; a wrong u is farther
 
 
-class SecondOrder(NamedTuple):
-    """The first- and second-order terms that noise adds to the loss; means over the loss's terms."""
+class TaylorTerms(NamedTuple):
+    """The first- and second-order terms that noise adds to the mean loss."""
 
     directional: float
     """∂ℓ/∂ε = Dℓ·u, which has zero mean."""
@@ -56,8 +56,8 @@ class SecondOrder(NamedTuple):
 class Terms(NamedTuple):
     """The terms of the expansion along one η."""
 
-    total: SecondOrder
-    sites: Mapping[str, SecondOrder]
+    total: TaylorTerms
+    sites: Mapping[str, TaylorTerms]
     """The part of each site. The parts add up to the total, at least in expectation."""
     u: Tensor
     """The output tangent ∂F/∂ε."""
@@ -101,20 +101,14 @@ class ReverseExpansion(Expansion):
         self._names = [site.name for site, _ in self.sites_and_leaves]
         self._leaves = [leaf for _, leaf in self.sites_and_leaves]
         loss = subject.loss.value(self.output, batch.targets)
-        if not bool(torch.isfinite(loss)):
-            raise NonFiniteError(subject.non_finite_message(batch, _as_float(loss), "without"))
+        subject.check_finite(batch, loss, noisy=False)
         self._y = torch.autograd.grad(loss, self.output)[0].detach().requires_grad_()
         self._gradients = self._gradients_at_leaves(self._y, create_graph=True)
 
     def _gradients_at_leaves(self, y: Tensor, *, create_graph: bool) -> list[Tensor]:
         """Return Jᵀy for J = ∂F/∂z, at every leaf z."""
-        return gradients(
-            self.logits,
-            self._leaves,
-            y.to(self.logits.dtype),
-            retain_graph=True,
-            create_graph=create_graph,
-        )
+        y = y.to(self.logits.dtype)
+        return gradients(self.logits, self._leaves, y, retain_graph=True, create_graph=create_graph)
 
     def _products_by_site(
         self, gradients_at_leaves: Sequence[Tensor], noise: SiteNoise
@@ -140,15 +134,15 @@ class ReverseExpansion(Expansion):
         quadratic_by_site = self._products_by_site(at_leaves, noise)
         curvature_by_site = self._products_by_site(c_gradients, noise)
         sites = {
-            name: SecondOrder(
+            name: TaylorTerms(
                 _as_float(value),
                 0.25 * _as_float(quadratic_by_site[name]),
                 0.5 * _as_float(curvature_by_site[name]),
             )
             for name, value in directional.items()
         }
-        curvature = sum(order.curvature for order in sites.values())
-        total = SecondOrder(_as_float(c), 0.5 * _as_float(quadratic), curvature)
+        curvature = sum(terms.curvature for terms in sites.values())
+        total = TaylorTerms(_as_float(c), 0.5 * _as_float(quadratic), curvature)
         return Terms(total, sites, u.detach())
 
 
@@ -161,37 +155,27 @@ class DifferenceExpansion(Expansion):
 
     def directional(self, noise: SiteNoise) -> float:
         """Return (ℓ₊ - ℓ₋)/2ε."""
-        plus, minus = (self.subject.loss_value(self.batch, x) for x in _plus_and_minus(noise))
+        plus = self.subject.loss_value(self.batch, noise, _EPSILON)
+        minus = self.subject.loss_value(self.batch, noise, -_EPSILON)
         return (plus - minus) / (2.0 * _EPSILON)
 
     @torch.no_grad()
-    def tangent(self, noise: SiteNoise) -> Tensor:
-        """Return u ≈ (F₊ - F₋)/2ε."""
-        plus, minus = self._outputs(noise)
-        return (plus - minus) / (2.0 * _EPSILON)
-
-    def _outputs(self, noise: SiteNoise) -> tuple[Tensor, Tensor]:
-        """Return F₊ and F₋."""
-        plus, minus = map(FixedNoise, _plus_and_minus(noise))
-        return self.subject.run(self.batch, plus), self.subject.run(self.batch, minus)
-
-    @torch.no_grad()
-    def _second_order(self, noise: SiteNoise) -> tuple[SecondOrder, Tensor]:
-        """Return the terms along the noise, and u."""
-        targets, loss = self.batch.targets, self.subject.loss
-        outputs = self._outputs(noise)
-        plus, minus = (float(loss.value(output, targets).double()) for output in outputs)
+    def terms_and_tangent(self, noise: SiteNoise) -> tuple[TaylorTerms, Tensor]:
+        """Return the terms along the noise, and u ≈ (F₊ - F₋)/2ε."""
+        batch, run, loss = self.batch, self.subject.run, self.subject.loss
+        outputs = [run(batch, FixedNoise(noise, epsilon)) for epsilon in (_EPSILON, -_EPSILON)]
+        plus, minus = (float(loss.value(output, batch.targets).double()) for output in outputs)
         u = (outputs[0] - outputs[1]) / (2.0 * _EPSILON)
         with torch.enable_grad():
             half_quadratic = 0.5 * _as_float(self.quadratic(u))
         both = 0.5 * (plus - 2.0 * self.base + minus) / _EPSILON**2  # ½uᵀHu + curvature
         directional = (plus - minus) / (2.0 * _EPSILON)
-        return SecondOrder(directional, half_quadratic, both - half_quadratic), u
+        return TaylorTerms(directional, half_quadratic, both - half_quadratic), u
 
     def terms_along(self, noise: SiteNoise) -> Terms:
         """Return all terms, by two passes with all of the noise and two passes for each site alone."""
-        total, u = self._second_order(noise)
-        sites = {name: self._second_order({name: noise[name]})[0] for name in noise}
+        total, u = self.terms_and_tangent(noise)
+        sites = {name: self.terms_and_tangent({name: noise[name]})[0] for name in noise}
         return Terms(total, sites, u)
 
 
@@ -199,14 +183,8 @@ def _as_float(x: Tensor) -> float:
     return float(x.detach())
 
 
-def _plus_and_minus(noise: SiteNoise) -> Iterator[dict[str, Tensor]]:
-    """Yield ε·noise and -ε·noise."""
-    for epsilon in (_EPSILON, -_EPSILON):
-        yield {name: value * epsilon for name, value in noise.items()}
-
-
 class Expander:
-    """Expands batches: by finite differences if the model has an op without a double backward."""
+    """Expands the loss of a batch: in reverse mode, or by differences if a double backward fails."""
 
     def __init__(self, subject: MeasuredModel) -> None:
         self._subject = subject
@@ -222,12 +200,12 @@ class Expander:
                 expansion = ReverseExpansion(self._subject, batch)
                 if self._agrees_with_differences(expansion):
                     return expansion
-                self.differences = "torch's second derivative disagrees with finite differences"
+                self.differences = "an op of the model has no double backward, or a wrong one"
             except RuntimeError as error:
-                self.differences = str(error).partition("\n")[0]
-        if self.differences is not None:
-            return DifferenceExpansion(self._subject, batch)
-        return ReverseExpansion(self._subject, batch)
+                message = str(error).partition("\n")[0]
+                self.differences = f"an op of the model has no double backward ({message})"
+        expansion_type = ReverseExpansion if self.differences is None else DifferenceExpansion
+        return expansion_type(self._subject, batch)
 
     def _agrees_with_differences(self, expansion: ReverseExpansion) -> bool:
         """Compare u with its finite difference: torch's second derivative of some ops is wrongly 0."""
@@ -235,18 +213,29 @@ class Expander:
             return True  # in half precision, a finite difference is mostly rounding
         noise = self._subject.draw_masks(expansion.sites_and_leaves)
         u = expansion.terms_along(noise).u
-        error = DifferenceExpansion(self._subject, expansion.batch).tangent(noise) - u
+        differences = DifferenceExpansion(self._subject, expansion.batch)
+        error = differences.terms_and_tangent(noise)[1] - u
         return float(error.norm()) <= _TOLERANCE * float(u.norm()) + 1e-6
 
 
 class MaskSample(NamedTuple):
-    """The sample of R_drop and of its second-order parts that one mask gives on a batch."""
+    """One mask's sample of R_drop and its parts on a batch."""
 
     r_drop: float
     half_quadratic: float
     """½uᵀHu."""
     curvature: float
     """½Dℓ·∂²F/∂ε²."""
+
+    @property
+    def second_order(self) -> float:
+        """The sum of both second-order parts."""
+        return self.half_quadratic + self.curvature
+
+    @property
+    def rest(self) -> float:
+        """The part of R_drop that second order misses."""
+        return self.r_drop - self.second_order
 
 
 class Parts(NamedTuple):
@@ -259,25 +248,20 @@ class Parts(NamedTuple):
     """The part of R_drop that second order misses."""
 
 
+PART_LABELS = ("R_drop", "½E[uᵀHu]", "curvature", "rest")
+"""The labels of the fields of ``Parts`` in tables and plots."""
+
+
 def parts_of(samples: Samples[S], mask_sample: Callable[[S], MaskSample | None]) -> Parts:
     """Return R_drop and its parts, which add up because all of them are from the same samples.
 
     ``mask_sample`` returns the figures of a sample, or None if the sample lacks them.
     """
 
-    def mean(figure: Callable[[MaskSample], float]) -> Estimate:
-        def of(sample: S) -> float | None:
-            figures = mask_sample(sample)
-            return None if figures is None else figure(figures)
+    def mean(part: str) -> Estimate:
+        return samples.mean(lambda sample: getattr(mask_sample(sample), part, None))
 
-        return samples.mean(of)
-
-    return Parts(
-        mean(lambda s: s.r_drop),
-        mean(lambda s: s.half_quadratic),
-        mean(lambda s: s.curvature),
-        mean(lambda s: s.r_drop - s.half_quadratic - s.curvature),
-    )
+    return Parts(*map(mean, Parts._fields))
 
 
 def sample_parts(expansion: Expansion, noise: SiteNoise) -> tuple[MaskSample, Terms]:

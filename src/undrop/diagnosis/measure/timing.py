@@ -11,32 +11,25 @@ from undrop.errors import OptionError
 
 Item = TypeVar("Item")
 
-ShowProgress = Callable[[float, str], None]
-"""Receives the completed part of the diagnosis, from 0 to 1, and the name of the present measurement."""
-
 
 class Budget:
     """The seconds that one measurement may take.
 
     Args:
         seconds: the seconds, counted from now.
-        show: receives the progress.
-        span: the part of the whole diagnosis that this measurement makes up, as (start, end).
-        what: the name of the measurement, for the progress bar.
+        show: receives the completed part of the diagnosis, from 0 to 1.
+        span: the part of the diagnosis that this measurement makes up, as (start, end).
     """
 
     def __init__(
         self,
         seconds: float,
-        show: ShowProgress = lambda done, what: None,
-        *,
+        show: Callable[[float], None] = lambda done: None,
         span: tuple[float, float] = (0.0, 1.0),
-        what: str = "",
     ) -> None:
-        self._seconds = seconds
-        self._show, self._span, self._what = show, span, what
+        self._seconds, self._show, self._span = seconds, show, span
         self._began = time.monotonic()
-        show(span[0], what)
+        show(span[0])
 
     @property
     def elapsed(self) -> float:
@@ -51,7 +44,7 @@ class Budget:
         """
         elapsed = self.elapsed
         start, end = self._span
-        self._show(start + (end - start) * min(max(elapsed, done), 1.0), self._what)
+        self._show(start + (end - start) * min(max(elapsed, done), 1.0))
         return elapsed >= 1.0
 
     def visits(

@@ -48,20 +48,27 @@ def _explicit_conclusion(explicit: Explicit) -> Iterator[str]:
         yield f"Dropout adds {r_drop} to the loss."
     else:
         yield f"Dropout lowers the loss by {r_drop.scaled(-1.0)}."
-    shown = percent(share, interval=True)
-    accounts = f"The explicit regularizer ½E[uᵀHu] accounts for {shown} of this"
-    if share.low >= GOOD and share.high <= 2.0 - GOOD:
-        yield f"{accounts}, so the second-order approximation describes this dropout well."
-    elif share.high < _POOR or share.low > 2.0 - _POOR:
-        yield f"{accounts}, so the second-order approximation describes this dropout poorly."
+    measured = percent(share, interval=True)
+    accounts = f"The explicit regularizer ½E[uᵀHu] accounts for {measured} of this"
+    if _is_good(share) or _is_poor(share):
+        how = "well" if _is_good(share) else "poorly"
+        yield f"{accounts}, so the second-order approximation describes this dropout {how}."
     elif share.high - share.low <= _POOR:
         yield f"{accounts}, so it is a rough description of this dropout."
     else:
         yield f"{TOO_LITTLE} how much of this the explicit regularizer ½E[uᵀHu] accounts for."
-    strongest = _strongest_site(explicit)
-    if strongest is not None:
-        name, largest_share = strongest
-        yield f"The largest share of ½E[uᵀHu], {percent(largest_share)}, comes from site `{name}`."
+    name = _strongest_site(explicit)
+    if name is not None:
+        largest = percent(explicit.sites[name].share)
+        yield f"The largest share of ½E[uᵀHu], {largest}, comes from site `{name}`."
+
+
+def _is_good(share: Estimate) -> bool:
+    return share.low >= GOOD and share.high <= 2.0 - GOOD
+
+
+def _is_poor(share: Estimate) -> bool:
+    return share.high < _POOR or share.low > 2.0 - _POOR
 
 
 def _why_unknown(explicit: Explicit) -> str:
@@ -73,14 +80,13 @@ def _why_unknown(explicit: Explicit) -> str:
     return f"R_drop = {r_drop} from {batches} ({interval}); {more_batches}allow more seconds"
 
 
-def _strongest_site(explicit: Explicit) -> tuple[str, Estimate] | None:
-    """Return the site with the largest share, and the share; None if that may be another site."""
-    effects = sorted(explicit.sites.items(), key=lambda item: -item[1].share.value)
-    if len(effects) < 2:
+def _strongest_site(explicit: Explicit) -> str | None:
+    """Return the site with the largest share; None if that may be another site, or there is only one."""
+    shares = {name: effect.share for name, effect in explicit.sites.items()}
+    if len(shares) < 2:
         return None
-    (name, first), (_, second) = effects[:2]
-    is_certain = first.share.low > 1.0 / len(effects) and first.share.low > second.share.high
-    return (name, first.share) if is_certain else None
+    first, second = sorted(shares, key=lambda name: -shares[name].value)[:2]
+    return first if shares[first].low > max(1.0 / len(shares), shares[second].high) else None
 
 
 def _implicit_conclusion(implicit: Implicit) -> str:
@@ -112,7 +118,12 @@ def recommend(
     sites: Sites, explicit: Explicit, implicit: Implicit | None, benefit: Benefit | None = None
 ) -> list[str]:
     """Return what to do, the most urgent first; there is always at least one sentence."""
-    sentences = [*_eval_mode_warnings(sites)]
+    sentences = [
+        f"Dropout at `{site.name}` (p = {site.p:g}) is active in eval mode too, probably by mistake: "
+        "make it depend on `self.training`."
+        for site in sites
+        if site.active_in_eval
+    ]
     if benefit is not None:
         sentences += _benefit_advice(benefit)
     if abs(explicit.parts.half_quadratic.value) <= _ROUNDING * abs(explicit.parts.r_drop.value):
@@ -136,15 +147,6 @@ def recommend(
             "`--validation`): a share of the effect says how strong a dropout is, not whether it helps."
         )
     return sentences
-
-
-def _eval_mode_warnings(sites: Sites) -> Iterator[str]:
-    for site in sites:
-        if site.active_in_eval:
-            yield (
-                f"Dropout at `{site.name}` (p = {site.p:g}) is active in eval mode too, probably by "
-                "mistake: make it depend on `self.training`."
-            )
 
 
 def _benefit_advice(benefit: Benefit) -> Iterator[str]:
@@ -184,12 +186,12 @@ def _weight_decay_advice(benefit: Benefit) -> Iterator[str]:
 
 def _explicit_advice(explicit: Explicit) -> Iterator[str]:
     share, parts = explicit.quadratic_share, explicit.parts
-    if share.low >= GOOD and share.high <= 2.0 - GOOD:
+    if _is_good(share):
         yield (
             "`undrop.Analytic(strength=undrop.TAYLOR)` can replace the explicit effect of this dropout: "
             f"its regularizer ½E[uᵀHu] is {percent(share)} of R_drop."
         )
-    elif share.high < _POOR or share.low > 2.0 - _POOR:
+    elif _is_poor(share):
         yield (
             "The explicit regularizer ½E[uᵀHu] differs from this dropout: it is "
             f"{percent(share)} of R_drop. A smaller p brings the two closer."
@@ -208,12 +210,10 @@ def _is_notable(part: Estimate, r_drop: Estimate) -> bool:
 
 
 def _breakdown(curve: list[Point]) -> Iterator[str]:
-    """Name the smallest p at which second order misses a notable part, if it does not at smaller p."""
-    bad = [point for point in curve if _is_notable(point.parts.rest, point.parts.r_drop)]
-    if not bad:
-        return
-    first = min(bad, key=lambda point: point.p)
-    if any(point.p < first.p for point in curve):
+    """Name the smallest p at which second order misses a notable part, if the curve has a smaller p."""
+    bad = (point for point in curve if _is_notable(point.parts.rest, point.parts.r_drop))
+    first = next(bad, None)
+    if first is not None and first.p > curve[0].p:
         yield (
             f"The second-order approximation breaks down when the largest p is about {first.p:.2g}: "
             f"there it misses {first.parts.rest} of R_drop = {first.parts.r_drop}."

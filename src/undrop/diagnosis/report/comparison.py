@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from undrop.diagnosis.measure.estimates import Estimate
+from undrop.diagnosis.measure.r_drop import PART_LABELS, Parts
 from undrop.errors import DataError
 from undrop.files import read_json
 from undrop.report import Table, as_json, terminal_width, wrap
@@ -59,22 +60,20 @@ class Comparison:
                 "too little data to say."
             )
         certain.sort(key=lambda change: -abs(_z(change)))
-        named = [_described(change) for change in certain[:_NAMED_CHANGES]]
-        many = len(certain)
-        what = "One figure" if many == 1 else f"{many} figures"
-        errors = "its error" if many == 1 else "their errors"
+        named = [
+            f"{change.figure} from {_text(change.before)} to {_text(change.after)}"
+            for change in certain[:_NAMED_CHANGES]
+        ]
+        count = len(certain)
+        what = "One figure" if count == 1 else f"{count} figures"
+        errors = "its error" if count == 1 else "their errors"
         return f"{models}{what} changed by more than {errors}: {'; '.join(named)}."
 
     def table(self) -> Table:
         """Return every figure in a row, with a star if its change is certain."""
         rows = [
-            [
-                change.figure,
-                _shown(change.before),
-                _shown(change.after),
-                _shown(change.difference) + (" *" if change.certain else ""),
-            ]
-            for change in self.changes
+            [c.figure, _text(c.before), _text(c.after), _text(c.difference) + " *" * c.certain]
+            for c in self.changes
         ]
         return Table(("figure", "before", "after", "change"), rows)
 
@@ -121,11 +120,7 @@ def _z(change: Change) -> float:
     return math.inf if difference.z is None else difference.z
 
 
-def _described(change: Change) -> str:
-    return f"{change.figure} from {_shown(change.before)} to {_shown(change.after)}"
-
-
-def _shown(estimate: Estimate | None) -> str:
+def _text(estimate: Estimate | None) -> str:
     if estimate is None or math.isnan(estimate.value):
         return "–"
     return f"{estimate.value:.6g}" if estimate.stderr == 0.0 else str(estimate)
@@ -146,16 +141,14 @@ def _read(path: Path) -> dict[str, Any]:
 
     values = read_json(path)
     if not isinstance(values, dict) or "explicit" not in values:
-        raise DataError(
-            f"{path} is not a diagnosis: give a file that undrop diagnose --save wrote."
-        )
+        message = "is not a diagnosis: give a file that undrop diagnose --save wrote"
+        raise DataError(f"{path} {message}.")
     if values.get("format") != FORMAT:
         raise DataError(
             f"{path} is a diagnosis in format {values.get('format', 1)}, but this version of undrop "
             f"reads format {FORMAT}: diagnose the model again."
         )
-    result: dict[str, Any] = values
-    return result
+    return values
 
 
 def compare_json(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
@@ -165,21 +158,16 @@ def compare_json(before: Mapping[str, Any], after: Mapping[str, Any]) -> Compari
         Change(name, old.get(name), new.get(name), _difference(old.get(name), new.get(name)))
         for name in dict.fromkeys([*old, *new])
     ]
-    shown = [change for change in changes if not _is_unchanged_p(change)]
+    # a p that did not change needs no row
+    shown = [c for c in changes if not c.figure.startswith(_P_AT) or c.before != c.after]
     return Comparison(str(before["model"]), str(after["model"]), shown)
-
-
-def _is_unchanged_p(change: Change) -> bool:
-    """Return whether the figure is the p of a site and did not change; it then needs no row."""
-    return change.figure.startswith(_P_AT) and change.before == change.after
 
 
 def _figures(json: Mapping[str, Any]) -> Iterator[tuple[str, Estimate]]:
     """Yield the figures of a diagnosis that are compared, by name."""
     explicit, implicit, benefit = json["explicit"], json.get("implicit"), json.get("benefit")
-    parts = {"R_drop": "r_drop", "½E[uᵀHu]": "half_quadratic"}
-    for label, key in {**parts, "curvature": "curvature", "rest": "rest"}.items():
-        yield label, _estimate(explicit["parts"][key])
+    for label, part in zip(PART_LABELS, Parts._fields, strict=True):
+        yield label, _estimate(explicit["parts"][part])
     yield "½E[uᵀHu] / R_drop", _estimate(explicit["quadratic_share"])
     for name, site in explicit["sites"].items():
         yield f"{_P_AT}{name}", Estimate.of(site["p"], 0.0)

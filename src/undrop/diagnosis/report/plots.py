@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from undrop.diagnosis.measure.estimates import Estimate
+from undrop.diagnosis.measure.r_drop import PART_LABELS
 from undrop.report import html
 from undrop.report.figures import bar_style, line_style, literal, new_figure, save, styled
 from undrop.report.figures import svg as as_svg
@@ -41,18 +42,17 @@ def panels(diagnosis: Diagnosis) -> dict[str, Panel]:
 
 
 def draw_all(diagnosis: Diagnosis, path: Path) -> None:
-    """Draw all panels into one picture.
+    """Draw all panels into one picture, in two columns.
 
     Raises:
         OptionError: if the suffix is not a picture format.
     """
     by_title = panels(diagnosis)
-    columns = 2
-    rows = math.ceil(len(by_title) / columns)
-    figure = new_figure(6.4 * columns, 3.8 * rows)
+    rows = math.ceil(len(by_title) / 2)
+    figure = new_figure(12.8, 3.8 * rows)
     with styled():
         for number, (title, panel) in enumerate(by_title.items(), start=1):
-            axes = figure.add_subplot(rows, columns, number)
+            axes = figure.add_subplot(rows, 2, number)
             panel(diagnosis, axes)
             axes.set_title(title)
         figure.suptitle(f"What dropout does in {literal(diagnosis.model)}")
@@ -83,10 +83,9 @@ def _bars(axes: Any, names: Sequence[str], values: Sequence[Estimate], scale: fl
 
 
 def _draw_parts(diagnosis: Diagnosis, axes: Any) -> None:
-    names = ("R_drop", "½E[uᵀHu]", "curvature", "rest")
     for row, part in enumerate(diagnosis.explicit.parts):
         axes.barh(row, part.value, xerr=part.stderr or 0.0, **bar_style(row))
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(PART_LABELS)), PART_LABELS)
     axes.invert_yaxis()
     axes.axvline(0.0, color="black", linewidth=0.8)
     axes.locator_params(axis="x", nbins=_MAX_TICKS)
@@ -114,14 +113,16 @@ def _draw_benefit(diagnosis: Diagnosis, axes: Any) -> None:
 
 def _draw_curve(diagnosis: Diagnosis, axes: Any) -> None:
     curve = diagnosis.explicit.curve
-    p = [point.p for point in curve]
-    r_drop = [point.parts.r_drop for point in curve]
-    half = [point.parts.half_quadratic.value for point in curve]
-    second_order = [h + point.parts.curvature.value for h, point in zip(half, curve, strict=True)]
-    lines = {"R_drop": [e.value for e in r_drop], "½E[uᵀHu]": half, "second order": second_order}
+    parts = [point.parts for point in curve]
+    lines = {
+        "R_drop": [p.r_drop.value for p in parts],
+        "½E[uᵀHu]": [p.half_quadratic.value for p in parts],
+        "second order": [p.half_quadratic.value + p.curvature.value for p in parts],
+    }
     for number, (label, values) in enumerate(lines.items()):
-        errors = _errors(r_drop) if label == "R_drop" else None
-        axes.errorbar(p, values, yerr=errors, label=label, **_errorbar_style(number))
+        errors = _errors([p.r_drop for p in parts]) if label == "R_drop" else None
+        style = {"yerr": errors, "label": label, **_errorbar_style(number)}
+        axes.errorbar([point.p for point in curve], values, **style)
     axes.axvline(max(site.p for site in diagnosis.sites), color="0.5", linewidth=1.0)
     if all(value > 0.0 for values in lines.values() for value in values):
         _log_scale(axes, "y")
@@ -159,24 +160,23 @@ def _draw_classes(diagnosis: Diagnosis, axes: Any) -> None:
 
 def _draw_groups(diagnosis: Diagnosis, axes: Any) -> None:
     assert diagnosis.implicit is not None
-    groups = sorted(
-        diagnosis.implicit.groups.items(), key=lambda item: -item[1].trace_dropout.value
-    )[:_MAX_BARS]
+    by_name = diagnosis.implicit.groups
+    names = sorted(by_name, key=lambda name: -by_name[name].trace_dropout.value)[:_MAX_BARS]
+    groups = [by_name[name] for name in names]
     kinds = {
-        "dropout": [group.trace_dropout for _, group in groups],
-        "ξ_approx": [group.trace_analytic for _, group in groups],
-        "mini-batching": [group.trace_batch or Estimate(0.0, None) for _, group in groups],
+        "dropout": [group.trace_dropout for group in groups],
+        "ξ_approx": [group.trace_analytic for group in groups],
+        "mini-batching": [group.trace_batch or Estimate(0.0, None) for group in groups],
     }
     height = 0.8 / len(kinds)
     for number, (label, traces) in enumerate(kinds.items()):
         rows = [row + (number - 1) * height for row in range(len(groups))]
-        values = [e.value for e in traces]
         style = {"xerr": _errors(traces), "label": label, **bar_style(number)}
-        axes.barh(rows, values, height=height, **style)
-    axes.set_yticks(range(len(groups)), [literal(name) for name, _ in groups])
+        axes.barh(rows, [e.value for e in traces], height=height, **style)
+    axes.set_yticks(range(len(groups)), [literal(name) for name in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    if any(group.trace_dropout.value > 0.0 for _, group in groups):
+    if any(group.trace_dropout.value > 0.0 for group in groups):
         _log_scale(axes, "x")
     axes.set_xlabel("trace of the gradient's covariance")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(kinds))
@@ -189,8 +189,8 @@ def _draw_shrinking(diagnosis: Diagnosis, axes: Any) -> None:
     kinds = {"dropout": [p.dropout for p in points], "ξ_approx": [p.analytic for p in points]}
     for number, (label, estimates) in enumerate(kinds.items()):
         traces = [e.scaled(1.0 / k) for e, k in zip(estimates, ks, strict=True)]
-        values, errors = [e.value for e in traces], _errors(traces)
-        axes.errorbar(ks, values, yerr=errors, label=label, **_errorbar_style(number))
+        style = {"yerr": _errors(traces), "label": label, **_errorbar_style(number)}
+        axes.errorbar(ks, [e.value for e in traces], **style)
     first = points[0].dropout.value
     axes.plot(ks, [first / k for k in ks], color="0.6", linewidth=3.0, zorder=0, label="1/k")
     axes.set_xscale("log", base=2)
@@ -223,8 +223,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> None:
 
 def notebook_html(diagnosis: Diagnosis) -> str:
     """Return the conclusion, the tables and the symbols for a notebook's output cell."""
-    symbols = diagnosis.glossary().html()
-    return html.fragment(*_summary(diagnosis), *_tables(diagnosis), symbols)
+    return html.fragment(*_summary(diagnosis), *_tables(diagnosis), diagnosis.glossary().html())
 
 
 def _summary(diagnosis: Diagnosis) -> list[str]:

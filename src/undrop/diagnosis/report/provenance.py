@@ -9,12 +9,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from undrop import __version__
-from undrop.diagnosis.measure.model import Pair
-from undrop.intercept import Batch
+from undrop.diagnosis.measure.model import MeasuredModel, Pair
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,11 @@ class Provenance:
 
 
 def provenance_of(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    validation: Sequence[Pair],
-    *,
-    seconds: float,
-    masks: int,
+    subject: MeasuredModel, validation: Sequence[Pair], *, seconds: float, masks: int
 ) -> Provenance:
     """Collect the provenance of a diagnosis."""
-    first = next(iter(model.parameters()), torch.zeros(()))
+    parameters, batches = list(subject.model.parameters()), subject.batches
+    first = parameters[0] if parameters else torch.zeros(())
     return Provenance(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         undrop=__version__,
@@ -66,8 +61,8 @@ def provenance_of(
         python=platform.python_version(),
         device=str(first.device),
         dtype=str(first.dtype).removeprefix("torch."),
-        model=type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
+        model=subject.name,
+        parameters=sum(p.numel() for p in parameters),
         data=_describe_data(len(batches), batches[0].inputs, batches[0].targets),
         validation=_describe_data(len(validation), *validation[0]) if validation else None,
         seconds=seconds,

@@ -12,6 +12,7 @@ from undrop.diagnosis.measure.benefit import Benefit
 from undrop.diagnosis.measure.estimates import Estimate, percent
 from undrop.diagnosis.measure.explicit import Explicit
 from undrop.diagnosis.measure.implicit import Implicit
+from undrop.diagnosis.measure.r_drop import PART_LABELS
 from undrop.diagnosis.report.advice import signed
 from undrop.diagnosis.report.provenance import Provenance
 from undrop.intercept import Sites
@@ -129,10 +130,7 @@ class Diagnosis:
         if total == 1:
             notes.append(ONE_BATCH_NOTE)
         if explicit.differences is not None:
-            notes.append(
-                "Second derivatives are finite differences, because an op of the model has no double "
-                f"backward ({explicit.differences})."
-            )
+            notes.append(f"Derivatives are finite differences, because {explicit.differences}.")
         if implicit is not None:
             notes += _implicit_notes(implicit)
         if self.benefit is not None:
@@ -155,7 +153,7 @@ class Diagnosis:
             yield _shrinking_table(self.implicit)
 
     def _parts_table(self) -> Table:
-        parts, explicit = self.explicit.parts, self.explicit
+        explicit, parts = self.explicit, self.explicit.parts
 
         def share_of_r_drop(share: Estimate) -> str:
             return "–" if parts.r_drop.includes_zero else percent(share, interval=True)
@@ -172,50 +170,48 @@ class Diagnosis:
 
     def _sites_table(self) -> Table:
         effects = sorted(self.explicit.sites.items(), key=lambda item: -item[1].share.value)
-        heads = ["site", "p", "share of ½E[uᵀHu]"]
+        headers = ["site", "p", "share of ½E[uᵀHu]"]
         rows = [[name, f"{effect.p:g}", percent(effect.share)] for name, effect in effects]
         title = "Sites: strength"
         if self.benefit is not None:
-            heads += ["benefit", "z"]
+            headers += ["benefit", "z"]
             rows = [[*row, *_benefit_and_z(self.benefit.sites[row[0]])] for row in rows]
             rows.append(["all sites", "", "", *_benefit_and_z(self.benefit.every_site)])
             label = f"weight decay (λ = {self.benefit.decay:.2g})"
             rows.append([label, "", "", *_benefit_and_z(self.benefit.weight_decay)])
             steps, rate = self.benefit.steps, self.benefit.learning_rate
             title += f", and benefit ({steps} steps with a learning rate of {rate:g})"
-        return Table(heads, rows, numbers={"p", "z"}, title=title)
+        return Table(headers, rows, numbers={"p", "z"}, title=title)
 
     def _single_sites_table(self) -> Table:
         rows = [[name, *map(str, effect.parts)] for name, effect in self.explicit.sites.items()]
-        heads = ("site", "R_drop", "½E[uᵀHu]", "curvature", "rest")
-        return Table(heads, rows, title="Each site alone, without dropout at the others")
+        title = "Each site alone, without dropout at the others"
+        return Table(("site", *PART_LABELS), rows, title=title)
 
     def _curve_table(self) -> Table:
         rows = [
             [f"{point.factor:.2g}", f"{point.p:.2g}", *map(str, point.parts)]
             for point in self.explicit.curve
         ]
-        heads = ("factor", "largest p", "R_drop", "½E[uᵀHu]", "curvature", "rest")
-        numbers = {"factor", "largest p"}
-        return Table(heads, rows, numbers=numbers, title="Every p times a factor")
+        numbers = ("factor", "largest p")
+        return Table((*numbers, *PART_LABELS), rows, numbers, "Every p times a factor")
 
     def _classes_table(self) -> Table:
-        rows = [
-            [c.name, percent(c.share), f"{100.0 * c.weight:.1f} %"] for c in self.explicit.classes
-        ]
-        heads = ("class", "share of uᵀHu", "share of p(1-p)")
-        return Table(heads, rows, title="Classes that carry uᵀHu")
+        classes = self.explicit.classes
+        rows = [[c.name, percent(c.share), f"{100.0 * c.weight:.1f} %"] for c in classes]
+        headers = ("class", "share of uᵀHu", "share of p(1-p)")
+        return Table(headers, rows, title="Classes that carry uᵀHu")
 
     def glossary(self) -> Table:
         """Return the symbols and terms of this diagnosis with their meanings."""
-        symbols = [*EXPLICIT_SYMBOLS]
+        symbols = dict(EXPLICIT_SYMBOLS)
         if self.explicit.classes:
-            symbols += CLASS_SYMBOLS
+            symbols |= CLASS_SYMBOLS
         if self.implicit is not None:
-            symbols += IMPLICIT_SYMBOLS
+            symbols |= IMPLICIT_SYMBOLS
         if self.benefit is not None:
-            symbols += BENEFIT_SYMBOLS
-        return Table(("symbol", "meaning"), [*symbols, *MARKS], title="Symbols")
+            symbols |= BENEFIT_SYMBOLS
+        return Table(("symbol", "meaning"), list((symbols | MARKS).items()), title="Symbols")
 
     def origin(self) -> Table:
         """Return the date, the versions, the model, the data and the effort."""
@@ -279,6 +275,8 @@ def _implicit_notes(implicit: Implicit) -> Iterator[str]:
 
 def _traces_table(implicit: Implicit) -> Table:
     overlap = implicit.overlap
+    k = overlap.directions
+    directions = "direction" if k == 1 else f"{k} directions"
     rows = [
         ("trace, dropout", str(implicit.trace_dropout)),
         ("trace, ξ_approx", str(implicit.trace_analytic)),
@@ -286,104 +284,69 @@ def _traces_table(implicit: Implicit) -> Table:
         ("ξ_approx / dropout", str(implicit.analytic_ratio)),
         ("dropout / mini-batching", _or_dash(implicit.batch_ratio)),
         ("cosine of the diagonals, dropout and ξ_approx", str(implicit.cosine)),
-        (_overlap_label(overlap.directions), str(overlap.value)),
+        (f"overlap of their leading {directions}", str(overlap.value)),
         ("upper limit with this many samples", str(overlap.ceiling)),
         ("overlap by chance", f"{overlap.chance:.2g}"),
     ]
     return Table(("figure", "value"), rows, title="Implicit effect (gradient noise)")
 
 
-def _overlap_label(directions: int) -> str:
-    leading = "direction" if directions == 1 else f"{directions} directions"
-    return f"overlap of their leading {leading}"
-
-
 def _groups_table(implicit: Implicit) -> Table:
     rows = [
-        [
-            name,
-            f"{group.parameters:,}",
-            str(group.trace_dropout),
-            str(group.trace_analytic),
-            _or_dash(group.trace_batch),
-        ]
-        for name, group in implicit.groups.items()
+        [name, f"{parameters:,}", *map(_or_dash, traces)]
+        for name, (*traces, parameters) in implicit.groups.items()
     ]
-    heads = ("part", "parameters", "dropout", "ξ_approx", "mini-batching")
+    headers = ("part", "parameters", "dropout", "ξ_approx", "mini-batching")
     title = "Gradient noise by part of the model (traces)"
-    return Table(heads, rows, numbers={"parameters"}, title=title)
+    return Table(headers, rows, numbers={"parameters"}, title=title)
 
 
 def _shrinking_table(implicit: Implicit) -> Table:
     rows = [[str(point.k), str(point.dropout), str(point.analytic)] for point in implicit.shrinking]
-    heads = ("k", "dropout", "ξ_approx")
-    return Table(heads, rows, numbers={"k"}, title="Mean of k samples of noise: trace times k")
+    headers = ("k", "dropout", "ξ_approx")
+    return Table(headers, rows, numbers={"k"}, title="Mean of k samples of noise: trace times k")
 
 
 def _or_dash(estimate: Estimate | None) -> str:
     return "–" if estimate is None else str(estimate)
 
 
-EXPLICIT_SYMBOLS = (
-    ("site", "a place where the model multiplies an activation or weight h by 1 + ε·σ·η"),
-    (
-        "p",
-        "the drop probability of a site; σ = sqrt(p/(1-p)); η is noise with mean 0 and variance 1",
-    ),
-    ("ε", "the size of the noise: 0 is no dropout, 1 is dropout"),
-    ("mask", "one random draw of η at all sites; E is the mean over masks"),
-    ("F, ℓ, Dℓ, H", "the model's output, its loss ℓ(F), and the gradient and Hessian of ℓ in F"),
-    ("u", "the output tangent ∂F/∂ε at ε = 0: how the noise moves the output, to first order"),
-    ("explicit effect", "the change in the expected loss that dropout causes"),
-    ("R_drop", "the size of the explicit effect: E ℓ(with dropout) - ℓ(without)"),
-    (
-        "½E[uᵀHu]",
-        "the explicit regularizer: the part of R_drop that undrop.Analytic(strength=undrop.TAYLOR) adds",
-    ),
-    ("curvature", "½E[Dℓ·∂²F/∂ε²]: the second-order part from the model's own curvature"),
-    (
-        "second order",
-        "½E[uᵀHu] + curvature: an approximation of R_drop that is exact for small noise",
-    ),
-    ("rest", "the part of R_drop that second order misses"),
-    ("share", "a site's part of ½E[uᵀHu]: how strong its dropout is, not whether it helps"),
-    (
-        "factor, largest p",
-        "the factor by which every p is multiplied, and the largest p of a site times it",
-    ),
-)
+EXPLICIT_SYMBOLS = {
+    "site": "a place where the model multiplies an activation or weight h by 1 + ε·σ·η",
+    "p": "the drop probability of a site; σ = sqrt(p/(1-p)); η is noise with mean 0 and variance 1",
+    "ε": "the size of the noise: 0 is no dropout, 1 is dropout",
+    "mask": "one random draw of η at all sites; E is the mean over masks",
+    "F, ℓ, Dℓ, H": "the model's output, its loss ℓ(F), and the gradient and Hessian of ℓ in F",
+    "u": "the output tangent ∂F/∂ε at ε = 0: how the noise moves the output, to first order",
+    "explicit effect": "the change in the expected loss that dropout causes",
+    "R_drop": "the size of the explicit effect: E ℓ(with dropout) - ℓ(without)",
+    "½E[uᵀHu]": "the explicit regularizer: what undrop.Analytic(strength=undrop.TAYLOR) adds to ℓ",
+    "curvature": "½E[Dℓ·∂²F/∂ε²]: the second-order part from the model's own curvature",
+    "second order": "½E[uᵀHu] + curvature: an approximation of R_drop that is exact for small noise",
+    "rest": "the part of R_drop that second order misses",
+    "share": "a site's part of ½E[uᵀHu]: how strong its dropout is, not whether it helps",
+    "factor, largest p": "the factor of every p, and the largest p of a site times this factor",
+}
 """The symbols of every diagnosis, each with its meaning."""
-CLASS_SYMBOLS = (
-    (
-        "p(1-p) of a class",
-        "its part of the diagonal of H; p is the probability that the model predicts",
-    ),
-)
-IMPLICIT_SYMBOLS = (
-    ("implicit effect", "the noise that dropout adds to the gradient of every step"),
-    (
-        "ξ_approx",
-        "∇(∂ℓ/∂ε): the noise that undrop.Analytic puts in place of dropout's gradient noise",
-    ),
-    ("mini-batching", "the gradient noise from the random choice of a batch"),
-    ("trace", "the mean squared size of gradient noise"),
-    (
-        "cosine of the diagonals",
-        "1 if two noises are distributed over the parameters in the same way",
-    ),
-    ("overlap", "the agreement of the strongest directions of two noises, from 0 to 1"),
-    ("upper limit", "the overlap of dropout's noise with itself, from two halves of its samples"),
-)
-BENEFIT_SYMBOLS = (
-    (
-        "benefit",
-        "validation loss after some steps without a dropout, minus that with it; if positive, it helps",
-    ),
-    ("z", "the benefit in standard errors; beyond 2 its sign is fairly certain"),
-    ("λ", "the coefficient of the weight decay that is tried in addition to the optimizer's"),
-)
-MARKS = (
-    ("±", "one standard error, or ? if the samples are too few for one"),
-    ("( … to … )", "the 95 % interval"),
-    ("–", "not measured, or too uncertain to show"),
-)
+CLASS_SYMBOLS = {
+    "p(1-p) of a class": "its part of the diagonal of H; p is the probability that the model predicts",
+}
+IMPLICIT_SYMBOLS = {
+    "implicit effect": "the noise that dropout adds to the gradient of every step",
+    "ξ_approx": "∇(∂ℓ/∂ε): the noise that undrop.Analytic puts in place of dropout's gradient noise",
+    "mini-batching": "the gradient noise from the random choice of a batch",
+    "trace": "the mean squared size of gradient noise",
+    "cosine of the diagonals": "1 if two noises are distributed over the parameters in the same way",
+    "overlap": "the agreement of the strongest directions of two noises, from 0 to 1",
+    "upper limit": "the overlap of dropout's noise with itself, from two halves of its samples",
+}
+BENEFIT_SYMBOLS = {
+    "benefit": "validation loss after some steps without a dropout, minus that with it; it helps if > 0",
+    "z": "the benefit in standard errors; beyond 2 its sign is fairly certain",
+    "λ": "the coefficient of the weight decay that is tried in addition to the optimizer's",
+}
+MARKS = {
+    "±": "one standard error, or ? if the samples are too few for one",
+    "( … to … )": "the 95 % interval",
+    "–": "not measured, or too uncertain to show",
+}

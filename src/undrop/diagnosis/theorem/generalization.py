@@ -38,7 +38,7 @@ _MAX_EXPONENT = 700.0  # exp of a larger number overflows
 
 
 class ExampleStatistics(NamedTuple):
-    """Statistics of the loss on the examples that the bound depends on."""
+    """The statistics of the loss over examples that the bound needs."""
 
     mu: float
     """The mean norm of the loss gradient p - 1_y."""
@@ -66,7 +66,7 @@ def statistics(
         q = -torch.expm1(log_p)  # 1 - p, to full precision where p is near 1
         trace = (p * q).sum(-1)
         steep = p * (q - p)  # p(1 - 2p)
-        slope = (steep - p * steep.sum(-1, keepdim=True)).norm(dim=-1)
+        slope = (steep - p * steep.sum(-1, keepdim=True)).norm(dim=-1)  # ‖D tr D²ℓ‖
         tail = max(tail, float((slope / trace.clamp_min(1e-300)).max()))
         target = y.unsqueeze(-1)
         loss = -log_p.gather(-1, target).squeeze(-1)
@@ -75,9 +75,9 @@ def statistics(
         parts = (gradient, trace, cut, cut.square(), (loss > truncation).double())
         sums += torch.stack([part.sum() for part in parts])
     n = len(labels)
-    mu, nu, loss_mean, square, above = (float(s) / n for s in sums)
-    spread = max(square - loss_mean**2, 0.0)
-    truncated = Estimate.of(loss_mean, math.sqrt(spread / max(n - 1, 1)), n - 1.0)
+    mu, nu, loss_mean, square, above = (sums / n).tolist()
+    variance = max(square - loss_mean**2, 0.0)
+    truncated = Estimate.of(loss_mean, math.sqrt(variance / max(n - 1, 1)), n - 1.0)
     return ExampleStatistics(mu, nu, truncated, tail, above)
 
 
@@ -207,10 +207,8 @@ class Bound(_BoundInputs):
 
     def to_json(self) -> dict[str, Any]:
         """Return values for JSON."""
-        return {
-            **{field.name: as_json(getattr(self, field.name)) for field in fields(self)},
-            **{"theta": self.theta, "zeta": self.zeta, "total": self.total},
-        }
+        values = {field.name: as_json(getattr(self, field.name)) for field in fields(self)}
+        return {**values, "theta": self.theta, "zeta": self.zeta, "total": self.total}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return every figure with its label."""
@@ -296,11 +294,24 @@ def bound(
     if test is not None:
         _check_data(weight, *test)
         test_loss = statistics(weight, *test, truncation=cut).loss
-    return _evaluate(
-        statistics(weight, features, labels, truncation=cut),
-        _BoundInputs(len(labels), len(weight), cut, delta, alpha, tau, bounded_norm, kappa),
-        test_loss,
-        chosen_in_advance=norm_bound is not None,
+    stats = statistics(weight, features, labels, truncation=cut)
+    inputs = _BoundInputs(len(labels), len(weight), cut, delta, alpha, tau, bounded_norm, kappa)
+    curve = inputs.curve(stats.mu, stats.nu)
+    beta, g_minimum = minimum_over_beta(curve)
+    g_terms = curve.terms(beta) if math.isfinite(beta) else (0.0, 0.0, 0.0)
+    return Bound(
+        **vars(inputs),
+        mu=stats.mu,
+        nu=stats.nu,
+        terms=inputs.terms_of(stats.mu, stats.nu, 1.0),
+        general_terms=inputs.terms_of(stats.mu, stats.nu, tau**2),
+        beta=beta,
+        g_minimum=g_minimum,
+        g_terms=dict(zip(("gradient", "hessian", "complexity"), g_terms, strict=True)),
+        train_loss=stats.loss,
+        test_loss=test_loss,
+        gap=None if test_loss is None else _gap(stats.loss, test_loss),
+        assumptions=list(_assumptions(stats, inputs, norm_bound is not None)),
     )
 
 
@@ -310,32 +321,6 @@ def _check_options(truncation: float, alpha: float, tau: float, delta: float) ->
             raise OptionError(f"{name} must be positive and finite, got {value}.")
     if not 0.0 < delta < 1.0:
         raise OptionError(f"delta must lie in (0, 1), got {delta}.")
-
-
-def _evaluate(
-    stats: ExampleStatistics,
-    inputs: _BoundInputs,
-    test_loss: Estimate | None,
-    *,
-    chosen_in_advance: bool,
-) -> Bound:
-    curve = inputs.curve(stats.mu, stats.nu)
-    beta, g_minimum = minimum_over_beta(curve)
-    g_terms = curve.terms(beta) if math.isfinite(beta) else (0.0, 0.0, 0.0)
-    return Bound(
-        **vars(inputs),
-        mu=stats.mu,
-        nu=stats.nu,
-        terms=inputs.terms_of(stats.mu, stats.nu, 1.0),
-        general_terms=inputs.terms_of(stats.mu, stats.nu, inputs.tau**2),
-        beta=beta,
-        g_minimum=g_minimum,
-        g_terms=dict(zip(("gradient", "hessian", "complexity"), g_terms, strict=True)),
-        train_loss=stats.loss,
-        test_loss=test_loss,
-        gap=None if test_loss is None else _gap(stats.loss, test_loss),
-        assumptions=list(_assumptions(stats, inputs, chosen_in_advance)),
-    )
 
 
 def _assumptions(
@@ -349,8 +334,7 @@ def _assumptions(
     yield Assumption(
         "A is chosen before W",
         True if chosen_in_advance else None,
-        f"A = {inputs.norm:.4g} "
-        + ("was given" if chosen_in_advance else "is the norm of W itself"),
+        f"A = {inputs.norm:.4g} {'was given' if chosen_in_advance else 'is the norm of W itself'}",
     )
     yield Assumption(
         "the examples are independent draws, and the features do not depend on their labels",
@@ -376,10 +360,8 @@ def _with_bias(
         return torch.cat([x, x.new_ones(len(x), 1)], 1)
 
     if bias.shape != weight.shape[:1]:
-        raise OptionError(
-            f"bias must have one number per class, {weight.shape[0]}, got shape "
-            f"{tuple(bias.shape)}."
-        )
+        shape = tuple(bias.shape)
+        raise OptionError(f"bias must have one number per class, {len(weight)}, got shape {shape}.")
     joined = torch.cat([weight, bias.unsqueeze(1).to(weight)], 1)
     return joined, extended(features), None if test is None else (extended(test[0]), test[1])
 

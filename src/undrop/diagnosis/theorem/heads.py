@@ -65,12 +65,8 @@ def last_layer(
             counts = target != ignore_index
             features.append(x.reshape(-1, x.shape[-1])[counts])
             labels.append(target[counts].long())
-    return Head(
-        weight.detach(),
-        None if bias is None else bias.detach(),
-        torch.cat(features),
-        torch.cat(labels),
-    )
+    bias = None if bias is None else bias.detach()
+    return Head(weight.detach(), bias, torch.cat(features), torch.cat(labels))
 
 
 def _is_same_memory(a: Tensor, b: Tensor) -> bool:

@@ -30,12 +30,12 @@ from undrop.tuning import Tuner
 _EVALUATIONS = 8  # in a run, on the validation and the test split
 
 TrainingStep = Callable[[nn.Module, Tensor, Tensor], Any]
-"""A function of (model, inputs, targets). It returns a loss or a step, which has ``backward()``."""
+"""A function of (model, inputs, targets) that returns a loss or a step. Both have ``backward()``."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that affects the result of a run."""
+    """What identifies a run. The settings that all methods share are those of the task."""
 
     task: str  # a name in TASKS
     kind: str  # "none", "dropout", "analytic", "tuner", or "analytic:ε₀" for another ε₀
@@ -80,21 +80,24 @@ def run_spec(spec: Spec, root: str) -> dict[str, Any]:
 def train(
     spec: Spec, model: nn.Module, optimizer: torch.optim.Optimizer, step: TrainingStep, data: Data
 ) -> tuple[list[list[float]], float, int]:
-    """Train, and return [validation loss, test loss] per evaluation, CPU seconds, and steps.
+    """Train a model, and evaluate it eight times. A validation loss that is not finite ends the run.
 
-    The seconds do not include evaluation. A validation loss that is not finite ends the run.
+    Returns:
+        the [validation loss, test loss] of every evaluation, the CPU seconds without evaluation, and the
+        number of steps.
     """
     task = TASKS[spec.task]
     generator = torch.Generator().manual_seed(spec.seed)
     per_epoch = 1 if data.full_batch else data.train[0].shape[data.batch_dim] // task.batch
-    total, steps, seconds, curve = per_epoch * spec.epochs, 0, 0.0, []
-    evaluate_after = {
-        math.ceil(spec.epochs * (k + 1) / _EVALUATIONS) - 1 for k in range(_EVALUATIONS)
+    total_steps = per_epoch * spec.epochs
+    steps, seconds, curve = 0, 0.0, []
+    evaluated_epochs = {
+        math.ceil(spec.epochs * k / _EVALUATIONS) for k in range(1, _EVALUATIONS + 1)
     }
-    for epoch in range(spec.epochs):
+    for epoch in range(1, spec.epochs + 1):
         start = time.process_time()
         for inputs, targets in batches(data, "train", task.batch, generator):
-            cosine = 0.5 * (1.0 + math.cos(math.pi * steps / total))
+            cosine = 0.5 * (1.0 + math.cos(math.pi * steps / total_steps))
             optimizer.param_groups[0]["lr"] = task.lr * cosine
             optimizer.zero_grad()
             step(model, inputs, targets).backward()
@@ -102,7 +105,7 @@ def train(
             optimizer.step()
             steps += 1
         seconds += time.process_time() - start
-        if epoch in evaluate_after:
+        if epoch in evaluated_epochs:
             losses = [_evaluate(model, task.loss(), data, part) for part in ("validation", "test")]
             if not math.isfinite(losses[0]):
                 break
@@ -174,7 +177,7 @@ METHODS = {
 
 
 class TaskRuns:
-    """The runs of one task: those that are missing, and the results of those that have a record.
+    """The runs of one task, with and without a record.
 
     Args:
         task: a name in ``TASKS``.
@@ -185,11 +188,8 @@ class TaskRuns:
     def __init__(self, task: str, records: RunRecords, seeds: int) -> None:
         self.name, self.task, self.records = task, TASKS[task], records
         self.seeds = range(1, seeds + 1)
-        self.methods = {
-            name: method
-            for name, method in METHODS.items()
-            if name not in self.task.excluded_methods
-        }
+        excluded = self.task.excluded_methods
+        self.methods = {name: m for name, m in METHODS.items() if name not in excluded}
 
     def missing(self) -> list[Spec]:
         """Return the runs without a record that can start now.
@@ -212,9 +212,8 @@ class TaskRuns:
         The search tries every p first, and then every weight decay with the best p.
         """
         start = Spec(self.name, method.kind, 0.2, 0.0, TUNING_SEED, self.task.epochs)
-        specs = (
-            [replace(start, p=p) for p in self.task.probabilities] if method.tunes_p else [start]
-        )
+        probabilities = self.task.probabilities if method.tunes_p else (start.p,)
+        specs = [replace(start, p=p) for p in probabilities]
         best = self._best(specs)
         if method.tunes_decay and best is not None:
             specs += [replace(best, decay=decay) for decay in self.task.decays]
@@ -248,14 +247,10 @@ class TaskRuns:
         return None if seconds is None or dropout_seconds is None else seconds / dropout_seconds
 
     def _seconds_per_step(self, kind: str) -> float | None:
-        """Return the median over the search's runs of a kind; None without a record."""
-        seconds = [
-            record["seconds"] / record["steps"]
-            for record in self.records.values()
-            if record["spec"]["task"] == self.name
-            and record["spec"]["kind"] == kind
-            and record["spec"]["seed"] == TUNING_SEED
-        ]
+        """Return the median over the runs of that kind on the tuning seed; None without a record."""
+        search = {"task": self.name, "kind": kind, "seed": TUNING_SEED}.items()
+        runs = [r for r in self.records.values() if search <= r["spec"].items()]
+        seconds = [record["seconds"] / record["steps"] for record in runs]
         return statistics.median(seconds) if seconds else None
 
     def test_losses(self, name: str, *, equal_time: bool) -> dict[int, float]:
@@ -281,7 +276,7 @@ def run_board(
     jobs: int = 1,
     on_record: Callable[[Spec, dict[str, Any]], None] = lambda spec, record: None,
 ) -> int:
-    """Do the runs without a record, task by task, and return the number of records.
+    """Execute the runs without a record, task by task, and return the number of records.
 
     Args:
         folder: the folder of results; the records are in its ``records/``.

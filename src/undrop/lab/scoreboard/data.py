@@ -39,7 +39,7 @@ class Data:
 
 
 Loader: TypeAlias = Callable[[Path, int], Data]
-"""A function of (the folder of the corpora, the seed): a ``partial`` of one of the functions below."""
+"""A function of (the folder of the corpora, the seed): a ``partial`` of a function in this module."""
 
 
 def batches(
@@ -90,9 +90,8 @@ def _excerpt(text: list[str], sizes: Sizes, seed: int) -> list[str]:
 
 
 def _split_text(ids: list[int], sizes: Sizes, steps: int) -> Data:
-    train, validation, test = (
-        _windows(part, steps) for part in torch.tensor(ids).split(list(sizes))
-    )
+    parts = torch.tensor(ids).split(list(sizes))
+    train, validation, test = (_windows(part, steps) for part in parts)
     return Data(train, validation, test, batch_dim=1)
 
 
@@ -125,8 +124,7 @@ def characters(root: Path, seed: int, file: str, sizes: Sizes, steps: int) -> Da
 
 def split(inputs: Tensor, targets: Tensor, sizes: Sizes) -> Data:
     """Split examples, in their order, into the training, validation and test parts."""
-    parts = zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True)
-    train, validation, test = parts
+    train, validation, test = zip(*(t.split(list(sizes)) for t in (inputs, targets)), strict=True)
     return Data(train, validation, test)
 
 

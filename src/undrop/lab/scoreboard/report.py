@@ -44,7 +44,7 @@ def write_board(folder: Path, out: Path, seeds: int | None = None) -> Path:
     last_seed = max(record["spec"]["seed"] for record in records.values())
     all_tasks = [TaskRuns(name, records, seeds or max(1, last_seed)) for name in TASKS]
     done = [runs for runs in all_tasks if runs.test_losses(_REFERENCE, equal_time=False)]
-    comparisons = sum(len(_compared_methods(runs)) for runs in done) * 2
+    comparisons = 2 * sum(len(_compared_methods(runs)) for runs in done)
     with naming_disk_errors(out):
         (out / "figures").mkdir(parents=True, exist_ok=True)
     parts = ["# Scoreboard", _summary(done, all_tasks, records), _EXPLANATION.strip()]
@@ -76,10 +76,8 @@ def difference(runs: TaskRuns, name: str, *, equal_time: bool, comparisons: int)
     """Return a method's test loss minus dropout's, paired by seed; None if no seed has both."""
     losses = runs.test_losses(name, equal_time=equal_time)
     reference = runs.test_losses(_REFERENCE, equal_time=False)
-    seeds = sorted(losses.keys() & reference.keys())
-    if not seeds:
-        return None
-    return mean_interval([losses[s] - reference[s] for s in seeds], comparisons=comparisons)
+    gaps = [losses[seed] - reference[seed] for seed in sorted(losses.keys() & reference.keys())]
+    return mean_interval(gaps, comparisons=comparisons) if gaps else None
 
 
 def _table(runs: TaskRuns, comparisons: int) -> Table:
@@ -88,23 +86,14 @@ def _table(runs: TaskRuns, comparisons: int) -> Table:
     rows = []
     for name, method in runs.methods.items():
         losses = list(runs.test_losses(name, equal_time=False).values())
+        loss = f"{sum(losses) / len(losses):.4f}" if losses else "not run yet"
         cost = runs.step_cost(name)
-        differences = ["", ""]
-        if name != _REFERENCE:
-            differences = [
-                _as_text(difference(runs, name, equal_time=equal_time, comparisons=comparisons))
-                for equal_time in (False, True)
-            ]
-        rows.append(
-            (
-                method.label,
-                _choice(runs, name),
-                "" if cost is None else f"× {cost:.2f}",
-                f"{sum(losses) / len(losses):.4f}" if losses else "not run yet",
-                *differences,
-                str(len(losses)),
-            )
-        )
+        both = [
+            difference(runs, name, equal_time=t, comparisons=comparisons) for t in (False, True)
+        ]
+        differences = ["", ""] if name == _REFERENCE else [_as_text(interval) for interval in both]
+        cells = [method.label, _choice(runs, name), "" if cost is None else f"× {cost:.2f}", loss]
+        rows.append([*cells, *differences, str(len(losses))])
     return Table((*text_headers, *number_headers), rows, numbers=number_headers)
 
 
@@ -134,18 +123,17 @@ def _figure(done: list[TaskRuns], comparisons: int) -> Figure:
     for panel in panels[len(done) :]:
         panel.set_visible(False)
     for panel, runs in zip(panels, done, strict=False):
-        intervals = {
-            METHODS[name].label: interval
-            for name in _compared_methods(runs)
-            if (interval := difference(runs, name, equal_time=True, comparisons=comparisons))
-            is not None
-        }
-        ordered = sorted(intervals.items(), key=lambda item: item[1].estimate, reverse=True)
-        for y, (_, interval) in enumerate(ordered):
+        intervals = []
+        for name in _compared_methods(runs):
+            interval = difference(runs, name, equal_time=True, comparisons=comparisons)
+            if interval is not None:
+                intervals.append((interval, METHODS[name].label))
+        intervals.sort(key=lambda pair: pair[0].estimate, reverse=True)
+        for y, (interval, _) in enumerate(intervals):
             panel.plot([interval.low, interval.high], [y] * 2, color=OURS, lw=2, alpha=0.5)
             panel.plot(interval.estimate, y, "o", color=OURS, ms=4)
         panel.axvline(0.0, color="black", lw=0.8)
-        panel.set_yticks(range(len(ordered)), [label for label, _ in ordered], fontsize=7)
+        panel.set_yticks(range(len(intervals)), [label for _, label in intervals], fontsize=7)
         panel.tick_params(axis="x", labelsize=7)
         panel.set_title(runs.task.label, fontsize=8)
     figure.supxlabel("test loss minus tuned dropout's, at equal time (left is better)", fontsize=8)

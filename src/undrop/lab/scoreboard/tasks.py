@@ -87,7 +87,7 @@ class _LoRA(nn.Module):
 
 
 _GPT_SIZES = {"size": 64, "layers": 2, "heads": 4, "context": 32}
-VOCABULARY = 1_000
+VOCABULARY = 1_000  # of the pretrained GPT
 _WIKITEXT = "wikitext-2/wiki.train.tokens"
 _SHAKESPEARE = "tinyshakespeare/input.txt"
 

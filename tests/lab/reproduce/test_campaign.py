@@ -1,6 +1,7 @@
 """Campaigns at the smallest scale: runs that finish, stop, resume, diverge and fail."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -63,6 +64,17 @@ def test_a_record_has_all_that_is_needed_to_repeat_its_run(tmp_path):
     twice.run()
     assert listener.records[0].curve.valid_ppl == record.curve.valid_ppl
     assert listener.records[0].probed == record.probed
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 10)], ids=["none", "slow"]
+)
+def test_a_record_has_no_commit_if_git_does_not_answer(monkeypatch, error):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(worker_module, "_git", fail)
+    assert git_commit() is None
 
 
 def test_the_first_seed_tries_all_variants_and_the_others_run_the_best(tmp_path):

@@ -68,21 +68,19 @@ class Executor(ABC):
                     started[self.start(run, str(folder_of(run)))] = run
                 for future in wait(started, _CHECK_INTERVAL, FIRST_COMPLETED).done:
                     run = started.pop(future)
-                    outcome: Record | UndropError
                     try:
-                        outcome = self.result(future)
+                        yield run, self.result(future)
                     except StoppedError:
                         raise
                     except UndropError as error:
-                        outcome = error
-                    yield run, outcome
+                        yield run, error
                 tick()
 
     @abstractmethod
     def workers(self) -> AbstractContextManager[None]:
         """Return a context that starts the workers and stops them at its end.
 
-        After an exception in the context, unfinished runs save their state and stop.
+        After an exception in the context, unfinished runs stop. The next campaign resumes them.
         """
 
     @abstractmethod
@@ -280,16 +278,12 @@ class Campaign:
 
     def _status(self, seconds_unfinished: float) -> Status:
         """Return the progress, given the time that the unfinished runs have taken."""
-        missing = len(self.worklist.missing(self.records))
-        waiting = sum(count for _, count in self.worklist.waiting(self.records))
         needed = len(self.worklist.needed(self.records))
-        remaining = self.worklist.remaining_seconds(self.records)
-        return Status(
-            total=needed + waiting,
-            done=needed - missing,
-            seconds_done=self._seconds_done + seconds_unfinished,
-            seconds_left=max(0.0, remaining - seconds_unfinished),
-        )
+        waiting = sum(count for _, count in self.worklist.waiting(self.records))
+        done = needed - len(self.worklist.missing(self.records))
+        left = self.worklist.remaining_seconds(self.records) - seconds_unfinished
+        spent = self._seconds_done + seconds_unfinished
+        return Status(needed + waiting, done, seconds_done=spent, seconds_left=max(0.0, left))
 
     def _folder_of(self, run: PlannedRun) -> Path:
         return (self.folder / "runs" / run.key[:16]).absolute()

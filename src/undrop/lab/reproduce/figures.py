@@ -1,4 +1,4 @@
-"""The figures of experiments: perplexity by epoch with a band over seeds, or a point for each method."""
+"""The figures of experiments: curves with a band over seeds, a point for each method, or two bars."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _train_and_validation(section: ReportSection, results: Results) -> Figure:
 _AXES = {"valid_ppl": "validation perplexity", "train_ppl": "training perplexity, without noise"}
 
 
-def _curves(axes: Axes, section: ReportSection, results: Results, y: str) -> None:
-    """Draw the curve ``y`` of each method: the mean over seeds, in a band from minimum to maximum.
+def _curves(axes: Axes, section: ReportSection, results: Results, name: str) -> None:
+    """Draw a curve of each method: the mean over seeds, in a band from the minimum to the maximum.
 
     All curves of a method are cut to the length of the shortest one.
     """
@@ -106,7 +106,7 @@ def _curves(axes: Axes, section: ReportSection, results: Results, y: str) -> Non
     for index, row in enumerate(section.rows):
         curves = [record.curve for record in results.records_of(row.cell).values()]
         length = min((len(curve.epoch) for curve in curves), default=0)
-        ys = np.asarray([getattr(curve, y)[:length] for curve in curves], dtype=float)
+        ys = np.asarray([getattr(curve, name)[:length] for curve in curves], dtype=float)
         if not curves or np.isnan(ys).any():
             continue
         xs = curves[0].epoch[:length]
@@ -117,10 +117,10 @@ def _curves(axes: Axes, section: ReportSection, results: Results, y: str) -> Non
         lowest_means.append(ys.mean(0).min())
     if lowest_means:
         # Cut off the first epochs, whose high values would flatten the curves.
-        top = np.median(lowest_means) * (1.45 if y == "valid_ppl" else 3.0)
+        top = np.median(lowest_means) * (1.45 if name == "valid_ppl" else 3.0)
         axes.set_ylim(min(lowest_means) * 0.95, float(top))
     _label_epochs(axes)
-    axes.set_ylabel(_AXES[y])
+    axes.set_ylabel(_AXES[name])
 
 
 def _label_epochs(axes: Axes) -> None:
@@ -134,38 +134,31 @@ def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
     """Return black for plain dropout, gray for no regularization, or a color of viridis."""
     import matplotlib as mpl
 
-    fixed_colors = {"drop-1": "black", "none": "#999999"}
+    fixed_colors = {REFERENCE: "black", "none": "#999999"}
     if row.method in fixed_colors:
         return fixed_colors[row.method]
     others = [i for i, other in enumerate(rows) if other.method not in fixed_colors]
     return mpl.colormaps["viridis"](0.05 + 0.85 * others.index(index) / max(1, len(others) - 1))
 
 
-@FIGURE_KINDS.register("bars")
-def _bars(section: ReportSection, results: Results) -> Figure:
+@FIGURE_KINDS.register("points")
+def _points(section: ReportSection, results: Results) -> Figure:
     """Return a figure with a point and its interval for each method, by setting, the best on top."""
     settings = list(dict.fromkeys(row.setting for row in section.rows))
-    rows = sorted(
-        (row for row in section.rows if row.interval is not None),
-        key=lambda row: (settings.index(row.setting), row.interval and row.interval.estimate),
-    )
+    rows = [(row, row.interval) for row in section.rows if row.interval is not None]
+    rows.sort(key=lambda pair: (settings.index(pair[0].setting), pair[1].estimate))
     figure = new_figure(6.4, 0.9 + 0.3 * len(rows))
     axes = figure.subplots()
-    for position, row in enumerate(rows):
-        interval = row.interval
-        assert interval is not None
+    for position, (row, interval) in enumerate(rows):
         color = "black" if row.method == REFERENCE else OURS
         axes.plot([interval.low, interval.high], [position] * 2, color=color, lw=2.5, alpha=0.5)
         axes.plot(interval.estimate, position, "o", color=color, ms=5)
-    names = [f"{row.setting}: {row.label}" if len(settings) > 1 else row.label for row in rows]
+    names = [f"{r.setting}: {r.label}" if len(settings) > 1 else r.label for r, _ in rows]
     axes.set_yticks(range(len(rows)), [mathtext(name) for name in names])
     axes.invert_yaxis()
     label = mathtext(MEASURES[section.experiment.measure].label)
     figure.supxlabel(f"{label}, mean and 95 % interval over seeds", fontsize=9)
     return figure
-
-
-_QUADRATIC = r"$\frac{1}{2}\,\mathrm{E}[u^\top H u]$"
 
 
 @FIGURE_KINDS.register("shares")
@@ -175,12 +168,11 @@ def _shares(section: ReportSection, results: Results) -> Figure:
     figure = new_figure(4.8, 3.2)
     axes = figure.subplots()
     positions = np.arange(len(records))
-    for shift, name, label in (
-        (-0.2, "dropped", mathtext("R_drop")),
-        (0.2, "quadratic", _QUADRATIC),
-    ):
+    quadratic = r"$\frac{1}{2}\,\mathrm{E}[u^\top H u]$"
+    bars = (("dropped", mathtext("R_drop"), OURS, -0.2), ("quadratic", quadratic, OTHER, 0.2))
+    for name, label, color, shift in bars:
         heights = [record.probed[name] for record in records.values()]
-        axes.bar(positions + shift, heights, 0.38, label=label, color=OURS if shift < 0 else OTHER)
+        axes.bar(positions + shift, heights, 0.38, label=label, color=color)
     axes.set_xticks(positions, [f"seed {seed}" for seed in records])
     axes.set_ylabel("nats per token")
     axes.legend()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,8 @@ class Record(BaseModel):
     @property
     def training_seconds(self) -> list[float]:
         """The seconds of training up to the end of each epoch, without evaluation."""
-        evaluation = itertools.accumulate(self.curve.evaluation)
-        return [
-            seconds - evaluated
-            for seconds, evaluated in zip(self.curve.seconds, evaluation, strict=True)
-        ]
+        times = zip(self.curve.seconds, accumulate(self.curve.evaluation), strict=True)
+        return [seconds - evaluation for seconds, evaluation in times]
 
 
 class Records:

@@ -93,7 +93,7 @@ def _summary(verdicts: Sequence[Verdict], records: Sequence[Record]) -> str:
     seeds = max((verdict.seeds for verdict in verdicts), default=0)
     return (
         f"Of {len(verdicts)} claims, {counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this "
-        f"scale, {counts[UNDECIDED]} are undecided and {counts[NOT_RUN]} are not run. There are "
+        f"scale, {counts[UNDECIDED]} are undecided and {counts[NOT_RUN]} have not been run. There are "
         f"{len(records)} runs with up to {seeds} seeds per method, which took {hours:.1f} hours of one "
         "core."
     )
@@ -195,16 +195,16 @@ def _settings(results: Results) -> Table:
             ", ".join(f"{k} {v}" for k, v in cell.setting.config[part].items() if k != "name")
             for part in ("model", "data")
         )
+        epochs, limit = f"{cell.setting.config['train']['epochs']} epochs", cell.setting.time_limit
+        if limit is not None:
+            times = "" if limit == 1.0 else f"{limit:g} times "
+            epochs = f"as many epochs as fit into {times}the time of {epochs} of dropout"
         training = (
             f"{config.optimizer.name}, lr {config.optimizer.lr:g}, clip {config.optimizer.clip}, "
-            f"{config.schedule.name}, {cell.setting.config['train']['epochs']} epochs"
+            f"{config.schedule.name}, {epochs}"
         )
-        limit = cell.setting.time_limit
-        if limit is not None:
-            training += f" of dropout; every run has as many as fit into {limit:g} times their time"
-        rows.append(
-            (name, f"{config.model.name}: {model}", f"{config.data.name}: {data}", training)
-        )
+        model, data = f"{config.model.name}: {model}", f"{config.data.name}: {data}"
+        rows.append((name, model, data, training))
     return Table(("setting", "model", "data", "training"), rows)
 
 
@@ -238,10 +238,11 @@ def as_html(content: ReportContent, figures: Mapping[str, str]) -> str:
         content: the report.
         figures: the ``<svg>`` element of each experiment's figure, by the experiment's name.
     """
-    links = "".join(
-        f'<a href="#{s.experiment.name}">{html.escape(s.experiment.title)}</a>'
-        for s in content.sections
-    )
+    links, chapters = "", []
+    for section in content.sections:
+        experiment = section.experiment
+        links += f'<a href="#{experiment.name}">{html.escape(experiment.title)}</a>'
+        chapters.append(_section_html(section, figures.get(experiment.name)))
     return html.page(
         content.title,
         html.paragraph(content.summary, "lead"),
@@ -249,10 +250,7 @@ def as_html(content: ReportContent, figures: Mapping[str, str]) -> str:
         html.heading("Verdicts"),
         html.paragraph(_EXPLANATION),
         _verdict_table(content.verdicts).html("cards", _MARKS),
-        *(
-            _section_html(section, figures.get(section.experiment.name))
-            for section in content.sections
-        ),
+        *chapters,
         html.heading("Settings"),
         content.settings.html(),
         html.heading("Made with"),
@@ -318,12 +316,8 @@ def _verdict_table(verdicts: Sequence[Verdict]) -> Table:
 
 def _claim_lines(verdict: Verdict) -> str:
     """Return the claim, its ratio in words, and a likely reason why it does not hold."""
-    lines = [
-        verdict.claim,
-        verdict.measured,
-        verdict.reason and f"A likely reason: {verdict.reason}",
-    ]
-    return "\n".join(line for line in lines if line)
+    reason = verdict.reason and f"A likely reason: {verdict.reason}"
+    return "\n".join(filter(None, (verdict.claim, verdict.measured, reason)))
 
 
 _FORMATS = ("png", "pdf")

@@ -17,7 +17,7 @@ LEVEL = 0.95
 """The confidence level of intervals."""
 POWER = 0.8
 """The statistical power that :func:`seeds_needed` aims for."""
-_MAX_SEEDS = 10_000  # that :func:`seeds_needed` considers
+_MAX_SEEDS = 10_000  # the largest number that :func:`seeds_needed` tries
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,13 @@ def student_quantile(quantile: float, n: int) -> float:
 def geometric_mean(values: Sequence[float]) -> Interval:
     """Return the geometric mean of positive values, with Student's 95 % interval.
 
-    It suits perplexities and times, which are compared by ratios. The interval of one value is that
-    value. If a value is infinite (a quality that was never reached), so is the mean. If a value is 0
-    (the reciprocal of an infinite one), the mean is 0. In both cases the interval goes from the smallest
-    value to the largest.
+    Perplexities and times are compared by ratios, so their mean is geometric. The interval of one value
+    is that value. A method that never reaches a quality takes infinitely many epochs, and the reciprocal
+    is 0. If a value is infinite or 0, so is the mean, and the interval goes from the smallest value to
+    the largest.
     """
     if math.inf in values or 0.0 in values:
-        mean = math.inf if 0.0 not in values else 0.0 if math.inf not in values else math.nan
-        return Interval(mean, min(values), max(values), len(values), math.inf)
+        return Interval(math.prod(values), min(values), max(values), len(values), math.inf)
     logs = mean_interval([math.log(value) for value in values])
     mean, low, high = (math.exp(log) for log in (logs.estimate, logs.low, logs.high))
     return Interval(mean, low, high, logs.seeds, logs.spread)
@@ -86,19 +85,13 @@ def seeds_needed(interval: Interval, above: float, below: float) -> int | None:
     if distance == 0.0:
         return None
     tail = (1.0 - LEVEL) / 2.0
-    for n in _candidate_counts():
+    n = 2
+    while n <= _MAX_SEEDS:
         width = student_quantile(1.0 - tail, n) + student_quantile(POWER, n)
         if width * interval.spread / math.sqrt(n) <= distance:
             return n
+        n = n + 1 if n < 100 else math.ceil(n * 1.02)  # large numbers in steps of 2 %
     return None
-
-
-def _candidate_counts() -> list[int]:
-    """Return every number from 2 to 100, and larger ones in steps of 2 %."""
-    counts = list(range(2, 101))
-    while counts[-1] < _MAX_SEEDS:
-        counts.append(math.ceil(counts[-1] * 1.02))
-    return counts
 
 
 def paired_ratio(
@@ -130,12 +123,8 @@ class Measure:
 
     label: str
     digits: int
-    compute: Callable[[Record, Record], float]  # of a record and the reference's, of the same seed
+    compute: Callable[[Record, Record], float]  # of a record and the reference's with the same seed
     needs_reference: bool = False  # whether `compute` uses the reference's record
-
-
-MEASURES: Registry[str, Measure] = Registry("measure")
-"""All measures by name."""
 
 
 def _epochs_to_quality(record: Record, reference: Record) -> float:
@@ -144,6 +133,13 @@ def _epochs_to_quality(record: Record, reference: Record) -> float:
     epochs = zip(record.curve.epoch, record.curve.valid_ppl, strict=True)
     return next((float(epoch) for epoch, ppl in epochs if ppl <= goal), math.inf)
 
+
+def _time_used(record: Record, reference: Record) -> float:
+    return record.training_seconds[-1] / reference.training_seconds[-1]
+
+
+MEASURES: Registry[str, Measure] = Registry("measure")
+"""The measures by name."""
 
 MEASURES.register("best_valid_ppl")(
     Measure("best validation perplexity", 2, lambda record, _: record.best_valid_ppl)
@@ -155,12 +151,7 @@ MEASURES.register("seconds_per_step")(
     Measure("seconds per step", 4, lambda record, _: record.training_seconds[-1] / record.steps)
 )
 MEASURES.register("time_used")(
-    Measure(
-        "training time relative to Drop₁'s",
-        3,
-        lambda record, reference: record.training_seconds[-1] / reference.training_seconds[-1],
-        needs_reference=True,
-    )
+    Measure("training time relative to Drop₁'s", 3, _time_used, needs_reference=True)
 )
 MEASURES.register("taylor_share")(
     Measure(
@@ -175,13 +166,11 @@ class Results:
     def __init__(self, worklist: Worklist, records: Records) -> None:
         self.worklist = worklist
         self.records = records
-        self._records_by_cell = {
-            name: cell.best_records(records) for name, cell in worklist.cells.items()
-        }
+        self._by_cell = {name: cell.best_records(records) for name, cell in worklist.cells.items()}
 
     def records_of(self, cell: str) -> dict[int, Record]:
         """Return the records of a cell by seed; of a tuned method, those of the best variant."""
-        return self._records_by_cell.get(cell, {})
+        return self._by_cell.get(cell, {})
 
     def pairs(self, cell: str) -> dict[int, tuple[Record, Record]]:
         """Return each record of a cell with the reference's record on the same setting and seed."""
@@ -264,8 +253,7 @@ def _verdict(experiment: Experiment, claim: Claim, results: Results) -> Verdict:
         [results.values(claim.measure, cell) for cell in claim.numerator],
         [results.values(claim.measure, cell) for cell in claim.denominator],
     )
-    verdict = decide(claim, interval)
-    needed = None
+    verdict, needed = decide(claim, interval), None
     if interval is not None and verdict == UNDECIDED:
         needed = seeds_needed(interval, claim.above, claim.below)
     return Verdict(

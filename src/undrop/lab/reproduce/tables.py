@@ -22,7 +22,7 @@ SCALES = {
     "medium": "minutes per run, a day on a laptop",
     "paper": "the paper's own settings, on GPUs",
 }
-"""The scales, and how long an experiment takes at each."""
+"""The scales, and what to expect of an experiment at each."""
 
 EXPERIMENTS = (
     "averaging-noise",
@@ -43,9 +43,9 @@ EXPERIMENTS = (
     "ptb-whole",
 )
 """All experiments, in the order of the report."""
-_DEFAULT_MEASURE = (
-    "best_valid_ppl"  # of an experiment, a claim or a table of the paper that names none
-)
+
+_DEFAULT_MEASURE = "best_valid_ppl"
+"""The measure of an experiment, a claim or a table of the paper that names none."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Method:
     overrides: Mapping[str, Any]  # of the setting's config
     label: str  # in figures and tables
     cost: float  # the estimated time of a step, in steps of plain dropout
-    tune: Sequence[Mapping[str, Any]] = ()  # the further overrides of each variant to try
+    tune: Sequence[Mapping[str, Any]] = ()  # what each variant to try overrides, too
     search: bool = False
     """Whether every seed tries all variants and uses its own best one.
 
@@ -84,7 +84,7 @@ class Setting:
     config: Mapping[str, Any]  # the sections of a training config
     probe: str | None = None  # the name of a measurement on the trained model
     time_limit: float | None = None  # in runs of plain dropout; None: the config sets the epochs
-    base: str = ""  # where its chain of `extends` ends; step_costs.toml has the costs by this name
+    base: str = ""  # the last setting in its chain of `extends`; both have the same step costs
 
     def epochs(self, method: Method) -> int:
         """Return the number of epochs of a method's run: with a time limit, as many as fit."""
@@ -129,7 +129,7 @@ class Experiment:
     methods: Sequence[str]  # names in methods.toml
     figure: str  # a name in FIGURE_KINDS
     claims: Sequence[Claim]
-    measure: str = _DEFAULT_MEASURE  # of the table and of a figure with bars
+    measure: str = _DEFAULT_MEASURE  # of the table, and of the figure if it shows points
     extra_cells: Sequence[str] = ()  # each setting:method
 
     @property

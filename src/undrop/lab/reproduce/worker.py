@@ -1,4 +1,4 @@
-"""Execute one run and return its record, or measure the time of the steps of methods."""
+"""Execute a run and return its record; measure how long a step of each method takes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import islice
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,12 @@ def use_one_thread() -> None:
 def execute_run(planned: PlannedRun, folder: str) -> Record:
     """Train, probe the trained model, and return the record.
 
-    The caller removes the run's folder after it has saved the record. A run that diverges (a number is
-    infinite or NaN) has a record too, of the epochs before that.
+    The caller removes the run's folder after it has saved the record. If a run diverges (a number is
+    infinite or NaN), its record has the epochs before that.
 
     Raises:
-        UndropError: if the run fails. The next call with the same folder resumes the run.
+        UndropError: if the run fails, or diverges in its first epoch. The next call with the same folder
+            resumes the run.
     """
     use_one_thread()
     path = Path(folder)
@@ -115,6 +117,7 @@ class Stopwatch(Callback):
         self._path = folder / _TIMES_FILE
         self._clock = time.process_time if on_cpu else time.perf_counter
         self.times: dict[str, list[float]] = read_json(self._path) if self._path.exists() else {}
+        """By epoch: the seconds since the start, and those of the epoch's evaluation."""
         seconds_before = max((seconds for seconds, _ in self.times.values()), default=0.0)
         self._start = self._clock() - seconds_before
         self._last_step = self._clock()
@@ -147,10 +150,7 @@ def _record(
     trained = open_run(folder)
     probed = PROBES[planned.probe](trained) if planned.probe is not None else {}
     return Record(
-        config={
-            **planned.config.as_dict(),
-            "data": {**planned.config.data.model_dump(), "dir": None},
-        },
+        config=merge(planned.config.as_dict(), {"data": {"dir": None}}),
         probe=planned.probe,
         key=planned.key,
         seed=planned.config.train.seed,
@@ -187,21 +187,15 @@ def git_commit() -> str | None:
     try:
         head = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", ":/src")
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return head + ("+" if changed else "")
 
 
 def _git(*arguments: str) -> str:
-    completed = subprocess.run(
-        ["git", *arguments],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=10,
-    )
-    return completed.stdout.strip()
+    command, folder = ["git", *arguments], Path(__file__).parent
+    quiet = subprocess.DEVNULL
+    return subprocess.check_output(command, cwd=folder, stderr=quiet, text=True, timeout=10).strip()
 
 
 def epochs_done(folder: Path) -> int:
@@ -248,12 +242,10 @@ def measure_step_costs(
     callbacks = {name: _EpochTimes() for name in configs}
     with tempfile.TemporaryDirectory() as folder:
         train_interleaved(configs, out=folder, callbacks=callbacks)
-    seconds = {name: times.seconds[_WARMUP_EPOCHS:] for name, times in callbacks.items()}
+    times = {name: callback.seconds[_WARMUP_EPOCHS:] for name, callback in callbacks.items()}
     return {
-        name: statistics.median(
-            own / dropout for own, dropout in zip(times, seconds[REFERENCE], strict=True)
-        )
-        for name, times in seconds.items()
+        name: statistics.median(map(truediv, seconds, times[REFERENCE]))
+        for name, seconds in times.items()
     }
 
 
@@ -262,18 +254,14 @@ class _EpochTimes(Callback):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._first_step: float | None = None
-        self._last_step = 0.0
+        self._steps: list[float] = []
 
     def step(self, done: float, tokens: int, parts: Mapping[str, float]) -> None:
-        """Remember the time of the first and the last step."""
-        self._last_step = time.perf_counter()
-        if self._first_step is None:
-            self._first_step = self._last_step
+        """Remember when the step ended."""
+        self._steps.append(time.perf_counter())
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Save the seconds of an epoch that has ended."""
         if record["kind"] == "epoch":
-            assert self._first_step is not None
-            self.seconds.append(self._last_step - self._first_step)
-            self._first_step = None
+            self.seconds.append(self._steps[-1] - self._steps[0])
+            self._steps.clear()

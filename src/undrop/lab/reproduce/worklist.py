@@ -30,13 +30,11 @@ class PlannedRun:
     @property
     def title(self) -> str:
         """A short description, for progress lines."""
-        options = ", ".join(
-            f"{name}={value}"
-            for name, value in self.config.objective.options.items()
-            if name in ("k", "noise", "strength", "weight") and value is not None
+        objective, shown = self.config.objective, ("k", "noise", "strength", "weight")
+        options = (f"{k}={v}" for k, v in objective.options.items() if k in shown and v is not None)
+        return (
+            f"{self.setting} {objective.name}({', '.join(options)}) seed {self.config.train.seed}"
         )
-        objective = f"{self.config.objective.name}({options})"
-        return f"{self.setting} {objective} seed {self.config.train.seed}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Cell:
     setting: tables.Setting
     method: tables.Method
     seeds: Sequence[int]
-    overrides: Mapping[str, Any]  # of the configs of all runs
+    overrides: Mapping[str, Any]  # of the config of every run, after the method's
     _runs: dict[tuple[int, int], PlannedRun] = field(default_factory=dict)
 
     def run(self, variant: int, seed: int) -> PlannedRun:
@@ -58,8 +56,8 @@ class Cell:
             cost = method.cost
             if setting.time_limit is not None:
                 cost = setting.time_limit / (len(self.variants) if method.search else 1)
-            run = PlannedRun(Config.parse(values), setting.probe, setting.name, cost)
-            self._runs[variant, seed] = run
+            planned = PlannedRun(Config.parse(values), setting.probe, setting.name, cost)
+            self._runs[variant, seed] = planned
         return self._runs[variant, seed]
 
     @property
@@ -83,13 +81,9 @@ class Cell:
 
     def best_records(self, records: Records) -> dict[int, Record]:
         """Return the records of the best variant, by seed."""
-        found = {}
-        for seed in self.seeds:
-            variant = self.best_variant(records, seed)
-            record = None if variant is None else records.get(self.run(variant, seed).key)
-            if record is not None:
-                found[seed] = record
-        return found
+        best = ((seed, self.best_variant(records, seed)) for seed in self.seeds)
+        found = {seed: records.get(self.run(v, seed).key) for seed, v in best if v is not None}
+        return {seed: record for seed, record in found.items() if record is not None}
 
     def needed(self, records: Records) -> list[PlannedRun]:
         """Return the tuning runs, then the best variant's runs on the other seeds once it is known."""
@@ -97,8 +91,7 @@ class Cell:
             return [self.run(variant, seed) for seed in self.seeds for variant in self.variants]
         tuning = [self.run(variant, self.seeds[0]) for variant in self.variants]
         best = self.best_variant(records)
-        others = [] if best is None else [self.run(best, seed) for seed in self.seeds[1:]]
-        return tuning + others
+        return tuning + ([] if best is None else [self.run(best, seed) for seed in self.seeds[1:]])
 
     def waiting_count(self, records: Records) -> int:
         """Return the number of runs that wait for the result of the tuning."""
@@ -130,10 +123,7 @@ class Worklist:
 
     def needed(self, records: Records) -> list[PlannedRun]:
         """Return the needed runs, the cheapest first. Runs that wait for a tuning are not listed."""
-        runs: dict[str, PlannedRun] = {}
-        for cell in self.cells.values():
-            for run in cell.needed(records):
-                runs.setdefault(run.key, run)
+        runs = {run.key: run for cell in self.cells.values() for run in cell.needed(records)}
         seconds = self.estimated_seconds(runs.values(), records)
         return sorted(runs.values(), key=lambda run: seconds[run.key])
 
@@ -165,9 +155,5 @@ class Worklist:
         """Return the time of a run of plain dropout: from records, or else from settings.toml."""
         cells = [cell for cell in self.cells.values() if cell.setting.name == setting]
         runs = (cell.run(v, seed) for cell in cells for v in cell.variants for seed in cell.seeds)
-        seconds = [
-            record.seconds / run.cost
-            for run in runs
-            if (record := records.get(run.key)) is not None
-        ]
+        seconds = [record.seconds / r.cost for r in runs if (record := records.get(r.key))]
         return statistics.median(seconds) if seconds else cells[0].setting.seconds

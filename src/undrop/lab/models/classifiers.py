@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from undrop import options
+from undrop.options import check_int, check_probability, check_sizes
 
 
 class _Stage(nn.Module):
@@ -23,8 +23,8 @@ class _Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.convolution(x)))
-        dropped: Tensor = self.dropout(F.max_pool2d(x, 2))
-        return dropped
+        x = self.dropout(F.max_pool2d(x, 2))
+        return x
 
 
 class ConvNet(nn.Module):
@@ -52,23 +52,21 @@ class ConvNet(nn.Module):
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        p = options.check_probability("feature_dropout", feature_dropout)
-        widths = options.check_sizes("widths", widths, least=1)
-        widths = (options.check_int("channels", channels), *widths)
+        p = check_probability("feature_dropout", feature_dropout)
+        widths = check_sizes("widths", widths, least=1)
+        widths = (check_int("channels", channels), *widths)
         self.stages = nn.ModuleList(
             _Stage(a, b, dropout=p, batch_norm=batch_norm) for a, b in pairwise(widths)
         )
-        self.output_dropout = nn.Dropout(
-            options.check_probability("output_dropout", output_dropout)
-        )
-        self.classifier = nn.Linear(widths[-1], options.check_int("classes", classes))
+        self.output_dropout = nn.Dropout(check_probability("output_dropout", output_dropout))
+        self.classifier = nn.Linear(widths[-1], check_int("classes", classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (B, classes) of images (B, channels, height, width)."""
         for stage in self.stages:
             x = stage(x)
-        logits: Tensor = self.classifier(self.output_dropout(x.mean((2, 3))))
-        return logits
+        x = self.classifier(self.output_dropout(x.mean((2, 3))))
+        return x
 
 
 class MLP(nn.Module):
@@ -84,9 +82,9 @@ class MLP(nn.Module):
         self, sizes: Sequence[int], *, dropout: float = 0.5, input_dropout: float = 0.0
     ) -> None:
         super().__init__()
-        p = options.check_probability("dropout", dropout)
-        self.sizes = options.check_sizes("sizes", sizes, least=2)
-        self.input_dropout = nn.Dropout(options.check_probability("input_dropout", input_dropout))
+        p = check_probability("dropout", dropout)
+        self.sizes = check_sizes("sizes", sizes, least=2)
+        self.input_dropout = nn.Dropout(check_probability("input_dropout", input_dropout))
         self.layers = nn.ModuleList(_linear(a, b) for a, b in pairwise(self.sizes))
         self.hidden_dropouts = nn.ModuleList(nn.Dropout(p) for _ in self.sizes[2:])
 

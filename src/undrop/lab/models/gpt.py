@@ -13,13 +13,12 @@ from undrop.options import check_int, check_probability
 class _Attention(nn.Module):
     """Causal self-attention with torch's fused kernel, which also drops attention probabilities."""
 
-    def __init__(self, size: int, heads: int, *, dropout: float, attention_dropout: float) -> None:
+    def __init__(self, size: int, heads: int, *, p: float, attention_p: float) -> None:
         super().__init__()
-        self.heads = heads
-        self.attention_dropout = attention_dropout
+        self.heads, self.attention_dropout = heads, attention_p
         self.query_key_value = nn.Linear(size, 3 * size)
         self.output = nn.Linear(size, size)
-        self.output_dropout = nn.Dropout(dropout)
+        self.output_dropout = nn.Dropout(p)
 
     def forward(self, x: Tensor) -> Tensor:
         packed = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, B, 3, H, d)
@@ -27,31 +26,29 @@ class _Attention(nn.Module):
         # The function does not know the module's mode, and would also drop in eval mode.
         p = self.attention_dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
-        dropped: Tensor = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
-        return dropped
+        x = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
+        return x
 
 
 class _FeedForward(nn.Module):
-    def __init__(self, size: int, *, dropout: float) -> None:
+    def __init__(self, size: int, *, p: float) -> None:
         super().__init__()
         self.inner = nn.Linear(size, 4 * size)
         self.output = nn.Linear(4 * size, size)
-        self.output_dropout = nn.Dropout(dropout)
+        self.output_dropout = nn.Dropout(p)
 
     def forward(self, x: Tensor) -> Tensor:
-        dropped: Tensor = self.output_dropout(self.output(F.gelu(self.inner(x))))
-        return dropped
+        x = self.output_dropout(self.output(F.gelu(self.inner(x))))
+        return x
 
 
 class _Layer(nn.Module):
-    def __init__(self, size: int, heads: int, *, dropout: float, attention_dropout: float) -> None:
+    def __init__(self, size: int, heads: int, *, p: float, attention_p: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(size)
-        self.attention = _Attention(
-            size, heads, dropout=dropout, attention_dropout=attention_dropout
-        )
+        self.attention = _Attention(size, heads, p=p, attention_p=attention_p)
         self.feedforward_norm = nn.LayerNorm(size)
-        self.feedforward = _FeedForward(size, dropout=dropout)
+        self.feedforward = _FeedForward(size, p=p)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -61,7 +58,7 @@ class _Layer(nn.Module):
 
 @MODELS.register("gpt", about="A causal transformer like GPT-2 (Radford et al. 2019)")
 class GPT(LanguageModel):
-    """A causal transformer with norms before its blocks and learned positions.
+    """A causal transformer with learned positions and a norm before each block.
 
     Radford et al. 2019, "Language models are unsupervised multitask learners". The defaults are the
     smallest GPT-2. The head uses the embedding's matrix. The model carries nothing from window to
@@ -97,7 +94,7 @@ class GPT(LanguageModel):
         self.positions = nn.Embedding(check_int("context", context), size)
         self.input_dropout = nn.Dropout(p)
         self.layers = nn.ModuleList(
-            _Layer(size, heads, dropout=p, attention_dropout=attention_p)
+            _Layer(size, heads, p=p, attention_p=attention_p)
             for _ in range(check_int("layers", layers))
         )
         self.norm = nn.LayerNorm(size)
@@ -110,15 +107,10 @@ class GPT(LanguageModel):
             raise OptionError(
                 f"tokens must be at most {context} steps long, the model's context, got {steps}."
             )
-        x = self.embedding(tokens) + self.positions.weight[:steps, None]
-        x = self.input_dropout(x)
+        x = self.input_dropout(self.embedding(tokens) + self.positions.weight[:steps, None])
         for layer in self.layers:
             x = layer(x)
         return self.norm(x), ()
-
-    def shared_embedding(self) -> nn.Embedding:
-        """Return the embedding of words."""
-        return self.embedding
 
     def _initialize(self) -> None:
         """Draw normal weights with a standard deviation of 0.02.

@@ -18,7 +18,7 @@ from undrop.options import check_int
 from undrop.registry import Registry
 
 State: TypeAlias = tuple[Any, ...]
-"""The state that a model carries between windows: tensors (or tuples of them) with the batch second."""
+"""The state that a model carries between windows: tensors (or tuples of them) of shape (…, B, size)."""
 
 
 def detach(state: State) -> State:
@@ -67,7 +67,7 @@ class LinearHead(nn.Module):
 class LanguageModel(nn.Module, ABC):
     """A model that predicts the next word, called on windows of text with the time first.
 
-    A subclass computes the features of tokens, and owns the embedding whose matrix a tied head uses.
+    A subclass has an ``embedding``, and computes the features of tokens.
 
     Args:
         vocab_size: the number of words.
@@ -77,6 +77,8 @@ class LanguageModel(nn.Module, ABC):
             full softmax.
         bias: whether the head of a full softmax has a bias.
     """
+
+    embedding: Any
 
     def __init__(
         self,
@@ -104,9 +106,9 @@ class LanguageModel(nn.Module, ABC):
     def features(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Return the features (T, B, d) of tokens (T, B), and the state after the last token."""
 
-    @abstractmethod
     def shared_embedding(self) -> Any:
         """Return the embedding whose matrix a tied head uses."""
+        return self.embedding
 
     def forward(
         self, tokens: Tensor, state: State | None = None, *, logits: bool = True

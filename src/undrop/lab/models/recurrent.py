@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class RecurrentLM(LanguageModel):
             new_states.append(new_state)
         return x, tuple(new_states)
 
-    def shared_embedding(self) -> nn.Embedding | AdaptiveEmbedding:
+    def shared_embedding(self) -> Any:
         """Return the embedding without its dropout."""
         return self.embedding.embedding
 
@@ -141,7 +142,7 @@ def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
     Returns:
         c of shape (T, …).
     """
-    steps, half = len(b), len(b) // 2
+    half = len(b) // 2
     if half == 0:
         return a * initial + b
     a_even, a_odd = _pairs(a, half)
@@ -149,9 +150,7 @@ def linear_scan(a: Tensor, b: Tensor, initial: Tensor) -> Tensor:
     odd = linear_scan(a_odd * a_even, a_odd * b_even + b_odd, initial)
     even = a_even * torch.cat([initial, odd[:-1]]) + b_even
     c = torch.stack([even, odd], dim=1).flatten(0, 1)
-    if steps == 2 * half:
-        return c
-    return torch.cat([c, a[-1:] * odd[-1:] + b[-1:]])
+    return c if len(c) == len(b) else torch.cat([c, a[-1:] * odd[-1:] + b[-1:]])
 
 
 def _pairs(x: Tensor, half: int) -> tuple[Tensor, ...]:
@@ -184,13 +183,11 @@ class QRNNLayer(nn.Module):
         super().__init__()
         if window not in (1, 2):
             raise OptionError(f"window must be 1 or 2, got {window!r}.")
-        self.window = window
-        self.hidden_size = hidden_size
+        self.window, self.hidden_size = window, hidden_size
+        p = check_probability("weight_dropout", weight_dropout)
         linear = nn.Linear(window * input_size, 3 * hidden_size)
         nn.init.zeros_(linear.bias)
-        self.linear = WeightDrop(
-            linear, ["weight"], check_probability("weight_dropout", weight_dropout)
-        )
+        self.linear = WeightDrop(linear, ["weight"], p)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Return the outputs h (T, B, hidden) for inputs x (T, B, input), and the state after them."""

@@ -94,37 +94,35 @@ class RelativeAttention(nn.Module):
         scores = scores.masked_fill(_future_keys(scores), float("-inf"))
         probabilities = F.softmax(scores, dim=-1)
         mixed = self.attention_dropout(probabilities) @ value
-        dropped: Tensor = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
-        return dropped
+        x = self.output_dropout(self.output(mixed.permute(2, 0, 1, 3).flatten(2)))
+        return x
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], self.heads, -1)
 
 
 class _FeedForward(nn.Module):
-    def __init__(self, size: int, inner_size: int, *, dropout: float) -> None:
+    def __init__(self, size: int, inner_size: int, *, p: float) -> None:
         super().__init__()
         self.inner = nn.Linear(size, inner_size)
-        self.inner_dropout = nn.Dropout(dropout)
+        self.inner_dropout = nn.Dropout(p)
         self.output = nn.Linear(inner_size, size)
-        self.output_dropout = nn.Dropout(dropout)
+        self.output_dropout = nn.Dropout(p)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.inner_dropout(F.relu(self.inner(x)))
-        dropped: Tensor = self.output_dropout(self.output(hidden))
-        return dropped
+        x = self.inner_dropout(F.relu(self.inner(x)))
+        x = self.output_dropout(self.output(x))
+        return x
 
 
 class _Layer(nn.Module):
     def __init__(
-        self, size: int, inner_size: int, heads: int, *, dropout: float, attention_dropout: float
+        self, size: int, inner_size: int, heads: int, *, p: float, attention_p: float
     ) -> None:
         super().__init__()
-        self.attention = RelativeAttention(
-            size, heads, dropout=dropout, attention_dropout=attention_dropout
-        )
+        self.attention = RelativeAttention(size, heads, dropout=p, attention_dropout=attention_p)
         self.attention_norm = nn.LayerNorm(size)
-        self.feedforward = _FeedForward(size, inner_size, dropout=dropout)
+        self.feedforward = _FeedForward(size, inner_size, p=p)
         self.feedforward_norm = nn.LayerNorm(size)
 
     def forward(self, x: Tensor, memory: Tensor, encodings: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -211,7 +209,7 @@ class TransformerXL(LanguageModel):
         self.content_bias = nn.Parameter(torch.empty(heads, size // heads))
         self.position_bias = nn.Parameter(torch.empty(heads, size // heads))
         self.layers = nn.ModuleList(
-            _Layer(size, inner_size, heads, dropout=p, attention_dropout=attention_p)
+            _Layer(size, inner_size, heads, p=p, attention_p=attention_p)
             for _ in range(check_int("layers", layers))
         )
         self.output_dropout = nn.Dropout(p)
@@ -229,10 +227,6 @@ class TransformerXL(LanguageModel):
             new_memories.append(self._extend(memory, x))
             x = layer(x, memory, encodings, self.content_bias, self.position_bias)
         return self.output_dropout(x), tuple(new_memories)
-
-    def shared_embedding(self) -> nn.Embedding | AdaptiveEmbedding:
-        """Return the embedding of words."""
-        return self.embedding
 
     def _extend(self, memory: Tensor, x: Tensor) -> Tensor:
         """Return the last steps of the memory followed by x, at most ``self.memory`` of them."""

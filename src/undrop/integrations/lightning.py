@@ -76,12 +76,8 @@ class UndropCallback(Callback):
         pl_module.log_dict({f"undrop/{name}": v for name, v in {**parts, **tuned}.items()})
         if not self._reported and trainer.is_global_zero:
             values = ", ".join(f"{name} = {value:.4g}" for name, value in parts.items())
-            _log.warning(
-                "undrop is active: %s on %s, %s",
-                type(self.objective).__name__,
-                type(pl_module).__name__,
-                values,
-            )
+            names = type(self.objective).__name__, type(pl_module).__name__
+            _log.warning("undrop is active: %s on %s, %s", *names, values)
         self._reported = True
 
     def state_dict(self) -> dict[str, Any]:

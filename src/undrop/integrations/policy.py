@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from undrop.losses import Derivatives
 from undrop.losses.generic import Generic
 from undrop.objectives import Objective, Step
 
+OwnLoss: TypeAlias = Callable[[Any], Tensor]
+"""Computes a trainer's own loss, given a model to call."""
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """The outputs of TRL's fused head for each token; losses differentiate only the first one."""
 FLAGS = ("is_top1", "label_mask")
@@ -69,7 +71,7 @@ class Policy(nn.Module):
 class StandIn:
     """Replaces the model in the ``compute_loss`` of the trainer named ``trainer_name``.
 
-    A call without gradients (for a reference, or an estimate of a divergence) runs the model without
+    A call without gradients, such as for the log-probabilities of a reference, runs the model without
     noise. A call with gradients returns ``output``; if it is None, the call raises :class:`ModelCalled`.
     """
 
@@ -106,8 +108,8 @@ class PolicyLoss(Generic):
 
     H is the Hessian in the log-probabilities of the labels. For DPO, -log σ(β·margin), H is β²σ(1-σ)
     along the margin. For losses with a ratio exp(log p - log p_old)·advantage, H has the sign of
-    -advantage. ``explicit="identity"``, which penalizes the variance of the log-probabilities, and
-    ``"loss-jacobian"`` are never negative.
+    -advantage. The explicit part is never negative with ``explicit="identity"``, which penalizes the
+    variance of the log-probabilities, and with ``"loss-jacobian"``.
 
     The targets are the indices of the examples. A stacked pass reorders the examples, and with the
     indices the loss restores the order of the batch.
@@ -117,9 +119,8 @@ class PolicyLoss(Generic):
 
     def __init__(self) -> None:
         super().__init__(self._loss_in_batch_order, whole_output=False)
-        self._method = (
-            "reverse mode"  # a test of other methods would count in the trainer's metrics
-        )
+        # A test of other methods would count in the trainer's metrics.
+        self._method = "reverse mode"
         self.trainer_loss: Callable[[Tensor], Tensor] | None = None
         """The trainer's loss, given the policy's output in the order of the batch."""
 
@@ -130,17 +131,15 @@ class PolicyLoss(Generic):
     def _derivatives_of_part(
         self, output: Any, u: Any, target: Any, form: str, dim: int
     ) -> Derivatives:
-        return super()._derivatives_of_part(output, _without_statistics(u), target, form, dim)
+        is_first = torch.arange(u.shape[-1], device=u.device) == 0
+        u = torch.where(
+            is_first, u, 0.0
+        )  # no loss differentiates the statistics in the other fields
+        return super()._derivatives_of_part(output, u, target, form, dim)
 
     def count(self, output: Any, target: Any) -> Tensor:
         """Return the number of log-probabilities."""
         return super().count(output[..., 0].unsqueeze(-1), target)
-
-
-def _without_statistics(u: Tensor) -> Tensor:
-    """Return u with 0 in all fields but the first: no loss differentiates the statistics."""
-    is_first = torch.arange(u.shape[-1], device=u.device) == 0
-    return torch.where(is_first, u, 0.0)
 
 
 @torch.no_grad()
@@ -175,8 +174,8 @@ class PolicyStep:
         self.objective, self.trainer_name, self.loss = objective, trainer_name, PolicyLoss()
         self._policy: Policy | None = None
 
-    def __call__(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> Step:
-        """Evaluate the objective; ``own_loss`` computes the trainer's loss, given a model to call."""
+    def __call__(self, model: nn.Module, own_loss: OwnLoss) -> Step:
+        """Evaluate the objective on the trainer's own loss."""
         inputs = self._inputs_of_call(model, own_loss)
         policy = self.policy(model)
 
@@ -194,9 +193,7 @@ class PolicyStep:
             self._policy = Policy(model)
         return self._policy
 
-    def _inputs_of_call(
-        self, model: nn.Module, own_loss: Callable[[Any], Tensor]
-    ) -> dict[str, Any]:
+    def _inputs_of_call(self, model: nn.Module, own_loss: OwnLoss) -> dict[str, Any]:
         """Run the trainer's loss up to its call of the model, and return the inputs of that call."""
         try:
             own_loss(StandIn(model, None, self.trainer_name))

@@ -4,15 +4,15 @@
 >>> UndropTrainer.__mro__[1].__name__
 'UndropMixin'
 
-Use it in place of ``Trainer``. ``objective`` is any objective of undrop, by default
-``undrop.Analytic()``. Evaluation and prediction do not change.
+Use ``UndropTrainer`` in place of ``Trainer``. Its argument ``objective`` is any objective of undrop, by
+default ``undrop.Analytic()``. Evaluation and prediction do not change.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,29 +23,20 @@ from torch.utils.data import Dataset
 
 from undrop.errors import MissingExtraError, OptionError, TargetError
 from undrop.files import replacing
-from undrop.integrations.policy import PolicyStep, StandIn, label_statistics
-from undrop.intercept import (
-    Interception,
-    RngSnapshot,
-    call,
-    keep_statistics,
-    logits_of,
-    no_noise,
-    uncompiled,
-)
+from undrop.integrations.policy import OwnLoss, PolicyStep, StandIn, label_statistics
+from undrop.intercept import Interception, call, keep_statistics, logits_of, no_noise, uncompiled
 from undrop.losses import ModelLoss, Task
 from undrop.losses.model_loss import check_attention, check_same_loss, decoder_inputs, find_task
 from undrop.objectives import Analytic, Objective, Step
 from undrop.objectives.checks import has_no_effect
+from undrop.rng_snapshot import RngSnapshot
 from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes
 from undrop.tuning import Tuner
 
 try:
     from transformers import Trainer
 except ImportError as error:
-    raise MissingExtraError(
-        "undrop.integrations.transformers", "Transformers and Accelerate", "transformers"
-    ) from error
+    raise MissingExtraError(__name__, "Transformers and Accelerate", "transformers") from error
 
 _log = logging.getLogger("undrop")
 
@@ -114,9 +105,7 @@ class UndropMixin(_Base):
         self._undrop_tune_examples = tune
         self._undrop_tuner_state: Path | None = None  # loaded when the tuner is created
         if tune is not None and self.args.world_size > 1:
-            raise OptionError(
-                "tune= works in one process: leave it out, or start a single process."
-            )
+            raise OptionError("tune= works in one process: leave it out, or start one process.")
         self.objective = Analytic() if objective is None else objective
         self._undrop_task: Task | None = None
         self._undrop_verified = False
@@ -181,18 +170,17 @@ class UndropMixin(_Base):
                     self.tuner = self._undrop_make_tuner(model, task, self._undrop_tune_examples)
                 self.tuner.observe(model, inputs, targets)
             step = self.objective(model, inputs, targets)
-        if not self._undrop_reported:
-            self._undrop_report(model, inputs, step)
+        self._undrop_report(model, inputs, step)
         scale, log_factor = self._undrop_scales(step, targets, num_items_in_batch)
         self._undrop_means.add(step.parts, log_factor, self.state.global_step)
-        if own_loss is not None and hasattr(self, "_metrics"):  # of TRL: entropy, accuracy, tokens
+        if own_loss is not None and hasattr(self, "_metrics"):  # TRL logs entropy, accuracy, tokens
             own_loss(StandIn(model, label_statistics(logits_of(step.output), labels), ""))
         total = step.total if scale == 1.0 else step.total * scale
         return (total, step.output) if return_outputs else total
 
     def _undrop_own_loss(
         self, model: nn.Module, inputs: dict[str, Any], count: Tensor | int | None
-    ) -> Callable[[Any], Tensor] | None:
+    ) -> OwnLoss | None:
         """Return the Trainer's own loss as a function of the model; None for a plain Trainer."""
         compute = super().compute_loss
         if getattr(compute, "__func__", None) is Trainer.compute_loss:
@@ -206,7 +194,7 @@ class UndropMixin(_Base):
 
         return own_loss
 
-    def _undrop_policy_loss(self, model: nn.Module, own_loss: Callable[[Any], Tensor]) -> Tensor:
+    def _undrop_policy_loss(self, model: nn.Module, own_loss: OwnLoss) -> Tensor:
         """Return the objective on a loss of log-probabilities, as in DPO or GRPO."""
         if self._undrop_policy_step is None:
             if self._undrop_tune_examples is not None or self.args.world_size > 1:
@@ -218,22 +206,21 @@ class UndropMixin(_Base):
             self._undrop_policy_step = PolicyStep(self.objective, type(self).__name__)
         with self.accelerator.autocast():
             step = self._undrop_policy_step(model, own_loss)
-        if not self._undrop_reported:
-            self._undrop_report(model, None, step)
+        self._undrop_report(model, None, step)
         divides_later = self.compute_loss_func is None  # then the Trainer divides the loss itself
         log_factor = 1.0 / self.current_gradient_accumulation_steps if divides_later else 1.0
         self._undrop_means.add(step.parts, log_factor, self.state.global_step)
         return step.total
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepare without noise, because some trainers generate text here, or log-probabilities."""
+        """Prepare without noise: some trainers generate text or compute log-probabilities here."""
         if not self.model.training:
             return super()._prepare_inputs(inputs)
         with Interception(uncompiled(self.model), no_noise):
             return super()._prepare_inputs(inputs)
 
     def _undrop_find_task(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
-        """Return the model's task; the first call finds it and compares its loss with the Trainer's."""
+        """Return the task, found in the first call; its loss is compared with the Trainer's once."""
         if self._undrop_task is None:
             inner = self.accelerator.unwrap_model(model)
             check_attention(inner)
@@ -250,23 +237,14 @@ class UndropMixin(_Base):
     ) -> bool:
         """Check that the task's loss is the Trainer's own; return False if the batch has no targets."""
         inner = self.accelerator.unwrap_model(model)
-        without_noise = Interception(uncompiled(model), no_noise)
-        with (
-            torch.no_grad(),
-            RngSnapshot(),
-            keep_statistics(model),
-            without_noise,
-            _keep_metrics(self),
-        ):
+        noiseless = Interception(uncompiled(model), no_noise)
+        with torch.no_grad(), RngSnapshot(), keep_statistics(model), noiseless, _keep_metrics(self):
             trainer_loss = super().compute_loss(model, {**inputs, "labels": labels})
             logits = logits_of(call(model, decoder_inputs(inner, inputs, labels)))
-        return check_same_loss(
-            task.loss.value(logits.float(), task.targets(labels)),
-            trainer_loss,
-            owner=f"{type(self).__name__}'s own compute_loss, with {type(inner).__name__},",
-            loss=task.loss,
-            way_out="override `undrop_task` to say which loss and targets to use",
-        )
+        loss = task.loss.value(logits.float(), task.targets(labels))
+        owner = f"{type(self).__name__}'s own compute_loss, with {type(inner).__name__},"
+        way_out = "override `undrop_task` to say which loss and targets to use"
+        return check_same_loss(loss, trainer_loss, owner=owner, loss=task.loss, way_out=way_out)
 
     def _undrop_make_tuner(self, model: nn.Module, task: Task, examples: Dataset[Any]) -> Tuner:
         """Return a tuner on batches of the examples; it continues from a checkpoint if there is one."""
@@ -283,7 +261,7 @@ class UndropMixin(_Base):
     def _undrop_scales(
         self, step: Step, targets: Tensor, num_items_in_batch: Tensor | int | None
     ) -> tuple[float, float]:
-        """Return the factors of a micro-batch in its step: one for the loss and one for the log.
+        """Return the factors of a micro-batch's parts: one for the loss and one for the log.
 
         A Trainer that counts the targets of the whole step expects the loss times the micro-batch's
         share of the targets. Any other Trainer divides by the number of micro-batches itself.
@@ -298,9 +276,9 @@ class UndropMixin(_Base):
         return share, share
 
     def _undrop_report(self, model: nn.Module, inputs: dict[str, Any] | None, step: Step) -> None:
-        """Log that undrop is active, with the objective, the model, its sites and the parts."""
-        self._undrop_reported = True
-        if not self.is_world_process_zero():
+        """Log once that undrop is active, with the objective, the model, its sites and the parts."""
+        reported, self._undrop_reported = self._undrop_reported, True
+        if reported or not self.is_world_process_zero():
             return
         sites = "dropout off"
         if self.objective.needs_dropout:
@@ -309,13 +287,9 @@ class UndropMixin(_Base):
             sites = f"{len(self.objective.sites(uncompiled(trained), inputs))} sites"
             if has_no_effect(step.parts):
                 sites += ", no effect yet (LoRA starts with B = 0)"
-        _log.warning(
-            "undrop is active: %s on %s, %s, %s",
-            type(self.objective).__name__,
-            type(self.accelerator.unwrap_model(model)).__name__,
-            sites,
-            ", ".join(f"{name} = {value:.4g}" for name, value in step.parts.items()),
-        )
+        parts = ", ".join(f"{name} = {value:.4g}" for name, value in step.parts.items())
+        names = type(self.objective).__name__, type(self.accelerator.unwrap_model(model)).__name__
+        _log.warning("undrop is active: %s on %s, %s, %s", *names, sites, parts)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the mean parts and the tuned p to the logs of training, as means over all processes."""

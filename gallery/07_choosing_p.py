@@ -87,5 +87,5 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# This is one run on one small task. The tuner is experimental: [Which p](../tuning.md) compares it with searches
+# This is one run on one small task. The tuner is experimental: [Tuning p](../tuning.md) compares it with searches
 # on six tasks.

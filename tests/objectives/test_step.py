@@ -293,6 +293,20 @@ def test_a_second_backward_of_a_step_is_refused(objective):
         step.backward()
 
 
+def test_a_second_backward_after_an_error_in_a_later_sample_is_refused(monkeypatch):
+    p, objective = problem("mlp"), undrop.Dropout(3, generator=new_generator(0))
+    step = objective(p.model, p.inputs, p.targets)
+
+    def failing(*args):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(objective, "forward_and_loss", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        step.backward()
+    with pytest.raises(StepError, match="call the objective again"):
+        step.backward()
+
+
 def test_a_step_does_not_visit_every_module_to_ask_if_it_is_compiled(monkeypatch):
     from undrop.objectives import base
 

@@ -55,9 +55,8 @@ class Analytic(Objective):
             implicit part times its square root.
         batch_dim: the dimension of the batch in the targets; None finds it.
         exact_output: evaluate the loss at the output without noise, and return that output as
-            ``step.output``. By default both have an error of O(ε₀²). With noise on weights and
-            fraction < 1 the error is O(ε₀) per step, with mean O(ε₀²). A step costs about 1 + 2ρ plain
-            steps.
+            ``step.output``. A step then costs about 1 + 2ρ plain steps. By default both have an error of
+            O(ε₀²), or, with noise on weights and fraction < 1, of O(ε₀) with mean O(ε₀²).
         loss: as for every objective.
         generator: as for every objective.
     """
@@ -80,7 +79,7 @@ class Analytic(Objective):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(loss=loss, generator=generator)
-        _check_options(explicit, implicit, fraction, samples, interval)
+        _check_options(explicit, implicit, fraction)
         if fraction < 1.0 and engine in ("reverse", "exact", "tangent"):
             raise OptionError(
                 f"fraction < 1 is for the antithetic engine, got engine={engine!r}: use "
@@ -91,10 +90,10 @@ class Analytic(Objective):
         self.engine = as_engine(engine)
         self.strength = strength if callable(strength) else _check_strength(strength)
         self.fraction = fraction
-        self.samples = samples
+        self.samples = check_int("samples", samples)
         self.mask = mask
         self.selection = Selection(sites)
-        self.interval = interval
+        self.interval = check_int("interval", interval)
         self.batch_dim = batch_dim
         self.exact_output = exact_output
         self._sign_draw()  # raises an error for an unknown mask, before the first step
@@ -116,10 +115,9 @@ class Analytic(Objective):
             yield evaluation
 
     def _coefficients(self) -> Coefficients:
-        strength = self.strength
+        n, m, strength = self.samples, self.interval, self.strength
         if callable(strength):
             strength = _check_strength(strength(self.steps))
-        n, m = self.samples, self.interval
         return Coefficients(
             loss=1.0 / n,
             quadratic=strength * m / n if self.explicit else 0.0,
@@ -128,14 +126,12 @@ class Analytic(Objective):
 
     def request(self, batch: Batch, coefficients: Coefficients, **options: Any) -> Request:
         """Return the request for the engine, with a new draw of η."""
-        options |= {"form": self.explicit or "hessian", "exact_output": self.exact_output}
-        options |= {"fraction": self.fraction, "batch_dim": self.batch_dim}
+        options |= {"form": self.explicit or "hessian", "fraction": self.fraction}
+        options |= {"batch_dim": self.batch_dim, "exact_output": self.exact_output}
         return super().request(batch, coefficients, **options)
 
 
-def _check_options(
-    explicit: str | None, implicit: bool, fraction: float, samples: int, interval: int
-) -> None:
+def _check_options(explicit: str | None, implicit: bool, fraction: float) -> None:
     if explicit is not None and explicit not in FORMS:
         raise OptionError(
             f"explicit must be one of {', '.join(map(repr, FORMS))} or None, got {explicit!r}."
@@ -146,8 +142,6 @@ def _check_options(
         )
     if not 0.0 < as_float(fraction) <= 1.0:
         raise OptionError(f"fraction must lie in (0, 1], got {fraction!r}.")
-    check_int("samples", samples)
-    check_int("interval", interval)
 
 
 def _check_strength(strength: Any) -> float:

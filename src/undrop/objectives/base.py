@@ -65,12 +65,7 @@ class Objective(ABC):
     interval = 1
     """The objective regularizes every ``interval`` steps."""
 
-    def __init__(
-        self,
-        *,
-        loss: LossLike = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
+    def __init__(self, *, loss: LossLike = None, generator: torch.Generator | None = None) -> None:
         self.loss = as_loss(loss)
         self.generators = Generators(generator)
         self.selection = Selection()
@@ -78,17 +73,15 @@ class Objective(ABC):
         self._forget_models()
 
     def _forget_models(self) -> None:
-        """Forget what earlier steps have found out about their models."""
-        self._sites: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
-        self._masks_followed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._backends: weakref.WeakKeyDictionary[nn.Module, Backend | None] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._checks = StepCheck()
+        """Start without any knowledge about models."""
+        self._sites = weakref.WeakKeyDictionary[nn.Module, Sites]()
+        self._masks_followed = weakref.WeakSet[nn.Module]()
+        self._backends = weakref.WeakKeyDictionary[nn.Module, Backend | None]()
+        self._step_check = StepCheck()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except those about models, which another process finds out again."""
-        about_models = ("_sites", "_masks_followed", "_backends", "_checks")
+        """Return all attributes except the knowledge about models, which is not saved."""
+        about_models = ("_sites", "_masks_followed", "_backends", "_step_check")
         return {k: v for k, v in self.__dict__.items() if k not in about_models}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -129,11 +122,12 @@ class Objective(ABC):
             plain_model = uncompiled(model)  # raises an error if it is not a module
             backend = self._backend(model)
             batch = self.loss.prepare(plain_model, inputs, targets)._replace(backend=backend)
-            self._check(batch)
+            self._check_batch(batch)
             evaluations = self.evaluations(batch)
             statistics = Statistics(batch.model)
             try:
-                first = self._checked(next(evaluations), batch)
+                first = next(evaluations)
+                self._check_evaluation(first, batch)
                 warn_of_unused_outputs(batch.model, first)
             except BaseException:
                 statistics.restore()
@@ -160,14 +154,13 @@ class Objective(ABC):
                 evaluation = next(evaluations, None)
                 if evaluation is None:
                     return
-                evaluation = self._checked(evaluation, batch)
+                self._check_evaluation(evaluation, batch)
             yield evaluation
 
-    def _checked(self, evaluation: Evaluation, batch: Batch) -> Evaluation:
+    def _check_evaluation(self, evaluation: Evaluation, batch: Batch) -> None:
         if not evaluation.total.requires_grad:
             raise _no_trainable_parameter(batch.model)
-        self._checks.add(self.steps, evaluation, batch, self)
-        return evaluation
+        self._step_check(self.steps, evaluation, batch, self)
 
     def forward_and_loss(self, batch: Batch, action: SiteAction | None) -> tuple[Any, Tensor]:
         """Run one pass and return the output and the loss; ``action`` None keeps torch's own dropout."""
@@ -186,7 +179,7 @@ class Objective(ABC):
         return Request(batch=batch, draw=self._sign_draw(), coefficients=coefficients, **options)
 
     def run_engine(self, request: Request) -> Evaluation:
-        """Return the engine's evaluation; if every dropout has p = 0 now, that of the loss alone."""
+        """Return the engine's evaluation, or that of the plain loss if every dropout now has p = 0."""
         try:
             return self.engine.evaluate(request)
         except NoDropoutError:
@@ -199,7 +192,7 @@ class Objective(ABC):
             return Evaluation(total, {"loss": total.detach()}, plain.make_output)
 
     def plain_loss(self, batch: Batch) -> Evaluation:
-        """Return the evaluation of the loss alone, with every dropout switched off."""
+        """Return an evaluation of the loss alone, with every dropout switched off."""
         output, loss = self.forward_and_loss(batch, no_noise)
         return Evaluation(loss, {"loss": loss.detach()}, lambda: output)
 
@@ -214,18 +207,18 @@ class Objective(ABC):
         If every dropout has p = 0, there are no sites, and they are looked up again at every step.
         """
         if model not in self._sites:
-            trainable = self.trainable_parameters(model)
-            if not trainable and not any(t.requires_grad for t in tensors_in(inputs)):
+            trainable = chain(self.trainable_parameters(model), tensors_in(inputs))
+            if not any(t.requires_grad for t in trainable):
                 raise _no_trainable_parameter(model)
             try:
-                found = find_sites(model, inputs)
+                sites = find_sites(model, inputs)
             except NoDropoutError:
                 if has_idle_dropout(model, inputs):
                     return Sites(())
                 raise
-            self.selection.check(found.names)
-            self._sites[model] = found
-            _warn_of_unaccounted(model, found)
+            self.selection.check(sites.names)
+            self._sites[model] = sites
+            _warn_of_unaccounted(model, sites)
         return self._sites[model]
 
     def _backend(self, model: nn.Module) -> Backend | None:
@@ -238,7 +231,7 @@ class Objective(ABC):
             self._backends[model] = chosen_backend(model)
         return self._backends[model]
 
-    def _check(self, batch: Batch) -> None:
+    def _check_batch(self, batch: Batch) -> None:
         if not torch.is_grad_enabled():
             raise GradientsDisabledError(
                 "an objective needs gradients: call it outside of torch.no_grad() and "
@@ -268,18 +261,17 @@ class Objective(ABC):
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def _warn_of_unaccounted(model: nn.Module, found: Sites) -> None:
+def _warn_of_unaccounted(model: nn.Module, sites: Sites) -> None:
     """Log once per model the random numbers that belong to no site."""
-    if not found.unaccounted or model in _warned:
+    if not sites.unaccounted or model in _warned:
         return
     _warned.add(model)
-    examples = "; ".join(map(str, found.unaccounted[:3]))
-    more = len(found.unaccounted) - 3
+    more = len(sites.unaccounted) - 3
     _log.warning(
         "%s draws random numbers that belong to no dropout site, and they stay random: %s%s. "
         "undrop.sites lists them.",
         type(model).__name__,
-        examples,
+        "; ".join(map(str, sites.unaccounted[:3])),
         f"; and {more} more" if more > 0 else "",
     )
 

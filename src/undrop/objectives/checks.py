@@ -1,6 +1,6 @@
 """Check every step: the total is finite, dropout has an effect, and the loss uses every output.
 
-A non-finite total is an error; the other two are logged. No check waits for the device.
+A non-finite total is an error; failures of the other two are logged. No check waits for the device.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ def has_no_effect(parts: Mapping[str, float]) -> bool:
     """Return whether the regularizers of a step are 0, up to rounding."""
     if not {"explicit", "implicit"} & parts.keys():
         return False
-    loss = abs(parts.get("loss", 0.0))
-    explicit, implicit = abs(parts.get("explicit", 0.0)), abs(parts.get("implicit", 0.0))
+    loss, explicit, implicit = (abs(parts.get(n, 0.0)) for n in ("loss", "explicit", "implicit"))
     return explicit <= _EXPLICIT * loss and implicit <= _IMPLICIT * loss
 
 
 class _Pending(NamedTuple):
-    """Numbers of a step that are being copied from the device."""
+    """Numbers of an evaluation that are being copied from the device."""
 
     step: int
     names: list[str]
@@ -60,55 +59,58 @@ class _Pending(NamedTuple):
 
 
 class StepCheck:
-    """Checks that the parts of every evaluation are finite, and that dropout has an effect (u ≠ 0).
+    """Checks that the total of every evaluation is finite, and that dropout has an effect (u ≠ 0).
 
-    On the CPU it reads them immediately. From another device it copies them to the host in the
+    On the CPU it reads the numbers immediately. From another device it copies them to the host in the
     background, and checks the copy at a later step, so that no step waits for the device.
 
-    One step with u = 0 is normal: LoRA starts with B = 0. If u is still 0 after the weights have
-    changed, one warning says so. It compares weights, because micro-batches and steps with a learning
-    rate of 0 do not change them.
+    One step with u = 0 is normal: LoRA starts with B = 0. A warning is logged, once, if u is still 0
+    after the weights have changed. Counting steps would not do, because micro-batches and steps with a
+    learning rate of 0 do not change the weights.
     """
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
         self._effect_known = False
-        """Whether a step had an effect, or the warning was logged; then the effect is not checked."""
+        """Whether dropout had an effect in some step, or the warning was logged: the check has ended."""
         self._weights: float | None = None
         """The fingerprint of the weights at the first step without an effect."""
 
-    def add(self, step: int, evaluation: Evaluation, batch: Batch, objective: Objective) -> None:
-        """Check the parts of an evaluation, now or when they have arrived from the device.
+    def __call__(
+        self, step: int, evaluation: Evaluation, batch: Batch, objective: Objective
+    ) -> None:
+        """Check an evaluation, now or when its numbers have arrived from the device.
 
         Raises:
             NonFiniteError: it names the parts, the step and the first site with non-finite values.
         """
-        tensors = {"total": evaluation.total}
-        effect_unknown = self._effect_unknown(evaluation, batch)
-        if not effect_unknown and _known_finite(evaluation.total):
-            return
-        if effect_unknown:
+        parts, tensors = evaluation.parts, {"total": evaluation.total}
+        if self._checks_effect(evaluation, batch):
             weights = fingerprint(objective.trainable_parameters(batch.model))
-            tensors |= {**evaluation.parts, "weights": weights}
+            tensors |= {**parts, "weights": weights}
+        elif _known_finite(evaluation.total):
+            return
         values = torch.stack([x.detach().float() for x in tensors.values()])
-        names, parts = list(tensors), evaluation.parts
+        pending = _Pending(step, list(tensors), values, None, parts)
         if values.device.type == "cpu":
-            self._check(_Pending(step, names, values, None, parts), batch, objective)
+            self._check(pending, batch, objective)
             return
         host = values.to("cpu", non_blocking=True)
         event = torch.get_device_module(values.device).Event()
         event.record()
-        self._pending.append(_Pending(step, names, host, event, parts))
+        self._pending.append(pending._replace(values=host, arrived=event))
         while self._pending and self._pending[0].arrived.query():
             self._check(self._pending.popleft(), batch, objective)
 
-    def _effect_unknown(self, evaluation: Evaluation, batch: Batch) -> bool:
-        """Return whether the evaluation has regularizers, and none has had an effect so far."""
-        if self._effect_known:
-            return False
-        has_loss = "loss" in evaluation.parts
-        has_regularizer = bool({"explicit", "implicit"} & evaluation.parts.keys())
-        return has_loss and has_regularizer and not is_sharded(batch.model)
+    def _checks_effect(self, evaluation: Evaluation, batch: Batch) -> bool:
+        """Return whether to check in this evaluation that dropout has an effect."""
+        parts = evaluation.parts
+        return (
+            not self._effect_known
+            and "loss" in parts
+            and ("explicit" in parts or "implicit" in parts)
+            and not is_sharded(batch.model)
+        )
 
     def _check(self, pending: _Pending, batch: Batch, objective: Objective) -> None:
         numbers = pending.values.numpy().tolist()  # numpy, because torch could wait for the device
@@ -123,11 +125,11 @@ class StepCheck:
     def _check_effect(
         self, values: Mapping[str, float], batch: Batch, objective: Objective
     ) -> None:
-        changed = self._weights is not None and values["weights"] != self._weights
-        self._effect_known = changed or not has_no_effect(values)
-        if self._weights is None:
-            self._weights = values["weights"]
-        if not has_no_effect(values) or not changed:
+        no_effect, weights = has_no_effect(values), values["weights"]
+        changed = self._weights is not None and weights != self._weights
+        self._weights = weights if self._weights is None else self._weights
+        self._effect_known = changed or not no_effect
+        if not no_effect or not changed:
             return
         sites = objective.sites(batch.model, batch.inputs).names
         _log.warning(
@@ -147,11 +149,11 @@ def _known_finite(total: Tensor) -> bool:
 
 
 def _non_finite_message(names: list[str], step: int, batch: Batch) -> str:
-    """Return a message that names the non-finite parts, and the first site with such an activation."""
+    """Return a message that names the non-finite parts and the first site with a non-finite h."""
     non_finite_sites: list[str] = []
 
     def check(site: Site, h: Tensor) -> Tensor:
-        if not non_finite_sites and not bool(torch.isfinite(h).all()):
+        if not bool(torch.isfinite(h).all()):
             non_finite_sites.append(site.name)
         return h
 
@@ -161,8 +163,8 @@ def _non_finite_message(names: list[str], step: int, batch: Batch) -> str:
     parts = f"{', '.join(others)} and {last} parts are" if others else f"{last} part is"
     problem = f"the {parts} not finite at step {step}"
     if non_finite_sites:
-        site = non_finite_sites[0]
-        return f"{problem}: the first activation that is not finite is at site {site!r}."
+        first = non_finite_sites[0]
+        return f"{problem}: the first activation that is not finite is at site {first!r}."
     return (
         f"{problem}, but the activations at all sites are finite: look at the layers after the last "
         "site, the learning rate, or the inputs."
@@ -183,27 +185,22 @@ def warn_of_unused_outputs(model: nn.Module, evaluation: Evaluation) -> None:
     unused = _weights_of(outputs) - _weights_of([evaluation.total])
     names = [name for name, p in model.named_parameters() if id(p) in unused]
     if names:
-        examples = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
         _log.warning(
             "the loss receives one of the %d outputs of %s, and %s get no gradient: to train them, set "
             "whole_output = True on the loss, which then receives everything that the model returns.",
             len(outputs),
             type(model).__name__,
-            examples,
+            ", ".join(names[:3]) + (", …" if len(names) > 3 else ""),
         )
 
 
 def _weights_of(tensors: list[Tensor]) -> set[int]:
     """Return the ids of all leaves in the graphs of the tensors."""
     pending: list[Any] = [t.grad_fn for t in tensors]
-    visited: set[Any] = set()
-    leaves: set[int] = set()
+    visited: set[Any] = {None}
     while pending:
         node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        pending.extend(next_node for next_node, _ in node.next_functions)
-    return leaves
+        if node not in visited:
+            visited.add(node)
+            pending.extend(next_node for next_node, _ in node.next_functions)
+    return {id(node.variable) for node in visited if hasattr(node, "variable")}

@@ -12,7 +12,7 @@ from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Coefficients
 from undrop.objectives.base import LossLike, Objective
-from undrop.objectives.site_p import PAttributes, SiteMasks, find_p_attributes, set_p
+from undrop.objectives.site_p import SiteMasks, find_p_attributes, set_p
 from undrop.options import check_int
 
 NOISES = (None, "resampled", "analytic")
@@ -78,22 +78,21 @@ class Dropout(Objective):
     def evaluations(self, batch: Batch) -> Iterator[Evaluation]:
         """Yield the losses for k masks, then the noise that is added back."""
         for _ in range(self.k):
-            yield self._sample(batch, "loss", 1.0 / self.k)
+            yield self._with_new_mask(batch, "loss", 1.0 / self.k)
         removed = 1.0 - 1.0 / self.k  # the share of the variance that averaging removes
         if removed and self.noise == "resampled":
             factor = math.sqrt(removed / 2.0)
-            yield self._sample(batch, "implicit", factor)
-            yield self._sample(batch, "implicit", -factor)
+            yield self._with_new_mask(batch, "implicit", factor)
+            yield self._with_new_mask(batch, "implicit", -factor)
         if removed and self.noise == "analytic":
             coefficients = Coefficients(loss=0.0, quadratic=0.0, directional=math.sqrt(removed))
             yield self.run_engine(self.request(batch, coefficients))
 
-    def _sample(self, batch: Batch, part: str, factor: float) -> Evaluation:
-        """Return ``factor`` times the loss for a new mask."""
+    def _with_new_mask(self, batch: Batch, part: str, factor: float) -> Evaluation:
+        """Return an evaluation of ``factor`` times the loss for a new mask."""
         noise = dropout_masks(self.generators) if self.draws_masks else None
-        attributes: PAttributes = {}
-        if self.site_p and noise is None and batch.backend is None:
-            attributes = find_p_attributes(batch, list(self.site_p))
+        in_attributes = self.site_p and noise is None and batch.backend is None
+        attributes = find_p_attributes(batch, list(self.site_p)) if in_attributes else {}
         if attributes:
             with set_p(batch.model, attributes, self.site_p):
                 output, loss = self.forward_and_loss(batch, None)

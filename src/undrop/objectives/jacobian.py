@@ -28,11 +28,11 @@ from undrop.options import check_not_negative
 
 
 class Jacobian(Objective):
-    """½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman, Roberts & Yaida 2019).
+    """ℓ + ½·weight·‖J‖², J = ∂F/∂h at one activation h, without dropout (Hoffman, Roberts & Yaida 2019).
 
     E‖J η‖² = ‖J‖² for η of random signs, and J η ≈ [F(h + δη) - F(h - δη)]/2δ: two plain passes.
-    Token indices have no derivative, so h is the activation at a dropout site, by default the first
-    one, which in a language model is the token embeddings.
+    h is the activation at a dropout site. It is not the input, because token indices have no derivative;
+    in a language model the first site is usually at the token embeddings.
 
     Args:
         weight: λ ≥ 0.
@@ -71,7 +71,7 @@ class Jacobian(Objective):
         buffers = copied_buffers(batch.model)
         with Interception(batch.model, partial(shift, 1.0)):
             output = batch.forward()
-        if rng.changed_generators():
+        if rng.changed_generators():  # both passes draw the same random numbers
             rng.restore()
         with keep_buffers(batch.model, buffers), Interception(batch.model, partial(shift, -1.0)):
             other = batch.forward()
@@ -80,9 +80,8 @@ class Jacobian(Objective):
         u = (plus - minus) / (2.0 * shift.distance)
         c = Coefficients(loss=1.0, quadratic=0.5 * self.weight, directional=0.0)
         total, parts = batch.loss.combined(0.5 * (plus + minus), u, batch.targets, "identity", c)
-        yield Evaluation(
-            total, WeightedParts(c, parts), lambda: map_tensors(midpoint, output, other)
-        )
+        middle = partial(map_tensors, midpoint, output, other)
+        yield Evaluation(total, WeightedParts(c, parts), middle)
 
 
 class _Shift:

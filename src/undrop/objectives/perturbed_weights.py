@@ -50,8 +50,7 @@ class SAM(Objective):
             _, perturbed = self.forward_and_loss(batch, mask)
             gradient = gradients(perturbed, weights)
         value = perturbed.detach()
-        total = _with_gradient(value, weights, gradient)
-        yield Evaluation(total, {"loss": value}, lambda: output)
+        yield Evaluation(_with_gradient(value, weights, gradient), {"loss": value}, lambda: output)
 
 
 class WeightNoise(Objective):
@@ -85,21 +84,17 @@ class WeightNoise(Objective):
         noise = [self._draw(w) for w in weights]
         with _moved(weights, noise):
             output, plus = self.forward_and_loss(batch, no_noise)
-            gradient = gradients(plus, weights)
+            at_plus = gradients(plus, weights)
         with _moved(weights, [-u for u in noise]), keep_statistics(batch.model):
             _, minus = self.forward_and_loss(batch, no_noise)
-            gradient = [
-                0.5 * (one + two)
-                for one, two in zip(gradient, gradients(minus, weights), strict=True)
-            ]
+            at_minus = gradients(minus, weights)
+        gradient = [0.5 * (one + two) for one, two in zip(at_plus, at_minus, strict=True)]
         value = 0.5 * (plus.detach() + minus.detach())
-        total = _with_gradient(value, weights, gradient)
-        yield Evaluation(total, {"loss": value}, lambda: output)
+        yield Evaluation(_with_gradient(value, weights, gradient), {"loss": value}, lambda: output)
 
     def _draw(self, weight: Tensor) -> Tensor:
-        source = self.generators(weight.device)
         noise = torch.empty_like(weight, requires_grad=False)
-        return noise.normal_(0.0, self.scale, generator=source)
+        return noise.normal_(0.0, self.scale, generator=self.generators(weight.device))
 
 
 def _with_gradient(value: Tensor, weights: Sequence[Tensor], gradient: Sequence[Tensor]) -> Tensor:

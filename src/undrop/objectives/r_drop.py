@@ -16,7 +16,7 @@ from undrop.options import check_not_negative
 class RDrop(Objective):
     """R-Drop: dropout with two masks, and the distance between the two predictions (Liang et al. 2021).
 
-    ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)]. This is half of the total in their paper, whose α
+    ½(ℓ₁ + ℓ₂) + (weight/4)·[KL(p₁‖p₂) + KL(p₂‖p₁)]. This is half of the total in that paper, whose α
     is ``weight``. For a loss whose gradient is p - y, the sum of both divergences is Dℓ[F₁]·u - Dℓ[F₂]·u
     with u = F₁ - F₂, which every loss can compute.
 

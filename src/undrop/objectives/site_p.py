@@ -72,9 +72,11 @@ def find_p_attributes(batch: Batch, names: list[str]) -> PAttributes:
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return {}
     attributes = _attributes.get(batch.model)
-    if attributes is None or (attributes and list(attributes) != names):
-        attributes = _attributes[batch.model] = _prove(batch, names)
-    if any(attribute.module(batch.model) is None for attribute in attributes.values()):
+    if (
+        attributes is None
+        or (attributes and list(attributes) != names)
+        or any(a.module(batch.model) is None for a in attributes.values())
+    ):
         attributes = _attributes[batch.model] = _prove(batch, names)
     return attributes
 
@@ -95,11 +97,9 @@ def set_p(model: nn.Module, attributes: PAttributes, site_p: Mapping[str, float]
         with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING_TOO_LATE):
             yield
     except RuntimeError as error:
-        raise (
-            RecomputationError(_CHECKPOINTING_TOO_LATE)
-            if str(error) == _CHECKPOINTING_TOO_LATE
-            else error
-        ) from None
+        if str(error) != _CHECKPOINTING_TOO_LATE:
+            raise
+        raise RecomputationError(_CHECKPOINTING_TOO_LATE) from None
     finally:
         for (module, name, _), declared_p in zip(targets, declared, strict=True):
             setattr(module, name, declared_p)
@@ -114,8 +114,8 @@ _CHECKPOINTING_TOO_LATE = (
 def _prove(batch: Batch, names: list[str]) -> PAttributes:
     """Set a different p in every candidate, run the model, and see which site has which p.
 
-    Every site must have the p of one candidate, other sites must keep theirs, and the output without
-    noise must not change. Otherwise there are no attributes.
+    The attributes are proven if each of these sites has the p of another candidate, all other sites have
+    the same p as before, and the output without noise does not change. Otherwise there are none.
     """
     try:
         p_before, output_before = _without_noise(batch)
@@ -128,26 +128,25 @@ def _prove(batch: Batch, names: list[str]) -> PAttributes:
     except Exception:  # an interception works with any model
         return {}
     by_p = dict(zip(test_p, candidates, strict=True))
-    found = {name: by_p[p_after[name]] for name in names if p_after.get(name) in by_p}
-    one_each = len(set(found.values())) == len(names)
-    others_same = all(p_after.get(name) == p for name, p in p_before.items() if name not in found)
-    same_output = len(output_before) == len(output_after) and all(
-        map(torch.equal, output_before, output_after)
-    )
-    return found if one_each and others_same and same_output else {}
+    attributes = {name: by_p[p_after[name]] for name in names if p_after.get(name) in by_p}
+    one_each = len(set(attributes.values())) == len(names)
+    others_same = all(p_after.get(n) == p for n, p in p_before.items() if n not in attributes)
+    same_number = len(output_before) == len(output_after)
+    same_output = same_number and all(map(torch.equal, output_before, output_after))
+    return attributes if one_each and others_same and same_output else {}
 
 
 def _candidates(model: nn.Module, site_p: Mapping[str, float]) -> list[PAttribute]:
-    """Return the attributes equal to p of a site, in the module that the site is named after."""
+    """Return, for each site, the attributes equal to its p in the module that it is named after."""
     modules = dict(model.named_modules(remove_duplicate=False))
     candidates = []
     for name, p in site_p.items():
         path = name.partition("#")[0]
         path = path if path in modules else path.rpartition(".")[0]
-        attributes = vars(modules[path]).items() if path in modules else ()
+        module = modules.get(path)
         candidates += [
-            PAttribute(path, type(modules[path]), attribute)
-            for attribute, value in attributes
+            PAttribute(path, type(module), attribute)
+            for attribute, value in getattr(module, "__dict__", {}).items()
             if isinstance(value, float) and value == p
         ]
     return list(dict.fromkeys(candidates))

@@ -69,7 +69,7 @@ class Step:
         self._first = first
         self._with_graph = [first]
         self._differentiated: list[Evaluation] = []
-        self._later: Iterator[Evaluation] | None = None if first.last else later
+        self._later = iter(()) if first.last else later
 
     @property
     def output(self) -> Any:
@@ -106,7 +106,7 @@ class Step:
     @untraced
     def backward(self, scale: float = 1.0) -> None:
         """Add the gradient of ``scale · total`` to the parameters' ``.grad``; call it once."""
-        if not self._with_graph and self._later is None:
+        if not self._with_graph and not self._next():
             raise StepError(
                 "this step has already been differentiated: call the objective again for a new step."
             )
@@ -118,15 +118,12 @@ class Step:
 
     def _next(self) -> bool:
         """Run the next evaluation; return False if there is none."""
-        if self._later is None:
-            return False
         evaluation = next(self._later, None)
         if evaluation is None:
-            self._later = None
             return False
         self._with_graph.append(evaluation)
         if evaluation.last:
-            self._later = None
+            self._later = iter(())
         return True
 
     @untraced

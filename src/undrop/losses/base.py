@@ -40,19 +40,19 @@ def softmax_by_class(
     rows: Tensor,
     u: Tensor,
     classes: int,
-    logits_of: Callable[[Tensor], Tensor] = lambda rows: rows,
-    tangents_of: Callable[[Tensor], Tensor] = lambda u: u,
+    layer: Callable[[Tensor], Tensor] = lambda rows: rows,
+    layer_tangent: Callable[[Tensor], Tensor] = lambda u: u,
 ) -> ByClass:
-    """Return the sums of each class for a softmax over rows of logits, and their tangent u.
+    """Return the sums of each class, from rows of logits and the tangent u of these logits.
 
-    If the rows are features, ``logits_of`` computes the logits from them, and ``tangents_of`` computes
-    the tangent of the logits from that of the features.
+    If the rows are features, ``layer`` computes the logits from them, and ``layer_tangent`` the tangent
+    of the logits from that of the features.
     """
     quadratic = torch.zeros(classes, dtype=torch.float64, device=rows.device)
     diagonal = torch.zeros_like(quadratic)
     size = max(1, _CHUNK_ELEMENTS // classes)
     for part, tangent in zip(rows.detach().split(size), u.detach().split(size), strict=True):
-        p, tangent = torch.softmax(logits_of(part).double(), -1), tangents_of(tangent).double()
+        p, tangent = torch.softmax(layer(part).double(), -1), layer_tangent(tangent).double()
         v = tangent - (p * tangent).sum(-1, keepdim=True)  # v = u - Σ p u
         quadratic += (p * v.square()).sum(0)  # uᵀHu = Σ p v²
         diagonal += (p * (1.0 - p)).sum(0)  # tr H = Σ p(1 - p)
@@ -100,7 +100,7 @@ class TotalAndGradients(NamedTuple):
 
 
 class GivenLoss(ABC):
-    """The converted ``loss=`` argument: it prepares each batch, and chooses the loss for the model."""
+    """What ``loss=`` is converted to: a loss, or the choice of a loss for each model."""
 
     def parameters(self) -> Sequence[Tensor]:
         """Return the weights in the loss, such as those of an output layer; the model may share them."""
@@ -114,8 +114,7 @@ class GivenLoss(ABC):
 def split_labels(inputs: Any, targets: Any) -> tuple[Any, Any]:
     """Return inputs and targets; if there are no targets, take ``labels`` out of a dict of inputs.
 
-    Raise a ``DataError`` for an empty batch: the first tensor of the inputs and that of the targets are
-    empty.
+    Raise a ``DataError`` if neither the first tensor of the inputs nor that of the targets has elements.
     """
     if targets is None and isinstance(inputs, Mapping) and "labels" in inputs:
         targets = inputs["labels"]
@@ -141,7 +140,7 @@ class Loss(GivenLoss):
 
     ``output`` is then a tuple, dict or object, and ``u`` has the same structure, with the tangent of
     every floating-point tensor in place of the tensor. The loss ignores the entries of ``u`` for other
-    tensors. All tensors have the batch in ``dim``.
+    tensors. All tensors have the batch in the same dimension.
     """
     in_any_order: bool = False
     """Whether the loss stays the same if examples and targets are permuted in the same way."""
@@ -151,8 +150,8 @@ class Loss(GivenLoss):
     Such a loss receives one tensor, and ``in_any_order`` holds for it.
     """
     has_side_effects: bool = False
-    """Whether a call has side effects, for example a trainer that logs metrics in it. Then undrop
-    skips the checks that would call the loss once more."""
+    """Whether calling the loss does more than computing it, such as logging metrics. Then undrop
+    skips the checks that would call it once more."""
 
     def select(self, output: Any) -> Any:
         """Return the tensor of the model's output that the loss receives, or the whole output."""
@@ -244,9 +243,9 @@ class Loss(GivenLoss):
         The parts have no coefficients and no graph. All arguments but ``coefficients`` are those of
         ``derivatives``.
         """
-        return self._total_and_parts(output, u, target, form, Coefficients(*coefficients), dim)
+        return self._combined(output, u, target, form, Coefficients(*coefficients), dim)
 
-    def _total_and_parts(
+    def _combined(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
         """Return the result of ``combined``.
@@ -258,14 +257,7 @@ class Loss(GivenLoss):
         return c.total(parts), Derivatives(*(part.detach() for part in parts))
 
     def total_and_gradients(
-        self,
-        output: Tensor,
-        u: Tensor,
-        target: Tensor,
-        form: str,
-        coefficients: Coefficients,
-        *,
-        dim: int = 0,
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, *, dim: int = 0
     ) -> TotalAndGradients | None:
         """Return the total of ``combined`` and its gradients; None if autograd must compute them.
 
@@ -306,7 +298,7 @@ class Loss(GivenLoss):
 
 
 class ClosedForm(Loss):
-    """A loss whose ``_derivatives_of_part`` does no work for u = 0 at the entries without a tangent."""
+    """A loss whose ``_derivatives_of_part`` needs no zeros at the entries without a tangent."""
 
     in_any_order = True
 

@@ -16,7 +16,7 @@ from undrop.losses.base import (
     softmax_by_class,
     to_working_dtype,
 )
-from undrop.losses.softmax import SoftmaxLoss
+from undrop.losses.softmax import SoftmaxLoss, sample_classes
 from undrop.losses.targets import not_ignored
 
 
@@ -77,41 +77,30 @@ class CrossEntropy(SoftmaxLoss):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows of logits, the tangent of the last rows, and the targets of all rows."""
         logits, tangent = self.classes_last(output), self.classes_last(u)
-        if (
-            u.shape != output.shape
-        ):  # move the batch to the front, so that u belongs to the last rows
+        if u.shape != output.shape:
             dim, class_dim = dim % output.dim(), self.class_dim % output.dim()
-            batch_dim = dim - (class_dim < dim)  # after the classes have moved to the end
-            if batch_dim:
-                logits, tangent, target = (
-                    x.movedim(batch_dim, 0) for x in (logits, tangent, target)
-                )
+            # Move the batch to the front, so that u belongs to the last rows; the classes are now last.
+            moved = (x.movedim(dim - (class_dim < dim), 0) for x in (logits, tangent, target))
+            logits, tangent, target = moved
         if logits.dim() != 2:
             logits, tangent = (x.reshape(-1, logits.shape[-1]) for x in (logits, tangent))
             target = target.reshape(-1)
         return logits, tangent, target.long()
 
     def total_and_gradients(
-        self,
-        output: Tensor,
-        u: Tensor,
-        target: Tensor,
-        form: str,
-        coefficients: Coefficients,
-        *,
-        dim: int = 0,
+        self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, *, dim: int = 0
     ) -> TotalAndGradients | None:
         """Return the total and its gradients by the closed forms.
 
-        Return None for "loss-jacobian", if the classes are not last, and if u belongs to a part of a
-        batch that is not first.
+        Return None for "loss-jacobian", if the classes are not last, and if u belongs to a part of the
+        batch and the batch is not in the first dimension.
         """
         batch_first = u.shape == output.shape or dim == 0
         if form == "loss-jacobian" or not batch_first or self.classes_last(output) is not output:
             return None
         try:  # the context explaining_errors would slow down small networks
             total, means, gradients = cross_entropy_and_gradients(
-                output, u, target.long(), self._options(form, coefficients)
+                output, u, target.long(), self._options(form, c)
             )
         except (IndexError, RuntimeError):
             self.check_values(output, target)
@@ -119,26 +108,22 @@ class CrossEntropy(SoftmaxLoss):
         return TotalAndGradients(total, means, *gradients)
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
-        """Return Σ p v² of each class, over the targets that count."""
+        """Return the sums of each class, over the targets that count."""
         logits, u, target = self._rows_with_tangent(output, u, target, 0)
-        kept = not_ignored(target, self.ignore_index)
-        return softmax_by_class(logits[kept], u[kept], logits.shape[-1])
+        counted = not_ignored(target, self.ignore_index)
+        return softmax_by_class(logits[counted], u[counted], logits.shape[-1])
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return Σ ℓ_ŷ with ŷ ~ softmax(F), whose gradient p - 1_ŷ has covariance diag(p) - ppᵀ."""
         logits, target = self._rows(to_working_dtype(output), target)
         # Select rows by the target, since a label ŷ may be a class equal to ``ignore_index``.
-        kept = not_ignored(target, self.ignore_index)
-        logits = logits[kept]
-        p = torch.softmax(logits.detach(), -1)
-        label = torch.multinomial(p, 1, generator=generator).squeeze(-1)
-        return F.cross_entropy(logits, label, reduction="sum")
+        logits = logits[not_ignored(target, self.ignore_index)]
+        return F.cross_entropy(logits, sample_classes(logits.detach(), generator), reduction="sum")
 
     def _probe(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        kept = not_ignored(target, self.ignore_index).unsqueeze(
-            self.class_dim if output.dim() > 1 else -1
-        )
-        return super()._probe(output * kept, target, generator)
+        class_dim = self.class_dim if output.dim() > 1 else -1
+        counted = not_ignored(target, self.ignore_index).unsqueeze(class_dim)
+        return super()._probe(output * counted, target, generator)
 
 
 @CONVERTERS.register(nn.CrossEntropyLoss)

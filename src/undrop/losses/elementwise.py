@@ -41,9 +41,8 @@ class Elementwise(ClosedForm):
         self, output: Tensor, u: Tensor, target: Tensor, form: str, dim: int
     ) -> Derivatives:
         u = to_working_dtype(u)
-        output_part = entries_with_tangent(to_working_dtype(output), u, dim)
-        target_part = entries_with_tangent(target, u, dim)
-        slope, curvature = self.slope_and_curvature(output_part, target_part)
+        with_tangent = (entries_with_tangent(x, u, dim) for x in (to_working_dtype(output), target))
+        slope, curvature = self.slope_and_curvature(*with_tangent)
         squares = curvature * u.square() if form == "hessian" else u.square()
         n = max(output.numel(), 1)
         return Derivatives(self.value(output, target), squares.sum() / n, (slope * u).sum() / n)
@@ -100,7 +99,7 @@ class MSE(Elementwise):
         return (to_working_dtype(output) - target).square().mean()
 
     def _sampled(self, output: Tensor, target: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw labels from N(F, ½), the model whose negative log-likelihood is ℓ: E[g gᵀ] = 2."""
+        """Return Σ ℓ_ŷ for ŷ ~ N(F, ½), whose negative log-likelihood is ℓ; so E[g gᵀ] = 2·I = H."""
         output = to_working_dtype(output)
         noise = torch.empty_like(output).normal_(generator=generator)
         label = output.detach() + noise.mul_(math.sqrt(0.5))

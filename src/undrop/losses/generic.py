@@ -1,4 +1,4 @@
-"""A loss given as a function: its derivatives come from automatic or finite differences."""
+"""A loss given as a function: its derivatives come from autograd, or from finite differences."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from undrop.rng_snapshot import RngSnapshot
 _log = logging.getLogger("undrop")
 
 STEP, STEP_DOUBLE = 0.1, 0.01
-"""The step s in ℓ(F ± s·u), for float32 and float64: its truncation error is O(s²), and its rounding
-error O(1/s²)."""
+"""The step s in ℓ(F ± s·u), for float32 and float64. The truncation error of uᵀHu is O(s²), and its
+rounding error O(1/s²)."""
 
 
 class _FlatOutput(NamedTuple):
@@ -139,14 +139,14 @@ class Generic(Loss):
 
         return self._derivatives(output, map_tensors(pad, output, u), target, form)
 
-    def _total_and_parts(
+    def _combined(
         self, output: Any, u: Any, target: Any, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
         """Return the total and its parts; a quadratic part with coefficient 0 is reported as 0."""
         if isinstance(c.quadratic, Tensor) or c.quadratic != 0:
-            return super()._total_and_parts(output, u, target, form, c, dim)
+            return super()._combined(output, u, target, form, c, dim)
         # The form "identity" needs no second derivative.
-        total, parts = super()._total_and_parts(output, u, target, "identity", c, dim)
+        total, parts = super()._combined(output, u, target, "identity", c, dim)
         return total, parts._replace(quadratic=torch.zeros_like(parts.quadratic))
 
     def _derivatives(self, output: Any, u: Any, target: Any, form: str) -> Derivatives:
@@ -192,12 +192,11 @@ class Generic(Loss):
 
     def _by_differences(self, flat: _FlatOutput, target: Any) -> Derivatives:
         s = STEP_DOUBLE if all(x.dtype == torch.float64 for x in flat.tensors) else STEP
+        tensors, tangents = ([to_working_dtype(x) for x in xs] for xs in (flat.tensors, flat.u))
 
         def loss_at(s: float) -> Tensor:
-            pairs = zip(
-                map(to_working_dtype, flat.tensors), map(to_working_dtype, flat.u), strict=True
-            )
-            return self.value(flat.rebuild([x + s * u for x, u in pairs]), target)
+            shifted = [x + s * u for x, u in zip(tensors, tangents, strict=True)]
+            return self.value(flat.rebuild(shifted), target)
 
         with self.keep_state():
             plus = loss_at(s)
@@ -239,7 +238,8 @@ class Generic(Loss):
         """Return whether the gradient changes with F in most entries, and not only across a kink."""
         generator = torch.Generator().manual_seed(0)
         nearby = []
-        for x in (to_working_dtype(x.detach()) for x in flat.tensors):
+        for tensor in flat.tensors:
+            x = to_working_dtype(tensor.detach())
             noise = torch.randn(x.shape, generator=generator).to(x)
             nearby.append((x + 1e-3 * (1.0 + x.abs()) * noise).requires_grad_())
         with self.keep_state():
@@ -264,9 +264,9 @@ class Generic(Loss):
 def _has_third_derivative(
     flat: _FlatOutput, gradient: Sequence[Tensor], copies: Sequence[Tensor]
 ) -> bool:
-    """Return whether torch can compute the gradient of uᵀHu, or whether Hu is not finite.
+    """Return whether torch can compute the gradient of uᵀHu.
 
-    A step refuses a loss whose second derivative is infinite, and differences would hide this.
+    Return True also if Hu is not finite: a step refuses such a loss, and differences would hide this.
     """
     try:
         second = gradients(flat.dot_u(gradient), copies, create_graph=True)

@@ -47,7 +47,7 @@ TASK_BUILDERS: Registry[str, Callable[[Any, Tensor, float], Task]] = Registry("T
 """The name of a model's loss function → a function of (model, labels, smoothing) that returns a task."""
 
 
-def _keep(labels: Tensor) -> Tensor:
+def _unchanged(labels: Tensor) -> Tensor:
     return labels
 
 
@@ -70,26 +70,21 @@ def _to_classes(labels: Tensor) -> Tensor:
 def _language_model(model: Any, labels: Tensor, smoothing: float) -> Task:
     loss = CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing)
     # The labels of an encoder-decoder are already aligned with the decoder's outputs.
-    return Task(loss, _keep if model.config.is_encoder_decoder else _shift)
+    return Task(loss, _unchanged if model.config.is_encoder_decoder else _shift)
 
 
 @TASK_BUILDERS.register("ForMaskedLMLoss", "ForTokenClassification")
 def _token_classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
-    return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _keep)
+    return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _unchanged)
 
 
 @TASK_BUILDERS.register("ForSequenceClassificationLoss")
 def _classifier(model: Any, labels: Tensor, smoothing: float) -> Task:
     """Predict one class, several classes or numbers, by ``problem_type`` or as Transformers guesses."""
     problem = model.config.problem_type
-    if problem is None and model.config.num_labels == 1:
-        problem = "regression"
-    elif problem is None:
-        multi_label = labels.is_floating_point()
-        problem = "multi_label_classification" if multi_label else "single_label_classification"
-    if problem == "regression":
+    if problem == "regression" or (problem is None and model.config.num_labels == 1):
         return Task(MSE(), _to_numbers)
-    if problem == "multi_label_classification":
+    if problem == "multi_label_classification" or (problem is None and labels.is_floating_point()):
         return Task(BCEWithLogits(), _to_numbers)
     return Task(CrossEntropy(ignore_index=IGNORED, label_smoothing=smoothing), _to_classes)
 
@@ -162,10 +157,9 @@ def check_not_shifted(model: nn.Module, inputs: Any, labels: Tensor) -> None:
     if ids.shape != labels.shape or ids.shape[-1] < 2:
         return
     counted = labels != IGNORED
-    counted_before_last = counted[..., :-1]
-    if not bool(counted_before_last.any()) or bool((labels == ids)[counted].all()):
+    if not bool(counted[..., :-1].any()) or bool((labels == ids)[counted].all()):
         return
-    if bool((labels[..., :-1] == ids[..., 1:])[counted_before_last].all()):
+    if bool((labels[..., :-1] == ids[..., 1:])[counted[..., :-1]].all()):
         raise TargetError(
             f"the labels are already the next tokens of input_ids, and {type(model).__name__} shifts "
             "them itself: pass labels that are aligned with input_ids, or loss=undrop.CrossEntropy() to "
@@ -177,9 +171,12 @@ def check_attention(model: nn.Module) -> None:
     """Raise an ``EngineError`` if attention drops inside a kernel that no interception sees."""
     for config in _configs(getattr(model, "config", None)):
         implementation = getattr(config, "_attn_implementation", None)
-        dropouts = {n: p for n, p in vars(config).items() if _is_attention_dropout(n) and p}
-        if implementation not in (None, "eager", "sdpa") and dropouts:
-            name, p = next(iter(dropouts.items()))
+        if implementation in (None, "eager", "sdpa"):
+            continue
+        for name, p in vars(config).items():
+            is_dropout = name == "dropout_rate" or ("att" in name and "drop" in name)
+            if not is_dropout or not p:
+                continue
             raise EngineError(
                 f"the attention dropout of {type(model).__name__} ({name} = {p:g}) is hidden inside "
                 f"{implementation!r}: load the model with attn_implementation='sdpa' or 'eager', or "
@@ -196,12 +193,8 @@ def _configs(config: Any) -> Iterator[Any]:
         yield from _configs(getattr(config, name, None))
 
 
-def _is_attention_dropout(name: str) -> bool:
-    return name == "dropout_rate" or ("att" in name and "drop" in name)
-
-
 def check_same_loss(ours: Tensor, theirs: Tensor, *, owner: str, loss: Loss, way_out: str) -> bool:
-    """Return whether the model's loss is finite; if so, undrop's loss must agree with it.
+    """Check that undrop's loss agrees with the model's, and return True; False if that is not finite.
 
     Args:
         ours: the value of undrop's loss.
@@ -237,7 +230,7 @@ class ModelLoss(GivenLoss):
         self._verified: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[type[ModelLoss], tuple[()]]:
-        """Pickle no state: the process that loads the loss looks at its models itself."""
+        """Pickle no state: it depends on the models of this process."""
         return ModelLoss, ()
 
     def prepare(self, model: nn.Module, inputs: Any, targets: Any) -> Batch:
@@ -271,18 +264,16 @@ _CROSS_ENTROPY = CrossEntropy()
 
 
 def _check_reported_loss(model: nn.Module, inputs: Any, labels: Tensor, task: Task) -> bool:
-    """Check that the task's loss is the loss that the model reports; return False without targets."""
+    """Check that the task's loss is what the model reports; return False if that is not finite."""
     with torch.no_grad(), RngSnapshot(), keep_statistics(model), Interception(model, no_noise):
         args, kwargs = arguments(inputs)
         output = model(*args, **kwargs, labels=labels)
         # A model that fuses its loss with its output layer returns no logits if it gets labels.
         fused = isinstance(output, Mapping) and output.get("logits") is None
         logits = logits_of(call(model, inputs) if fused else output)
-    theirs = output["loss"] if isinstance(output, Mapping) else output[0]
-    ours = task.loss.value(logits.float(), task.targets(labels))
     return check_same_loss(
-        ours,
-        theirs,
+        task.loss.value(logits.float(), task.targets(labels)),
+        output["loss"] if isinstance(output, Mapping) else output[0],
         owner=type(model).__name__,
         loss=task.loss,
         way_out="its loss has a part that undrop does not know; pass loss= and the targets for it",
@@ -306,7 +297,7 @@ def as_loss(loss: GivenLoss | Callable[[Tensor, Any], Tensor] | None) -> GivenLo
         name = loss.__name__
         raise OptionError(f"loss must be an instance, got the class {name}: pass {name}().")
     convert = CONVERTERS.find(type(loss))  # the class itself: a subclass may compute something else
-    converted = convert(loss) if convert is not None else None
+    converted = None if convert is None else convert(loss)
     if converted is not None:
         return converted
     if callable(loss):

@@ -51,8 +51,8 @@ class SoftmaxLoss(ClosedForm):
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the number of targets that are not ignored, at least 1."""
-        kept = not_ignored(target, self.ignore_index).sum().clamp(min=1)
-        return kept.to(working_dtype(output.dtype))
+        n = not_ignored(target, self.ignore_index).sum().clamp(min=1)
+        return n.to(working_dtype(output.dtype))
 
     def _options(self, form: str, coefficients: Coefficients | None = None) -> SoftmaxOptions:
         return SoftmaxOptions(self.label_smoothing, form, coefficients, self.ignore_index)
@@ -73,12 +73,12 @@ class SoftmaxLoss(ClosedForm):
         with self.explaining_errors(output, target):
             return self.layer.derivatives(*rows, self._options(form))
 
-    def _total_and_parts(
+    def _combined(
         self, output: Tensor, u: Tensor, target: Tensor, form: str, c: Coefficients, dim: int
     ) -> tuple[Tensor, Derivatives]:
         """Compute the total and its gradient in the same sweep over the rows."""
         if form == "loss-jacobian":
-            return super()._total_and_parts(output, u, target, form, c, dim)
+            return super()._combined(output, u, target, form, c, dim)
         rows = self._rows_with_tangent(output, u, target, dim)
         with self.explaining_errors(output, target):
             return self.layer.combined(*rows, self._options(form, c))
@@ -140,7 +140,7 @@ class FeatureLoss(SoftmaxLoss):
         return super()._probe(logits, target, generator)
 
 
-def _sample(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+def sample_classes(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return a class for each row of logits, drawn from its softmax."""
     p = torch.softmax(to_working_dtype(logits), -1)
     return torch.multinomial(p, 1, generator=generator).squeeze(-1)
@@ -179,7 +179,7 @@ class LinearCrossEntropy(FeatureLoss):
         self.weight, self.bias = weight, bias
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
-        """Return Σ p v² of each class, computed for a chunk of rows at a time."""
+        """Return the sums of each class, computed for a chunk of rows at a time."""
         return softmax_by_class(
             self._counted_rows(output, target),
             self._counted_rows(u, target),
@@ -192,7 +192,7 @@ class LinearCrossEntropy(FeatureLoss):
         return F.linear(features, self.weight, self.bias)
 
     def _sample_labels(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
-        return _sample(self._logits(features), generator)
+        return sample_classes(self._logits(features), generator)
 
 
 class AdaptiveSoftmax(FeatureLoss):
@@ -234,12 +234,13 @@ class AdaptiveSoftmax(FeatureLoss):
     def _sample_labels(self, features: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw a class of the head, and if that is a tail, a word of *that* tail."""
         head, *tails = self.layer.layers(self.layer.parameters)
-        labels = _sample(head.logits(features), generator)
+        labels = sample_classes(head.logits(features), generator)
         sampled_tails = labels - self.layer.shortlist
         for number, (tail, words) in enumerate(zip(tails, self.layer.tails, strict=True)):
             in_tail = sampled_tails == number
             if bool(in_tail.any()):
-                labels[in_tail] = words.start + _sample(tail.logits(features[in_tail]), generator)
+                words_in_tail = sample_classes(tail.logits(features[in_tail]), generator)
+                labels[in_tail] = words.start + words_in_tail
         return labels
 
     def _logits(self, features: Tensor) -> Tensor:

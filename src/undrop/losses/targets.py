@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,20 @@ def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def check_class_indices(target: Tensor, leading: Sequence[int], classes: int) -> None:
-    """Raise a ``TargetError`` if targets are not class indices of the shape ``leading``."""
+def _type(target: Any) -> Any:
+    return target.dtype if isinstance(target, Tensor) else type(target).__name__
+
+
+def check_class_indices(target: Tensor, shape: Sequence[int], classes: int) -> None:
+    """Raise a ``TargetError`` if targets are not class indices of this shape."""
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
-        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise TargetError(
-            f"targets must be class indices of an integer type, got {got}: for regression pass "
-            "loss=nn.MSELoss(), for class probabilities loss=F.cross_entropy."
+            f"targets must be class indices of an integer type, got {_type(target)}: for regression "
+            "pass loss=nn.MSELoss(), for class probabilities loss=F.cross_entropy."
         )
-    if tuple(target.shape) != tuple(leading):
+    if tuple(target.shape) != tuple(shape):
         raise TargetError(
-            f"targets must have shape {tuple(leading)} (the output's without the dimension of its "
+            f"targets must have shape {tuple(shape)} (the output's without the dimension of its "
             f"{classes} classes), got {_shape(target)}."
         )
 
@@ -38,8 +42,7 @@ def check_class_range(target: Tensor, classes: int, ignore_index: int) -> None:
     low, high = (int(end) for end in target.aminmax())
     if low >= 0 and high < classes:  # the usual case, which is cheap to check
         return
-    wrong = (target < 0) | (target >= classes)
-    wrong &= not_ignored(target, ignore_index)
+    wrong = ((target < 0) | (target >= classes)) & not_ignored(target, ignore_index)
     if bool(wrong.any()):
         value = int(target[wrong][0])
         raise TargetError(
@@ -58,8 +61,7 @@ def not_ignored(target: Tensor, ignore_index: int) -> Tensor:
 def check_like_output(output: Tensor, target: Tensor) -> None:
     """Raise a ``TargetError`` if targets are not floating-point numbers of the output's shape."""
     if not isinstance(target, Tensor) or not target.is_floating_point():
-        got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise TargetError(f"targets must be of a floating-point type, got {got}.")
+        raise TargetError(f"targets must be of a floating-point type, got {_type(target)}.")
     if target.shape != output.shape:
         raise TargetError(
             f"targets must have the output's shape {_shape(output)}, got {_shape(target)}."

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from undrop.errors import OptionError
+from undrop.kernels.adaptive import Layer
 from undrop.losses import AdaptiveSoftmax, Loss
 from undrop.options import check_increasing, check_int
 
@@ -76,11 +76,9 @@ class AdaptiveEmbedding(nn.Module):
         So no shape depends on the data.
         """
         embedded: Tensor = self.tables[0](tokens.clamp(max=self.cutoffs[0] - 1))
-        last_words = [end - 1 for end in self.cutoffs[1:]]
         # The last table has no upper bound, so a token beyond the vocabulary raises an error.
-        for tail, (start, last_word) in enumerate(
-            zip(self.cutoffs, (*last_words, None), strict=True)
-        ):
+        last_words = [*(end - 1 for end in self.cutoffs[1:]), None]
+        for tail, (start, last_word) in enumerate(zip(self.cutoffs, last_words, strict=True)):
             rows = self.tables[tail + 1](tokens.clamp(start, last_word) - start)
             projection = self.projection(tail)
             rows = rows if projection is None else rows @ projection
@@ -118,30 +116,20 @@ class AdaptiveHead(nn.Module):
 
     def forward(self, features: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """Return the log-probabilities (…, V) for features (…, d); they can serve as logits."""
-        weight, bias, tails = self._layers(embedding)
-        head = F.log_softmax(F.linear(features, weight, bias), dim=-1)
-        shortlist, *log_p_tails = head.split([self.cutoffs[0], *(1 for _ in tails)], dim=-1)
-        parts = [shortlist]
-        for log_p_tail, (projection, tail_weight, tail_bias) in zip(
-            log_p_tails, tails, strict=True
-        ):
-            hidden = features if projection is None else F.linear(features, projection)
-            log_p_within = F.log_softmax(F.linear(hidden, tail_weight, tail_bias), dim=-1)
-            parts.append(log_p_tail + log_p_within)
-        return torch.cat(parts, dim=-1)
+        log_p, *log_p_within = (
+            layer.logits(features).log_softmax(-1) for layer in self._layers(embedding)
+        )
+        shortlist, *log_p_tails = log_p.split([self.cutoffs[0], *(1 for _ in log_p_within)], -1)
+        tails = (a + b for a, b in zip(log_p_tails, log_p_within, strict=True))
+        return torch.cat([shortlist, *tails], -1)
 
     def loss(self, embedding: AdaptiveEmbedding) -> Loss:
         """Return the cross-entropy loss on the features that this head takes."""
-        weight, bias, tails = self._layers(embedding)
-        return AdaptiveSoftmax(weight, bias, tails=tails, cutoffs=list(self.cutoffs))
+        head, *tails = self._layers(embedding)
+        return AdaptiveSoftmax(head.weight, head.bias, tails=tails, cutoffs=list(self.cutoffs))
 
-    def _layers(
-        self, embedding: AdaptiveEmbedding
-    ) -> tuple[Tensor, Tensor, list[tuple[Tensor | None, Tensor, Tensor]]]:
-        """Return W and b of the shortlist's softmax, and P_c, W and b of each tail."""
-        (weight, *tail_weights), (bias, *tail_biases) = embedding.weights(), self.biases
-        tails = [
-            (embedding.projection(tail), w, b)
-            for tail, (w, b) in enumerate(zip(tail_weights, tail_biases, strict=True))
-        ]
-        return weight, bias, tails
+    def _layers(self, embedding: AdaptiveEmbedding) -> list[Layer]:
+        """Return the layer of the shortlist's softmax, then that of each tail."""
+        projections = [None, *(embedding.projection(tail) for tail in range(len(self.cutoffs)))]
+        parameters = zip(projections, embedding.weights(), self.biases, strict=True)
+        return [Layer(*layer) for layer in parameters]

@@ -65,11 +65,10 @@ class WeightDrop(nn.Module):
 
     def __init__(self, module: nn.Module, names: Sequence[str], p: float = 0.5) -> None:
         super().__init__()
-        missing = [n for n in names if n not in module._parameters]
         parameters = ", ".join(module._parameters) or "none"
         if not names:
             raise OptionError(f"names is empty: choose from {parameters}.")
-        if missing:
+        if missing := [name for name in names if name not in module._parameters]:
             raise OptionError(
                 f"{type(module).__name__} has no parameter {', '.join(missing)}: its own parameters are "
                 f"{parameters}."
@@ -82,16 +81,11 @@ class WeightDrop(nn.Module):
         """Call the wrapped module with dropped weights."""
         copy = _shallow_copy(self.module)
         for name in self.names:
-            weight = structured_dropout(
-                getattr(self.module, name),
-                self.p,
-                training=self.training,
-                kind="weight",
-                mask="per weight",
-                label=name,
-            )
             del copy._parameters[name]
-            copy.__dict__[name] = weight
+            w = getattr(self.module, name)
+            copy.__dict__[name] = structured_dropout(
+                w, self.p, training=self.training, kind="weight", mask="per weight", label=name
+            )
         if isinstance(copy, nn.RNNBase):
             copy.__dict__["_flat_weights"] = [getattr(copy, n) for n in copy._flat_weights_names]
         return copy(*args, **kwargs)

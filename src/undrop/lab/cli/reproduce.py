@@ -34,7 +34,7 @@ def reproduce(
         typer.Argument(
             help="Names of experiments, or only `scoreboard`.",
             show_default="all at this scale",
-            **one_of("experiment", lambda: {**experiment_names(), SCOREBOARD: "seven other tasks"}),
+            **one_of("experiment", lambda: {**experiment_names(), SCOREBOARD: "seven small tasks"}),
         ),
     ] = None,
     scale: Annotated[

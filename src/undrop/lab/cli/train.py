@@ -78,14 +78,14 @@ class TrainingOptions:
             section: {key: value for key, value in keys.items() if value is not None}
             for section, keys in values.items()
         }
-        names_nothing = self.preset is None and not settings["model"] and not settings["data"]
-        if names_nothing and not (resume and out is not None):
+        nothing_named = self.preset is None and not settings["model"] and not settings["data"]
+        if nothing_named and not (resume and out is not None):
             raise _nothing_to_train(out, resume)
         from undrop.lab.train import RunFolder, configure, merge
 
         if self.preset is None and resume and out is not None and RunFolder(out).holds_run():
             settings = merge(RunFolder(out).read_config(), settings)
-        elif names_nothing:
+        elif nothing_named:
             raise _nothing_to_train(out, resume)
         return configure(self.preset, settings, self.settings or [])
 

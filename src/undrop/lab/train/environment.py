@@ -163,7 +163,7 @@ class World:
         return self.rank == 0
 
     def columns(self, count: int) -> slice:
-        """Return this process's columns of a batch; any two processes have equally many, or one more."""
+        """Return this process's columns of a batch; two processes differ by at most one in number."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def all_reduce(self, values: list[float]) -> list[float]:

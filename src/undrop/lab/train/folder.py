@@ -287,9 +287,9 @@ class RunFolder:
             )
 
     def _in_use(self) -> RunError:
-        user = f"process {self._holder_pid()}"
         return RunError(
-            f"{self.path} is in use by {user}: wait for it to end, or choose another --out."
+            f"{self.path} is in use by process {self._holder_pid()}: wait for it to end, or choose "
+            "another --out."
         )
 
 

@@ -219,7 +219,7 @@ def _trainer(run: _Run, resume: bool, world: World, interrupts: Interrupts) -> I
 
 
 def _resume(trainer: Trainer) -> bool:
-    """Restore the newest intact checkpoint, if there is one; return whether there is."""
+    """Restore the newest intact checkpoint and the metrics up to it; return whether there was one."""
     world, folder = trainer.world, trainer.folder
     # The main process chooses the checkpoint, and the other processes load the same one.
     newest = folder.checkpoints.newest(trainer.say) if world.is_main else None

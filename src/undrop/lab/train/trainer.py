@@ -149,8 +149,8 @@ class Trainer:
         if self._windows.position == 0:
             self._hidden, self._epoch_means = None, Means()
         self._last_log_time, self._tokens_since_log = time.perf_counter(), 0
-        progress = self.progress()
-        for window in self._windows:  # a window moves the position, so its progress is from before
+        progress = self.progress()  # before the loop takes a window, which moves the position
+        for window in self._windows:
             with self._explain_failures(window):
                 self._take_step(window, progress)
             progress = self.progress()

@@ -55,9 +55,9 @@ class Check:
     noise_ratio: Estimate | None
     """The trace of the objective's gradient noise, divided by that of dropout's noise at the same sites.
 
-    The objective's site weights, mask structure and ``implicit_factor`` count: for
-    ``Dropout(k, noise="analytic")`` the ratio is about 1 - 1/k. None if the objective has no analytic
-    noise: with implicit=False, k = 1, or the exact engine."""
+    The objective's site weights, mask structure and ``implicit_factor`` are part of its noise: for a
+    small p, the ratio is near 1 - 1/k with ``Dropout(k, noise="analytic")``. None if the objective has
+    no analytic noise: with implicit=False, k = 1, or the exact engine."""
     verdict: str
     """"good", "rough", "poor" or "unclear"."""
     draws: int

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 S = TypeVar("S")
 
-_ROUNDING = 1e-7  # relative error of a standard error that is 0 but for rounding
+_ROUNDING = 1e-7  # a standard error smaller than this part of its terms is 0 but for rounding
 
 
 @cache

@@ -37,9 +37,9 @@ def train(seed: int, epsilon: float, *, midpoints: bool) -> tuple[float, float]:
     model = MLP((64, 64, 64, 10), dropout=0.5)
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     objective = undrop.Analytic(engine=Antithetic(epsilon), strength=undrop.TAYLOR)
-    midpoints_fit = Prover._midpoints_fit
+    midpoints_agree = Prover._midpoints_agree
     if not midpoints:
-        Prover._midpoints_fit = lambda *_: False  # type: ignore[method-assign]
+        Prover._midpoints_agree = lambda *_: False  # type: ignore[method-assign]
     try:
         for _ in range(EPOCHS):
             for rows in train_rows[torch.randperm(TRAINING_DIGITS)].split(BATCH):
@@ -47,7 +47,7 @@ def train(seed: int, epsilon: float, *, midpoints: bool) -> tuple[float, float]:
                 objective(model, x[rows], y[rows]).backward()
                 optimizer.step()
     finally:
-        Prover._midpoints_fit = midpoints_fit  # type: ignore[method-assign]
+        Prover._midpoints_agree = midpoints_agree  # type: ignore[method-assign]
     model.eval()
     with torch.no_grad():
         logits = model(x[test_rows])

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from undrop.engines.layout import Layout
+
 
 class BlockTensor(Tensor):
     """A tensor with one value per block; ``blocks`` holds the values."""
@@ -27,6 +29,13 @@ class BlockTensor(Tensor):
         tensor: BlockTensor = blocks[0].detach().as_subclass(BlockTensor)
         tensor.blocks = blocks
         return tensor
+
+    @staticmethod
+    def noisy(h: Tensor, noise: Tensor, layout: Layout) -> BlockTensor:
+        """Return h ⊙ (1 ± noise), and before them h itself if the rows without noise are a block."""
+        change = h * noise.to(h)
+        blocks = (h + change, h - change)
+        return BlockTensor.of((h, *blocks) if len(layout.blocks) == 3 else blocks)
 
 
 def has_blocks(args: Any) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _EPSILON = 0.05
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_HALF = 5e-2
+_HALF_TOLERANCE = 5e-2
 
 
 class CandidateFailed(Exception):
@@ -57,8 +57,7 @@ class CandidatePass(StackedPass):
             return h
         noise = self.noise[self.index - 1].to(h)
         if dim is None:
-            blocks = (h + h * noise, h - h * noise)
-            return BlockTensor.of((h, *blocks) if layout.plain else blocks)
+            return BlockTensor.noisy(h, noise, layout)
         return h * _stacked_factors(noise, s, layout)
 
 
@@ -98,7 +97,7 @@ class Reference:
 
     @property
     def no_effect(self) -> bool:
-        """Whether the noise has no effect on the output, so every candidate agrees with it."""
+        """Whether the noise has no effect on the output, so every candidate agrees with these passes."""
         pairs = zip(*map(tensors_in, self.outputs), strict=True)
         return all(close(a, b, 100 * _rounding(a.dtype)) for a, b in pairs)
 
@@ -115,7 +114,7 @@ class Reference:
         return torch.addcmul(h, h, noise.to(h), value=self._sign)
 
     def check(self, plan: Plan, output: Any) -> None:
-        """Raise ``CandidateFailed`` if a stacked output differs from the plain ones, up to rounding."""
+        """Raise ``CandidateFailed`` if a stacked output differs from the plain ones beyond rounding."""
         rows, trees = self.rows, (output, self.prover.output, *self.outputs)
         leaves = zip(*(tensors_in(tree) for tree in trees), plan.output_dims, strict=True)
         for stacked, plain, up, down, dim in leaves:
@@ -190,14 +189,15 @@ def grown_dim(
 ) -> int | None:
     """Return the dimension that has the batch in ``before`` and the stacked batch in ``after``.
 
-    It is None if the shapes are equal. If they differ in any other way, raise ``CandidateFailed``.
+    It is None if the shapes are equal. If they differ in any other way, raise ``CandidateFailed``. With
+    ``flattened``, the dimension may be the batch flattened with another dimension.
     """
     if len(before) != len(after):
         raise CandidateFailed
-    changed = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
-    if not changed:
+    grown = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
+    if not grown:
         return None
-    (dim, *more) = changed
+    dim, *more = grown
     repeats = before[dim] // layout.batch
     fits = before[dim] == repeats * layout.batch and after[dim] == repeats * layout.total
     if more or not fits or (repeats != 1 and not flattened):
@@ -220,8 +220,7 @@ def _stored(x: Tensor) -> tuple[Tensor, ...]:
         return (x,)
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()
-    by_row = x.layout in (torch.sparse_csr, torch.sparse_bsr)
-    if by_row:
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
         return x.crow_indices(), x.col_indices(), x.values()
     return x.ccol_indices(), x.row_indices(), x.values()
 
@@ -247,7 +246,7 @@ def close(a: Tensor, b: Tensor, tolerance: float | None = None, floor: float = 0
         return bool((a == b).all())
     if not a.numel():
         return True
-    tolerance = _TOLERANCE.get(a.dtype, _HALF) if tolerance is None else tolerance
+    tolerance = _TOLERANCE.get(a.dtype, _HALF_TOLERANCE) if tolerance is None else tolerance
     a, b = without_nan(a).double(), without_nan(b).double()
     limit = tolerance * b.abs().max()
     return bool((a - b).abs().max() <= limit + floor)

@@ -42,15 +42,13 @@ _POOLING = """max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_m
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
     upsample_trilinear3d upsample_bicubic2d native_group_norm"""
 
-_FILLED = """zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full
-    new_empty_strided"""
-
 PROVEN = frozenset(
     " ".join((_SHAPES, _ARITHMETIC, _ACTIVATIONS, _PRODUCTS, _REDUCTIONS, _POOLING)).split()
 )
 """Names of aten ops whose reverse-over-forward derivative is proven correct."""
 
-
+_FILLED = """zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full
+    new_empty_strided"""
 CONSTANT = frozenset(_FILLED.split())
 """Names of aten ops whose result depends only on a tensor's shape and type, so it has no tangent."""
 
@@ -58,7 +56,7 @@ _CHECKPOINTING = "activation checkpointing"  # not an op, but it loses the tange
 _FUNCTION = "the autograd function"  # if it has a rule for tangents, that rule is not proven
 _ITEM = "Tensor.item"  # a plain number has no tangent
 _SCRIPT = "code in TorchScript"  # it loses the tangent from its second call on
-_NO_OPS = (_CHECKPOINTING, _FUNCTION, _ITEM, _SCRIPT, *BACKWARD.values())
+_NOT_ATEN = (_CHECKPOINTING, _FUNCTION, _ITEM, _SCRIPT, *BACKWARD.values())
 
 
 class TangentTrace(TorchDispatchMode):
@@ -71,6 +69,7 @@ class TangentTrace(TorchDispatchMode):
         super().__init__()
         self.ops: list[str] = []
         self.checking = True
+        """Whether ops are recorded; not within a rule."""
         self.scripted: Callable[[], bool] = lambda: False
         """Returns whether the op that runs now comes from TorchScript."""
         self._marked: set[StorageWeakRef] = set()
@@ -169,6 +168,7 @@ class _Counting(Interception):
             self.running -= 1
 
 
+@torch.no_grad()
 def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
     """Return the first unproven op that the tangent reaches; None if all are proven.
 
@@ -186,19 +186,14 @@ def first_unproven_op(model: nn.Module, inputs: Any) -> str | None:
         return h
 
     rules = {f: _unchecked(trace, f, rule) for f, rule in TANGENT_RULES.items()}
-    with (
-        RngSnapshot(model),
-        torch.no_grad(),
-        keep_buffers(model),
-        trace,
-        (mode := _Counting(model, mark, rules)),
-    ):
+    mode = _Counting(model, mark, rules)
+    with RngSnapshot(model), keep_buffers(model), trace, mode:
         trace.scripted = lambda: not mode.running
         try:
             call(model, inputs)
         except NotImplementedError:  # a tensor without storage, as inside torch.vmap
             return "torch.func's transforms"
     unproven = next((op for op in trace.ops if op not in PROVEN), None)
-    if unproven is not None and not unproven.startswith(_NO_OPS):
+    if unproven is not None and not unproven.startswith(_NOT_ATEN):
         unproven = f"aten::{unproven}"
     return unproven

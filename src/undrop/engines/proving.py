@@ -31,7 +31,6 @@ from undrop.engines.proof_passes import (
     close,
     equal,
     grown_dim,
-    without_nan,
 )
 from undrop.errors import EngineError, UndropError
 from undrop.intercept import Interception, Site, call, keep_buffers, logits_of, no_noise, tensors_in
@@ -74,6 +73,7 @@ class Prover:
         """Whether the plain pass drew random numbers; its dropout is off."""
         self.mask_draws: tuple[bool | None, ...] = ()
         self.reads_filled_tensor = False
+        """As in :class:`Plan`, for the plain pass; so are the mask draws."""
         self.no_effect = False
         """Whether noise had no effect on the output, so that the comparison proves nothing."""
 
@@ -118,27 +118,22 @@ class Prover:
         outputs = []
         self.before = buffers_of(self.batch.model)
         for _ in range(times):
-            mode = Interception(self.batch.model, no_noise)
-            with self.from_same_state(mode):
+            with self.from_same_state(mode := Interception(self.batch.model, no_noise)):
                 outputs.append(self.batch.forward())
                 self.buffers = buffers_of(self.batch.model)
-                self.draws_random_numbers = self._rng is not None and bool(
-                    self._rng.changed_generators()
-                )
+                changed_rng = self._rng is not None and self._rng.changed_generators()
+                self.draws_random_numbers = bool(changed_rng)
             self.sites, self.mask_draws = mode.sites, tuple(mode.mask_draws.values())
             self.reads_filled_tensor = mode.reads_filled_tensor
         self.output = outputs[-1]
         self.changed_buffers = changed(self.before, self.buffers)
-        for a, b in zip(
-            *(map(without_nan, tensors_in(out)) for out in (outputs[0], outputs[-1])), strict=True
-        ):
-            if not equal(a, b) and not close(a, b):
-                raise EngineError(
-                    f"two passes of {type(self.batch.model).__name__} without noise differ, so it "
-                    "draws random numbers that undrop can't repeat, or keeps state from one "
-                    "call to the next: draw from torch's, NumPy's or Python's global generators, and "
-                    "keep state in buffers."
-                )
+        pairs = zip(tensors_in(outputs[0]), tensors_in(self.output), strict=True)
+        if not all(equal(a, b) or close(a, b) for a, b in pairs):
+            raise EngineError(
+                f"two passes of {type(self.batch.model).__name__} without noise differ, so it draws "
+                "random numbers that undrop can't repeat, or keeps state from one call to the next: "
+                "draw from torch's, NumPy's or Python's global generators, and keep state in buffers."
+            )
 
     def adapted(self, last: Plan) -> Plan:
         """Return the last plan for the new shapes, without a proof."""
@@ -149,10 +144,9 @@ class Prover:
     def proven_again(self, last: Plan) -> Plan | None:
         """Prove the last plan for this batch; return it, or None if it is wrong for this batch."""
         try:
-            rows = self._rows(last.dim)
-            reference = Reference(self, rows, last.dim)
+            reference = Reference(self, self._rows(last.dim), last.dim)
             self.no_effect = reference.no_effect
-            draft = self._draft_like(last, rows)
+            draft = self._draft_like(last, reference.rows)
             plan = self._proven(draft, reference, midpoints=last.midpoints)
         except (CandidateFailed, PlanChanged, NotStackable, UndropError, *_MODEL_ERRORS):
             return None
@@ -171,8 +165,7 @@ class Prover:
         reason, fallback = "its examples interact", None
         for dim in self._dims(last):
             try:
-                rows = self._rows(dim)
-                reference = Reference(self, rows, dim)
+                reference = Reference(self, self._rows(dim), dim)
                 self.no_effect = reference.no_effect
             except (CandidateFailed, UndropError, *_MODEL_ERRORS):
                 continue
@@ -187,7 +180,7 @@ class Prover:
                 except (CandidateFailed, PlanChanged, *_MODEL_ERRORS):
                     continue
                 else:
-                    if not _shares_masks(plan, rows.layout.batch):
+                    if not _shares_masks(plan, reference.rows.layout.batch):
                         return plan
                     fallback = fallback or plan
         if fallback is None:
@@ -301,7 +294,7 @@ class Prover:
 
         The noise is that of the reference passes times ``scale``; without a reference there is none.
         """
-        noise = None if reference is None else [scale * each for each in reference.noise]
+        noise = None if reference is None else [scale * x for x in reference.noise]
         mode = CandidatePass(self.batch.model, draft, rows, noise)
         inputs = self.batch.inputs
         if not draft.at_first_site:

@@ -41,62 +41,45 @@ def _gru(ax: Tensor, ah: Tensor, state: State) -> State:
     return (n + z * (state[0] - n),)
 
 
-def _tanh(ax: Tensor, ah: Tensor, state: State) -> State:
-    return (torch.tanh(ax + ah),)
-
-
-def _relu(ax: Tensor, ah: Tensor, state: State) -> State:
-    return (torch.relu(ax + ah),)
-
-
 CELLS: dict[Callable[..., object], Callable[[Tensor, Tensor, State], State]] = {
     torch.lstm: _lstm,
     torch.gru: _gru,
-    torch.rnn_tanh: _tanh,
-    torch.rnn_relu: _relu,
+    torch.rnn_tanh: lambda ax, ah, _: (torch.tanh(ax + ah),),
+    torch.rnn_relu: lambda ax, ah, _: (torch.relu(ax + ah),),
 }
 """The cell of each recurrent function: (W_ih x + b_ih, W_hh h + b_hh, state) ↦ new state.
 
 The first tensor of a state is the hidden state h."""
 
 
-def run_direction(
-    cell: Callable[[Tensor, Tensor, State], State],
-    x: Tensor,
-    sizes: Sequence[int],
-    state: State,
-    weights: Sequence[Tensor],
-    *,
-    has_bias: bool,
-    reverse: bool,
+def _direction(
+    call: RecurrentCall, direction: int, x: Tensor, sizes: Sequence[int]
 ) -> tuple[Tensor, State]:
     """Run one direction of one layer over a packed sequence; return its outputs and the final state.
 
     Args:
-        cell: the cell, an entry of ``CELLS``.
+        call: the call of the layer; in its weights, a projection (``proj_size``) comes last.
+        direction: 0, or 1 if time runs backwards.
         x: the packed sequence, of shape (Σ sizes, I).
         sizes: the number of sequences that are still running at each time step; torch packs the longest
             sequence first. A plain batch has the same number at every step.
-        state: the initial state; each tensor is (B, H).
-        weights: the weights and biases; a projection (``proj_size``) is the last.
-        has_bias: whether there are biases.
-        reverse: whether time runs backwards.
     """
-    w_ih, w_hh, *rest = weights
-    b_ih, b_hh = (rest[0], rest[1]) if has_bias else (None, None)
-    projection = rest[2 if has_bias else 0] if len(rest) in (1, 3) else None
+    width = len(call.weights) // call.directions
+    w_ih, w_hh, *rest = call.weights[direction * width : (direction + 1) * width]
+    b_ih, b_hh = (rest.pop(0), rest.pop(0)) if call.has_bias else (None, None)
+    state = tuple(s[direction] for s in call.state)
     steps = F.linear(x, w_ih, b_ih).split(list(sizes))
     outputs: list[Tensor] = []
-    for ax in reversed(steps) if reverse else steps:
+    for ax in reversed(steps) if direction else steps:
         n = len(ax)
         running = tuple(s[:n] for s in state)
-        new = cell(ax, F.linear(running[0], w_hh, b_hh), running)
-        if projection is not None:
-            new = (F.linear(new[0], projection), *new[1:])
+        new = CELLS[call.function](ax, F.linear(running[0], w_hh, b_hh), running)
+        if rest:
+            new = (F.linear(new[0], rest[0]), *new[1:])
         outputs.append(new[0])
         # A sequence that has ended, or in reverse has not started, keeps its state.
         state = tuple(torch.cat((a, b[n:])) for a, b in zip(new, state, strict=True))
-    return torch.cat(outputs[::-1] if reverse else outputs), state
+    return torch.cat(outputs[::-1] if direction else outputs), state
 
 
 def _attention(mode: Interception, *args: Any, **kwargs: Any) -> Tensor:
@@ -115,20 +98,8 @@ def _layer(call: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = call.x.transpose(0, 1) if call.batch_first else call.x
         sizes, shape = [x.shape[1]] * len(x), x.shape[:2]
         x = x.flatten(0, 1)
-    width = len(call.weights) // call.directions
-    outputs, finals = [], []
-    for d in range(call.directions):
-        out, final = run_direction(
-            CELLS[call.function],
-            x,
-            sizes,
-            tuple(s[d] for s in call.state),
-            call.weights[d * width : (d + 1) * width],
-            has_bias=call.has_bias,
-            reverse=d == 1,
-        )
-        outputs.append(out)
-        finals.append(final)
+    results = [_direction(call, d, x, sizes) for d in range(call.directions)]
+    outputs, finals = zip(*results, strict=True)
     out = torch.cat(outputs, -1).unflatten(0, shape)
     if call.batch_sizes is None and call.batch_first:
         out = out.transpose(0, 1)
@@ -167,20 +138,20 @@ def check_derivative(request: Request, engine: str) -> None:
         return
     _checked.add(model)
     with torch.enable_grad():
-        backward, forward, tolerance = _derivatives(request)
-    if abs(backward - forward) > tolerance:
+        by_reverse_mode, by_differences, tolerance = _rates_of_change(request)
+    if abs(by_reverse_mode - by_differences) > tolerance:
         _log.warning(
             "the %s engine misses a part of what dropout does in %s: along one draw of the noise the "
             "loss changes at a rate of %.3g, but reverse mode computes %.3g. Look for detach(), "
             "no_grad(), a gradient hook or a custom autograd function, or use engine='auto'.",
             engine,
             type(model).__name__,
-            forward,
-            backward,
+            by_differences,
+            by_reverse_mode,
         )
 
 
-def _derivatives(request: Request) -> tuple[float, float, float]:
+def _rates_of_change(request: Request) -> tuple[float, float, float]:
     """Return ∂ℓ/∂ε by reverse mode and by finite differences, and the tolerance for their difference."""
     model = bare(request.batch.model)  # DDP waits for the backward pass of every forward pass
     rng = RngSnapshot(model)
@@ -201,25 +172,19 @@ def _derivatives(request: Request) -> tuple[float, float, float]:
     products = torch.cat([x.double().flatten() for x in _products(loss, zeros)])
     step = _STEP[loss.dtype] / max(1.0, *(draw.scale(site) for site in zeros.sites))
     with torch.no_grad():
-        up, down = (
-            float(loss_under(Interception(model, ScaledNoise(draw, e)))) for e in (step, -step)
-        )
+        modes = (Interception(model, ScaledNoise(draw, epsilon)) for epsilon in (step, -step))
+        up, down = (float(loss_under(mode)) for mode in modes)
     rng.restore()
-    forward = (up - down) / (2 * step)
+    by_differences = (up - down) / (2 * step)
     rounding = 100 * torch.finfo(loss.dtype).eps * abs(float(loss.detach())) / step
-    size = max(float(products.norm()), abs(forward))  # the terms of the sum may cancel
-    return float(products.sum()), forward, _TOLERANCE[loss.dtype] * size + rounding
+    size = max(float(products.norm()), abs(by_differences))  # the terms of the sum may cancel
+    return float(products.sum()), by_differences, _TOLERANCE[loss.dtype] * size + rounding
 
 
 def _products(scalar: Tensor, action: ZeroLeaves, **options: Any) -> list[Tensor]:
     """Return σ_j η_j ∂scalar/∂z_j of every site."""
-    leaves = action.leaves
-    pairs = [
-        (action.draw.sigma_eta(site, leaf), gradient)
-        for site, leaf, gradient in zip(
-            action.sites, leaves, gradients(scalar, leaves, **options), strict=True
-        )
-    ]
+    noise = map(action.draw.sigma_eta, action.sites, action.leaves)
+    pairs = zip(noise, gradients(scalar, action.leaves, **options), strict=True)
     return [gradient * sigma_eta for sigma_eta, gradient in pairs if sigma_eta is not None]
 
 
@@ -256,11 +221,11 @@ class DoubleBackward(Engine):
 class Reverse(DoubleBackward):
     """Algorithm 3 of the paper, for any mask structure.
 
-    For each of the N terms a label ŷ is drawn from the model's prediction. With S = Σ ℓ(F, ŷ), the
-    explicit part is Σ_j σ_j² (∂S/∂z_j)² / N. The gradients of different terms are independent and have
-    mean zero, so the square of their sum has the right mean even if terms share an η. The *value* is
-    unbiased. Its gradient is not, because the probabilities of the labels are not differentiated. The
-    implicit part is Σ_j σ_j η_j ∂ℓ/∂z_j.
+    For each of the N terms of the loss, a label ŷ is drawn from the model's prediction. With
+    S = Σ ℓ(F, ŷ), the explicit part is Σ_j σ_j² (∂S/∂z_j)² / N. The gradients of different terms are
+    independent and have mean zero, so the square of their sum has the right mean even if terms share an
+    η. The *value* is unbiased. Its gradient is not, because the probabilities of the labels are not
+    differentiated. The implicit part is Σ_j σ_j η_j ∂ℓ/∂z_j.
     """
 
     name = "reverse"
@@ -300,9 +265,8 @@ class Exact(DoubleBackward):
 
     def _parts(self, request: Request, action: ZeroLeaves, logits: Tensor) -> Derivatives:
         zero = torch.zeros_like(logits.sum())
-        explicit = (
-            self._explicit(request, action, logits) if request.coefficients.quadratic else zero
-        )
+        needed = bool(request.coefficients.quadratic)
+        explicit = self._explicit(request, action, logits) if needed else zero
         loss = request.loss.value(logits, request.batch.targets)
         return Derivatives(loss, explicit, zero)
 

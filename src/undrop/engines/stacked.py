@@ -74,9 +74,9 @@ class StackedPass(Interception):
         if not self._compiled and getattr(func, "__name__", "") not in _METADATA:
             self.trail = hash((self.trail, func))
         if types or self._filled_tensors:
-            found = self.handle_random_values(func, types, args, kwargs or {})
-            if found is not NotImplemented:
-                return found
+            result = self.handle_random_values(func, types, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
         if types and BlockTensor in types and func not in RECURRENT:
             if func in SITE_RULES:
                 raise NotStackable(f"noise on a weight reaches another dropout, {func.__name__}")
@@ -173,16 +173,14 @@ class StackedPass(Interception):
         if noise is None:
             return h
         if s.dim is None:
-            change = h * noise.to(h)
-            blocks = (h + change, h - change)
-            return BlockTensor.of((h, *blocks) if len(self.rows.layout.blocks) == 3 else blocks)
+            return BlockTensor.noisy(h, noise, self.rows.layout)
         if h.shape[s.dim] != self.rows.layout.total * s.repeats:
             raise PlanChanged
         factors: Tensor = noise.to(h)
         return h * factors
 
     def site(self, *args: Any, **kwargs: Any) -> Site:
-        """Return the next site, for rules that name it in an error message."""
+        """Return the site that comes next."""
         return self.plan.sites[min(self.index, len(self.plan.sites) - 1)].site
 
     def batch_dim(self, x: Tensor) -> int | None:
@@ -259,14 +257,9 @@ def _recurrent(function: Callable[..., Any], mode: StackedPass, *args: Any) -> A
 
 
 def _run_blocks(mode: StackedPass, layer: RecurrentCall) -> tuple[Tensor, tuple[Tensor, ...]]:
-    out, *final = mode.blockwise(
-        lambda *a: layer._replace(**dict(zip(_PARTS, a, strict=True))).run(),
-        *(getattr(layer, part) for part in _PARTS),
-    )
-    return out, tuple(final[0])
-
-
-_PARTS = ("x", "state", "weights")
+    fields: Any = {"x": layer.x, "state": layer.state, "weights": layer.weights}
+    out, final = mode.blockwise(lambda **block: layer._replace(**block).run(), **fields)
+    return out, tuple(final)
 
 
 def _batch_norm(
@@ -294,12 +287,8 @@ def _batch_norm(
     return torch.cat((normalized, F.batch_norm(minus, mean, var, *options)))
 
 
-_STACKED_RULES: dict[Callable[..., Any], Rule] = {
-    **{function: partial(_recurrent, function) for function in RECURRENT},
-    F.batch_norm: _batch_norm,
-}
-
-
+_STACKED_RULES: dict[Callable[..., Any], Rule] = {f: partial(_recurrent, f) for f in RECURRENT}
+_STACKED_RULES[F.batch_norm] = _batch_norm
 _rules: dict[tuple[bool, int, int], dict[Callable[..., Any], Rule]] = {}
 
 

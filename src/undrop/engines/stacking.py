@@ -40,19 +40,16 @@ _BRANCHES = 64  # above this number of branches, a new one is proven only if it 
 class Proof:
     """A plan, and the trails of the model for which it is proven."""
 
-    plan: Plan | str
-    """The plan, or why there is none."""
+    plan: Plan | None
+    """The plan; None if the search found none."""
+    reason: str = ""
+    """The reason why there is no plan."""
     trails: set[int] = field(default_factory=set)
     """The trails of the model's passes so far."""
     steps: int = 0
     """The number of steps that used the plan, in this process."""
     no_effect: bool = False
     """Whether noise had no effect on the output."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the search found no plan."""
-        return isinstance(self.plan, str)
 
 
 @dataclass
@@ -63,7 +60,7 @@ class Stacking:
     """By ``Request.plan_key``."""
     modes: tuple[bool, ...] = ()
     """Which modules were in train mode when a search failed."""
-    found: int = 0
+    plans_found: int = 0
     """The number of plans that searches have found."""
     last: Plan | None = None
     """The plan that was found last."""
@@ -78,7 +75,7 @@ class Stacking:
         """Forget all plans, because the model behaves differently now."""
         self.proofs.clear()
         self.at_first_site_allowed &= self.last is None or not self.last.at_first_site
-        self.found, self.last = 0, None
+        self.plans_found, self.last = 0, None
 
 
 _STACKING: weakref.WeakKeyDictionary[nn.Module, Stacking] = weakref.WeakKeyDictionary()
@@ -95,16 +92,15 @@ def find_plan(request: Request, *, again: bool = False) -> tuple[Plan | None, st
     if again:
         stacking.forget_plans()
     proof = stacking.proofs.get(request.plan_key)
-    # A failed search is repeated if a module has switched between train and eval mode since then.
-    if (
-        proof is None
-        or proof.plan == NO_DROPOUT
-        or (proof.failed and stacking.modes != _modes(model))
-    ):
+    # A search that failed is repeated if a module has switched between train and eval mode since.
+    if proof is not None and proof.plan is None:
+        outdated = proof.reason == NO_DROPOUT or stacking.modes != _modes(model)
+        proof = None if outdated else proof
+    if proof is None:
         proof = stacking.proofs[request.plan_key] = _search(request, stacking)
-        if proof.failed:
+        if proof.plan is None:
             stacking.modes = _modes(model)
-    return (None, proof.plan) if isinstance(proof.plan, str) else (proof.plan, "")
+    return proof.plan, proof.reason
 
 
 def plan_is_right(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
@@ -118,7 +114,7 @@ def plan_is_right(request: Request, trail: int, rng: RngSnapshot | None) -> bool
     """
     model = request.batch.model
     proof = _STACKING[model].proofs.get(request.plan_key)
-    if proof is None or isinstance(proof.plan, str):
+    if proof is None or proof.plan is None:
         return True  # another thread has started a new search
     proof.steps += 1
     n, branches = proof.steps, len(proof.trails)
@@ -179,11 +175,11 @@ def _search(request: Request, stacking: Stacking) -> Proof:
         try:
             plan = _proven_plan(prover, stacking)
         except NotStackable as reason:
-            return Proof(str(reason))
+            return Proof(None, str(reason))
         finally:
             stacking.draws_random_numbers |= prover.draws_random_numbers
             stacking.changed_buffers = prover.changed_buffers or stacking.changed_buffers
-    stacking.found, stacking.last = stacking.found + 1, plan
+    stacking.plans_found, stacking.last = stacking.plans_found + 1, plan
     return Proof(plan, no_effect=prover.no_effect)
 
 
@@ -193,7 +189,7 @@ def _proven_plan(prover: Prover, stacking: Stacking) -> Plan:
     if last is not None and is_sharded(prover.batch.model):
         prover.run_plain(1)
         return prover.adapted(last)  # every process must run the same number of passes
-    if last is not None and stacking.found >= _FULL_SEARCHES:
+    if last is not None and stacking.plans_found >= _FULL_SEARCHES:
         prover.run_plain(1)
         plan = prover.proven_again(last)
         if plan is not None:

@@ -37,7 +37,7 @@ class Tangent(Engine):
         """Return c₀ℓ + c₁uᵀHu + c₂∂ℓ/∂ε with a graph, and its parts."""
         refuse_fraction(self, request)
         if request.batch.model not in _proven:
-            _check_proof(request, 0)
+            _check_proof(request, 0)  # before the first pass, which has no trail yet
         with _forward_mode():
             with Interception(request.batch.model, DualNoise(request.draw), TANGENT_RULES) as mode:
                 dual_output, dual_f = _run(request)

@@ -74,11 +74,6 @@ for _backward in BACKWARD:
     TANGENT_RULES.register(_backward)(partial(_refuse_tangents, _backward))
 
 
-def _softmax_dim(x: Tensor, dim: int | None) -> int:
-    """Return ``dim``, or if it is None the dimension that torch chooses (with a warning)."""
-    return dim if dim is not None else 0 if x.dim() in (0, 1, 3) else 1
-
-
 def _softmax(
     function: Callable[..., Tensor], mode: Interception, input: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
@@ -87,7 +82,9 @@ def _softmax(
     out = function(x, *args, **kwargs)
     if tangent is None:
         return out
-    dim = _softmax_dim(x, args[0] if args else kwargs.get("dim"))
+    dim = args[0] if args else kwargs.get("dim")
+    if dim is None:  # torch warns and chooses this one
+        dim = 0 if x.dim() in (0, 1, 3) else 1
     log = function.__name__ == "log_softmax"
     tangent, p = tangent.to(out.dtype), out.exp() if log else out
     px = p * tangent
@@ -143,17 +140,14 @@ def _flex_attention(mode: Interception, *args: Any) -> Any:
     return unfused_flex(mode, FlexCall(*args), partial(_softmax, torch.softmax, mode))
 
 
-def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    """(x - mean)/sqrt(var + eps) over dims, in operations that are right on dual numbers."""
+def _normalized(
+    x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """(x - mean)/sqrt(var + eps) · weight + bias, in operations that are right on dual numbers."""
     centered = x - x.mean(dims, keepdim=True)
-    return centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-
-
-def _scale_and_shift(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Multiply by the weight and add the bias of each channel (dimension 1)."""
-    shape = (1, -1, *(1,) * (out.dim() - 2))
-    out = out if weight is None else out * weight.view(shape)
-    return out if bias is None else out + bias.view(shape)
+    out = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
 
 
 @TANGENT_RULES.register(F.layer_norm)
@@ -169,14 +163,12 @@ def _layer_norm(
     if not has_tangent(input, weight, bias):
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     size = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
-    out = _normalized(input, tuple(range(-size, 0)), eps)
-    out = out if weight is None else out * weight
-    return out if bias is None else out + bias
+    return _normalized(input, tuple(range(-size, 0)), weight, bias, eps)
 
 
 def _channel_norm(
     function: Callable[..., Tensor],
-    dims_before_space: tuple[int, ...],
+    leading_dims: tuple[int, ...],
     mode: Interception,
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -188,14 +180,12 @@ def _channel_norm(
     eps: float = 1e-5,
     **flag: bool,
 ) -> Tensor:
-    """Batch and instance norm in plain operations.
+    """Batch and instance norm in plain operations, over ``leading_dims`` and the spatial dimensions.
 
     F.batch_norm has the argument ``training``, and F.instance_norm ``use_input_stats`` in its place.
     Torch's own function updates the running statistics.
     """
-    if (
-        batch_statistics is None
-    ):  # the default is False for F.batch_norm and True for F.instance_norm
+    if batch_statistics is None:  # by default True for F.instance_norm only
         batch_statistics = next(iter(flag.values()), function is F.instance_norm)
     rest = (running_mean, running_var, weight, bias, batch_statistics, momentum, eps)
     if not batch_statistics or not has_tangent(input, weight, bias):
@@ -203,8 +193,9 @@ def _channel_norm(
     if running_mean is not None:
         with torch.no_grad():
             function(unpacked(input)[0], running_mean, running_var, None, None, *rest[4:])
-    out = _normalized(input, (*dims_before_space, *range(2, input.dim())), eps)
-    return _scale_and_shift(out, weight, bias)
+    shape = (-1, *(1,) * (input.dim() - 2))  # one value per channel, which is dimension 1
+    weight, bias = (t if t is None else t.view(shape) for t in (weight, bias))
+    return _normalized(input, (*leading_dims, *range(2, input.dim())), weight, bias, eps)
 
 
 TANGENT_RULES.register(F.batch_norm)(partial(_channel_norm, F.batch_norm, (0,)))

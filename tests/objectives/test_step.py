@@ -293,17 +293,35 @@ def test_a_second_backward_of_a_step_is_refused(objective):
         step.backward()
 
 
-def test_a_second_backward_after_an_error_in_a_later_sample_is_refused(monkeypatch):
+@pytest.mark.parametrize("read", [lambda s: s.backward(), lambda s: s.total, lambda s: s.parts])
+@pytest.mark.parametrize("fail", [lambda s: s.backward(), lambda s: s.total])
+def test_a_step_that_an_error_interrupted_is_refused(monkeypatch, fail, read):
     p, objective = problem("mlp"), undrop.Dropout(3, generator=new_generator(0))
     step = objective(p.model, p.inputs, p.targets)
 
     def failing(*args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(objective, "forward_and_loss", failing)
+    with monkeypatch.context() as patch:
+        patch.setattr(objective, "forward_and_loss", failing)
+        with pytest.raises(RuntimeError, match="no memory"):
+            fail(step)
+    with pytest.raises(StepError, match="interrupted this step, so its total is incomplete"):
+        read(step)
+
+
+def test_a_step_whose_backward_pass_failed_is_refused():
+    p, objective = problem("mlp"), undrop.Analytic(generator=new_generator(0))
+    step = objective(p.model, p.inputs, p.targets)
+
+    def failing(gradient):
+        raise RuntimeError("no memory")
+
+    hook = next(p.model.parameters()).register_hook(failing)
     with pytest.raises(RuntimeError, match="no memory"):
         step.backward()
-    with pytest.raises(StepError, match="call the objective again"):
+    hook.remove()
+    with pytest.raises(StepError, match="interrupted this step"):
         step.backward()
 
 

@@ -70,6 +70,8 @@ class Step:
         self._with_graph = [first]
         self._differentiated: list[Evaluation] = []
         self._later = iter(()) if first.last else later
+        self._interrupted = False
+        """Whether an error has interrupted an evaluation or its backward pass."""
 
     @property
     def output(self) -> Any:
@@ -112,19 +114,33 @@ class Step:
             )
         while self._with_graph or self._next():
             evaluation = self._with_graph.pop(0)
-            (evaluation.total if scale == 1.0 else evaluation.total * scale).backward()
+            with self._noting_errors():
+                (evaluation.total if scale == 1.0 else evaluation.total * scale).backward()
             evaluation.total = evaluation.total.detach()
             self._differentiated.append(evaluation)
 
     def _next(self) -> bool:
         """Run the next evaluation; return False if there is none."""
-        evaluation = next(self._later, None)
+        with self._noting_errors():
+            evaluation = next(self._later, None)
         if evaluation is None:
             return False
         self._with_graph.append(evaluation)
         if evaluation.last:
             self._later = iter(())
         return True
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Run a block; after an error in it, every later block is refused."""
+        if self._interrupted:
+            raise StepError(
+                "an error has interrupted this step, so its total is incomplete: call the objective "
+                "again for a new step."
+            )
+        self._interrupted = True
+        yield
+        self._interrupted = False
 
     @untraced
     def _run_all(self) -> None:

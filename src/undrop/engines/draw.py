@@ -74,7 +74,8 @@ class Draw:
         if scale == 0.0:
             return None
         reference = self._noise.get(site.name)
-        if reference is None or (noise := reference()) is None:
+        noise = reference() if reference is not None else None
+        if noise is None:
             noise = self._draw(site, h, scale)
             self._noise[site.name] = TensorWeakRef(noise)
         return noise

@@ -139,8 +139,8 @@ class Reference:
         The stacked pass has tiny noise. Changes are compared, not values: one step changes a running
         count of examples by little.
         """
-        for name, plain in self.prover.buffers.items():
-            before = self.prover.before.get(name, torch.zeros_like(plain))
+        for name, plain in self.prover.plain_buffers.items():
+            before = self.prover.buffers_before.get(name, torch.zeros_like(plain))
             if name not in after or not _same_change(after[name], plain, before):
                 raise NotStackable(f"its buffer {name!r} depends on all examples")
 

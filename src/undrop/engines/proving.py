@@ -61,9 +61,9 @@ class Prover:
         """The sites of the plain pass."""
         self.output: Any = None
         """The output of the plain pass."""
-        self.before: dict[str, Tensor] = {}
+        self.buffers_before: dict[str, Tensor] = {}
         """The model's buffers before a pass."""
-        self.buffers: dict[str, Tensor] = {}
+        self.plain_buffers: dict[str, Tensor] = {}
         """The model's buffers after the plain pass."""
         self.stacked_buffers: dict[str, Tensor] = {}
         """The model's buffers after a stacked pass."""
@@ -72,8 +72,9 @@ class Prover:
         self.draws_random_numbers = False
         """Whether the plain pass drew random numbers; its dropout is off."""
         self.mask_draws: tuple[bool | None, ...] = ()
+        """What the plain pass found for ``Plan.mask_draws``."""
         self.reads_filled_tensor = False
-        """As in :class:`Plan`, for the plain pass; so are the mask draws."""
+        """What the plain pass found for ``Plan.reads_filled_tensor``."""
         self.no_effect = False
         """Whether noise had no effect on the output, so that the comparison proves nothing."""
 
@@ -116,17 +117,17 @@ class Prover:
     def run_plain(self, times: int = 2) -> None:
         """Run the model without noise; raise an ``EngineError`` if two outputs differ."""
         outputs = []
-        self.before = buffers_of(self.batch.model)
+        self.buffers_before = buffers_of(self.batch.model)
         for _ in range(times):
             with self.from_same_state(mode := Interception(self.batch.model, no_noise)):
                 outputs.append(self.batch.forward())
-                self.buffers = buffers_of(self.batch.model)
+                self.plain_buffers = buffers_of(self.batch.model)
                 changed_rng = self._rng is not None and self._rng.changed_generators()
                 self.draws_random_numbers = bool(changed_rng)
             self.sites, self.mask_draws = mode.sites, tuple(mode.mask_draws.values())
             self.reads_filled_tensor = mode.reads_filled_tensor
         self.output = outputs[-1]
-        self.changed_buffers = changed(self.before, self.buffers)
+        self.changed_buffers = changed(self.buffers_before, self.plain_buffers)
         pairs = zip(tensors_in(outputs[0]), tensors_in(self.output), strict=True)
         if not all(equal(a, b) or close(a, b) for a, b in pairs):
             raise EngineError(
@@ -259,7 +260,7 @@ class Prover:
         """
         plan, output = self._run(draft, reference.rows, reference)
         reference.check(plan, output)
-        if self.changed_buffers or changed(self.before, self.stacked_buffers):
+        if self.changed_buffers or changed(self.buffers_before, self.stacked_buffers):
             self._run(plan, reference.rows, reference, 1e-3)
             reference.check_buffers(self.stacked_buffers)
         midpoints = midpoints and self._midpoints_agree(plan, reference, output)

@@ -1,7 +1,7 @@
 """Objectives: what training minimizes."""
 
 from undrop.objectives.analytic import PAPER, TAYLOR, Analytic
-from undrop.objectives.base import Objective
+from undrop.objectives.base import OBJECTIVES, Objective
 from undrop.objectives.dropout import Dropout, EarlyDropout
 from undrop.objectives.jacobian import Jacobian
 from undrop.objectives.no_regularization import L2, NoRegularization
@@ -11,6 +11,7 @@ from undrop.objectives.step import Step
 
 __all__ = [
     "L2",
+    "OBJECTIVES",
     "PAPER",
     "SAM",
     "TAYLOR",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from undrop.engines import Engine, Evaluation, Request, as_engine
 from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import FORMS, Coefficients
-from undrop.objectives.base import LossLike, Objective
+from undrop.objectives.base import OBJECTIVES, LossLike, Objective
 from undrop.options import as_float, check_int
 
 PAPER = 1.0
@@ -22,6 +23,7 @@ TAYLOR = 0.5
 """The strength that Taylor's formula gives: half of the paper's."""
 
 
+@OBJECTIVES.register("analytic", about="R_approx and ξ_approx in place of dropout (Algorithm 2)")
 class Analytic(Objective):
     """ℓ + strength·R_approx + ξ_approx (Algorithm 2), with no dropout at all.
 
@@ -129,6 +131,14 @@ class Analytic(Objective):
         options |= {"form": self.explicit or "hessian", "fraction": self.fraction}
         options |= {"batch_dim": self.batch_dim, "exact_output": self.exact_output}
         return super().request(batch, coefficients, **options)
+
+
+OBJECTIVES.register("explicit", about="R_approx alone in place of dropout")(
+    partial(Analytic, implicit=False)
+)
+OBJECTIVES.register("implicit", about="ξ_approx alone in place of dropout")(
+    partial(Analytic, explicit=None)
+)
 
 
 def _check_options(explicit: str | None, implicit: bool, fraction: float) -> None:

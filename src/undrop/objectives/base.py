@@ -36,6 +36,7 @@ from undrop.intercept import (
 from undrop.losses import Coefficients, Loss, as_loss
 from undrop.objectives.checks import StepCheck, warn_of_unused_outputs
 from undrop.objectives.step import AutocastState, Step
+from undrop.registry import Registry
 from undrop.torch_compat import Backend, force_eager, portable_lstm, untraced
 
 _log = logging.getLogger("undrop")
@@ -256,6 +257,10 @@ class Objective(ABC):
         """Resume from a saved state."""
         self.steps = int(state["steps"])
         self.generators.load_state_dict(state["generators"])
+
+
+OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry("objective")
+"""The objectives that ``undrop train`` knows; some are the same class with other defaults."""
 
 
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -11,13 +12,17 @@ from undrop.engines import Engine, Evaluation, as_engine, dropout_masks
 from undrop.errors import OptionError
 from undrop.intercept import Batch, Selection
 from undrop.losses import Coefficients
-from undrop.objectives.base import LossLike, Objective
+from undrop.objectives.base import OBJECTIVES, LossLike, Objective
 from undrop.objectives.site_p import SiteMasks, find_p_attributes, set_p
 from undrop.options import check_int
 
 NOISES = (None, "resampled", "analytic")
 
 
+@OBJECTIVES.register(
+    "dropout",
+    about="Plain dropout; with the option k, the mean loss over k masks (Algorithm 1)",
+)
 class Dropout(Objective):
     """Drop_k (Algorithm 1): the mean loss over k dropout masks; k = 1 is plain dropout.
 
@@ -104,6 +109,23 @@ class Dropout(Objective):
         return Evaluation(total, {part: total.detach()}, lambda: output, last=last)
 
 
+OBJECTIVES.register("drop-k", about="Dropout with the mean loss over k = 8 masks")(
+    partial(Dropout, k=8)
+)
+OBJECTIVES.register(
+    "drop-k-resampled",
+    about="drop-k plus the noise that averaging removes, from fresh masks (Sec. 3.1)",
+)(partial(Dropout, k=8, noise="resampled"))
+OBJECTIVES.register(
+    "drop-k-analytic",
+    about="drop-k plus the noise that averaging removes, as ξ_approx (Algorithm 4)",
+)(partial(Dropout, k=8, noise="analytic"))
+
+
+@OBJECTIVES.register(
+    "early-dropout",
+    about="Dropout for the first `until` steps, and none after (Liu et al. 2023)",
+)
 class EarlyDropout(Dropout):
     """Dropout for the first ``until`` steps, and none after that (Liu et al. 2023).
 

@@ -23,10 +23,14 @@ from undrop.intercept import (
 )
 from undrop.losses import Coefficients
 from undrop.noise import draw_noise
-from undrop.objectives.base import LossLike, Objective
+from undrop.objectives.base import OBJECTIVES, LossLike, Objective
 from undrop.options import check_not_negative
 
 
+@OBJECTIVES.register(
+    "jacobian",
+    about="The loss plus ½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman et al. 2019)",
+)
 class Jacobian(Objective):
     """ℓ + ½·weight·‖J‖², J = ∂F/∂h at one activation h, without dropout (Hoffman, Roberts & Yaida 2019).
 

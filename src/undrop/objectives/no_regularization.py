@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from undrop.engines import Evaluation
 from undrop.intercept import Batch
-from undrop.objectives.base import LossLike, Objective
+from undrop.objectives.base import OBJECTIVES, LossLike, Objective
 from undrop.options import check_not_negative
 
 
+@OBJECTIVES.register("none", about="The loss alone, with every dropout of the model switched off")
 class NoRegularization(Objective):
     """The loss alone, with every dropout of the model switched off (ε = 0)."""
 
@@ -41,3 +43,8 @@ class L2(NoRegularization):
         penalty = self.weight * sum(squares, torch.zeros_like(plain.total))
         parts = {**plain.parts, "l2": penalty.detach()}
         yield Evaluation(plain.total + penalty, parts, plain.make_output)
+
+
+OBJECTIVES.register(
+    "l2", about="The loss plus weight · Σ ‖W‖² over all trainable parameters, without dropout"
+)(partial(L2, weight=1e-5))

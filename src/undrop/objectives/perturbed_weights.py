@@ -11,10 +11,14 @@ from torch import Tensor
 from undrop.autodiff import gradients
 from undrop.engines import Evaluation, dropout_masks
 from undrop.intercept import Batch, keep_statistics, no_noise
-from undrop.objectives.base import LossLike, Objective
+from undrop.objectives.base import OBJECTIVES, LossLike, Objective
 from undrop.options import check_not_negative
 
 
+@OBJECTIVES.register(
+    "sam",
+    about="Sharpness-aware minimization, on top of dropout (Foret et al. 2021)",
+)
 class SAM(Objective):
     """Sharpness-aware minimization (Foret et al. 2021), on top of the model's dropout.
 
@@ -53,6 +57,10 @@ class SAM(Objective):
         yield Evaluation(_with_gradient(value, weights, gradient), {"loss": value}, lambda: output)
 
 
+@OBJECTIVES.register(
+    "weight-noise",
+    about="The mean loss at weights W + noise and W - noise, without dropout (Zhang et al. 2024)",
+)
 class WeightNoise(Objective):
     """Noise on the weights in both directions, without dropout (NSO: Zhang, Li & Ju 2024).
 

@@ -9,10 +9,14 @@ import torch
 
 from undrop.engines import Evaluation, dropout_masks
 from undrop.intercept import Batch, Interception, keep_statistics, logits_of
-from undrop.objectives.base import LossLike, Objective
+from undrop.objectives.base import OBJECTIVES, LossLike, Objective
 from undrop.options import check_not_negative
 
 
+@OBJECTIVES.register(
+    "r-drop",
+    about="Dropout with two masks, plus the distance between their predictions (Liang et al. 2021)",
+)
 class RDrop(Objective):
     """R-Drop: dropout with two masks, and the distance between the two predictions (Liang et al. 2021).
 

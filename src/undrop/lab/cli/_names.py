@@ -27,12 +27,12 @@ else:
 Names: TypeAlias = Mapping[str, str]
 """Names, and one line about each."""
 
-_LAB = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 @cache
 def registered(registry: str) -> Names:
-    """Return the names in a registry of the workbench, without importing what they stand for.
+    """Return the names in a registry, without importing what they stand for.
 
     This function finds the calls ``REGISTRY.register("name", about="line")`` in the source code. Both
     arguments must be literals; a test compares the result with the registry.
@@ -41,7 +41,7 @@ def registered(registry: str) -> Names:
         registry: the variable that holds the registry, such as ``MODELS``.
     """
     names: dict[str, str] = {}
-    for file in sorted(_LAB.rglob("*.py")):
+    for file in sorted(_PACKAGE.rglob("*.py")):
         code = file.read_text(encoding="utf-8")
         if f"{registry}.register(" not in code:
             continue
@@ -70,7 +70,7 @@ def presets() -> Names:
     """Return the presets of ``undrop train``."""
     return {
         file.stem: tomllib.loads(file.read_text(encoding="utf-8"))["description"]
-        for file in sorted((_LAB.parent / "presets").glob("*.toml"), key=lambda file: file.stem)
+        for file in sorted((_PACKAGE / "presets").glob("*.toml"), key=lambda file: file.stem)
     }
 
 

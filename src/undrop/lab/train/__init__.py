@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from undrop.lab.models import MODELS
 from undrop.lab.train.callbacks import LOGGERS, Callback, Logger
-from undrop.lab.train.components import OBJECTIVES
 from undrop.lab.train.config import Config, configure, merge, presets
 from undrop.lab.train.folder import RunFolder
 from undrop.lab.train.session import Summary, run, train_interleaved
+from undrop.objectives import OBJECTIVES
 
 __all__ = [
     "LOGGERS",

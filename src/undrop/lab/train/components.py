@@ -15,61 +15,8 @@ from pydantic import BaseModel, ConfigDict, create_model, field_validator, model
 from pydantic_core import PydanticCustomError, ValidationError
 from pydantic_core.core_schema import ValidationInfo
 
-from undrop import objectives
 from undrop.errors import ConfigError, UnknownNameError
-from undrop.objectives import Objective
 from undrop.registry import Registry
-
-OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry("objective")
-"""The objectives; the paper's variants are the same classes with other defaults."""
-
-OBJECTIVES.register("none", about="The loss alone, with every dropout of the model switched off")(
-    objectives.NoRegularization
-)
-OBJECTIVES.register(
-    "l2", about="The loss plus weight · Σ ‖W‖² over all trainable parameters, without dropout"
-)(partial(objectives.L2, weight=1e-5))
-OBJECTIVES.register(
-    "dropout", about="Plain dropout; with the option k, the mean loss over k masks (Algorithm 1)"
-)(objectives.Dropout)
-OBJECTIVES.register("drop-k", about="Dropout with the mean loss over k = 8 masks")(
-    partial(objectives.Dropout, k=8)
-)
-OBJECTIVES.register(
-    "drop-k-resampled",
-    about="drop-k plus the noise that averaging removes, from fresh masks (Sec. 3.1)",
-)(partial(objectives.Dropout, k=8, noise="resampled"))
-OBJECTIVES.register(
-    "drop-k-analytic",
-    about="drop-k plus the noise that averaging removes, as ξ_approx (Algorithm 4)",
-)(partial(objectives.Dropout, k=8, noise="analytic"))
-OBJECTIVES.register("analytic", about="R_approx and ξ_approx in place of dropout (Algorithm 2)")(
-    objectives.Analytic
-)
-OBJECTIVES.register("explicit", about="R_approx alone in place of dropout")(
-    partial(objectives.Analytic, implicit=False)
-)
-OBJECTIVES.register("implicit", about="ξ_approx alone in place of dropout")(
-    partial(objectives.Analytic, explicit=None)
-)
-OBJECTIVES.register(
-    "r-drop",
-    about="Dropout with two masks, plus the distance between their predictions (Liang et al. 2021)",
-)(objectives.RDrop)
-OBJECTIVES.register(
-    "jacobian",
-    about="The loss plus ½·weight·‖∂F/∂h‖² at one activation h, without dropout (Hoffman et al. 2019)",
-)(objectives.Jacobian)
-OBJECTIVES.register(
-    "sam", about="Sharpness-aware minimization, on top of dropout (Foret et al. 2021)"
-)(objectives.SAM)
-OBJECTIVES.register(
-    "weight-noise",
-    about="The mean loss at weights W + noise and W - noise, without dropout (Zhang et al. 2024)",
-)(objectives.WeightNoise)
-OBJECTIVES.register(
-    "early-dropout", about="Dropout for the first `until` steps, and none after (Liu et al. 2023)"
-)(objectives.EarlyDropout)
 
 _TRAINER_ARGUMENTS = {"vocab_size", "generator", "loss", "batch_dim"}
 """The constructor arguments that the trainer passes. A config can't set them."""

@@ -19,9 +19,9 @@ from undrop.lab import corpora
 from undrop.lab.corpora import Corpus
 from undrop.lab.models import MODELS, LanguageModel
 from undrop.lab.train.callbacks import LOGGERS
-from undrop.lab.train.components import OBJECTIVES, Component, Settings, as_config_error
+from undrop.lab.train.components import Component, Settings, as_config_error
 from undrop.lab.train.environment import is_out_of_memory
-from undrop.objectives import Objective
+from undrop.objectives import OBJECTIVES, Objective
 
 if sys.version_info >= (3, 11):
     import tomllib

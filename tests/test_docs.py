@@ -73,7 +73,7 @@ def pages_with(*infos):
     return pytest.mark.parametrize("page", found, ids=lambda p: str(p.relative_to(ROOT)))
 
 
-REGISTRIES = (TANGENT_RULES._entries, ENGINES._entries, OBJECTIVES._entries)
+REGISTRIES = (TANGENT_RULES._entries, ENGINES._entries, OBJECTIVES._entries, OBJECTIVES.about)
 
 
 @pytest.fixture

@@ -22,3 +22,8 @@ def test_an_unknown_key_names_the_nearest_one():
     registry.register("circle")(1)
     with pytest.raises(UnknownNameError, match="unknown shape 'circel': did you mean 'circle'"):
         registry["circel"]
+
+
+def test_an_empty_registry_says_that_there_is_nothing():
+    with pytest.raises(UnknownNameError, match=r"unknown shape 'circle': there are none\.$"):
+        Registry("shape")["circle"]

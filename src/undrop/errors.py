@@ -79,7 +79,7 @@ class UnknownNameError(OptionError):
         names = list(known)
         near = get_close_matches(name, names, n=1)
         guess = f"did you mean {near[0]!r}? There are" if near else "there are"
-        super().__init__(f"unknown {kind} {name!r}: {guess} {', '.join(names)}{hint}.")
+        super().__init__(f"unknown {kind} {name!r}: {guess} {', '.join(names) or 'none'}{hint}.")
 
 
 class MissingExtraError(UndropError, ImportError):

@@ -30,6 +30,17 @@ def test_names_read_from_the_source_code_are_those_of_the_registry(kind):
     assert all(names.values())
 
 
+def test_a_registration_may_have_no_line_and_several_names(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "@THINGS.register('plain')\nclass A: ...\n\n"
+        "@THINGS.register('first', 'second', about='Both')\nclass B: ...\n\n"
+        "OTHERS.register('other')(A)\nTHINGS.register(computed)(A)\n"
+    )
+    monkeypatch.setattr(_names, "_PACKAGE", tmp_path)
+    expected = {"plain": "", "first": "Both", "second": "Both"}
+    assert _names.registered("THINGS") == expected
+
+
 @pytest.mark.parametrize(
     ("names", "loaded"),
     [(_names.presets(), presets()), (_names.experiments(), EXPERIMENTS)],

@@ -1,7 +1,9 @@
+from functools import partial
+
 import pytest
 
 from undrop.errors import ConfigError
-from undrop.lab.train import Config
+from undrop.lab.train import OBJECTIVES, Config
 
 
 def test_the_default_config_round_trips_through_its_dict():
@@ -71,3 +73,39 @@ def test_the_digest_depends_only_on_settings_that_affect_the_result():
     assert Config.parse(moved).digest() == plain.digest()
     assert Config.parse({"train": {"seed": 2}}).digest() != plain.digest()
     assert Config.parse({"objective": {"name": "none"}}).digest() != plain.digest()
+
+
+def bare(weight, *, loss=None, batch_dim=0): ...
+
+
+def without_loss(weight: float): ...
+
+
+def numbered(*weights: float): ...
+
+
+def open_ended(weight: float, **options: float): ...
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (bare, "argument 'weight' of bare has no annotation.*: annotate it, such as weight: float"),
+        (partial(bare, weight=1.0), "argument 'weight' of bare has no annotation"),
+        (without_loss, "without_loss has no argument 'loss', which the trainer passes: add it"),
+        (
+            numbered,
+            r"numbered has the argument \*weights, which .*: write the arguments out .* as loss",
+        ),
+        (
+            open_ended,
+            r"open_ended has the argument \*\*options, which .*: write the arguments out .* as loss",
+        ),
+    ],
+)
+def test_a_constructor_that_a_config_cannot_check_is_named_with_its_argument(
+    factory, message, monkeypatch
+):
+    monkeypatch.setitem(OBJECTIVES._entries, "mine", factory)
+    with pytest.raises(ConfigError, match=message):
+        Config.parse({"objective": {"name": "mine", "weight": 0.5}})

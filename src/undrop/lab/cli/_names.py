@@ -34,8 +34,9 @@ _PACKAGE = Path(__file__).parents[2]
 def registered(registry: str) -> Names:
     """Return the names in a registry, without importing what they stand for.
 
-    This function finds the calls ``REGISTRY.register("name", about="line")`` in the source code. Both
-    arguments must be literals; a test compares the result with the registry.
+    This function finds the calls ``REGISTRY.register("name", …, about="line")`` in the source code. All
+    arguments must be literals; a test compares the result with the registry. A name without a line gets
+    an empty one.
 
     Args:
         registry: the variable that holds the registry, such as ``MODELS``.
@@ -43,18 +44,29 @@ def registered(registry: str) -> Names:
     names: dict[str, str] = {}
     for file in sorted(_PACKAGE.rglob("*.py")):
         code = file.read_text(encoding="utf-8")
-        if f"{registry}.register(" not in code:
-            continue
-        for statement in ast.parse(code).body:
-            for node in ast.walk(statement):
-                match node:
-                    case ast.Call(
-                        ast.Attribute(ast.Name(variable), "register"),
-                        [ast.Constant(str(name))],
-                        [ast.keyword("about", ast.Constant(str(line)))],
-                    ) if variable == registry:
-                        names[name] = line
+        if f"{registry}.register(" in code:
+            names |= _registered_in(code, registry)
     return names
+
+
+def _registered_in(code: str, registry: str) -> dict[str, str]:
+    """Return the names that a file registers, in its order, and the line about each."""
+    names: dict[str, str] = {}
+    for statement in ast.parse(code).body:
+        for node in ast.walk(statement):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name(variable), "register"), keys, keywords) if (
+                    variable == registry
+                ):
+                    line = next((_literal(k.value) for k in keywords if k.arg == "about"), "")
+                    names |= dict.fromkeys(filter(None, map(_literal, keys)), line)
+    return names
+
+
+def _literal(node: ast.expr) -> str:
+    """Return the string that an expression is; empty if it is anything else."""
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return str(ast.literal_eval(node)) if is_text else ""
 
 
 # Each of these functions returns the names in one registry.

@@ -63,6 +63,8 @@ class Component(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     registry: ClassVar[Registry[str, Any]]
+    required: ClassVar[str]
+    """The constructor argument that every component has, because the trainer passes it."""
 
     name: str
 
@@ -75,7 +77,7 @@ class Component(BaseModel):
         section, name = cls.registry.kind, values.get("name", cls.model_fields["name"].default)
         if not isinstance(name, str):
             raise ConfigError(f"{section}.name must be a string, got {_short_repr(name)}.")
-        options_model = _options_model(cls.registry[name])
+        options_model = _options_model(cls.registry[name], cls.required)
         options = {key: value for key, value in values.items() if key != "name"}
         try:
             checked = options_model.model_validate(options)
@@ -97,15 +99,36 @@ class Component(BaseModel):
 
 
 @cache
-def _options_model(factory: Callable[..., Any]) -> type[BaseModel]:
-    """Return a pydantic model of a constructor's options; creating it takes milliseconds."""
+def _options_model(factory: Callable[..., Any], required: str) -> type[BaseModel]:
+    """Return a pydantic model of a constructor's options; creating it takes milliseconds.
+
+    Raises:
+        ConfigError: if the constructor has no argument ``required``, or one that can't be checked.
+    """
     target = factory.func if isinstance(factory, partial) else factory
     hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    parameters = inspect.signature(factory).parameters
     fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(factory).parameters.items():
-        if name not in _TRAINER_ARGUMENTS:
-            default = ... if parameter.default is parameter.empty else parameter.default
-            fields[name] = (_JSON_TYPES.get(name, hints[name]), default)
+    for name, parameter in parameters.items():
+        if name in _TRAINER_ARGUMENTS:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(
+                f"{target.__name__} has the argument {str(parameter).partition(':')[0]}, which has no "
+                f"names for a config: write the arguments out in its place, such as {required}."
+            )
+        if name not in hints and name not in _JSON_TYPES:
+            raise ConfigError(
+                f"the argument {name!r} of {target.__name__} has no annotation, so a config can't check "
+                f"it: annotate it, such as {name}: float."
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (_JSON_TYPES.get(name) or hints[name], default)
+    if required not in parameters:
+        raise ConfigError(
+            f"{target.__name__} has no argument {required!r}, which the trainer passes: add it to the "
+            "constructor."
+        )
     model: type[BaseModel] = create_model("Options", __base__=Settings, **fields)
     return model
 

@@ -39,6 +39,7 @@ class ModelConfig(Component):
     """A language model of :mod:`undrop.lab.models` and the arguments of its constructor."""
 
     registry = MODELS
+    required = "vocab_size"
     name: str = "awd-lstm"
 
 
@@ -46,6 +47,7 @@ class ObjectiveConfig(Component):
     """An objective of :mod:`undrop.objectives` and the arguments of its constructor."""
 
     registry = OBJECTIVES
+    required = "loss"
     name: str = "dropout"
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import undrop
 from device import new_generator
+from undrop.engines.stacking import stacks_at_input
 
 D = torch.float64
 
@@ -99,3 +100,69 @@ def test_another_batch_size_takes_the_step_of_a_fresh_copy(batch, how):
     fresh = copy.deepcopy(model)
     found, wanted = (outcome(m, x[:batch], y[:batch], **HOW[how]) for m in (model, fresh))
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+class WithState(nn.Module):
+    """Without a state, every tensor passes the first dropout; the state enters behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.drop, self.c = nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, x, state=None):
+        h = self.drop(torch.tanh(self.a(x)))
+        return self.c(h if state is None else h + state)
+
+
+def total_and_gradient(objective, model, inputs, y):
+    model.zero_grad()
+    step = objective(model, inputs, y)
+    step.backward()
+    return [step.total.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("earlier_batches", [1, 8])
+def test_a_step_does_not_depend_on_earlier_batches(earlier_batches, fraction):
+    """A resumed run has not seen them, and must compute the same bits."""
+    torch.manual_seed(0)
+    model, inputs = WithState(), (torch.randn(6, 4), torch.randn(6, 8))
+    y = torch.randint(3, (6,))
+    fresh = copy.deepcopy(model)
+    seen = undrop.Analytic(fraction=fraction, generator=new_generator(1))
+    for size in range(7, 7 + earlier_batches):
+        seen(model, torch.randn(size, 4), torch.randint(3, (size,)))
+    resumed = undrop.Analytic(fraction=fraction)
+    resumed.load_state_dict(seen.state_dict())
+    results = [
+        total_and_gradient(seen, model, inputs, y),
+        total_and_gradient(resumed, fresh, inputs, y),
+    ]
+    assert all(map(torch.equal, *results))
+
+
+class Residual(WithState):
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return self.c(self.drop(h) + h if self.residual else self.drop(h))
+
+
+def test_a_resumed_step_stacks_where_the_saved_run_did():
+    """Stacking at the first dropout fails in one branch, so the run stacks at the input afterwards."""
+    torch.manual_seed(0)
+    model, x, y = Residual(), torch.randn(64, 4), torch.randint(3, (64,))
+    objective = undrop.Analytic(generator=new_generator(1))
+    plans = []
+    for residual in (False, True, False):
+        model.residual = residual
+        objective(model, x, y)
+        plans.append(stacks_at_input(model))
+    assert plans == [False, True, True]
+    resumed, fresh = undrop.Analytic(), copy.deepcopy(model)
+    resumed.load_state_dict(objective.state_dict())
+    results = [
+        total_and_gradient(objective, model, x, y),
+        total_and_gradient(resumed, fresh, x, y),
+    ]
+    assert all(map(torch.equal, *results))
+    assert stacks_at_input(fresh)

@@ -9,7 +9,7 @@ examples with the same noise. If no candidate agrees, the examples interact, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -153,7 +153,7 @@ class Prover:
             return None
         return plan if plan.midpoints == last.midpoints else None
 
-    def search(self, last: Plan | None, at_first_site_allowed: bool) -> Plan:
+    def search(self, at_first_site_allowed: bool) -> Plan:
         """Return the first candidate that agrees with plain passes, or raise ``NotStackable``.
 
         A candidate in which examples share masks along the batch is used only if there is no other: its
@@ -164,15 +164,14 @@ class Prover:
         for site in self.sites:
             site.sigma  # noqa: B018, raises if p = 1
         reason, fallback = "its examples interact", None
-        for dim in self._dims(last):
+        for dim in self._dims():
             try:
                 reference = Reference(self, self._rows(dim), dim)
                 self.no_effect = reference.no_effect
             except (CandidateFailed, UndropError, *_MODEL_ERRORS):
                 continue
             orders = (False, True) if reference.flattened else (False,)
-            preferred = last is None or last.at_first_site
-            positions = (preferred, not preferred) if at_first_site_allowed else (False,)
+            positions = (True, False) if at_first_site_allowed else (False,)
             for time_major, at_first_site in product(orders, positions):
                 try:
                     plan = self._candidate(reference, dim, at_first_site, time_major)
@@ -188,15 +187,12 @@ class Prover:
             raise NotStackable(reason)
         return fallback
 
-    def _dims(self, last: Plan | None) -> Iterator[int]:
-        """Yield the dimensions that may be the batch, the most likely first."""
+    def _dims(self) -> Sequence[int]:
+        """Return the dimensions that may be the batch, the most likely first."""
         if self.request.batch_dim is not None:
-            yield self.request.batch_dim
-            return
+            return (self.request.batch_dim,)
         target = next(tensors_in(self.batch.targets), None)
-        dims = target.dim() if target is not None else 1
-        first = [last.dim] if last is not None and last.dim < dims else []
-        yield from dict.fromkeys([*first, *range(min(dims, 3))])
+        return range(min(target.dim(), 3) if target is not None else 1)
 
     def _rows(self, dim: int) -> Rows:
         try:

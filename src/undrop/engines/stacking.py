@@ -10,8 +10,9 @@ for the weights at that time. So a plan is proven again
   interact at first may do so later;
 - at every step while noise has no effect on the output, because then every plan looks right.
 
-A proof changes no generator, buffer or gradient. So a resumed run, which searches and proves again,
-computes the same bits if it finds the same plan.
+A proof changes no generator, buffer or gradient, and a search does not depend on earlier batches. So a
+resumed run, which searches and proves again, finds the same plan and computes the same bits. The only
+thing that it must remember is whether stacking at the first site has failed (``stacks_at_input``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from undrop.engines.proving import NO_DROPOUT, Prover
 from undrop.intercept import Statistics, bare, is_sharded, preserve_model
 from undrop.rng_snapshot import RngSnapshot
 
-_FULL_SEARCHES = 4  # after this number of searches, a new shape first tries the last plan
+_CHECKS_OF_RANDOMNESS = 4  # the first searches check that two passes without noise agree
 _EARLY, _EVERY = (16, 64, 256), 1024  # the steps of further proofs
 _BRANCHES = 64  # above this number of branches, a new one is proven only if it is the 2ⁿ-th
 
@@ -101,6 +102,16 @@ def find_plan(request: Request, *, again: bool = False) -> tuple[Plan | None, st
         if proof.plan is None:
             stacking.modes = _modes(model)
     return proof.plan, proof.reason
+
+
+def stacks_at_input(model: nn.Module) -> bool:
+    """Return whether stacking a model at the first site has failed; then it is stacked at the input."""
+    return not _STACKING.get(model, Stacking()).at_first_site_allowed
+
+
+def stack_at_input(model: nn.Module) -> None:
+    """Stack a model at the input from now on, as before it was saved."""
+    _STACKING.setdefault(model, Stacking()).at_first_site_allowed = False
 
 
 def plan_is_right(request: Request, trail: int, rng: RngSnapshot | None) -> bool:
@@ -184,21 +195,20 @@ def _search(request: Request, stacking: Stacking) -> Proof:
 
 
 def _proven_plan(prover: Prover, stacking: Stacking) -> Plan:
-    """Return the last plan if it is right for the new shapes, else the first candidate that is."""
+    """Return the first candidate that is right.
+
+    The search does not start from the last plan: a resumed run, which has none, must find the same one.
+    """
     last = stacking.last
     if last is not None and is_sharded(prover.batch.model):
         prover.run_plain(1)
         return prover.adapted(last)  # every process must run the same number of passes
-    if last is not None and stacking.plans_found >= _FULL_SEARCHES:
-        prover.run_plain(1)
-        plan = prover.proven_again(last)
-        if plan is not None:
-            return plan
+    passes = 2 if stacking.plans_found < _CHECKS_OF_RANDOMNESS else 1
     with prover.without_zeros():
-        prover.run_plain()
-        plan = prover.search(last, stacking.at_first_site_allowed)
+        prover.run_plain(passes)
+        plan = prover.search(stacking.at_first_site_allowed)
     if not prover.no_effect:
         return plan
     # The random weights may have switched all units off: search again with the model's own weights.
-    prover.run_plain()
-    return prover.search(plan, stacking.at_first_site_allowed)
+    prover.run_plain(passes)
+    return prover.search(stacking.at_first_site_allowed)

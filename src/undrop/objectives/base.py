@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from undrop.engines import Draw, Engine, Evaluation, Request
+from undrop.engines.stacking import stack_at_input, stacks_at_input
 from undrop.errors import EvalModeError, GradientsDisabledError, NoDropoutError
 from undrop.generators import Generators
 from undrop.intercept import (
@@ -71,6 +72,8 @@ class Objective(ABC):
         self.generators = Generators(generator)
         self.selection = Selection()
         self.steps = 0
+        self._stack_at_input = False
+        """Whether batches are stacked at the input, because a loaded state says so."""
         self._forget_models()
 
     def _forget_models(self) -> None:
@@ -219,6 +222,8 @@ class Objective(ABC):
                 raise
             self.selection.check(sites.names)
             self._sites[model] = sites
+            if self._stack_at_input:
+                stack_at_input(model)
             _warn_of_unaccounted(model, sites)
         return self._sites[model]
 
@@ -250,13 +255,19 @@ class Objective(ABC):
             self._masks_followed.add(batch.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the state of every generator."""
-        return {"steps": self.steps, "generators": self.generators.state_dict()}
+        """Return the number of steps, the state of every generator, and where batches are stacked."""
+        return {
+            "steps": self.steps,
+            "generators": self.generators.state_dict(),
+            "stack_at_input": any(map(stacks_at_input, self._sites)),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state."""
         self.steps = int(state["steps"])
         self.generators.load_state_dict(state["generators"])
+        self._stack_at_input = bool(state.get("stack_at_input", False))
+        self._sites.clear()
 
 
 OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry("objective")

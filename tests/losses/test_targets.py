@@ -1,5 +1,7 @@
 """Targets of the wrong shape, type or range, and the values that ``loss=`` accepts."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -25,7 +27,12 @@ LOGITS = torch.zeros(2, 3, 5)
         (CrossEntropy(), torch.zeros(2, 3), "class indices of an integer type, got torch.float32"),
         (CrossEntropy(), torch.zeros(2, 3).bool(), "of an integer type, got torch.bool"),
         (CrossEntropy(), [[0, 1, 2]] * 2, "of an integer type, got list"),
-        (CrossEntropy(), None, "of an integer type, got NoneType"),
+        (
+            CrossEntropy(),
+            None,
+            r"there are no targets: pass them .*objective\(model, inputs, targets",
+        ),
+        (MSE(), None, r"there are no targets: .* as a pair \(inputs, targets\)"),
         (
             CrossEntropy(),
             torch.zeros(6).long(),
@@ -170,9 +177,7 @@ def test_a_loss_without_curvature_is_logged_once(loss, target, caplog):
 
 def test_class_probabilities_are_refused_except_by_torchs_function():
     output, target = torch.randn(2, 3), torch.softmax(torch.randn(2, 3), -1)
-    with pytest.raises(
-        TargetError, match=r"float32: .* for class probabilities loss=F.cross_entropy"
-    ):
+    with pytest.raises(TargetError, match=r"float32: .* F.cross_entropy for class probabilities"):
         CrossEntropy().check(output, target)
     found = as_loss(nn.functional.cross_entropy).derivatives(output, torch.ones(2, 3), target)
     torch.testing.assert_close(found.quadratic, torch.tensor(0.0), atol=1e-6, rtol=0.0)
@@ -180,6 +185,13 @@ def test_class_probabilities_are_refused_except_by_torchs_function():
     expected = ((p * u.square()).sum(-1) - (p * u).sum(-1).square()).mean()
     found = as_loss(nn.functional.cross_entropy).derivatives(output, u, target)
     torch.testing.assert_close(found.quadratic, expected)
+
+
+@pytest.mark.parametrize("loss", ["nn.MSELoss()", "nn.BCEWithLogitsLoss()", "F.cross_entropy"])
+def test_the_error_for_float_targets_names_the_losses_that_take_them(loss):
+    """0 and 1 may be numbers, labels or certain probabilities."""
+    with pytest.raises(TargetError, match=rf"--loss torch.nn:MSELoss.*{re.escape(loss)} for"):
+        CrossEntropy().check(torch.randn(4, 3), torch.ones(4, 3))
 
 
 def test_a_new_loss_is_registered_for_a_torch_class():

@@ -21,12 +21,23 @@ def _type(target: Any) -> Any:
     return target.dtype if isinstance(target, Tensor) else type(target).__name__
 
 
+def _check_given(target: Any) -> None:
+    """Raise a ``TargetError`` if there are no targets."""
+    if target is None:
+        raise TargetError(
+            "there are no targets: pass them after the inputs, objective(model, inputs, targets), or in "
+            "a batch as a pair (inputs, targets) or a dict with labels."
+        )
+
+
 def check_class_indices(target: Tensor, shape: Sequence[int], classes: int) -> None:
     """Raise a ``TargetError`` if targets are not class indices of this shape."""
+    _check_given(target)
     if not isinstance(target, Tensor) or target.dtype not in _INTEGERS:
         raise TargetError(
-            f"targets must be class indices of an integer type, got {_type(target)}: for regression "
-            "pass loss=nn.MSELoss(), for class probabilities loss=F.cross_entropy."
+            f"targets must be class indices of an integer type, got {_type(target)}: for other targets "
+            "choose a loss (loss=, in a shell --loss torch.nn:MSELoss), nn.MSELoss() for regression, "
+            "nn.BCEWithLogitsLoss() for labels of 0 and 1, F.cross_entropy for class probabilities."
         )
     if tuple(target.shape) != tuple(shape):
         raise TargetError(
@@ -60,6 +71,7 @@ def not_ignored(target: Tensor, ignore_index: int) -> Tensor:
 
 def check_like_output(output: Tensor, target: Tensor) -> None:
     """Raise a ``TargetError`` if targets are not floating-point numbers of the output's shape."""
+    _check_given(target)
     if not isinstance(target, Tensor) or not target.is_floating_point():
         raise TargetError(f"targets must be of a floating-point type, got {_type(target)}.")
     if target.shape != output.shape:

@@ -230,6 +230,29 @@ def test_commands_open_your_own_model_as_module_and_name(tmp_path, monkeypatch, 
     )
 
 
+def test_a_loss_can_be_a_class(tmp_path, monkeypatch, capsys):
+    (tmp_path / "classes.py").write_text(
+        OWN
+        + "pairs = [(torch.ones(2, 3), torch.ones(2, 2))]\n"
+        + "class Scaled(nn.MSELoss):\n    def __init__(self, scale):\n        super().__init__()\n"
+        + "class Broken(nn.MSELoss):\n    def __init__(self):\n        raise ValueError('no loss')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["--model", "classes:net", "--data", "classes:pairs", "--seconds", 0.2]
+    for command in ("check", "diagnose"):
+        assert answer(capsys, command, *own, "--loss", "torch.nn:BCEWithLogitsLoss")
+        assert "for other targets choose a loss (loss=, in a shell --loss" in error_message(
+            capsys, command, *own
+        )
+    assert "classes:Scaled is a class with the argument 'scale': give the path" in error_message(
+        capsys, "check", *own, "--loss", "classes:Scaled"
+    )
+    assert "classes:Broken can't be called: ValueError: no loss" in error_message(
+        capsys, "check", *own, "--loss", "classes:Broken"
+    )
+
+
 def test_commands_open_your_own_model_in_a_file(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "code"
     folder.mkdir()

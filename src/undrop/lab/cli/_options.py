@@ -61,7 +61,10 @@ class SourceOptions:
     ] = None
     loss: Annotated[
         str | None,
-        typer.Option(help="For --model: your own loss as MODULE:NAME; cross-entropy by default."),
+        typer.Option(
+            help="For --model: another loss as MODULE:NAME, such as torch.nn:MSELoss; cross-entropy "
+            "by default."
+        ),
     ] = None
     data_dir: DataDir = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,7 +133,7 @@ def from_names(options: SourceOptions, batches: int) -> Source:
             f"{model} must be a torch module or a function that returns one, got "
             f"{type(user_model).__name__}."
         )
-    user_loss = None if options.loss is None else _import_object(options.loss)
+    user_loss = None if options.loss is None else _load_loss(options.loss)
     return Source(user_model, load_user_object(data), user_loss, import_paths=(model, data))
 
 
@@ -158,6 +159,26 @@ def load_user_object(import_path: str) -> Any:
     imported = _import_object(import_path)
     if isinstance(imported, nn.Module) or not callable(imported):
         return imported
+    with _one_sentence_errors(import_path, "called"):
+        return imported()
+
+
+def _load_loss(import_path: str) -> Any:
+    """Import a loss: an instance or a function, or a class that needs no arguments."""
+    imported = _import_object(import_path)
+    if not isinstance(imported, type):
+        return imported
+    required = [
+        parameter.name
+        for parameter in inspect.signature(imported).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise OptionError(
+            f"{import_path} is a class with the argument {required[0]!r}: give the path of an instance "
+            "or a function, such as a variable of your own file."
+        )
     with _one_sentence_errors(import_path, "called"):
         return imported()
 

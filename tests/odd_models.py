@@ -170,6 +170,30 @@ def channels_last():
     return net.to(**last), normal(B, 2, 5, 5).to(**last), labels(), None
 
 
+def _tag(s, x, lengths):
+    """Return an output for every step of every packed sequence."""
+    rows = pack_padded_sequence(s.before(x), lengths, batch_first=True, enforce_sorted=False)
+    out, _ = pad_packed_sequence(s.rnn(rows)[0], batch_first=True, total_length=x.shape[1])
+    return s.b(s.drop(out))
+
+
+def _tagger(rnn, before):
+    inputs = normal(B, 4, 4), torch.tensor([4, 3, 2, 4, 1, 3])
+    return Net(_tag, rnn=rnn, before=before), inputs, torch.randint(3, (B, 4)), None
+
+
+@model
+def packed_sequences_with_a_target_per_step():
+    return _tagger(
+        nn.GRU(4, 4, 3, batch_first=True, dropout=0.3, bidirectional=True), nn.Identity()
+    )
+
+
+@model
+def packed_sequences_after_a_dropout():
+    return _tagger(nn.LSTM(4, 8, 2, batch_first=True, dropout=0.3), nn.Dropout(0.2))
+
+
 @model
 def packed_sequences():
     def forward(s, x, lengths):
@@ -470,6 +494,7 @@ def _bayesian(s, x):
     return F.linear(s.hidden(x), weight, s.b.bias)
 
 
+net("a float32 mask", lambda s, x: s.b(s.hidden(x) * (torch.rand(B, 1) < 0.7) / 0.7))
 net("Gumbel softmax", lambda s, x: s.b(F.gumbel_softmax(s.hidden(x), tau=0.7)))
 net("sampled latent", _sampled_latent)
 net("RReLU", lambda s, x: s.b(F.rrelu(s.hidden(x), training=True)))

@@ -225,3 +225,23 @@ def test_a_changed_value_of_a_tensor_p_changes_the_site(flipped):
     model.p.fill_(0.6)
     assert objective(model, x, y).parts["loss"] == pytest.approx(before, rel=1e-3)
     assert [site.p for site in undrop.sites(model, x)] == pytest.approx([0.6])
+
+
+class Float32Mask(nn.Module):
+    """A model in float64 with stochastic depth in float32, torch's default."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        keep = torch.rand(len(x), 1) < 0.8
+        return self.b(x + torch.tanh(self.a(x)) * keep / 0.8)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_float32_mask_in_a_float64_model_is_stacked(fraction):
+    torch.manual_seed(0)
+    model, x, y = Float32Mask(), torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+    step = undrop.Analytic(fraction=fraction)(model, x, y)
+    assert step.engine == "antithetic: one stacked pass"

@@ -440,3 +440,10 @@ def test_a_strength_may_be_any_number(strength):
 def test_a_model_that_is_not_a_module_is_refused(objective, model, message):
     with pytest.raises(OptionError, match=message):
         objective(model, X, Y)
+
+
+def test_wrong_targets_are_refused_before_the_search_for_a_plan(caplog):
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)), torch.randn(6, 4)
+    with pytest.raises(TargetError):
+        undrop.Analytic()(model, x, torch.randint(3, (5,)))
+    assert not caplog.messages

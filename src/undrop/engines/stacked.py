@@ -247,6 +247,8 @@ def _recurrent(function: Callable[..., Any], mode: StackedPass, *args: Any) -> A
     """Run recurrent layers; layers with noise on their weights run once per block."""
     call = parse_call(function, args)
     has_dropout = call.training and call.dropout > 0.0 and call.layers > 1
+    if has_dropout and call.batch_sizes is not None:
+        raise NotStackable("its recurrent layers drop entries of a packed sequence")
     if not has_blocks(call.weights):
         if has_dropout:
             return run_layers(mode, call, RecurrentCall.run)

@@ -26,7 +26,7 @@ from undrop.lab.corpora.batching import TrainingWindows
 from undrop.lab.models import detach
 from undrop.lab.train import Config, RunFolder, configure
 from undrop.lab.train.environment import Interrupts, World
-from undrop.lab.train.session import _open_trainer
+from undrop.lab.train.session import _trainer
 
 Seconds = tuple[float, float]  # of wall-clock time, of CPU time
 
@@ -76,7 +76,7 @@ def measure(name: str, repeats: int, folder: Path) -> dict[str, object]:
     config = configure("demo", settings, [f"train.epochs={repeats + 1}", "train.threads=1"])
     bare, ratios = bare_epoch(config), []
     run = RunFolder(folder / name)
-    with _open_trainer(config, run, [], False, World(), Interrupts()) as trainer:
+    with _trainer((config, run, []), False, World(), Interrupts()) as trainer:
         measure_time(bare), measure_time(trainer.advance)  # warm both up
         for _ in range(repeats):
             alone, looped = measure_time(bare), measure_time(trainer.advance)

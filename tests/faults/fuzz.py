@@ -241,7 +241,7 @@ def check_command(line: list[str]) -> None:
         mock.patch("undrop.lab.cli.commands", return_value=COMMANDS),
         mock.patch("undrop.lab.train.run", side_effect=stop),
         mock.patch("undrop.lab.reproduce.campaign.Campaign.run", side_effect=stop),
-        mock.patch("undrop.lab.cli.diagnose._diagnose", side_effect=stop),
+        mock.patch("undrop.diagnose", side_effect=stop),
         mock.patch("undrop.check", side_effect=stop),
         mock.patch("undrop.lab.corpora.corpus.fetch", side_effect=stop),
         contextlib.redirect_stdout(output),

@@ -47,8 +47,8 @@ LOGITS = torch.zeros(2, 3, 5)
         (BCEWithLogits(), torch.full((2, 3, 5), torch.nan), r"must lie in \[0, 1\], got nan"),
         (MSE(), torch.zeros(2, 3, 1), r"the output's shape \(2, 3, 5\), got \(2, 3, 1\)"),
         (MSE(), torch.full((2, 3, 5), torch.nan), "got nan"),
-        (Generic(lambda f, y: f), torch.zeros(2), r"must return one number .* got \(2, 3, 5\)"),
-        (Generic(lambda f, y: 1.0), torch.zeros(2), "must return one number .* got float"),
+        (Generic(lambda f, y: f), torch.zeros(2), r"got a tensor of shape \(2, 3, 5\)"),
+        (Generic(lambda f, y: 1.0), torch.zeros(2), "must return one number .* got a float"),
     ],
 )
 def test_losses_refuse_targets_that_do_not_fit(loss, target, message):

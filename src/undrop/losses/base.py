@@ -1,10 +1,12 @@
 """The interface of a loss: ℓ, its quadratic form in the output tangent u, and ∂ℓ/∂ε.
 
-All three are *means over the same terms* (the tokens, examples or elements that the loss itself
-averages), so the parts of an objective add up to its total.
+ε scales the noise, and u = ∂F/∂ε is the tangent of the model's output F. All three results are *means
+over the same terms* (the tokens, examples or elements that the loss itself averages), so the parts of an
+objective add up to its total.
 
 ``value``, ``count``, ``derivatives`` and ``combined`` read no values from the device, so a training step
-never waits for a GPU. ``check_values`` does read values.
+never waits for a GPU. There are two exceptions: ``Generic`` reads values when it first computes
+derivatives, and ``AdaptiveSoftmax`` reads how many rows each tail has. ``check_values`` also reads.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def softmax_by_class(
     layer: Callable[[Tensor], Tensor] = lambda rows: rows,
     layer_tangent: Callable[[Tensor], Tensor] = lambda u: u,
 ) -> ByClass:
-    """Return the sums of each class, from rows of logits and the tangent u of these logits.
+    """Return the parts of uᵀHu and tr H for each class, from rows of logits and their tangent u.
 
     If the rows are features, ``layer`` computes the logits from them, and ``layer_tangent`` the tangent
     of the logits from that of the features.
@@ -51,8 +53,8 @@ def softmax_by_class(
     quadratic = torch.zeros(classes, dtype=torch.float64, device=rows.device)
     diagonal = torch.zeros_like(quadratic)
     size = max(1, _CHUNK_ELEMENTS // classes)
-    for part, tangent in zip(rows.detach().split(size), u.detach().split(size), strict=True):
-        p, tangent = torch.softmax(layer(part).double(), -1), layer_tangent(tangent).double()
+    for chunk, u_chunk in zip(rows.detach().split(size), u.detach().split(size), strict=True):
+        p, tangent = torch.softmax(layer(chunk).double(), -1), layer_tangent(u_chunk).double()
         v = tangent - (p * tangent).sum(-1, keepdim=True)  # v = u - Σ p u
         quadratic += (p * v.square()).sum(0)  # uᵀHu = Σ p v²
         diagonal += (p * (1.0 - p)).sum(0)  # tr H = Σ p(1 - p)
@@ -60,14 +62,15 @@ def softmax_by_class(
 
 
 FORMS = ("hessian", "identity", "loss-jacobian")
-"""The matrix of the quadratic form: H (the paper's R_approx), the identity, or the outer product of
-the loss gradient at the true label with itself (R̃_approx)."""
+"""The matrix M of the quadratic form uᵀMu/N, where N is the number of terms: the Hessian of the loss
+summed over its terms (for the paper's R_approx), the identity, or g gᵀ, where g is the gradient of this
+sum (for R̃_approx)."""
 
 _ONES = Coefficients(1.0, 1.0, 1.0)
 
 
 def to_working_dtype(x: Tensor) -> Tensor:
-    """Convert half precision to float32, which sums and means over terms need."""
+    """Convert half precision to float32: sums and means over many terms need the precision."""
     return x.to(working_dtype(x.dtype))
 
 
@@ -91,7 +94,10 @@ def entries_with_tangent(x: Tensor, u: Tensor, dim: int) -> Tensor:
 
 
 class TotalAndGradients(NamedTuple):
-    """The total of a loss, its means, and the gradients of the total, without a graph."""
+    """The weighted total c₀·ℓ + c₁·quadratic + c₂·directional, its three means, and its gradients.
+
+    None of them has a graph.
+    """
 
     total: Tensor
     means: Means  # of ℓ, the quadratic form and ∂ℓ/∂ε, without coefficients
@@ -100,10 +106,10 @@ class TotalAndGradients(NamedTuple):
 
 
 class GivenLoss(ABC):
-    """What ``loss=`` is converted to: a loss, or the choice of a loss for each model."""
+    """The internal form of the option ``loss=``: a fixed loss, or a rule that chooses one per model."""
 
     def parameters(self) -> Sequence[Tensor]:
-        """Return the weights in the loss, such as those of an output layer; the model may share them."""
+        """Return the trainable parameters of the loss, e.g. a head's; the model may share them."""
         return ()
 
     @abstractmethod
@@ -127,30 +133,32 @@ def split_labels(inputs: Any, targets: Any) -> tuple[Any, Any]:
 
 
 class Loss(GivenLoss):
-    """A mean of per-term losses ℓ of a model output F, with its derivatives in F.
+    """A loss ℓ of a model output F, the mean of per-term losses ℓᵢ, with its derivatives in F.
 
     A new loss is one subclass; every engine and objective works with it. The results of
     ``derivatives`` must be differentiable (once) in ``output`` and ``u`` by plain reverse mode.
 
-    A loss receives one tensor: the model's output itself, the ``logits`` in it, or its first element.
+    Unless ``whole_output`` is set, a loss receives one tensor: the model's output itself, the ``logits``
+    in it, or its first element.
     """
 
     whole_output: bool = False
     """Whether the loss receives everything that the model returns, for example for several heads.
 
     ``output`` is then a tuple, dict or object, and ``u`` has the same structure, with the tangent of
-    every floating-point tensor in place of the tensor. The loss ignores the entries of ``u`` for other
-    tensors. All tensors have the batch in the same dimension.
+    every floating-point tensor in place of the tensor. The loss ignores the entries of ``u`` for tensors
+    that are not floating-point. All tensors have the batch in the same dimension.
     """
     in_any_order: bool = False
-    """Whether the loss stays the same if examples and targets are permuted in the same way."""
+    """Whether the order of the examples does not matter: the loss stays the same if the output and the
+    targets are permuted in the same way."""
     computes_gradients: bool = False
     """Whether the loss implements ``total_and_gradients``, so the engine needs no graph for the loss.
 
-    Such a loss receives one tensor, and ``in_any_order`` holds for it.
+    Such a loss must receive one tensor and must set ``in_any_order``.
     """
     has_side_effects: bool = False
-    """Whether calling the loss does more than computing it, such as logging metrics. Then undrop
+    """Whether calling the loss does more than compute it, such as logging metrics. Then undrop
     skips the checks that would call it once more."""
 
     def select(self, output: Any) -> Any:
@@ -206,17 +214,16 @@ class Loss(GivenLoss):
     def derivatives(
         self, output: Tensor, u: Tensor, target: Tensor, form: str = "hessian", *, dim: int = 0
     ) -> Derivatives:
-        """Return ℓ, the quadratic form in u, and ∂ℓ/∂ε, as means over the terms.
+        """Return ℓ, the quadratic form in u, and ∂ℓ/∂ε (``directional``), as means over the terms.
 
-        The form "loss-jacobian" is the squared sum of ∂ℓ/∂ε over the N terms, divided by N:
-        N·(mean ∂ℓ/∂ε)². Its expectation over η is Σ_i σ_i² ‖D(ℓ∘F_i)[h_i] ⊙ h_i‖², whichever entries
-        share an η.
+        The form "loss-jacobian" is the squared sum of ∂ℓᵢ/∂ε over the N terms, divided by N:
+        N·(mean ∂ℓᵢ/∂ε)². Its expectation over η is the paper's R̃_approx (eq. 5.1).
 
         Args:
             output: F.
             u: ∂F/∂ε. If it has fewer entries than F along ``dim``, it is the tangent of the last ones,
                 and 0 for the others. The means are over all terms.
-            target: the target of F.
+            target: the targets of the batch, as the loss takes them.
             form: one of ``FORMS``.
             dim: the batch dimension of F.
         """
@@ -261,18 +268,18 @@ class Loss(GivenLoss):
     ) -> TotalAndGradients | None:
         """Return the total of ``combined`` and its gradients; None if autograd must compute them.
 
-        A loss with ``computes_gradients`` implements this method.
+        c are the coefficients. A loss with ``computes_gradients`` implements this method.
         """
         return None
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
-        """Return the part of uᵀHu of each class, for a diagnosis; None for an output without classes."""
+        """Return the parts of uᵀHu and tr H for each class; None for an output without classes."""
         return None
 
     def sampled(
         self, output: Tensor, target: Tensor, form: str, generator: torch.Generator | None
     ) -> Tensor:
-        """Return a scalar S, in general random, with E[∇S ∇Sᵀ] = Σ_terms H (or the requested form).
+        """Return a scalar S, usually random, such that E[∇S ∇Sᵀ] is the matrix of the form (``FORMS``).
 
         For "hessian", S = Σ ℓ_ŷ with labels drawn from the model, ŷ ~ p (the paper's Algorithm 3; the
         sampling probabilities are not differentiated). For "identity", S = ⟨v, F⟩ with random signs v.
@@ -298,7 +305,7 @@ class Loss(GivenLoss):
 
 
 class ClosedForm(Loss):
-    """A loss whose ``_derivatives_of_part`` needs no zeros at the entries without a tangent."""
+    """A loss that handles a u for the last entries directly, without padding it with zeros."""
 
     in_any_order = True
 

@@ -108,7 +108,7 @@ class CrossEntropy(SoftmaxLoss):
         return TotalAndGradients(total, means, *gradients)
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
-        """Return the sums of each class, over the targets that count."""
+        """Return the parts of uᵀHu and tr H for each class, over the targets that count."""
         logits, u, target = self._rows_with_tangent(output, u, target, 0)
         counted = not_ignored(target, self.ignore_index)
         return softmax_by_class(logits[counted], u[counted], logits.shape[-1])

@@ -49,7 +49,7 @@ class Elementwise(ClosedForm):
 
     @torch.no_grad()
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass | None:
-        """Return the sums with each feature as a class; None if the output has one dimension or none."""
+        """Return the parts with each feature as a class; None for an output with fewer than two dims."""
         if u.dim() < 2:
             return None
         _, curvature = self.slope_and_curvature(output.double(), target)

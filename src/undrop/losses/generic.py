@@ -39,7 +39,12 @@ class _FlatOutput(NamedTuple):
     def of(cls, output: Any, u: Any) -> _FlatOutput:
         """Flatten an output and its tangent."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        map_tensors(lambda x, t: pairs.append((x, t)) if x.is_floating_point() else x, output, u)
+
+        def collect(x: Tensor, tangent: Any) -> None:
+            if x.is_floating_point():
+                pairs.append((x, tangent))
+
+        map_tensors(collect, output, u)
 
         def rebuild(tensors: Sequence[Tensor]) -> Any:
             replacements = iter(tensors)
@@ -57,7 +62,7 @@ class Generic(Loss):
     """A loss ``function(output, target) -> scalar``, a mean over the rows of the output.
 
     uᵀHu is the second derivative of s ↦ ℓ(F + s·u) at 0, by reverse mode applied twice. If torch can't
-    compute uᵀHu or its gradient, finite differences replace them: uᵀHu is
+    compute uᵀHu or its gradient, both derivatives along u are computed by finite differences: uᵀHu is
     (ℓ(F + su) - 2ℓ(F) + ℓ(F - su))/s², and ∂ℓ/∂ε is (ℓ(F + su) - ℓ(F - su))/2s. For a piecewise linear
     loss (hinge, margin ranking, pinball), uᵀHu is 0, so there is no explicit regularizer.
 
@@ -76,7 +81,8 @@ class Generic(Loss):
         self.whole_output = whole_output
         self._method = ""  # of second derivatives: "reverse mode", "differences" or "zero"
         self._checked_curvature = False
-        self._modes_without_dropout: set[bool] = set()  # True for train mode, False for eval mode
+        # The values of `function.training` with which the function has run without dropout.
+        self._modes_without_dropout: set[bool] = set()
 
     def parameters(self) -> Sequence[Tensor]:
         """Return the parameters of the function, if it is a module."""
@@ -93,7 +99,7 @@ class Generic(Loss):
         """Accept everything: only the function knows which targets fit."""
 
     def count(self, output: Any, target: Any) -> Tensor:
-        """Return the number of rows of the first tensor (…, features): the terms of the mean."""
+        """Return the number of terms of the mean: the rows of the first tensor, (…, features)."""
         first = next(x for x in tensors_in(output) if x.is_floating_point())
         rows = first.numel() // first.shape[-1] if first.dim() > 1 else first.numel()
         return count_tensor(rows, first)
@@ -112,7 +118,7 @@ class Generic(Loss):
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise TargetError(
                 f"the loss {_function_name(self.function)} must return one number (a mean), got "
-                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}."
+                f"{_describe(value)}."
             )
         self._modes_without_dropout.add(training)
         return value.reshape(())
@@ -120,9 +126,9 @@ class Generic(Loss):
     def _call_error(self, output: Any, target: Any, error: Exception) -> TargetError:
         """Return an error that says what the function received, and what it raised."""
         receives = (
-            "it receives all that the model returns"
+            "the function receives all that the model returns"
             if self.whole_output
-            else "it receives the `logits` or the first tensor that the model returns; set "
+            else "the function receives the `logits` or the first tensor that the model returns; set "
             "whole_output = True on it to receive everything"
         )
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -172,9 +178,10 @@ class Generic(Loss):
     def _gradient(
         self, flat: _FlatOutput, target: Any
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return ℓ at a copy of F, the tensors of the copy, and ∂ℓ/∂F, with a graph if torch has one.
+        """Return ℓ at a copy of F, the tensors of the copy, and ∂ℓ/∂F.
 
-        F and u may share ancestors, so only a copy of F gives the derivative in F alone.
+        The gradient has a graph if torch can differentiate it again. F and u may share ancestors, so
+        only a copy of F gives the derivative in F alone.
         """
         copies = [x.clone() if x.requires_grad else _as_leaf(x) for x in flat.tensors]
         loss = self.value(flat.rebuild(copies), target)
@@ -191,7 +198,7 @@ class Generic(Loss):
         return Derivatives(loss, flat.dot_u(hessian_u), directional)
 
     def _by_differences(self, flat: _FlatOutput, target: Any) -> Derivatives:
-        s = STEP_DOUBLE if all(x.dtype == torch.float64 for x in flat.tensors) else STEP
+        step = STEP_DOUBLE if all(x.dtype == torch.float64 for x in flat.tensors) else STEP
         tensors, tangents = ([to_working_dtype(x) for x in xs] for xs in (flat.tensors, flat.u))
 
         def loss_at(s: float) -> Tensor:
@@ -199,18 +206,18 @@ class Generic(Loss):
             return self.value(flat.rebuild(shifted), target)
 
         with self.keep_state():
-            plus = loss_at(s)
+            plus = loss_at(step)
         with self.keep_state():
-            minus = loss_at(-s)
-        loss = loss_at(0.0)
-        quadratic = (plus - 2.0 * loss + minus) / s**2
-        return Derivatives(loss, quadratic, (plus - minus) / (2.0 * s))
+            minus = loss_at(-step)
+        loss = loss_at(0.0)  # may change buffers and the random state, like a user's own call
+        quadratic = (plus - 2.0 * loss + minus) / step**2
+        return Derivatives(loss, quadratic, (plus - minus) / (2.0 * step))
 
     def _choose_method(self, flat: _FlatOutput, target: Any) -> str:
         """Choose "reverse mode" if torch has all derivatives, and "zero" for a linear loss.
 
-        Choose "differences" otherwise. Then the function must return the same value for the same
-        arguments.
+        Choose "differences" otherwise. Unless "reverse mode" is chosen, the function must return the
+        same value for the same arguments.
         """
         with self.keep_state():
             loss, copies, gradient = self._gradient(flat, target)
@@ -266,7 +273,8 @@ def _has_third_derivative(
 ) -> bool:
     """Return whether torch can compute the gradient of uᵀHu.
 
-    Return True also if Hu is not finite: a step refuses such a loss, and differences would hide this.
+    Return True also if Hu is not finite: the check of a step (``objectives/checks.py``) then raises a
+    ``NonFiniteError``, which differences would hide.
     """
     try:
         second = gradients(flat.dot_u(gradient), copies, create_graph=True)
@@ -302,7 +310,10 @@ _DROPOUTS = {
 
 
 class RefuseDropout(TorchFunctionMode):
-    """A context that raises an error with the loss's name at a dropout that drops."""
+    """A context in which an active dropout raises an error that names the loss.
+
+    The rules in ``SITE_RULES`` call ``idle_dropout``, ``noisy`` and ``site``.
+    """
 
     def __init__(self, loss: str) -> None:
         super().__init__()
@@ -311,7 +322,7 @@ class RefuseDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call the function, or the site rule of a dropout."""
+        """Call the function, or the rule in ``SITE_RULES`` if it is a dropout."""
         if func in _DROPOUTS:
             return SITE_RULES[func](self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -179,7 +179,7 @@ class LinearCrossEntropy(FeatureLoss):
         self.weight, self.bias = weight, bias
 
     def by_class(self, output: Tensor, u: Tensor, target: Tensor) -> ByClass:
-        """Return the sums of each class, computed for a chunk of rows at a time."""
+        """Return the parts of uᵀHu and tr H for each class, computed for a chunk of rows at a time."""
         return softmax_by_class(
             self._counted_rows(output, target),
             self._counted_rows(u, target),

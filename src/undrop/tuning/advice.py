@@ -1,4 +1,4 @@
-"""Whether dropout will help, where, and which p to start from, before a long training run."""
+"""Advice before a long training run: will dropout help, at which sites, and which p to start from."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from undrop.tuning.trial import loss_gap
 from undrop.tuning.tuner import Tuner
 
 BATCHES = 16
-"""The number of last training batches, and of validation batches, whose losses are compared."""
+"""How many of the latest training batches, and of the validation batches, the loss gap uses."""
 REPEATS = 2
-"""How often the short training runs with and without each site are repeated."""
+"""The number of times that each short training run, with or without a site, is made."""
 BEST_P = (0.05, 0.2)
 """In all 30 searches of docs/tuning.md, the best of six values of p lies in this range."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Whether dropout will help and where it helps now, according to a short training run."""
+    """The result of a short training run: will dropout help a long run, and which sites help now."""
 
     gap: Estimate
     """The validation loss minus the training loss, both without dropout."""
@@ -66,8 +66,9 @@ class Advice:
             helps = f"Dropout will probably help: {after} {self.gap} above the training loss."
             return f"{helps} {start.capitalize()}."
         return (
-            f"No evidence either way: {after} not clearly above the training loss (by {self.gap}), so "
-            f"there is no overfitting yet that dropout could prevent. If you expect it later, {start}."
+            f"No evidence either way: {after} not clearly above the training loss (difference "
+            f"{self.gap}), so there is no overfitting yet that dropout could prevent. If you expect it "
+            f"later, {start}."
         )
 
     def table(self) -> Table:
@@ -78,11 +79,11 @@ class Advice:
             f"{DECAY} (λ = {self.benefit.decay:.2g})": self.benefit.weight_decay,
         }
         rows = []
-        for name, benefit in benefits.items():
-            value, evidence = benefit_cells(benefit, "helps", "harms")
-            z = "–" if benefit.z is None else f"{benefit.z:+.1f}"
-            rows.append((name, value, z, evidence))
-        return Table(("site", "benefit", "z", "now"), rows, numbers={"benefit", "z"})
+        for name, estimate in benefits.items():
+            value, effect = benefit_cells(estimate, "helps", "harms")
+            z = "–" if estimate.z is None else f"{estimate.z:+.1f}"
+            rows.append((name, value, z, effect))
+        return Table(("site", "benefit", "z", "effect now"), rows, numbers={"benefit", "z"})
 
     def to_json(self) -> dict[str, Any]:
         """Return the advice as a dictionary for JSON."""
@@ -110,13 +111,14 @@ def advise_from(
     training, validation = batches[-BATCHES:], tuner.validation.batches[:BATCHES]
     batch_loss = partial(loss_without_noise, tuner.objective, model)
     gap = loss_gap([batch_loss(*b) for b in validation], [batch_loss(*b) for b in training])
-    pairs, held = collect(training, BATCHES), collect(validation, BATCHES)
+    training_pairs, validation_pairs = collect(training, BATCHES), collect(validation, BATCHES)
     loss, p = tuner.objective.loss, tuner.probabilities
-    measured = MeasuredModel(model, pairs, loss=loss)
-    update = BranchOptimizer(measured.model, optimizer, None, None)
+    measured = MeasuredModel(model, training_pairs, loss=loss)
+    update, budget = BranchOptimizer(measured.model, optimizer, None, None), Budget(math.inf)
     options: Any = {"loss": loss, "repeats": REPEATS, "probabilities": p}
     with measured.preserve():
-        benefit = measure_benefit(measured, pairs, held, Budget(math.inf), update, **options)
+        pairs = training_pairs, validation_pairs
+        benefit = measure_benefit(measured, *pairs, budget, update, **options)
     return Advice(gap, benefit, tuner.steps)
 
 
@@ -131,13 +133,14 @@ def advise(
 ) -> Advice:
     """Train a copy for a while, and say whether dropout will help, where, and which p to start from.
 
-    The copy trains with p = 0.1 at every site. If its validation loss is then above its training loss,
-    dropout will probably help; otherwise there is no evidence either way. To measure where dropout
-    helps now, the copy trains for 20 more steps with and without each site, twice. This costs
-    40 · (sites + 3) steps.
+    After a warm-up, the copy trains with p = 0.1 at every site whose p is not 0. If its validation loss
+    is then clearly above its training loss, dropout will probably help; otherwise there is no evidence
+    either way. Runs of 20 more steps measure which sites help now: one run with every dropout, one for
+    each site without the dropout there, one without any dropout, and one with more weight decay. Each is
+    made twice, with other batches. In all, this costs 40 · (sites + 3) steps.
 
     Args:
-        model: a model with dropout wherever you consider it; it does not change.
+        model: a model with a dropout at every place that you consider; undrop trains only a copy.
         batches: training batches (inputs, targets), repeated as needed.
         validation: at least two batches that training does not see.
         steps: how many steps to train: a small share of the planned run.

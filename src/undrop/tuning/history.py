@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DECAY = "weight decay"
-"""``Entry.tried`` in trials of weight decay, and the key of λ among the tuned values."""
+"""The value of ``Entry.tried`` for a trial of weight decay, and the key of λ among the tuned values."""
 EVERY_SITE = "every site"
-"""``Entry.tried`` in trials of all sites together."""
+"""The value of ``Entry.tried`` for a trial of all sites together."""
 RECENT = 10
-"""The number of trials, the last of a kind, over which a benefit is averaged."""
+"""A benefit is the mean over this many of the latest trials with the same ``Entry.tried``."""
 
 
 class Entry(NamedTuple):
@@ -55,7 +55,7 @@ class History:
         return self.entries[-1].values if self.entries else {}
 
     def benefits(self) -> dict[str, Estimate]:
-        """Return the mean benefit of the last ten trials of each name, such as a site."""
+        """Return the mean benefit in the last ten trials of each site, all sites and weight decay."""
         differences: dict[str, list[float]] = {}
         for entry in self.entries:
             differences.setdefault(entry.tried, []).append(entry.difference)
@@ -100,7 +100,7 @@ class History:
         if not self.entries:
             raise DataError("there is nothing to draw: the tuner has made no trial yet.")
         names = [name for name in self.values if name != DECAY]
-        rows = 2 if len(names) < len(self.values) else 1
+        rows = 2 if DECAY in self.values else 1
         with figures.styled():
             figure = figures.new_figure(7.0, 2.0 + 1.5 * rows)
             axes = figure.subplots(rows, sharex=True, squeeze=False)[:, 0]

@@ -4,9 +4,9 @@
 
 z is the benefit that the trial measures, divided by its standard error. The error is at least the
 standard deviation of the benefit over the last ten trials. The size starts at the tuner's rate. It
-doubles when a trial has the same sign as the previous trial of the same site, or of weight decay, and
-halves when it has the opposite sign. So a few trials correct a start that is far off, at any rate, and
-trials without evidence move little.
+doubles when a trial has the same sign as the previous trial of the same kind (of that site, of all sites
+together or of weight decay), and halves when it has the opposite sign. So, whatever the rate, a few
+trials correct a start that is far off, and trials without evidence move little.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def probability(log_variance: float) -> float:
 
 @dataclass
 class MoveSize:
-    """The size of the moves of one site or of weight decay, and the sign of its last trial."""
+    """The size of the moves by trials of one kind, and the sign of the last of these trials."""
 
     size: float
     sign: float = 0.0

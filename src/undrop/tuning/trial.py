@@ -2,9 +2,9 @@
 
 A branch needs no optimizer. In its first step, each tensor moves along its gradient by the mean length
 of its updates in the run. The lengths then fall linearly towards 0, as a learning rate does at the end
-of a run. With steps of constant length, the weights of a branch bounce around the values that they
-converge to. If the steps are large, the bouncing changes the validation loss by more than dropout does,
-and a trial would compare where its branches happen to be after their last steps.
+of a run. With steps of constant length, the weights of a branch bounce around the values that they would
+converge to with smaller steps. If the steps are large, the bouncing changes the validation loss by more
+than dropout does, and a trial would compare where its branches happen to be after their last steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RecentSteps:
         """
         now = [w.detach() for w in weights]
         if len(self._last_weights) == len(now):
-            torch._foreach_sub_(self._last_weights, now)
+            torch._foreach_sub_(self._last_weights, now)  # in place, which saves another copy
             moved = _norms(self._last_weights)
             torch._foreach_copy_(self._last_weights, now)
             if bool(moved.any()):
@@ -57,6 +57,7 @@ class RecentSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the batches, the last weights and the distances."""
+        # These keys are in files that users have saved, so they keep their names.
         return {
             "batches": self.batches,
             "before": [w.clone() for w in self._last_weights],
@@ -72,12 +73,15 @@ class RecentSteps:
 
 
 class TrialResult(NamedTuple):
-    """The result of a trial."""
+    """What a trial measures: the benefit of more noise or decay, and whether the model overfits."""
 
     benefit: Estimate
     """The validation loss with less noise or decay, minus that with more: positive if more helps."""
     gap: Estimate
-    """The validation loss minus the training loss; NaN if one is missing or a branch diverged."""
+    """The validation loss minus the training loss, in the branch with less noise or decay.
+
+    It is NaN if there are no training batches or a branch diverged.
+    """
 
 
 def loss_gap(validation: Sequence[float], training: Sequence[float]) -> Estimate:
@@ -85,9 +89,9 @@ def loss_gap(validation: Sequence[float], training: Sequence[float]) -> Estimate
     difference = fmean(validation) - fmean(training)
     if min(len(validation), len(training)) < 2:
         return Estimate.of(difference, None)
-    errors = [(variance(x) / len(x), len(x) - 1.0) for x in (validation, training)]
-    squared_error = sum(v for v, _ in errors)
-    denominator = sum(v * v / n for v, n in errors)
+    squared_errors = [(variance(x) / len(x), len(x) - 1.0) for x in (validation, training)]
+    squared_error = sum(square for square, _ in squared_errors)
+    denominator = sum(square * square / own_freedom for square, own_freedom in squared_errors)
     freedom = squared_error**2 / denominator if denominator else math.inf
     return Estimate.of(difference, math.sqrt(squared_error), freedom)
 
@@ -95,8 +99,8 @@ def loss_gap(validation: Sequence[float], training: Sequence[float]) -> Estimate
 def run_trial(
     branches: Branches,
     lengths: Tensor,
-    set_more: Callable[[], list[float]],
-    set_less: Callable[[], list[float]],
+    set_up_more: Callable[[], list[float]],
+    set_up_less: Callable[[], list[float]],
     training_batches: Sequence[tuple[Any, Any]] = (),
 ) -> TrialResult:
     """Train both branches, and compare their validation losses.
@@ -106,22 +110,24 @@ def run_trial(
     Args:
         branches: the model, the batches, the weights and the seed that both branches share.
         lengths: how far each tensor moves in the first step of a branch.
-        set_more: sets more noise or weight decay, and returns the share of each tensor that weight
+        set_up_more: sets more noise or weight decay, and returns the share of each tensor that weight
             decay removes in the first step.
-        set_less: sets less noise or weight decay, and returns the same shares.
+        set_up_less: sets less noise or weight decay, and returns the same shares.
         training_batches: the batches for the training loss in ``gap``, from the previous trial. The run
             has just trained on the batches of the present trial, which lowers their loss whether the
             model overfits or not.
     """
-    held = branches.evaluation_batches
-    with_more = _branch_losses(branches, lengths, set_more())
-    branches = branches._replace(evaluation_batches=[*held, *training_batches])
-    with_less = _branch_losses(branches, lengths, set_less())
+    validation_batches = branches.evaluation_batches
+    with_more = _branch_losses(branches, lengths, set_up_more())
+    branches = branches._replace(evaluation_batches=[*validation_batches, *training_batches])
+    with_less = _branch_losses(branches, lengths, set_up_less())
     unknown = Estimate.of(math.nan, None)
     if with_more is None or with_less is None:
-        winner = float(with_less is None) - float(with_more is None)
-        return TrialResult(Estimate.of(winner, 1.0 / CLEAR_Z), unknown)
-    validation, training = with_less[: len(held)], with_less[len(held) :]
+        # 1 if only the branch with less diverged, -1 if only the one with more, else 0
+        sign = float(with_less is None) - float(with_more is None)
+        return TrialResult(Estimate.of(sign, 1.0 / CLEAR_Z), unknown)
+    n = len(validation_batches)
+    validation, training = with_less[:n], with_less[n:]
     benefit = mean_difference([b - a for a, b in zip(with_more, validation, strict=True)])
     return TrialResult(benefit, loss_gap(validation, training) if training else unknown)
 

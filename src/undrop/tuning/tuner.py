@@ -42,15 +42,15 @@ class Tuner:
 
     Every ``interval`` steps the tuner makes a trial. It trains two branches for ten steps each, from the
     weights of the run and on its last batches, one with more noise and one with less. Then it compares
-    their validation losses, and moves p towards the better branch. After every two trials of all sites
-    together comes a trial of one site. A trial is 20 steps without an optimizer's update and 12
-    forward passes. At the default interval, this adds 25 to 32 % to the average step.
+    their validation losses, and moves p towards the better branch. Two trials vary all sites together,
+    the next one varies a single site, and so on. A trial takes 12 forward passes and 20 training steps
+    that do not run the optimizer. At the default interval, this adds 25 to 32 % to the average step.
 
     Every site starts at p = 0.1, whatever p the model declares. Before the first trial, σ² rises from 0
     to its value at p = 0.1. While the model overfits, no p falls below 0.1; otherwise no p rises above
-    0.1. A site that declares p = 0 is not tuned. Weight decay, if it is tuned, does not fall below its
-    start while the model overfits, and falls while the validation loss is clearly below the training
-    loss.
+    0.1. A site that declares p = 0 is not tuned. Weight decay, if it is tuned, stays at or above its
+    starting value while the model overfits. It falls while the validation loss is clearly below the
+    training loss.
 
     Examples:
         >>> import torch, undrop
@@ -71,14 +71,16 @@ class Tuner:
         objective: an ``Analytic`` or a ``Dropout``.
         validation: at least two batches (inputs, targets) that training does not see, as large as the
             training batches; or the share of ``training`` to set aside.
-        training: the training set, if ``validation`` is a share. Train on the attribute
-            :attr:`training`, which holds the rest of it.
+        training: the whole training set, if ``validation`` is a share. The attribute of the same name is
+            *not* this set but the rest of it, without the validation examples: train on
+            ``tuner.training``.
         optimizer: the optimizer whose weight decay the tuner also adjusts; its weight decay must be
             positive.
         interval: the number of steps between trials.
         rate: how far the first clear trial moves log σ² or log λ; moves grow while trials agree.
         batch_size: examples per validation batch, if ``validation`` is a share.
-        generator: the generator that seeds the trials; None makes one that ``torch.manual_seed`` seeds.
+        generator: the generator that seeds the trials; None makes a new one, whose seed comes from
+            torch's global generator, so ``torch.manual_seed`` determines the trials.
 
     Raises:
         OptionError: for an objective without p, or an option out of range.
@@ -99,12 +101,13 @@ class Tuner:
     ) -> None:
         if not isinstance(objective, Analytic | Dropout):
             raise OptionError(
-                f"a tuner adjusts Analytic and Dropout, got {type(objective).__name__}, which has no p: "
-                "pass one of these two."
+                f"a tuner needs an Analytic or a Dropout objective: {type(objective).__name__} has no p "
+                "to tune."
             )
         if not 0.0 < as_float(rate) < math.inf:
             raise OptionError(f"rate must be positive, got {rate!r}.")
         self.objective: Analytic | Dropout = objective
+        # The training set without the examples of `batches`; None if the user passed the batches.
         self.training, batches = _split_data(training, validation, batch_size)
         self.validation = Validation(batches)
         self.optimizer = optimizer
@@ -139,9 +142,10 @@ class Tuner:
         return self.objective(model, inputs, targets)
 
     def observe(self, model: nn.Module, inputs: Any, targets: Any) -> dict[str, float] | None:
-        """Count a step, and adjust p if it is due; for a training loop that calls the objective itself.
+        """Count a step, and adjust p if a change is due.
 
-        p rises in the first steps, and then changes every ``interval`` steps.
+        This method is for a training loop that calls the objective itself. p rises in the first steps,
+        and then changes every ``interval`` steps.
 
         Returns:
             The :meth:`metrics` after a trial, else None.
@@ -191,7 +195,7 @@ class Tuner:
         self._apply_values(self._log_values)
 
     def _warm_up(self) -> None:
-        """Raise σ² linearly from 0 to its start before the first trial.
+        """Raise σ² linearly from 0 to its starting value before the first trial.
 
         Strong noise in the first steps can damage a training run permanently: in a ConvNet, p = 0.6
         turned 9 of 10 ReLU units off.
@@ -206,14 +210,14 @@ class Tuner:
         """Make one trial, move the values that it varied, and add it to the history."""
         generator = self._generators(weights[0].device)
         seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-        held = self.validation.next(TRIAL_BATCHES)
-        branches = Branches(self.objective, model, weights, batches, held, seed)
+        validation = self.validation.next(TRIAL_BATCHES)
+        branches = Branches(self.objective, model, weights, batches, validation, seed)
         tried = self._next_to_try()
         names = self._sites if tried == EVERY_SITE else [tried]
-        set_more = partial(self._set_up_branch, weights, self._shift(names, LOG_FACTOR))
-        set_less = partial(self._set_up_branch, weights, self._shift(names, -LOG_FACTOR))
+        set_up_more = partial(self._set_up_branch, weights, self._shift(names, LOG_FACTOR))
+        set_up_less = partial(self._set_up_branch, weights, self._shift(names, -LOG_FACTOR))
         try:
-            result = run_trial(branches, lengths, set_more, set_less, self._previous_batches)
+            result = run_trial(branches, lengths, set_up_more, set_up_less, self._previous_batches)
         finally:
             self._apply_values(self._log_values)
         self._previous_batches = batches[-TRIAL_BATCHES:]
@@ -231,18 +235,18 @@ class Tuner:
         All sites together, and weight decay if it is tuned, come twice. Then one site has its turn.
         """
         sites = self._sites
-        twice = [EVERY_SITE if len(sites) > 1 else sites[0]]
+        repeated = [EVERY_SITE if len(sites) > 1 else sites[0]]
         if self.optimizer is not None:
-            twice.append(DECAY)
-        turn, position = divmod(len(self.history.entries), 2 * len(twice) + 1)
-        return [*twice, *twice, sites[turn % len(sites)]][position]
+            repeated.append(DECAY)
+        turn, position = divmod(len(self.history.entries), 2 * len(repeated) + 1)
+        return [*repeated, *repeated, sites[turn % len(sites)]][position]
 
     def _shift(self, names: list[str], by: float) -> dict[str, float]:
         """Return the log values, with ``by`` added to those of ``names``."""
         return {n: value + by * (n in names) for n, value in self._log_values.items()}
 
     def _restrict(self, log_values: dict[str, float], gap: Estimate) -> dict[str, float]:
-        """Return the log values, bounded according to the trial's gap, and with less λ if it can't help.
+        """Return the log values, bounded according to the trial's gap; λ falls if it can't help.
 
         Ten steps undervalue regularization, which slows learning first and pays later. So while the
         model clearly overfits, nothing falls below its start. Otherwise there is no reason for much
@@ -285,7 +289,7 @@ class Tuner:
                 group["weight_decay"] = math.exp(log_values[DECAY])
 
     def metrics(self) -> dict[str, float]:
-        """Return the newest ``p/SITE``, ``benefit/SITE`` and ``weight decay``, to log."""
+        """Return the newest ``p/SITE``, ``benefit/SITE`` and ``weight decay``, for logging."""
         values, benefits = self.history.values, self.history.benefits()
         return {
             **{name if name == DECAY else f"p/{name}": value for name, value in values.items()},
@@ -298,6 +302,7 @@ class Tuner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs, including the objective's state."""
+        # These keys are in files that users have saved, so they keep their names.
         return {
             "steps": self.steps,
             "position": self.validation.position,

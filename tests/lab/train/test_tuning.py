@@ -96,7 +96,7 @@ def test_a_share_that_is_too_small_and_an_objective_without_p_are_refused(text, 
     with pytest.raises(DataError, match=r"train\.tune = 0\.05 sets 30 of 600 tokens aside"):
         train.run(tiny_config(text, train={"tune": 0.05}), out=tmp_path / "a")
     config = tiny_config(text, train={"tune": 0.2}, objective={"name": "none"})
-    with pytest.raises(OptionError, match="adjusts Analytic and Dropout"):
+    with pytest.raises(OptionError, match="needs an Analytic or a Dropout objective"):
         train.run(config, out=tmp_path / "b")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from fake_records import InProcess
 from undrop.errors import NonFiniteError, StoppedError
 from undrop.lab.reproduce import worker as worker_module
 from undrop.lab.reproduce.campaign import EXECUTORS, Campaign, Listener
-from undrop.lab.reproduce.records import Records
+from undrop.lab.reproduce.records import Records, short_key
 from undrop.lab.reproduce.worker import execute_run, git_commit
 from undrop.lab.reproduce.worklist import Worklist
 
@@ -131,11 +132,20 @@ def test_a_run_keeps_its_folder_until_its_record_is_saved(tmp_path, monkeypatch)
 def test_a_leftover_folder_of_a_finished_run_is_removed(tmp_path):
     first, _ = campaign(tmp_path, ["taylor"])
     first.run()
-    leftover = tmp_path / "runs" / next(iter(first.worklist.cells.values())).run(0, 1).key[:16]
+    run = next(iter(first.worklist.cells.values())).run(0, 1)
+    leftover = tmp_path / "runs" / short_key(run.key)
     leftover.mkdir()
     again, _ = campaign(tmp_path, ["taylor"])
     again.run()
     assert not leftover.exists()
+
+
+def test_a_run_with_a_probe_and_the_same_run_without_it_have_different_folders(tmp_path):
+    first, _ = campaign(tmp_path, ["taylor"])
+    run = next(iter(first.worklist.cells.values())).run(0, 1)
+    assert run.probe is not None
+    folders = {first._folder_of(run), first._folder_of(replace(run, probe=None))}
+    assert len(folders) == 2
 
 
 def test_a_run_that_diverges_has_a_record(tmp_path, monkeypatch):

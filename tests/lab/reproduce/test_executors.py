@@ -47,7 +47,7 @@ def test_a_worker_that_is_killed_fails_its_run_and_no_other(forking, runs, tmp_p
     killed = outcomes.pop(runs[0].key)
     assert isinstance(killed, RunError)
     assert str(killed) == (
-        "its process was killed, perhaps for lack of memory: run the same command to resume it, "
+        "its process was killed, perhaps for lack of memory: run the same command to resume the run, "
         "with a lower --jobs if memory is short."
     )
     assert len(outcomes) == 2

@@ -19,7 +19,7 @@ from threading import Thread
 from typing import Any, TypeAlias
 
 from undrop.errors import MissingExtraError, OptionError, RunError, StoppedError, UndropError
-from undrop.lab.reproduce.records import Record, Records
+from undrop.lab.reproduce.records import Record, Records, short_key
 from undrop.lab.reproduce.worker import epochs_done, execute_run
 from undrop.lab.reproduce.worklist import PlannedRun, Worklist
 from undrop.registry import Registry
@@ -33,8 +33,8 @@ EXECUTORS: Registry[str, type[Executor]] = Registry("executor")
 """The executors by name."""
 
 _WORKER_KILLED = (
-    "its process was killed, perhaps for lack of memory: run the same command to resume it, with a "
-    "lower --jobs if memory is short."
+    "its process was killed, perhaps for lack of memory: run the same command to resume the run, with "
+    "a lower --jobs if memory is short."
 )
 
 
@@ -225,10 +225,10 @@ class Listener:
 
 @dataclass
 class Campaign:
-    """The missing runs of a worklist, on an executor."""
+    """Executes the missing runs of a worklist with an executor."""
 
     worklist: Worklist
-    folder: Path  # of results; its records/ has the records, its runs/ the unfinished runs
+    folder: Path  # for results: the records in its records/, the unfinished runs in its runs/
     executor: Executor
     listener: Listener = field(default_factory=Listener)
 
@@ -238,7 +238,9 @@ class Campaign:
         self._seconds_done = 0.0
 
     def run(self) -> list[UndropError]:
-        """Execute the missing runs, tuning runs first, and return the errors of runs that failed.
+        """Execute the missing runs, and return the errors of runs that failed.
+
+        The cheapest runs start first. Runs that wait for the result of a tuning follow it.
 
         Raises:
             StoppedError: after a signal to stop. The next call resumes the unfinished runs.
@@ -246,6 +248,7 @@ class Campaign:
         for run in self.worklist.needed(self.records):
             if self.records.get(run.key) is not None:  # a killed campaign may have left the folder
                 self._remove_folder(run)
+        # When the tuning runs of a method have ended, the worklist needs more runs of its best variant.
         while runs := [r for r in self.worklist.missing(self.records) if r.key not in self._errors]:
             self._run_all(runs)
         return list(self._errors.values())
@@ -255,14 +258,14 @@ class Campaign:
 
     def _run_all(self, runs: Sequence[PlannedRun]) -> None:
         seconds = self.worklist.estimated_seconds(runs, self.records)
-        unfinished = {run.key: run for run in runs}
+        unfinished = {run.key: run for run in runs}  # not started yet, or in progress
 
         def tick() -> None:
-            seconds_unfinished = sum(
+            seconds_in_progress = sum(
                 seconds[key] * epochs_done(self._folder_of(run)) / run.config.train.epochs
                 for key, run in unfinished.items()
             )
-            self.listener.status(self._status(seconds_unfinished))
+            self.listener.status(self._status(seconds_in_progress))
 
         for run, outcome in self.executor.outcomes(runs, self._folder_of, tick):
             del unfinished[run.key]
@@ -276,14 +279,15 @@ class Campaign:
                 self.listener.failed(run, outcome)
             tick()
 
-    def _status(self, seconds_unfinished: float) -> Status:
-        """Return the progress, given the time that the unfinished runs have taken."""
+    def _status(self, seconds_in_progress: float) -> Status:
+        """Return the progress, given the estimated time of the finished epochs of unfinished runs."""
+        # Needed runs are known: those without a record are missing. Waiting runs depend on a tuning.
         needed = len(self.worklist.needed(self.records))
         waiting = sum(count for _, count in self.worklist.waiting(self.records))
         done = needed - len(self.worklist.missing(self.records))
-        left = self.worklist.remaining_seconds(self.records) - seconds_unfinished
-        spent = self._seconds_done + seconds_unfinished
+        left = self.worklist.remaining_seconds(self.records) - seconds_in_progress
+        spent = self._seconds_done + seconds_in_progress
         return Status(needed + waiting, done, seconds_done=spent, seconds_left=max(0.0, left))
 
     def _folder_of(self, run: PlannedRun) -> Path:
-        return (self.folder / "runs" / run.key[:16]).absolute()
+        return (self.folder / "runs" / short_key(run.key)).absolute()

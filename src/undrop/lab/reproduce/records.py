@@ -15,9 +15,14 @@ from undrop.lab.train import Config
 
 
 def run_key(config: Config, probe: str | None) -> str:
-    """Return the hash of everything that affects a run's result."""
+    """Return the key of a run: a hash of its config (64 digits), and ``-probe`` if it has a probe."""
     digest = config.digest()
     return digest if probe is None else f"{digest}-{probe}"
+
+
+def short_key(key: str) -> str:
+    """Return a key with 16 digits of the hash, to name a file or folder."""
+    return key[:16] + key[64:]
 
 
 class Curve(BaseModel):
@@ -30,6 +35,7 @@ class Curve(BaseModel):
     valid_ppl: list[float] = []
     train_ppl: list[float | None] = []  # without noise
     seconds: list[float] = []  # since the start: CPU time on a CPU, wall-clock time elsewhere
+    # Old records call it "judging".
     evaluation: list[float] = Field([], validation_alias=AliasChoices("evaluation", "judging"))
     """The seconds that the evaluation after each epoch took."""
 
@@ -46,7 +52,7 @@ class Record(BaseModel):
     best_valid_ppl: float
     best_epoch: int
     test_ppl: float | None  # at the epoch with the best validation perplexity
-    ended: str  # "epochs", "max_steps", "patience" or "diverged"
+    ended: str  # why the run ended: "epochs", "max_steps", "patience" or "diverged"
     steps: int
     seconds: float  # of the whole run, measured as in the curve
     parameters: int
@@ -55,7 +61,7 @@ class Record(BaseModel):
     versions: dict[str, str]
     machine: dict[str, Any]
     commit: str | None
-    finished: str
+    finished: str  # when the run ended, in UTC
 
     @property
     def training_seconds(self) -> list[float]:
@@ -97,7 +103,7 @@ class Records:
         """Write a record; a record that exists stays as it is."""
         with naming_disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{record.key[:16]}{record.key[64:]}.json"
+        path = self.folder / f"{short_key(record.key)}.json"
         if not path.exists():
             write_json(path, record.model_dump(mode="json"))
         self._records.setdefault(record.key, record)

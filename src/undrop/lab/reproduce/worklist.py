@@ -24,7 +24,7 @@ class PlannedRun:
 
     @cached_property
     def key(self) -> str:
-        """The hash of everything that affects the result of the run."""
+        """What identifies the result of the run: the hash of its config, and the name of its probe."""
         return run_key(self.config, self.probe)
 
     @property

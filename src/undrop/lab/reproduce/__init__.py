@@ -1,4 +1,4 @@
-"""The paper's experiments as data, at several scales, with their runs, statistics and report.
+"""Defines the paper's experiments at several scales, runs them and reports the results.
 
 >>> from undrop.lab.reproduce.tables import experiment
 >>> experiment("averaging-noise").paper

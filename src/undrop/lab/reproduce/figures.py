@@ -51,7 +51,7 @@ def mathtext(label: str) -> str:
 
 @FIGURE_KINDS.register("validation")
 def _validation(section: ReportSection, results: Results) -> Figure:
-    """Return two panels: validation perplexities, and their differences from plain dropout's."""
+    """Return two panels: validation perplexities, and their differences from Drop₁'s."""
     figure = new_figure(8.4, 3.8)
     left, right = figure.subplots(1, 2)
     _curves(left, section, results, "valid_ppl")
@@ -61,9 +61,10 @@ def _validation(section: ReportSection, results: Results) -> Figure:
 
 
 def _differences(axes: Axes, section: ReportSection, results: Results) -> None:
-    """Draw how far each method's validation perplexity is above plain dropout's, in percent.
+    """Draw how far each method's validation perplexity is above Drop₁'s, in percent.
 
-    A line is the mean over seeds; both runs of a difference have the same seed.
+    Drop₁, plain dropout, is the ``REFERENCE``. A run is compared with the reference's run of the same
+    seed. A line is the mean over seeds.
     """
     for index, row in enumerate(section.rows):
         pairs = list(results.pairs(row.cell).values())
@@ -71,12 +72,11 @@ def _differences(axes: Axes, section: ReportSection, results: Results) -> None:
             continue
         length = min(len(record.curve.epoch) for pair in pairs for record in pair)
         shown = slice(length // 3, length)  # the first epochs would hide the differences
-        perplexities, references = (
-            np.asarray([record.curve.valid_ppl[shown] for record in records])
-            for records in zip(*pairs, strict=True)
-        )
-        percent = 100.0 * (perplexities / references - 1.0)
-        color, epochs = _color(row, section.rows, index), pairs[0][0].curve.epoch[shown]
+        # Shape: (seeds, 2, epochs). In each pair, the second record is the reference's.
+        ppl = np.asarray([[record.curve.valid_ppl[shown] for record in pair] for pair in pairs])
+        percent = 100.0 * (ppl[:, 0] / ppl[:, 1] - 1.0)
+        color = _color(row, section.rows, index)
+        epochs = pairs[0][0].curve.epoch[shown]
         axes.plot(epochs, percent.mean(0), lw=1.4, color=color, label=mathtext(row.label))
         axes.fill_between(epochs, percent.min(0), percent.max(0), color=color, alpha=0.18, lw=0)
     axes.axhline(0.0, color="black", lw=0.8)
@@ -94,7 +94,7 @@ def _train_and_validation(section: ReportSection, results: Results) -> Figure:
     return figure
 
 
-_AXES = {"valid_ppl": "validation perplexity", "train_ppl": "training perplexity, without noise"}
+_LABELS = {"valid_ppl": "validation perplexity", "train_ppl": "training perplexity, without noise"}
 
 
 def _curves(axes: Axes, section: ReportSection, results: Results, name: str) -> None:
@@ -120,7 +120,7 @@ def _curves(axes: Axes, section: ReportSection, results: Results, name: str) -> 
         top = np.median(lowest_means) * (1.45 if name == "valid_ppl" else 3.0)
         axes.set_ylim(min(lowest_means) * 0.95, float(top))
     _label_epochs(axes)
-    axes.set_ylabel(_AXES[name])
+    axes.set_ylabel(_LABELS[name])
 
 
 def _label_epochs(axes: Axes) -> None:
@@ -131,7 +131,7 @@ def _label_epochs(axes: Axes) -> None:
 
 
 def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
-    """Return black for plain dropout, gray for no regularization, or a color of viridis."""
+    """Return black for Drop₁, gray for no regularization, or a color from viridis."""
     import matplotlib as mpl
 
     fixed_colors = {REFERENCE: "black", "none": "#999999"}
@@ -143,7 +143,10 @@ def _color(row: Row, rows: Sequence[Row], index: int) -> Any:
 
 @FIGURE_KINDS.register("points")
 def _points(section: ReportSection, results: Results) -> Figure:
-    """Return a figure with a point and its interval for each method, by setting, the best on top."""
+    """Return a figure with a point and its interval for each method, by setting.
+
+    In each setting, the lowest value is on top.
+    """
     settings = list(dict.fromkeys(row.setting for row in section.rows))
     rows = [(row, row.interval) for row in section.rows if row.interval is not None]
     rows.sort(key=lambda pair: (settings.index(pair[0].setting), pair[1].estimate))
@@ -162,7 +165,7 @@ def _points(section: ReportSection, results: Results) -> Figure:
 
 
 @FIGURE_KINDS.register("shares")
-def _shares(section: ReportSection, results: Results) -> Figure:
+def _paired_bars(section: ReportSection, results: Results) -> Figure:
     """Return a figure with two bars for each seed: R_drop and its quadratic term."""
     records = results.records_of(section.rows[0].cell)
     figure = new_figure(4.8, 3.2)

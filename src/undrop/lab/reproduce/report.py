@@ -31,7 +31,7 @@ from undrop.report.figures import check_drawable, save, svg
 
 @dataclass(frozen=True)
 class Row:
-    """The row of a cell in an experiment's table."""
+    """One row of an experiment's table, about one cell."""
 
     cell: str  # setting:method
     setting: str
@@ -39,7 +39,7 @@ class Row:
     label: str
     interval: Interval | None  # of the experiment's measure; None without records
     paper_number: tables.PaperNumber | None  # only at the scale "paper"
-    cost: float | None  # of a step, in steps of plain dropout
+    cost: float | None  # the time of a step, divided by the time of a step of plain dropout
     best_variant: str  # of a tuned method; else empty
 
 
@@ -51,7 +51,7 @@ class ReportSection:
     rows: tuple[Row, ...]
     table: Table
     verdicts: tuple[Verdict, ...]
-    sources: tuple[str, ...]  # the places of the paper's numbers
+    sources: tuple[str, ...]  # where the paper reports its numbers
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def _summary(verdicts: Sequence[Verdict], records: Sequence[Record]) -> str:
     return (
         f"Of {len(verdicts)} claims, {counts[HOLDS]} hold, {counts[DOES_NOT_HOLD]} do not hold at this "
         f"scale, {counts[UNDECIDED]} are undecided and {counts[NOT_RUN]} have not been run. There are "
-        f"{len(records)} runs with up to {seeds} seeds per method, which took {hours:.1f} hours of one "
-        "core."
+        f"{len(records)} runs with up to {seeds} seeds per method, which took {hours:.1f} core hours."
     )
 
 

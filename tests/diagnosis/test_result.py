@@ -15,6 +15,7 @@ from undrop.diagnosis.measure.benefit import Benefit
 from undrop.diagnosis.measure.estimates import Estimate
 from undrop.diagnosis.report.advice import conclude, recommend
 from undrop.diagnosis.report.comparison import compare_files, compare_json
+from undrop.diagnosis.report.verdict import verdict
 from undrop.intercept import Sites
 
 
@@ -320,8 +321,51 @@ def test_nothing_is_concluded_that_the_interval_does_not_support():
     assert not any("adds nothing measurable" in sentence for sentence in advice)
     assert not any("½E[uᵀHu]" in sentence for sentence in advice)
     conclusion = conclude(explicit, None, None)
-    assert "Too little data to say how much of this" in conclusion
+    assert "too little data to say how well it describes this dropout" in conclusion
     assert "The largest share" not in conclusion
+
+
+WORDS = {
+    "good": "this, so the second-order approximation describes this dropout well.",
+    "rough": "of this, so it is a rough description of this dropout.",
+    "poor": "this, so the second-order approximation describes this dropout poorly.",
+    "unclear": "of this: too little data to say how well it describes this dropout.",
+}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "judged"),
+    [
+        (0.8, 1.25, "good"),
+        (0.9, 1.22, "good"),
+        (0.79, 1.0, "rough"),
+        (1.0, 1.26, "rough"),
+        (0.5, 2.0, "rough"),
+        (1.6, 1.9, "rough"),
+        (0.23, 0.52, "unclear"),
+        (1.9, 2.1, "unclear"),
+        (0.3, 0.49, "poor"),
+        (-0.1, 0.2, "poor"),
+        (2.01, 2.5, "poor"),
+        (float("-inf"), float("inf"), "unclear"),
+    ],
+)
+def test_a_diagnosis_and_a_check_judge_the_ratio_by_one_rule(low, high, judged):
+    """The interval decides, and R is judged like 1/R."""
+    ratio = Estimate(0.5 * (low + high), 0.1, low, high)
+    assert verdict(ratio) == judged
+    if low > 0.0:
+        assert verdict(Estimate(1.0 / ratio.value, 0.1, 1.0 / high, 1.0 / low)) == judged
+    found = diagnosed(model_with_shares(1.0))
+    explicit = replace(found.explicit, quadratic_share=ratio)
+    conclusion = conclude(explicit, None, None)
+    if low == float("-inf"):
+        assert "Too little data to say how much of this" in conclusion
+    else:
+        assert WORDS[judged] in conclusion
+    advice = " ".join(recommend(found.sites, explicit, None))
+    assert ("can replace the explicit effect" in advice) == (judged == "good")
+    assert ("differs from this dropout" in advice) == (judged == "poor")
 
 
 def test_an_r_drop_within_its_error_is_called_too_little_data():

@@ -15,7 +15,7 @@ from undrop.diagnosis.measure.gradients import GradientNoise, inner_product
 from undrop.diagnosis.measure.model import MeasuredModel, collect
 from undrop.diagnosis.measure.r_drop import Expander, Expansion, MaskSample, sample_parts
 from undrop.diagnosis.measure.timing import Budget, check_seconds
-from undrop.diagnosis.report.advice import GOOD
+from undrop.diagnosis.report.verdict import verdict
 from undrop.engines import Exact
 from undrop.errors import OptionError
 from undrop.objectives import Objective
@@ -23,7 +23,6 @@ from undrop.report import Progress, Table, as_json
 from undrop.report.html import fragment, paragraph
 from undrop.report.plain import as_frame
 
-_ROUGH = 0.5  # from this share of R_drop to GOOD, ½E[uᵀHu] is a rough description of dropout
 _MIN_DRAWS = 4
 
 VERDICTS: Mapping[str, str] = {
@@ -201,14 +200,6 @@ def _result(objective: Objective, samples: Samples[_CheckSample]) -> Check:
         quadratic_share=share,
         explicit=None if first.explicit is None else explicit,
         noise_ratio=None if first.dropout_trace is None else noise_ratio,
-        verdict=_verdict(share),
+        verdict=verdict(share),
         draws=samples.count,
     )
-
-
-def _verdict(share: Estimate) -> str:
-    """Return the verdict from the 95 % interval of ½E[uᵀHu] / R_drop."""
-    for verdict, limit in (("good", GOOD), ("rough", _ROUGH)):
-        if share.low >= limit and share.high <= 1.0 / limit:
-            return verdict
-    return "poor" if share.high < _ROUGH or share.low > 1.0 / _ROUGH else "unclear"

@@ -12,11 +12,9 @@ from undrop.diagnosis.measure.benefit import Benefit
 from undrop.diagnosis.measure.estimates import Estimate, percent
 from undrop.diagnosis.measure.explicit import Explicit, Point
 from undrop.diagnosis.measure.implicit import Implicit
+from undrop.diagnosis.report.verdict import GOOD, is_outside, is_within, verdict
 from undrop.intercept import Sites
 
-GOOD = 0.8
-"""From this share of R_drop on, ½E[uᵀHu] is a good description of dropout."""
-_POOR = 0.5  # below this share of R_drop, ½E[uᵀHu] is a poor description
 _NEGLIGIBLE_SHARE = 0.01  # a site with a smaller share of ½E[uᵀHu] does not matter
 _NOTABLE = 0.2  # a part of a whole matters if it is larger than this
 _ROUNDING = 1e-9  # a part of R_drop that is smaller than this is rounding
@@ -49,26 +47,25 @@ def _explicit_conclusion(explicit: Explicit) -> Iterator[str]:
     else:
         yield f"Dropout lowers the loss by {r_drop.scaled(-1.0)}."
     measured = percent(share, interval=True)
-    accounts = f"The explicit regularizer ½E[uᵀHu] accounts for {measured} of this"
-    if _is_good(share) or _is_poor(share):
-        how = "well" if _is_good(share) else "poorly"
-        yield f"{accounts}, so the second-order approximation describes this dropout {how}."
-    elif share.high - share.low <= _POOR:
-        yield f"{accounts}, so it is a rough description of this dropout."
-    else:
+    judged = verdict(share)
+    if judged == "unclear" and share.includes_zero:
         yield f"{TOO_LITTLE} how much of this the explicit regularizer ½E[uᵀHu] accounts for."
+    else:
+        accounts = f"The explicit regularizer ½E[uᵀHu] accounts for {measured} of this"
+        yield f"{accounts}{_DESCRIPTIONS[judged]}."
     name = _strongest_site(explicit)
     if name is not None:
         largest = percent(explicit.sites[name].share)
         yield f"The largest share of ½E[uᵀHu], {largest}, comes from site `{name}`."
 
 
-def _is_good(share: Estimate) -> bool:
-    return share.low >= GOOD and share.high <= 2.0 - GOOD
-
-
-def _is_poor(share: Estimate) -> bool:
-    return share.high < _POOR or share.low > 2.0 - _POOR
+_DESCRIPTIONS = {
+    "good": ", so the second-order approximation describes this dropout well",
+    "rough": ", so it is a rough description of this dropout",
+    "poor": ", so the second-order approximation describes this dropout poorly",
+    "unclear": f": {TOO_LITTLE.lower()} how well it describes this dropout",
+}
+"""What follows from each verdict, as the end of a sentence."""
 
 
 def _why_unknown(explicit: Explicit) -> str:
@@ -186,12 +183,13 @@ def _weight_decay_advice(benefit: Benefit) -> Iterator[str]:
 
 def _explicit_advice(explicit: Explicit) -> Iterator[str]:
     share, parts = explicit.quadratic_share, explicit.parts
-    if _is_good(share):
+    judged = verdict(share)
+    if judged == "good":
         yield (
             "`undrop.Analytic(strength=undrop.TAYLOR)` can replace the explicit effect of this dropout: "
             f"its regularizer ½E[uᵀHu] is {percent(share)} of R_drop."
         )
-    elif _is_poor(share):
+    elif judged == "poor":
         yield (
             "The explicit regularizer ½E[uᵀHu] differs from this dropout: it is "
             f"{percent(share)} of R_drop. A smaller p brings the two closer."
@@ -246,9 +244,9 @@ def _noise_advice(implicit: Implicit) -> Iterator[str]:
             f"is only {noise} times mini-batching's."
         )
     ratio, name = implicit.analytic_ratio, "ξ_approx, the noise of `undrop.Analytic`,"
-    if ratio.low > 1.0 / (1.0 + _NOTABLE) and ratio.high < 1.0 + _NOTABLE:
+    if is_within(ratio, GOOD):
         yield f"{name} is as large as dropout's: its trace is {percent(ratio)} of dropout's."
-    elif ratio.high < GOOD or ratio.low > 1.0 / GOOD:
+    elif is_outside(ratio, GOOD):
         size = "smaller" if ratio.high < GOOD else "larger"
         yield (
             f"{name} is {size} than dropout's: its trace is {percent(ratio)} of dropout's. A smaller p "

@@ -45,7 +45,7 @@ def quadratic_share(
         "train": {"epochs": epochs},
     }
     run(configure("ptb-lstm-tiny", settings), out=out)
-    source = from_run(out)
+    source = from_run(out, None, batches=16)
     return undrop.diagnose(
         source.model,
         source.batches,

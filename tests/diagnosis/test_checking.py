@@ -247,8 +247,10 @@ def test_the_json_of_a_check_has_every_figure():
     }
 
 
-@pytest.mark.parametrize("objective", [undrop.NoRegularization(), undrop.Dropout(2)])
-def test_check_refuses_an_objective_without_analytic_terms(objective):
+@pytest.mark.parametrize(
+    "objective", [undrop.NoRegularization(), undrop.Dropout(2), torch.nn.Linear(1, 1)]
+)
+def test_check_refuses_what_is_not_an_objective_with_analytic_terms(objective):
     model, batch = net(0.1)
     with pytest.raises(undrop.errors.OptionError, match="has no analytic terms to check"):
         undrop.check(objective, model, batch)

@@ -138,11 +138,11 @@ def check(
         OptionError: if the objective has no analytic terms.
     """
     check_seconds(seconds)
-    implicit_factor = objective.implicit_factor
+    implicit_factor = getattr(objective, "implicit_factor", None)
     if implicit_factor is None:
         raise OptionError(
-            f"{type(objective).__name__} has no analytic terms to check: pass undrop.Analytic() or "
-            "undrop.Dropout(k, noise='analytic')."
+            f"{type(objective).__name__} has no analytic terms to check: call undrop.check(objective, "
+            "model, (inputs, targets)) with undrop.Analytic() or undrop.Dropout(k, noise='analytic')."
         )
     subject = MeasuredModel(model, collect([batch], 1), loss=objective.loss, generator=generator)
     objective.selection.check(subject.sites.names)

@@ -1,5 +1,7 @@
 """undrop.sites lists every dropout with its name, kind, p, mask and shape, and changes nothing."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -232,11 +234,23 @@ def test_a_dropout_that_drops_in_eval_mode_is_flagged():
 def test_the_sites_print_as_a_table():
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.25), LockedDropout(0.1))
     assert str(undrop.sites(model, X)).splitlines() == [
-        "name  kind     p     mask              shape  in eval",
-        "----  -------  ----  ----------------  -----  -------",
+        "name  kind        p  mask              shape  in eval",
         "1     dropout  0.25  independent       2×4    off",
-        "2     locked   0.1   shared over time  2×4    off",
+        "2     locked    0.1  shared over time  2×4    off",
     ]
+
+
+def test_the_table_of_sites_fits_the_terminal_and_rounds_p(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "encoder_layer_with_a_very_long_name_in_a_model_of_many_parts"
+    model = nn.Sequential(OrderedDict({f"{name}_{i}": LockedDropout(1 / 15) for i in (0, 1)}))
+    found = undrop.sites(model, X)
+    assert len(found.table().text(500).splitlines()[1]) > 80
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("0.0667" in line for line in lines) == 2
+    assert "0.06666" not in str(found)
+    assert found.to_json()[0]["p"] == 1 / 15
 
 
 def test_sites_are_a_sequence_and_convert_to_json():

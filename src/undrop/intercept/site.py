@@ -13,7 +13,7 @@ from undrop.errors import OptionError, SiteSelectionError, UnsupportedDropoutErr
 from undrop.intercept.unaccounted import Unaccounted
 from undrop.noise import sigma
 from undrop.options import as_float
-from undrop.report import Table
+from undrop.report import Table, terminal_width, wrap
 from undrop.report.html import fragment
 from undrop.report.plain import as_frame
 
@@ -95,42 +95,37 @@ class Sites(Sequence[Site]):
         """One dictionary per site, for programs."""
         return [asdict(site) for site in self]
 
-    def table(self) -> list[tuple[str, ...]]:
-        """The headings, and a row of strings for each site."""
-        rows: list[tuple[str, ...]] = [("name", "kind", "p", "mask", "shape", "in eval")]
+    def table(self) -> Table:
+        """A table with a row for each site."""
+        headers = ["name", "kind", "p", "mask", "shape", "in eval"]
+        shows_acts = any(site.acts is False for site in self)
+        rows = []
         for site in self:
             shape = "×".join(map(str, site.shape))
             in_eval = "ACTIVE" if site.active_in_eval else "off"
-            rows.append((site.name, site.kind, f"{site.p:g}", site.mask, shape, in_eval))
-        if all(site.acts is not False for site in self):
-            return rows
-        words = {True: "yes", False: "NO, u = 0", None: "?"}
-        acts = ["acts", *(words[site.acts] for site in self)]
-        return [(*row, word) for row, word in zip(rows, acts, strict=True)]
+            row = [site.name, site.kind, f"{site.p:.3g}", site.mask, shape, in_eval]
+            rows.append([*row, _ACTS[site.acts]] if shows_acts else row)
+        return Table([*headers, "acts"] if shows_acts else headers, rows, numbers={"p"})
 
-    def unaccounted_table(self) -> list[tuple[str, ...]]:
-        """The headings, and a row of strings for random numbers that belong to no site."""
-        headings = ("module", "draws with", "calls", "where")
+    def unaccounted_table(self) -> Table:
+        """A table with a row for each kind of random numbers that belong to no site."""
         draws = self.unaccounted
-        return [
-            headings,
-            *((d.module or "(model)", d.function, str(d.calls), d.where) for d in draws),
-        ]
+        rows = [(d.module or "(model)", d.function, str(d.calls), d.where) for d in draws]
+        return Table(("module", "draws with", "calls", "where"), rows, numbers={"calls"})
 
     def __repr__(self) -> str:
         """The table as text, and a second one for the random numbers that belong to no site."""
-        text = _as_text(self.table())
+        text = self.table().text()
         if self.unaccounted:
-            text += f"\n\n{UNACCOUNTED}\n{_as_text(self.unaccounted_table())}"
+            title = "\n".join(wrap(UNACCOUNTED, terminal_width()))
+            text += f"\n\n{title}\n{self.unaccounted_table().text()}"
         return text
 
     def _repr_html_(self) -> str:
         """The tables in a notebook."""
-        head, *rows = self.table()
-        html = Table(head, rows, numbers={"p"}).html()
+        html = self.table().html()
         if self.unaccounted:
-            head, *rows = self.unaccounted_table()
-            html += f"<p>{UNACCOUNTED}</p>" + Table(head, rows, numbers={"calls"}).html()
+            html += f"<p>{UNACCOUNTED}</p>" + self.unaccounted_table().html()
         return fragment(html)
 
     def to_frame(self) -> Any:
@@ -152,13 +147,7 @@ class Sites(Sequence[Site]):
 
 
 UNACCOUNTED = "Random numbers that belong to no site; undrop does not change them:"
-
-
-def _as_text(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    return "\n".join(line.rstrip() for line in lines)
+_ACTS = {True: "yes", False: "NO, u = 0", None: "?"}
 
 
 class Selection:

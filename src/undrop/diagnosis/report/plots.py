@@ -95,7 +95,7 @@ def _draw_parts(diagnosis: Diagnosis, axes: Any) -> None:
 def _draw_shares(diagnosis: Diagnosis, axes: Any) -> None:
     effects = sorted(diagnosis.explicit.sites.items(), key=lambda item: -item[1].share.value)
     shown = effects[:_MAX_BARS]
-    names = [f"{name} (p = {effect.p:g})" for name, effect in shown]
+    names = [f"{name} (p = {effect.p:.3g})" for name, effect in shown]
     _bars(axes, names, [effect.share for _, effect in shown], 100.0)
     more = f" (the first {_MAX_BARS} of {len(effects)} sites)" if len(effects) > _MAX_BARS else ""
     axes.set_xlabel(f"% of ½E[uᵀHu]{more}")

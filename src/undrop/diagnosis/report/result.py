@@ -171,7 +171,7 @@ class Diagnosis:
     def _sites_table(self) -> Table:
         effects = sorted(self.explicit.sites.items(), key=lambda item: -item[1].share.value)
         headers = ["site", "p", "share of ½E[uᵀHu]"]
-        rows = [[name, f"{effect.p:g}", percent(effect.share)] for name, effect in effects]
+        rows = [[name, f"{effect.p:.3g}", percent(effect.share)] for name, effect in effects]
         title = "Sites: strength"
         if self.benefit is not None:
             headers += ["benefit", "z"]

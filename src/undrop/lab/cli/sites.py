@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from undrop.lab.cli import COMMANDS, Answer
 from undrop.lab.cli._options import SourceOptions
-from undrop.report import Table
+
+if TYPE_CHECKING:
+    from undrop.report import Table
 
 
 @COMMANDS.register("sites")
@@ -18,9 +22,7 @@ def list_sites(options: SourceOptions) -> Answer:
     with source.explain_user_errors():
         ((inputs, _),) = collect(source.batches, 1)
         listing = sites(source.model, inputs)
-    headings, *rows = listing.table()
-    parts: list[Table | str] = [Table(headings, rows, numbers={"p"})]
+    parts: list[Table | str] = [listing.table()]
     if listing.unaccounted:
-        headings, *rows = listing.unaccounted_table()
-        parts += [f"\n{UNACCOUNTED}", Table(headings, rows, numbers={"calls"})]
+        parts += [f"\n{UNACCOUNTED}", listing.unaccounted_table()]
     return Answer({"sites": listing, "unaccounted": listing.unaccounted}, *parts)

@@ -422,6 +422,40 @@ def test_the_advice_names_an_action_for_each_clear_benefit():
     assert not any("Weight decay" in sentence for sentence in advice)
 
 
+def test_the_advice_lists_at_most_three_sites():
+    found = diagnosed(model_with_shares(1.0))
+    unclear, unmeasured = Estimate.of(0.001, 0.01), Estimate(float("nan"), None)
+    names = [f"s{i}" for i in range(12)]
+
+    def first(**sites):
+        return advice_for(found, **sites)[0]
+
+    assert "whether dropout at any site helps" in first(**dict.fromkeys(names, unclear))
+    assert "of dropout at any site was measured" in first(**dict.fromkeys(names, unmeasured))
+    some = {"a": Estimate.of(0.5, 0.01), **dict.fromkeys(names, unclear)}
+    assert "dropout at `s0`, `s1`, `s2` and 9 more helps" in " ".join(advice_for(found, **some))
+    assert "whether dropout at `s0` helps" in first(s0=unclear)
+
+
+def test_many_weak_sites_are_not_all_called_useless():
+    found = diagnosed(model_with_shares(1.0))
+    (site, *_) = found.explicit.sites.values()
+    weak = {f"s{i}": site._replace(share=Estimate.of(0.005, 1e-4)) for i in range(200)}
+    advice = " ".join(recommend(found.sites, replace(found.explicit, sites=weak), None))
+    assert "nothing measurable" not in advice
+    strong = {"a": site._replace(share=Estimate.of(0.9, 1e-4)), **weak}
+    advice = " ".join(recommend(found.sites, replace(found.explicit, sites=strong), None))
+    assert re.search(r"Dropout at (`s\d` \([^)]*\)(, )?){3} and 197 more adds nothing", advice)
+
+
+def test_a_diagnosis_rounds_p():
+    found = diagnosed(model_with_shares(1.0))
+    sites = {name: s._replace(p=1 / 15) for name, s in found.explicit.sites.items()}
+    text = replace(found, explicit=replace(found.explicit, sites=sites)).text(100)
+    assert "0.0667" in text
+    assert "0.06666" not in text
+
+
 def test_weight_decay_is_compared_with_the_best_site():
     found = diagnosed(model_with_shares(1.0))
     site = Estimate.of(0.012, 0.002)

@@ -17,6 +17,7 @@ from undrop.intercept import Sites
 
 _NEGLIGIBLE_SHARE = 0.01  # a site with a smaller share of ½E[uᵀHu] does not matter
 _NOTABLE = 0.2  # a part of a whole matters if it is larger than this
+_MOST_NAMES = 3  # the most sites that a sentence lists
 _ROUNDING = 1e-9  # a part of R_drop that is smaller than this is rounding
 
 TOO_LITTLE = "Too little data to say"
@@ -116,7 +117,7 @@ def recommend(
 ) -> list[str]:
     """Return what to do, the most urgent first; there is always at least one sentence."""
     sentences = [
-        f"Dropout at `{site.name}` (p = {site.p:g}) is active in eval mode too, probably by mistake: "
+        f"Dropout at `{site.name}` (p = {site.p:.3g}) is active in eval mode too, probably by mistake: "
         "make it depend on `self.training`."
         for site in sites
         if site.active_in_eval
@@ -160,13 +161,23 @@ def _benefit_advice(benefit: Benefit) -> Iterator[str]:
     if unclear := [f"`{name}`" for name, b in ordered if b.includes_zero]:
         many_batches = benefit.validation_batches > 1
         way_out = "allow more seconds" if many_batches else "pass more validation batches"
-        yield f"It is not clear whether dropout at {', '.join(unclear)} helps: {way_out}."
+        where = _some_sites(unclear, len(benefit.sites))
+        yield f"It is not clear whether dropout at {where} helps: {way_out}."
     if missing := [f"`{name}`" for name in benefit.sites if name not in measured]:
+        where = _some_sites(missing, len(benefit.sites))
         yield (
-            f"The time ran out before the benefit of dropout at {', '.join(missing)} was measured: "
-            "allow more seconds."
+            f"The time ran out before the benefit of dropout at {where} was measured: allow more "
+            "seconds."
         )
     yield from _weight_decay_advice(benefit)
+
+
+def _some_sites(sites: list[str], total: int) -> str:
+    """Return the text of at most three sites and the number of others; "any site" for all of several."""
+    if 1 < len(sites) == total:
+        return "any site"
+    more = len(sites) - _MOST_NAMES
+    return ", ".join(sites[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _weight_decay_advice(benefit: Benefit) -> Iterator[str]:
@@ -222,11 +233,12 @@ def _weak_site_advice(explicit: Explicit) -> Iterator[str]:
     weak = [
         f"`{name}` ({percent(effect.share)})"
         for name, effect in explicit.sites.items()
-        if effect.share.high < _NEGLIGIBLE_SHARE and len(explicit.sites) > 1
+        if effect.share.high < _NEGLIGIBLE_SHARE
     ]
-    if weak:
+    if 0 < len(weak) < len(explicit.sites):  # a hundred weak sites can be strong together
+        where = _some_sites(weak, len(explicit.sites))
         yield (
-            f"Dropout at {', '.join(weak)} adds nothing measurable to the explicit effect: remove it, "
+            f"Dropout at {where} adds nothing measurable to the explicit effect: remove it, "
             "or raise its p if it is meant to have an effect."
         )
 

@@ -380,6 +380,7 @@ def test_the_table_formats_all_numbers_of_a_column_alike():
     for step, (tried, found) in enumerate(trials):
         history.entries.append(Entry(step, tried, found, values))
     assert history.table().text(80).splitlines() == [
+        "Mean benefit of the last 10 trials; no evidence: its interval contains 0",
         "site                                      p           benefit  evidence",
         "every site                                   +0.5010 ± 0.0010  more helps",
         "weight decay (λ = 3e-05)                          -0.0031 ± ?  no evidence",

@@ -78,7 +78,10 @@ class History:
         return [e.step for e in self.entries], [e.values[name] for e in self.entries]
 
     def table(self) -> Table:
-        """Return a table of the newest p, the benefit and the evidence, with a row for each site."""
+        """Return a table of the newest p, the benefit and the evidence, with a row for each site.
+
+        p can move without evidence, because every trial moves it, an uncertain one by less.
+        """
         benefits, rows = self.benefits(), []
         for name in dict.fromkeys([*benefits, *self.values]):
             value, benefit = self.values.get(name), benefits.get(name)
@@ -86,7 +89,8 @@ class History:
             p = "" if value is None or name == DECAY else f"{value:.3f}"
             cells = benefit_cells(benefit, "more helps", "less helps") if benefit else ("", "")
             rows.append((label, p, *cells))
-        return Table(("site", "p", "benefit", "evidence"), rows, numbers={"p", "benefit"})
+        title = f"Mean benefit of the last {RECENT} trials; no evidence: its interval contains 0"
+        return Table(("site", "p", "benefit", "evidence"), rows, {"p", "benefit"}, title)
 
     def figure(self) -> Figure:
         """Draw p of every site over the steps, and λ below it if weight decay is tuned.

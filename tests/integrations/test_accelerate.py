@@ -1,7 +1,9 @@
 """Accelerate: its backward, its accumulation and its checkpoints, in one process."""
 
+import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import undrop
@@ -46,3 +48,30 @@ def test_a_checkpoint_of_accelerate_restores_the_noise(tmp_path):
     accelerator.load_state(str(tmp_path / "state"))
     assert objective.steps == 1
     assert objective(model, x, y).parts == expected
+
+
+@pytest.fixture
+def bf16_accelerator():
+    AcceleratorState._reset_state(True)
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_autocast_inside_a_prepared_model_computes_what_autocast_around_it_does(
+    bf16_accelerator, fraction
+):
+    """Accelerate puts autocast into the model's forward, where no caller sees it."""
+
+    def parts(model):
+        objective = undrop.Analytic(
+            fraction=fraction, implicit=False, generator=torch.Generator().manual_seed(3)
+        )
+        step = objective(model, *batch(32))
+        assert step.engine == "antithetic: one stacked pass"
+        return step.parts
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = parts(net())
+    found = parts(bf16_accelerator.prepare(net()))
+    assert found == pytest.approx(expected, rel=0.02)

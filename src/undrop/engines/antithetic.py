@@ -61,7 +61,8 @@ class Antithetic(Engine):
                 return self.without_plan(request, reason)
             before = before or StateBeforeStep(request.batch.model)
             try:
-                if not again and not request.loss.has_side_effects:  # before the graph takes memory
+                if not (again or request.loss.has_side_effects or plan.half_precision):
+                    # before the graph takes memory
                     measure_kinks(request, partial(self._one_pass, plan=plan))
                 evaluation, trail = self._one_pass(request, plan)
                 if plan_is_right(request, trail, before.rng) or again:
@@ -93,7 +94,8 @@ class Antithetic(Engine):
         layout = request.layout(plan.dim, shared=plan.shares_noise)
         rows = Rows.draw(layout, draw.generator(plan.sites[0].device))
         sigmas = [draw.scale(s.site) for s in plan.sites]
-        epsilon = self._epsilon(request, max(sigmas)) * factor
+        half = request.half_precision or plan.half_precision
+        epsilon = self._epsilon(half, max(sigmas)) * factor
         noise = stacked_noise(plan, draw, rows, [epsilon * sigma for sigma in sigmas])
         inputs = batch.inputs
         if not plan.at_first_site:
@@ -132,14 +134,15 @@ class Antithetic(Engine):
             with Interception(batch.model, ScaledNoise(draw, epsilon)):
                 return request.run()
 
-        sigma = _largest_sigma.get(batch.model, 1.0)
+        sigma, half = _largest_sigma.get(batch.model, 1.0), request.half_precision
         while True:
-            epsilon = self._epsilon(request, sigma)
+            epsilon = self._epsilon(half, sigma)
             with keep_buffers(batch.model):
                 out_minus, f_minus = run(-epsilon)
-            if draw.largest_sigma <= sigma:
+            if draw.largest_sigma <= sigma and draw.half_precision <= half:
                 break
-            sigma = draw.largest_sigma  # repeat with the ε₀ for this σ
+            # repeat with the ε₀ for this σ and precision
+            sigma, half = max(sigma, draw.largest_sigma), half or draw.half_precision
         _largest_sigma[batch.model] = max(1.0, draw.largest_sigma)
         out_plus, f_plus = run(epsilon)
         f = map_tensors(midpoint, f_plus, f_minus)
@@ -147,9 +150,9 @@ class Antithetic(Engine):
         engine = f"antithetic: two passes, since {reason}"
         return request.evaluation(f, u, lambda: map_tensors(midpoint, out_plus, out_minus), engine)
 
-    def _epsilon(self, request: Request, sigma: float = 1.0) -> float:
-        """Return ε₀ for the precision in which the model runs and for its largest σ."""
-        default = EPSILON_HALF if request.half_precision else EPSILON
+    def _epsilon(self, half: bool, sigma: float) -> float:
+        """Return ε₀ for half or full precision, and for the largest σ."""
+        default = EPSILON_HALF if half else EPSILON
         return (default if self.epsilon is None else self.epsilon) / max(1.0, sigma)
 
 

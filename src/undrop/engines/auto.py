@@ -32,7 +32,8 @@ class Auto(Antithetic):
     def plan(self, request: Request, again: bool = False) -> tuple[Plan | None, str]:
         """Return the plan for a stacked pass, or None and the reason why there is none."""
         plan, reason = super().plan(request, again)
-        if plan is not None and request.half_precision and _has_batch_norm(request.batch.model):
+        half = request.half_precision or (plan is not None and plan.half_precision)
+        if plan is not None and half and _has_batch_norm(request.batch.model):
             return None, "half precision with batch norm needs more digits than ±ε₀ leaves"
         return plan, reason
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from undrop.engines.draw import Draw
+from undrop.engines.draw import HALF, Draw
 from undrop.engines.layout import Layout
 from undrop.errors import EngineError, NoDropoutError
 from undrop.intercept import Batch, tensors_in
@@ -68,8 +68,7 @@ class Request:
         first = next((p for p in weights if p is not None and p.is_floating_point()), None)
         if first is None:
             return False
-        is_half = first.dtype in (torch.float16, torch.bfloat16)
-        return is_half or torch.is_autocast_enabled(first.device.type)
+        return first.dtype in HALF or torch.is_autocast_enabled(first.device.type)
 
     def run(self) -> tuple[Any, Any]:
         """Run the model; return its output, and F: the part of the output that the loss receives."""

@@ -21,6 +21,9 @@ MASKS = ("as-declared", "independent")
 """Entries share η as the site declares, or each entry has its own, as in the paper's regularizers."""
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
 class Draw:
     """σ·η of every site, the same in every pass that uses this draw.
 
@@ -52,6 +55,8 @@ class Draw:
         self.generator = generator
         self.reached_site = False
         """Whether the pass has reached any site."""
+        self.half_precision = False
+        """Whether a pass has reached an activation in half precision."""
         self.largest_sigma = 0.0
         """The largest σ of the sites reached so far."""
         self._noise: dict[str, TensorWeakRef] = {}
@@ -70,6 +75,7 @@ class Draw:
 
     def sigma_eta(self, site: Site, h: Tensor) -> Tensor | None:
         """Return σ·η for the site, or None if it carries no noise."""
+        self.half_precision |= h.dtype in HALF
         scale = self.scale(site)
         if scale == 0.0:
             return None

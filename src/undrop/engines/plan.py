@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from undrop.engines.draw import Draw
+from undrop.engines.draw import HALF, Draw
 from undrop.engines.layout import Rows
 from undrop.intercept import Site, map_tensors
 
@@ -88,6 +88,11 @@ class Plan:
     def shares_noise(self) -> bool:
         """Whether all examples share the noise of some site."""
         return any(s.dim is None for s in self.sites)
+
+    @cached_property
+    def half_precision(self) -> bool:
+        """Whether the activations at some site have half precision: autocast may be inside the model."""
+        return any(s.dtype in HALF for s in self.sites)
 
     @cached_property
     def noise_columns(self) -> dict[tuple[Any, ...], NoiseColumns]:

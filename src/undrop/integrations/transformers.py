@@ -163,7 +163,7 @@ class UndropMixin(_Base):
         # Accelerate's own autocast is active only inside forward, and the engines need to see it.
         with self.accelerator.autocast():
             task = self._undrop_find_task(model, inputs, labels)
-            inputs = decoder_inputs(self.accelerator.unwrap_model(model), inputs, labels)
+            inputs = decoder_inputs(self._undrop_unwrap(model), inputs, labels)
             targets = task.targets(labels)
             if self._undrop_tune_examples is not None:
                 if self.tuner is None:
@@ -202,7 +202,7 @@ class UndropMixin(_Base):
                     f"with {type(self).__name__}, undrop supports neither tune= nor several processes: "
                     "leave tune= out, and start a single process."
                 )
-            check_attention(self.accelerator.unwrap_model(model))
+            check_attention(self._undrop_unwrap(model))
             self._undrop_policy_step = PolicyStep(self.objective, type(self).__name__)
         with self.accelerator.autocast():
             step = self._undrop_policy_step(model, own_loss)
@@ -219,10 +219,14 @@ class UndropMixin(_Base):
         with Interception(uncompiled(self.model), no_noise):
             return super()._prepare_inputs(inputs)
 
+    def _undrop_unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module inside the wrappers of Accelerate and ``torch.compile``."""
+        return uncompiled(self.accelerator.unwrap_model(model))
+
     def _undrop_find_task(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> Task:
         """Return the task, found in the first call; its loss is compared with the Trainer's once."""
         if self._undrop_task is None:
-            inner = self.accelerator.unwrap_model(model)
+            inner = self._undrop_unwrap(model)
             check_attention(inner)
             self._undrop_task = self.undrop_task(inner, labels)
             self.objective.loss = self._undrop_task.loss
@@ -236,7 +240,7 @@ class UndropMixin(_Base):
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, task: Task
     ) -> bool:
         """Check that the task's loss is the Trainer's own; return False if the batch has no targets."""
-        inner = self.accelerator.unwrap_model(model)
+        inner = self._undrop_unwrap(model)
         noiseless = Interception(uncompiled(model), no_noise)
         with torch.no_grad(), RngSnapshot(), keep_statistics(model), noiseless, _keep_metrics(self):
             trainer_loss = super().compute_loss(model, {**inputs, "labels": labels})
@@ -248,7 +252,7 @@ class UndropMixin(_Base):
 
     def _undrop_make_tuner(self, model: nn.Module, task: Task, examples: Dataset[Any]) -> Tuner:
         """Return a tuner on batches of the examples; it continues from a checkpoint if there is one."""
-        inner, batches = self.accelerator.unwrap_model(model), []
+        inner, batches = self._undrop_unwrap(model), []
         for batch in self.get_test_dataloader(examples):
             inputs = dict(self._prepare_inputs(batch))
             labels = inputs.pop("labels")
@@ -288,7 +292,7 @@ class UndropMixin(_Base):
             if has_no_effect(step.parts):
                 sites += ", no effect yet (LoRA starts with B = 0)"
         parts = ", ".join(f"{name} = {value:.4g}" for name, value in step.parts.items())
-        names = type(self.objective).__name__, type(self.accelerator.unwrap_model(model)).__name__
+        names = type(self.objective).__name__, type(self._undrop_unwrap(model)).__name__
         _log.warning("undrop is active: %s on %s, %s, %s", *names, sites, parts)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -112,6 +112,14 @@ def test_functions_without_a_rule_log_a_warning(name, caplog):
     assert "Use engine='tangent', or register a rule" in message
 
 
+def test_a_smooth_model_that_is_far_from_linear_is_not_said_to_have_a_kink(caplog):
+    torch.manual_seed(0)
+    model = Kinked(lambda h: torch.sin(40 * h))
+    undrop.Analytic()(model, torch.randn(32, 8, dtype=D), torch.randint(3, (32,)))
+    (message,) = [m for m in caplog.messages if TOLD in m]
+    assert "far from linear over ±ε₀. Use engine='tangent', or a smaller ε₀" in message
+
+
 def test_rounding_is_no_kink_where_dropout_has_no_effect(caplog):
     class WithoutEffect(nn.Module):
         def __init__(self):

@@ -23,6 +23,14 @@ from undrop.intercept import is_sharded, preserve_model, tensors_in
 from undrop.losses import Coefficients
 
 _log = logging.getLogger("undrop")
+_TOO_LARGE = (
+    "the model is far from linear over ±ε₀. Use engine='tangent', or a smaller ε₀ with "
+    "engine=undrop.engines.Antithetic(epsilon=0.01)"
+)
+_KINK = (
+    "the model calls a function with a kink or a jump that undrop has no rule for. Use "
+    "engine='tangent', or register a rule for it in undrop.engines.midpoint.MIDPOINT_RULES"
+)
 _LIMIT = 0.1  # smooth models show a smaller relative change of the gradient
 _measured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -53,10 +61,15 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
         full, eighth = gradient(regularizers, 1.0), gradient(regularizers, 0.125)
         size = eighth.norm()
         change = float((full - eighth).norm() / size) if size > 0 else 0.0
+        smooth = False
         if change > _LIMIT:  # it may be only rounding, for example if dropout has no effect
             loss_gradient = gradient(Coefficients(1.0, 0.0, 0.0), 1.0)
             rounding = 1e4 * torch.finfo(size.dtype).eps * loss_gradient.norm()
             change = change if size > rounding else 0.0
+            # O(ε₀²): half the ε₀ leaves (1/4 - 1/64)/(1 - 1/64) = 0.24 of the change. A kink that is
+            # crossed at ε₀/2 leaves more than all of it, and one that is not leaves nothing.
+            half = gradient(regularizers, 0.5)
+            smooth = 0.1 < float((half - eighth).norm() / (full - eighth).norm()) < 0.4
     except (PlanChanged, NotStackable):
         _measured.discard(model)  # a later step measures again, with another plan
         raise
@@ -64,9 +77,8 @@ def measure_kinks(request: Request, run: Callable[..., tuple[Evaluation, int]]) 
         generator.set_state(state)
     if change > _LIMIT:
         _log.warning(
-            "the gradient of the regularizers of %s changes by %.0f %% with a smaller ε₀: the model "
-            "calls a function with a kink or a jump that undrop has no rule for. Use engine='tangent', "
-            "or register a rule for it in undrop.engines.midpoint.MIDPOINT_RULES.",
+            "the gradient of the regularizers of %s changes by %.0f %% with a smaller ε₀: %s.",
             type(model).__name__,
             100 * change,
+            _TOO_LARGE if smooth else _KINK,
         )

@@ -331,7 +331,7 @@ def test_a_state_of_another_model_or_of_no_tuner_is_refused():
 
 
 def test_objectives_without_p_and_invalid_options_are_refused():
-    with pytest.raises(OptionError, match="an Analytic or a Dropout objective: L2 has no p"):
+    with pytest.raises(OptionError, match="an Analytic or a Dropout objective, got L2"):
         tuner_for(undrop.L2(0.1))
     with pytest.raises(OptionError, match="rate must be positive"):
         tuner_for(undrop.Dropout(), rate=0.0)

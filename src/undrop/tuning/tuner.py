@@ -101,8 +101,7 @@ class Tuner:
     ) -> None:
         if not isinstance(objective, Analytic | Dropout):
             raise OptionError(
-                f"a tuner needs an Analytic or a Dropout objective: {type(objective).__name__} has no p "
-                "to tune."
+                f"a tuner needs an Analytic or a Dropout objective, got {type(objective).__name__}."
             )
         if not 0.0 < as_float(rate) < math.inf:
             raise OptionError(f"rate must be positive, got {rate!r}.")

@@ -167,6 +167,23 @@ def test_eval_names_a_damaged_file_of_weights(trained, capsys):
     assert "best.safetensors was truncated or modified" in capsys.readouterr().err
 
 
+def test_generate_draws_more_words_than_the_context_of_a_gpt(text, capsys):
+    model = ("model.size=8", "model.layers=1", "model.heads=1", "model.context=16")
+    data = (
+        "data.batch_size=4",
+        "data.eval_batch_size=2",
+        "data.length=5",
+        "train.epochs=1",
+        "optimizer.lr=0.1",
+    )
+    settings = [word for setting in (*model, *data) for word in ("--set", setting)]
+    line = ["train", "--data", str(text), "--model", "gpt", "--objective", "none", "--out", "g"]
+    assert main([*line, *settings]) == 0
+    capsys.readouterr()
+    assert main(["generate", "g", "--words", "40", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["words"]) == 40
+
+
 def test_generate_depends_on_the_seed_alone(trained, capsys):
     texts = []
     for seed in ("1", "1", "2"):

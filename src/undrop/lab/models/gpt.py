@@ -91,7 +91,8 @@ class GPT(LanguageModel):
         p = check_probability("dropout", dropout)
         attention_p = check_probability("attention_dropout", attention_dropout)
         self.embedding = nn.Embedding(vocab_size, size)
-        self.positions = nn.Embedding(check_int("context", context), size)
+        self.context = check_int("context", context)
+        self.positions = nn.Embedding(context, size)
         self.input_dropout = nn.Dropout(p)
         self.layers = nn.ModuleList(
             _Layer(size, heads, p=p, attention_p=attention_p)

@@ -79,6 +79,8 @@ class LanguageModel(nn.Module, ABC):
     """
 
     embedding: Any
+    context: int | None = None
+    """The largest number of tokens in a window; None if there is no limit."""
 
     def __init__(
         self,

@@ -162,7 +162,8 @@ def sample(
     tokens = [vocabulary.index[EOS], *vocabulary.encode(prompt).tolist()]
     state: State | None = None
     for _ in range(words):
-        output, state = model(torch.tensor(tokens, device=device)[:, None], state)
+        window = tokens[-model.context :] if model.context else tokens
+        output, state = model(torch.tensor(window, device=device)[:, None], state)
         logits = output[-1, 0].float().cpu()
         top_logits, top_words = logits.topk(min(top_k or len(logits), len(logits)))
         if temperature == 0.0:

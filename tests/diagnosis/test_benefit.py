@@ -182,7 +182,7 @@ def test_a_site_for_which_the_time_runs_out_has_no_benefit():
     found = diagnosed(net(), train, held, seconds=1e-6, draws=2)
     assert all(math.isnan(estimate.value) for estimate in found.benefit.sites.values())
     assert math.isfinite(found.benefit.every_site.value)
-    assert any("the benefit of dropout at `2`, `5` was measured" in s for s in found.advice)
+    assert any("the benefit of dropout at any site was measured" in s for s in found.advice)
     assert "nan" not in str(found)
 
 
@@ -206,7 +206,7 @@ def test_the_progress_is_the_share_of_the_planned_repeats():
 def test_one_validation_batch_gives_no_evidence_either_way():
     found = diagnosed(net(), [data(1), data(2)], [data(20)])
     assert all(estimate.stderr is None for estimate in found.benefit.sites.values())
-    assert any(s.startswith("It is not clear whether dropout at `") for s in found.advice)
+    assert any(s.startswith("It is not clear whether dropout at ") for s in found.advice)
     assert any("pass more validation batches" in s for s in found.advice)
 
 

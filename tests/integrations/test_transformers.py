@@ -464,3 +464,11 @@ def test_the_loss_type_of_trl_is_never_silently_replaced(tmp_path, loss_type):
     else:
         trainer.train()
         assert trainer.objective.steps == 1
+
+
+def test_a_model_that_the_trainer_compiles_trains_like_the_model_itself(tmp_path):
+    plain = trained(tmp_path / "plain")
+    how = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    compiled = trained(tmp_path / "compiled", **how)
+    for a, b in zip(plain.model.parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -31,6 +31,7 @@ from undrop.objectives import Analytic, Objective, Step
 from undrop.objectives.checks import has_no_effect
 from undrop.rng_snapshot import RngSnapshot
 from undrop.tensor_files import from_bytes, load_tensors, save_tensors, to_bytes
+from undrop.torch_compat import force_eager
 from undrop.tuning import Tuner
 
 try:
@@ -242,7 +243,14 @@ class UndropMixin(_Base):
         """Check that the task's loss is the Trainer's own; return False if the batch has no targets."""
         inner = self._undrop_unwrap(model)
         noiseless = Interception(uncompiled(model), no_noise)
-        with torch.no_grad(), RngSnapshot(), keep_statistics(model), noiseless, _keep_metrics(self):
+        with (
+            torch.no_grad(),
+            RngSnapshot(),
+            keep_statistics(model),
+            _keep_metrics(self),
+            force_eager(),
+            noiseless,
+        ):
             trainer_loss = super().compute_loss(model, {**inputs, "labels": labels})
             logits = logits_of(call(model, decoder_inputs(inner, inputs, labels)))
         loss = task.loss.value(logits.float(), task.targets(labels))

@@ -1,5 +1,6 @@
 """One stacked pass: what it agrees with, when it is trusted, and what it costs."""
 
+import copy
 import gc
 import random
 from functools import partial
@@ -453,6 +454,19 @@ class Unfollowed(nn.Module):
     def forward(self, x):
         torch._dynamo.graph_break()
         return self.inner(x)
+
+
+def test_a_model_stays_compiled_if_its_p_changes(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    fast, slow = (undrop.Analytic(generator=new_generator(2)) for _ in range(2))
+    eager, compiled = copy.deepcopy(model), torch.compile(model, backend="eager")
+    for p in (0.3, 0.6, 0.5):
+        model[2].p = eager[2].p = p
+        parts = fast(compiled, x, y).parts
+        assert parts == pytest.approx(slow(eager, x, y).parts, rel=1e-4)
+    assert not [m for m in caplog.messages if "without torch.compile" in m]
 
 
 def test_a_model_that_does_not_compile_whole_runs_eagerly_and_says_so_once(caplog):

@@ -58,9 +58,11 @@ def _eager_if_it_fails(run: Callable[..., Any]) -> Callable[..., Any]:
             reason = "more shapes than torch._dynamo.config.recompile_limit allows"
         except exc.TorchDynamoException as error:
             reason = f"it does not compile as one graph ({_reason(error)})"
+        # If the plan has changed, as with another p, this raises the exception that torch only reports.
+        output = run_stacked(model, *args)
         _log.warning("undrop runs %s without torch.compile: %s.", type(model).__name__, reason)
         _compiled[model] = run_stacked
-        return run_stacked(model, *args)
+        return output
 
     return run_or_fall_back
 

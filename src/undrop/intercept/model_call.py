@@ -136,6 +136,8 @@ def _call(model: nn.Module, inputs: Any) -> Any:
             args, kwargs = arguments(inputs)
             return model(*args, **kwargs)
     except Exception as error:
+        if torch.compiler.is_compiling():
+            raise
         if any(f.f_globals["__name__"] == _COND_MODULE for f, _ in walk_tb(error.__traceback__)):
             raise EngineError(
                 f"{type(model).__name__} calls torch.cond, which traces its branches, so undrop "

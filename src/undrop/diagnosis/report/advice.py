@@ -48,12 +48,12 @@ def _explicit_conclusion(explicit: Explicit) -> Iterator[str]:
     else:
         yield f"Dropout lowers the loss by {r_drop.scaled(-1.0)}."
     measured = percent(share, interval=True)
-    judged = verdict(share)
-    if judged == "unclear" and share.includes_zero:
+    outcome = verdict(share)
+    if outcome == "unclear" and share.includes_zero:
         yield f"{TOO_LITTLE} how much of this the explicit regularizer ½E[uᵀHu] accounts for."
     else:
         accounts = f"The explicit regularizer ½E[uᵀHu] accounts for {measured} of this"
-        yield f"{accounts}{_DESCRIPTIONS[judged]}."
+        yield f"{accounts}{_DESCRIPTIONS[outcome]}."
     name = _strongest_site(explicit)
     if name is not None:
         largest = percent(explicit.sites[name].share)
@@ -98,7 +98,8 @@ def _implicit_conclusion(implicit: Implicit) -> str:
         return f"{noise}, so the implicit effect is small."
     if ratio.high < 1.0:
         return f"{noise}, so it is the smaller of the two."
-    return f"{TOO_LITTLE} whether dropout's gradient noise exceeds mini-batching's (ratio {ratio})."
+    figure = "" if math.isnan(ratio.value) else f" (ratio {ratio})"
+    return f"{TOO_LITTLE} whether dropout's gradient noise exceeds mini-batching's{figure}."
 
 
 def _benefit_conclusion(benefit: Benefit) -> str:
@@ -194,13 +195,13 @@ def _weight_decay_advice(benefit: Benefit) -> Iterator[str]:
 
 def _explicit_advice(explicit: Explicit) -> Iterator[str]:
     share, parts = explicit.quadratic_share, explicit.parts
-    judged = verdict(share)
-    if judged == "good":
+    outcome = verdict(share)
+    if outcome == "good":
         yield (
             "`undrop.Analytic(strength=undrop.TAYLOR)` can replace the explicit effect of this dropout: "
             f"its regularizer ½E[uᵀHu] is {percent(share)} of R_drop."
         )
-    elif judged == "poor":
+    elif outcome == "poor":
         yield (
             "The explicit regularizer ½E[uᵀHu] differs from this dropout: it is "
             f"{percent(share)} of R_drop. A smaller p brings the two closer."

@@ -1,6 +1,6 @@
-"""How well ½E[uᵀHu] describes dropout: the one rule of a diagnosis and of a check.
+"""The verdict on how well ½E[uᵀHu] describes dropout, for a diagnosis and for a check.
 
-A ratio is judged by its 95 % interval, and R and 1/R are judged alike.
+The verdict depends on the 95 % interval of the ratio R, and is the same for R and 1/R.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from undrop.diagnosis.measure.estimates import Estimate
 GOOD = 0.8
 """A ratio from here to 1/GOOD is good."""
 ROUGH = 0.5
-"""A ratio from here to 1/ROUGH is right in the order of magnitude, at least."""
+"""A ratio from here to 1/ROUGH has at least the right order of magnitude."""
 
 
 def verdict(ratio: Estimate) -> str:

@@ -334,7 +334,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "judged"),
+    ("low", "high", "expected"),
     [
         (0.8, 1.25, "good"),
         (0.9, 1.22, "good"),
@@ -350,22 +350,22 @@ WORDS = {
         (float("-inf"), float("inf"), "unclear"),
     ],
 )
-def test_a_diagnosis_and_a_check_judge_the_ratio_by_one_rule(low, high, judged):
-    """The interval decides, and R is judged like 1/R."""
+def test_a_diagnosis_and_a_check_have_one_rule_for_the_ratio(low, high, expected):
+    """The interval decides, and R has the verdict of 1/R."""
     ratio = Estimate(0.5 * (low + high), 0.1, low, high)
-    assert verdict(ratio) == judged
+    assert verdict(ratio) == expected
     if low > 0.0:
-        assert verdict(Estimate(1.0 / ratio.value, 0.1, 1.0 / high, 1.0 / low)) == judged
+        assert verdict(Estimate(1.0 / ratio.value, 0.1, 1.0 / high, 1.0 / low)) == expected
     found = diagnosed(model_with_shares(1.0))
     explicit = replace(found.explicit, quadratic_share=ratio)
     conclusion = conclude(explicit, None, None)
     if low == float("-inf"):
         assert "Too little data to say how much of this" in conclusion
     else:
-        assert WORDS[judged] in conclusion
+        assert WORDS[expected] in conclusion
     advice = " ".join(recommend(found.sites, explicit, None))
-    assert ("can replace the explicit effect" in advice) == (judged == "good")
-    assert ("differs from this dropout" in advice) == (judged == "poor")
+    assert ("can replace the explicit effect" in advice) == (expected == "good")
+    assert ("differs from this dropout" in advice) == (expected == "poor")
 
 
 def test_an_r_drop_within_its_error_is_called_too_little_data():

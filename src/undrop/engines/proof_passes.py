@@ -127,9 +127,9 @@ class Reference:
             before, plus, minus, _ = rows.layout.split(stacked, dim)
             without_noise = rows.noisy_last(plain, dim).narrow(dim, 0, rows.layout.plain)
             pairs = (*((x, without_noise) for x in before), (plus, up), (minus, down))
-            # A float32 mask, or a layer under autocast inside the model, may have fewer digits.
-            dtypes = [s.dtype for s in plan.sites if s.dtype.is_floating_point]
-            dtype = max((up.dtype, *dtypes), key=_rounding)
+            # A float32 mask has fewer digits than a float64 output. Half precision would hide too much.
+            rounds = up.dtype is torch.float64 and any(x.dtype is torch.float32 for x in plan.sites)
+            dtype = torch.float32 if rounds else up.dtype
             tolerance = _TOLERANCE.get(dtype, _HALF_TOLERANCE)
             if not all(a.shape == b.shape and close(a, b, tolerance) for a, b in pairs):
                 raise CandidateFailed
